@@ -1,0 +1,68 @@
+# Baton's commands. Each works on a fresh clone: what it needs is installed into .venv first.
+#   make serve          a cluster on this machine; ARGS="--port 50052" and the like are passed on
+#   make test           every test
+#   make check          what must hold before a commit: ruff, mypy, architecture
+#   make proto          regenerates cluster/pb from proto/
+#   make bench          measures a cluster on this machine
+#   make clean          removes .venv and every cache
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+EXTRAS ?= dev
+ARGS ?=
+# Without an NVIDIA GPU, torch's builds for CPUs are looked up here too: PyPI's Linux build brings gigabytes of CUDA.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: setup serve test check format proto bench clean
+.DEFAULT_GOAL := setup
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@set -eu; \
+	if [ ! -x $(PY) ]; then \
+	  for python in $${PYTHON:-python3.11 python3.12 python3.13 python3 python}; do \
+	    if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$${found:-}" ]; then \
+	    echo "error: no Python 3.11 or newer with venv and pip was found; install one, or name it: make setup PYTHON=/path/to/python" >&2; exit 1; \
+	  fi; \
+	  echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); \
+	fi; \
+	index=""; \
+	if ! nvidia-smi -L >/dev/null 2>&1 && \
+	  $(PY) -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' $(TORCH_CPU_INDEX) >/dev/null 2>&1; then \
+	  index="--extra-index-url $(TORCH_CPU_INDEX)"; \
+	fi; \
+	echo "installing Baton into $(VENV); torch alone is some 200 MB on a CPU machine"; \
+	$(PY) -m pip install --quiet --constraint constraints.txt $$index --editable '.[$(EXTRAS)]'; \
+	touch $@
+
+serve: $(READY)
+	@$(VENV)/bin/baton serve $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest $(ARGS)
+
+check: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m pytest -q tests/test_architecture.py tests/test_proto_stubs.py
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+proto: $(READY)
+	$(PY) -m grpc_tools.protoc -Icluster/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+
+bench: $(READY)
+	$(PY) -m benchmarks.throughput $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Generated protobuf and gRPC stubs; regenerate with `make proto`. Never edited by hand."""

@@ -1,0 +1,156 @@
+from cluster.pb import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class KvLayout(_message.Message):
+    __slots__ = ("num_layers", "num_kv_heads", "head_dim", "dtype", "tp_size", "block_size", "model")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    tp_size: int
+    block_size: int
+    model: str
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
+
+class SenderHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "layout", "transport", "chunk_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    layout: KvLayout
+    transport: str
+    chunk_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., transport: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+
+class ReceiverHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "store_address", "chunk_tokens")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    layout: KvLayout
+    pair_epoch: str
+    store_address: str
+    chunk_tokens: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pair_epoch: _Optional[str] = ..., store_address: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+
+class SenderMessage(_message.Message):
+    __slots__ = ("hello", "open", "offer", "commit", "abort")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    OPEN_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
+    COMMIT_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    hello: SenderHello
+    open: Open
+    offer: Offer
+    commit: Commit
+    abort: Abort
+    def __init__(self, hello: _Optional[_Union[SenderHello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class ReceiverMessage(_message.Message):
+    __slots__ = ("hello", "reserved", "grant", "committed", "abort")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    ABORT_FIELD_NUMBER: _ClassVar[int]
+    hello: ReceiverHello
+    reserved: Reserved
+    grant: Grant
+    committed: Committed
+    abort: Abort
+    def __init__(self, hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+
+class Open(_message.Message):
+    __slots__ = ("key", "num_prompt_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    num_prompt_tokens: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class Reserved(_message.Message):
+    __slots__ = ("key", "num_cached_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    num_cached_tokens: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("key", "chunk_index", "token_start", "token_end")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    chunk_index: int
+    token_start: int
+    token_end: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("key", "chunk_index", "grant_number")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    GRANT_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    chunk_index: int
+    grant_number: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ..., grant_number: _Optional[int] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("sequence_index", "token_id", "is_finished")
+    SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    sequence_index: int
+    token_id: int
+    is_finished: bool
+    def __init__(self, sequence_index: _Optional[int] = ..., token_id: _Optional[int] = ..., is_finished: bool = ...) -> None: ...
+
+class Commit(_message.Message):
+    __slots__ = ("key", "num_chunks", "first_tokens")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NUM_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    num_chunks: int
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_chunks: _Optional[int] = ..., first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ...) -> None: ...
+
+class Committed(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ...) -> None: ...
+
+class Abort(_message.Message):
+    __slots__ = ("key", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: _worker_pb2.RequestKey
+    reason: str
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,128 @@
+from cluster.pb import handoff_pb2 as _handoff_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RankCommand(_message.Message):
+    __slots__ = ("number", "step", "open_pair", "close_pair", "gather", "send", "receive", "stop", "start")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OPEN_PAIR_FIELD_NUMBER: _ClassVar[int]
+    CLOSE_PAIR_FIELD_NUMBER: _ClassVar[int]
+    GATHER_FIELD_NUMBER: _ClassVar[int]
+    SEND_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    step: bytes
+    open_pair: OpenPair
+    close_pair: ClosePair
+    gather: Gather
+    send: Send
+    receive: Receive
+    stop: Stop
+    start: Start
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[Receive, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+
+class Start(_message.Message):
+    __slots__ = ("incarnation", "store_address", "num_blocks")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    store_address: str
+    num_blocks: int
+    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class OpenPair(_message.Message):
+    __slots__ = ("pair_epoch", "store_address", "is_sender", "remote")
+    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    IS_SENDER_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
+    pair_epoch: str
+    store_address: str
+    is_sender: bool
+    remote: _handoff_pb2.KvLayout
+    def __init__(self, pair_epoch: _Optional[str] = ..., store_address: _Optional[str] = ..., is_sender: bool = ..., remote: _Optional[_Union[_handoff_pb2.KvLayout, _Mapping]] = ...) -> None: ...
+
+class ClosePair(_message.Message):
+    __slots__ = ("pair_epoch",)
+    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    pair_epoch: str
+    def __init__(self, pair_epoch: _Optional[str] = ...) -> None: ...
+
+class Gather(_message.Message):
+    __slots__ = ("pair_epoch", "slot", "token_start", "token_end", "block_table", "after_step")
+    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    pair_epoch: str
+    slot: int
+    token_start: int
+    token_end: int
+    block_table: _containers.RepeatedScalarFieldContainer[int]
+    after_step: int
+    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
+
+class Send(_message.Message):
+    __slots__ = ("pair_epoch", "slot", "num_tokens")
+    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    pair_epoch: str
+    slot: int
+    num_tokens: int
+    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+
+class Receive(_message.Message):
+    __slots__ = ("pair_epoch", "slot", "token_start", "token_end", "block_table", "after_step")
+    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    pair_epoch: str
+    slot: int
+    token_start: int
+    token_end: int
+    block_table: _containers.RepeatedScalarFieldContainer[int]
+    after_step: int
+    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
+
+class Stop(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RankReply(_message.Message):
+    __slots__ = ("number", "error", "size_bytes", "hello")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    error: str
+    size_bytes: int
+    hello: RankHello
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., size_bytes: _Optional[int] = ..., hello: _Optional[_Union[RankHello, _Mapping]] = ...) -> None: ...
+
+class RankHello(_message.Message):
+    __slots__ = ("tp_rank", "pid", "host", "device")
+    TP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    tp_rank: int
+    pid: int
+    host: str
+    device: str
+    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...

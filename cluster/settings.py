@@ -1,0 +1,117 @@
+"""What one process is told at its start: flat, frozen, JSON in and out.
+
+`cluster.config` holds what an operator writes; the controller resolves it into these, one for each process, so that a
+process never reads cluster.yaml. The flags of `python -m worker` and `python -m router` are these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Self
+
+
+class JsonSettings:
+    """JSON round trip for the frozen dataclasses below; an unknown key is a TypeError that names it."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict())
+
+    def as_dict(self) -> dict[str, Any]:
+        assert dataclasses.is_dataclass(self)
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class WorkerSettings(JsonSettings):
+    """One tensor-parallel rank of one worker."""
+
+    worker_id: str
+    """Name of the worker, the same on each of its ranks, such as `prefill-0`."""
+    role: str
+    """`prefill` or `decode`: the kind of new work the router sends here."""
+    model_path: str
+    """Hugging Face folder with config.json, *.safetensors, tokenizer.json."""
+    model_name: str = ""
+    """Name that clients use; empty: the folder's name."""
+    dtype: str = "auto"
+    """`auto` (the checkpoint's), `float32`, `bfloat16` or `float16`."""
+    max_model_len: int | None = None
+    """Most tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
+    device: str = "auto"
+    """`auto`, `cpu` or `cuda`."""
+    tp_rank: int = 0
+    tp_size: int = 1
+    leader: str | None = None
+    """host:port of rank 0's rank server; None on rank 0 itself."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """gRPC port of rank 0; 0: any free one."""
+    rank_port: int = 0
+    """Port at which rank 0 awaits the other ranks; 0: any free one."""
+    node: str = ""
+    """Name of the machine, for status; empty: the host name."""
+    block_size: int = 16
+    """Tokens of one KV block."""
+    kv_cache_tokens: int | None = None
+    """Tokens the KV pool holds; None: what fits (GPU), or 4 requests of max_model_len (CPU)."""
+    max_num_batched_tokens: int = 2048
+    """Most tokens computed in one step."""
+    max_num_seqs: int = 64
+    """Most sequences decoded in one step."""
+    enable_prefix_cache: bool = True
+    threads: int | None = None
+    """CPU threads of torch for this rank; None: cores divided by the ranks on this machine."""
+    attention: str = "auto"
+    """`auto`, `flash_attn`, `varlen` or `cpu`."""
+    transport: str = "auto"
+    """`auto`, `gloo` or `nccl`."""
+    chunk_tokens: int = 256
+    """Most tokens of one hand-off chunk, that is, of one slot."""
+    num_slots: int = 4
+    """Send slots and landing slots of each worker."""
+    transfer_timeout_s: float = 30.0
+    """A chunk that has not arrived by then fails its request and retires the pair."""
+    step_log: str | None = None
+    """File that gets one JSON line for each step: who joined, ran and left."""
+    insecure: bool = False
+    """Allow an address other than loopback without TLS."""
+
+
+@dataclass(frozen=True)
+class RouterSettings(JsonSettings):
+    """One router process."""
+
+    model_path: str
+    """Folder whose tokenizer, chat template and generation_config.json the router reads; never weights."""
+    model_name: str = ""
+    """Name that clients use; empty: the folder's name."""
+    host: str = "127.0.0.1"
+    port: int = 50051
+    """Public gRPC port; 0: any free one."""
+    control_port: int = 0
+    """Port on which the controller names the workers; loopback only; 0: any free one."""
+    workers: tuple[str, ...] = ()
+    """Workers known at the start, as `prefill:ID=HOST:PORT` or `decode:ID=HOST:PORT`."""
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    """Most sequences of one request a decode worker can hold; bounds `n`."""
+    max_running_requests: int = 256
+    """Requests handed to workers at one time."""
+    max_queued_requests: int = 1024
+    """Requests waiting beside those; one more is refused."""
+    queue_timeout_s: float = 60.0
+    """A request that waited this long for a worker is refused, unless the client set its own."""
+    max_message_bytes: int = 4 * 1024 * 1024
+    """Largest gRPC message accepted."""
+    drain_timeout_s: float = 5.0
+    """At shutdown, running requests get this long to end."""
+    insecure: bool = False
+    """Allow an address other than loopback without TLS."""
