@@ -1,0 +1,269 @@
+"""Decode work on one worker: reserves for hand-offs, decodes what has landed, prefills here what is not handed over.
+
+Owns every sequence of its requests and their blocks. A request's blocks are free when its last sequence ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cluster.keys import RequestKey
+from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
+from decode_worker.receiver import Receiver
+from decode_worker.scheduler import BlockCopies, DecodeScheduler
+from engine.block_manager import BlockManager
+from engine.sampling import SampledToken, check_finish
+from engine.sequence import Job, Planned, Sequence, claim_blocks, publish_blocks, release_blocks
+from kv_transfer.actions import Actions, Fail, Land, Ready, ReleasePages, Reserve, Tell
+
+
+class DecodeHost(Protocol):
+    """What the role needs of the worker it runs on."""
+
+    def next_arrival(self) -> int: ...
+
+    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
+
+    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
+
+    def close_request(self, key: RequestKey) -> None: ...
+
+    def tell(self, peer: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
+
+    def land(self, action: Land, block_table: list[int]) -> None: ...
+
+
+@dataclass
+class DecodeTask:
+    """A job of this role: first one sequence for the prompt, then `n` that decode."""
+
+    job: Job
+    prompt: Sequence
+    spare: list[int] = field(default_factory=list)
+    """Blocks reserved beyond the prompt's: head-room for the first token of each sequence."""
+    is_reserved: bool = False
+    live: dict[int, Sequence] = field(default_factory=dict)
+    dropped: set[int] = field(default_factory=set)
+    """Sequences the router ended before they were born."""
+
+
+class DecodeRole:
+    """Decodes requests in one continuous batch."""
+
+    def __init__(
+        self, host: DecodeHost, blocks: BlockManager, max_num_seqs: int, num_slots: int, chunk_tokens: int
+    ) -> None:
+        self._host = host
+        self._blocks = blocks
+        self._scheduler = DecodeScheduler(blocks, max_num_seqs)
+        self._receiver = Receiver(num_slots, chunk_tokens)
+        self._tasks: dict[RequestKey, DecodeTask] = {}
+        self._to_reserve: deque[RequestKey] = deque()
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._tasks
+
+    @property
+    def num_running(self) -> int:
+        return self._scheduler.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._to_reserve) + self._scheduler.num_waiting
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    def admit(self, job: Job, expect_handoff: bool) -> None:
+        """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
+        sequence = Sequence(job, 0, self._host.next_arrival(), fan_out=job.params.n)
+        self._tasks[job.key] = DecodeTask(job, sequence)
+        if expect_handoff:
+            self._carry_out(self._receiver.announce(job.key, len(job.prompt_token_ids)))
+        else:
+            self._tasks[job.key].live[0] = sequence
+            self._scheduler.add(sequence)
+
+    def cancel(self, key: RequestKey, reason: str, sequence_index: int | None = None) -> None:
+        """Ends a request, or one sequence of it, in any state; what the transport may still touch drains first."""
+        task = self._tasks[key]
+        if sequence_index is not None:
+            self._drop_sequence(task, sequence_index)
+        elif key in self._receiver:
+            self._carry_out(self._receiver.cancel(key, reason))
+        else:
+            for sequence in list(task.live.values()):
+                self._scheduler.remove(sequence)
+            self._close(task)
+
+    def hear(self, peer: str, message: handoff_pb2.SenderMessage) -> None:
+        """A message of a prefill worker."""
+        match message.WhichOneof("message"):
+            case "open":
+                self._carry_out(self._receiver.opened(peer, RequestKey.of(message.open.key)))
+            case "offer":
+                self._carry_out(self._receiver.offered(peer, message.offer))
+            case "commit":
+                self._carry_out(self._receiver.committed(peer, message.commit))
+            case "abort":
+                self._carry_out(self._receiver.peer_aborted(peer, RequestKey.of(message.abort.key)))
+
+    def peer_ready(self, peer: str) -> None:
+        self._carry_out(self._receiver.peer_ready(peer))
+
+    def peer_lost(self, peer: str) -> None:
+        self._carry_out(self._receiver.peer_lost(peer))
+
+    def landed(self, action: Land, error: str) -> None:
+        """A granted chunk lies in its pages, or `error` says why not."""
+        size = action.token_end - action.token_start
+        self._carry_out(self._receiver.landed(action.key, action.chunk_index, size, error))
+
+    def plan(self, budget: int) -> tuple[list[Planned], list[Sequence], BlockCopies]:
+        """Shares of the next step, who was preempted for it, and the page copies it makes first."""
+        planned, preempted = self._scheduler.plan(budget)
+        self._reserve_waiting()
+        started = self._scheduler.admit()
+        for sequence in started:
+            if not sequence.output_token_ids:
+                self._tell_phase(sequence.job.key, generation_pb2.Heartbeat.PHASE_PREFILL, sequence.num_cached_tokens)
+        if started:
+            planned, more = self._scheduler.plan(budget)
+            preempted += more
+        return planned, preempted, self._scheduler.take_copies()
+
+    def copied(self, copies: BlockCopies) -> None:
+        self._scheduler.copied(copies)
+
+    def absorb(self, planned: Planned, sampled: list[SampledToken]) -> None:
+        """A share of the step has run; `sampled` holds the next token (of each sequence born by it)."""
+        sequence = planned.sequence
+        before = sequence.num_computed_tokens
+        sequence.num_computed_tokens += planned.num_tokens
+        publish_blocks(sequence, self._blocks, before)
+        if not sampled:
+            return
+        task = self._tasks[sequence.job.key]
+        if not sequence.output_token_ids:
+            self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
+        born = [sequence] + [Sequence(task.job, i, sequence.arrival) for i in range(1, sequence.fan_out)]
+        sequence.fan_out = 1
+        for child, token in zip(born, sampled, strict=True):
+            child.output_token_ids.append(token.token_id)
+            self._host.emit_tokens(child, token, len(child.output_token_ids) - 1)
+        if len(born) > 1:
+            children = [c for c in born[1:] if c.index not in task.dropped]
+            task.live.update({c.index: c for c in children})
+            self._scheduler.fork(sequence, children, [])
+        for child in born:
+            if child.index in task.live and check_finish(task.job.params, child.output_token_ids):
+                self._end_sequence(task, child)
+
+    def check_idle(self, num_slots: int) -> None:
+        """Raises AssertionError unless nothing is held."""
+        assert not self._tasks and not self._to_reserve, (self._tasks, self._to_reserve)
+        assert self._scheduler.num_running + self._scheduler.num_waiting + self._scheduler.num_reserved_seqs == 0
+        self._receiver.check_idle(num_slots)
+
+    def _carry_out(self, actions: Actions) -> None:
+        for action in actions:
+            match action:
+                case Tell():
+                    self._host.tell(action.peer, action.message)
+                case Reserve():
+                    self._to_reserve.append(action.key)
+                case Land():
+                    self._host.land(action, self._tasks[action.key].prompt.block_table)
+                case Ready():
+                    self._start_decoding(self._tasks[action.key], action.first_tokens)
+                case Fail():
+                    failed = worker_pb2.Failed(key=action.key.to_proto(), reason=action.reason, message=action.message)
+                    self._host.emit(action.key, worker_pb2.Event(failed=failed))
+                case ReleasePages():
+                    self._drop_reservation(self._tasks[action.key])
+
+    def _reserve_waiting(self) -> None:
+        """Reserves for announced hand-offs, in their order, while places and blocks last."""
+        while self._to_reserve:
+            task = self._tasks[self._to_reserve[0]]
+            if not self._scheduler.has_room(task.job.params.n) or not self._reserve(task):
+                return
+            self._to_reserve.popleft()
+            self._carry_out(self._receiver.reserved(task.job.key, task.prompt.num_cached_tokens))
+
+    def _reserve(self, task: DecodeTask) -> bool:
+        n, num_tokens = task.job.params.n, len(task.job.prompt_token_ids)
+        num_spare = n - 1 if num_tokens % self._blocks.block_size else n
+        if not claim_blocks(task.prompt, self._blocks):
+            return False
+        if not self._blocks.can_allocate(num_spare):
+            release_blocks(task.prompt, self._blocks)
+            return False
+        task.spare = self._blocks.allocate(num_spare)
+        task.is_reserved = True
+        self._scheduler.num_reserved_seqs += n
+        return True
+
+    def _drop_reservation(self, task: DecodeTask) -> None:
+        if task.job.key in self._to_reserve:
+            self._to_reserve.remove(task.job.key)
+        if task.is_reserved:
+            self._scheduler.num_reserved_seqs -= task.job.params.n
+            release_blocks(task.prompt, self._blocks)
+        self._close(task)
+
+    def _start_decoding(self, task: DecodeTask, first_tokens: tuple[handoff_pb2.FirstToken, ...]) -> None:
+        prompt, before = task.prompt, task.prompt.num_computed_tokens
+        prompt.num_computed_tokens = len(task.job.prompt_token_ids)
+        publish_blocks(prompt, self._blocks, before)
+        self._scheduler.num_reserved_seqs -= task.job.params.n
+        born = []
+        for first in first_tokens:
+            if not first.is_finished and first.sequence_index not in task.dropped:
+                child = Sequence(task.job, first.sequence_index, prompt.arrival, output_token_ids=[first.token_id])
+                born.append(child)
+        if born:
+            self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
+            self._adopt(task, born)
+        release_blocks(prompt, self._blocks)
+        self._blocks.release(task.spare)
+        task.spare = []
+        if not task.live:
+            self._close(task)
+
+    def _adopt(self, task: DecodeTask, born: list[Sequence]) -> None:
+        """The first child takes the prompt's blocks as they are, the others fork from it."""
+        prompt, heir = task.prompt, born[0]
+        heir.block_table, heir.num_computed_tokens = prompt.block_table, prompt.num_computed_tokens
+        prompt.block_table = []
+        task.live = {child.index: child for child in born}
+        self._scheduler.join(heir)
+        self._scheduler.fork(heir, born[1:], task.spare)
+        for child in born:
+            if task.spare and child.block_table and child.num_computed_tokens % self._blocks.block_size == 0:
+                child.block_table.append(task.spare.pop())
+
+    def _drop_sequence(self, task: DecodeTask, index: int) -> None:
+        task.dropped.add(index)
+        sequence = task.live.get(index)
+        if sequence is not None and sequence.fan_out == 1:
+            self._end_sequence(task, sequence)
+
+    def _end_sequence(self, task: DecodeTask, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        del task.live[sequence.index]
+        if not task.live:
+            self._close(task)
+
+    def _close(self, task: DecodeTask) -> None:
+        self._blocks.release(task.spare)
+        task.spare = []
+        del self._tasks[task.job.key]
+        self._host.close_request(task.job.key)
+
+    def _tell_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
+        changed = worker_pb2.PhaseChanged(key=key.to_proto(), phase=phase, num_cached_tokens=num_cached_tokens)
+        self._host.emit(key, worker_pb2.Event(phase=changed))

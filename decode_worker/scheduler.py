@@ -1,0 +1,140 @@
+"""Which sequences the next step runs: continuous batching with preemption. Pure: no clock, socket or tensor.
+
+Running sequences each get their next token; one whose tokens are not all computed (preempted earlier, or prefilled
+here) gets a chunk of them from what the token budget leaves. When a sequence needs a block and none is free, the
+youngest running one is preempted: its blocks return and it is computed again, before any newcomer. The oldest always
+runs on, so something always ends. Owns the page copies that forks ask for; both pages stay referenced until copied.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from engine.block_manager import BlockManager
+from engine.sequence import Planned, Sequence, blocks_for, claim_blocks, release_blocks
+
+BlockCopies = list[tuple[int, int]]
+
+
+def _by_arrival(sequence: Sequence) -> tuple[int, int]:
+    return sequence.arrival, sequence.index
+
+
+class DecodeScheduler:
+    """Sequences waiting to be computed here, and sequences in the running batch."""
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int) -> None:
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
+        self._copies: BlockCopies = []
+        self.num_reserved_seqs = 0
+        """Sequences promised a place when their hand-off ends."""
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_room(self, num_seqs: int) -> bool:
+        """Whether newcomers may take `num_seqs` places; those preempted come first."""
+        return not self._waiting and self._num_places(num_seqs) <= self._max_num_seqs
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence whose tokens must be computed here."""
+        insort(self._waiting, sequence, key=_by_arrival)
+
+    def join(self, sequence: Sequence) -> None:
+        """Takes a sequence whose KV is here into the next step."""
+        insort(self._running, sequence, key=_by_arrival)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out in any state and returns its blocks."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+        release_blocks(sequence, self._blocks)
+
+    def admit(self) -> list[Sequence]:
+        """Moves waiting sequences into the batch while places and blocks last; returns those moved."""
+        started: list[Sequence] = []
+        while self._waiting and self._num_places(self._waiting[0].fan_out) <= self._max_num_seqs:
+            if not claim_blocks(self._waiting[0], self._blocks):
+                break
+            started.append(self._waiting.pop(0))
+            self.join(started[-1])
+        return started
+
+    def plan(self, budget: int) -> tuple[list[Planned], list[Sequence]]:
+        """Shares of the next step, at most `budget` tokens in all, and who was preempted to make room."""
+        preempted = self._make_room()
+        decoding = [Planned(s, 1) for s in self._running if s.num_remaining == 1][: max(budget, 0)]
+        budget -= len(decoding)
+        for sequence in self._running:
+            if budget <= 0:
+                break
+            if sequence.num_remaining > 1:
+                decoding.append(Planned(sequence, min(budget, sequence.num_remaining)))
+                budget -= decoding[-1].num_tokens
+        return decoding, preempted
+
+    def fork(self, parent: Sequence, children: list[Sequence], spare: list[int]) -> None:
+        """Lets children share the parent's prompt blocks; a partly filled last block is copied for each.
+
+        Blocks come from `spare` first; a child for which there is none waits and is computed anew.
+        """
+        block_size = self._blocks.block_size
+        num_full, is_partial = divmod(parent.num_computed_tokens, block_size)
+        for child in children:
+            if is_partial and not spare and not self._blocks.can_allocate(1):
+                self.add(child)
+                continue
+            child.block_table = parent.block_table[:num_full]
+            self._blocks.share(child.block_table)
+            child.num_computed_tokens = parent.num_computed_tokens
+            if is_partial:
+                target = spare.pop() if spare else self._blocks.allocate(1)[0]
+                self._copy(parent.block_table[num_full], target)
+                child.block_table.append(target)
+            self.join(child)
+
+    def take_copies(self) -> BlockCopies:
+        """Page copies (source, target) that the next step makes first; give them back with `copied` afterwards."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def copied(self, copies: BlockCopies) -> None:
+        for pair in copies:
+            self._blocks.release(list(pair))
+
+    def _copy(self, source: int, target: int) -> None:
+        self._blocks.share([source, target])
+        self._copies.append((source, target))
+
+    def _num_places(self, more: int) -> int:
+        return sum(s.fan_out for s in self._running) + self.num_reserved_seqs + more
+
+    def _make_room(self) -> list[Sequence]:
+        preempted: list[Sequence] = []
+        for sequence in list(self._running):
+            if sequence in preempted:
+                continue
+            needed = blocks_for(sequence.num_tokens, self._blocks.block_size) - len(sequence.block_table)
+            while needed > 0 and sequence not in preempted and not self._blocks.can_allocate(needed):
+                preempted.append(self._preempt_youngest())
+            if needed > 0 and sequence not in preempted:
+                sequence.block_table += self._blocks.allocate(needed)
+        return preempted
+
+    def _preempt_youngest(self) -> Sequence:
+        victim = self._running.pop()
+        release_blocks(victim, self._blocks)
+        self.add(victim)
+        self.num_preemptions += 1
+        return victim

@@ -1,0 +1,118 @@
+"""One sequence while an engine works on it: its tokens, its blocks, how far its KV reaches.
+
+Invariant: the KV of tokens [0, num_computed_tokens) lies in block_table; a sequence is fed its tokens from there on,
+and once all are computed the logits of the last one give the next. A decode step is the case of one token left.
+Knows nothing of hand-offs, routers or the order in which sequences run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from cluster.keys import RequestKey
+from engine.block_manager import BlockManager
+from engine.sampling import SampleRow, SamplingParams
+from engine.step import SequenceSlice
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request as a worker sees it: what to compute, not for whom."""
+
+    key: RequestKey
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    cache_salt: bytes = b""
+    use_prefix_cache: bool = True
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Sequence `index` of a job. `fan_out` sequences are born when its prompt is computed (n of the request)."""
+
+    job: Job
+    index: int
+    arrival: int
+    """Order of arrival at this worker; the largest is the youngest."""
+    fan_out: int = 1
+    output_token_ids: list[int] = field(default_factory=list)
+    block_table: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.job.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens to feed before the next one can be sampled; at least 1 while the sequence lives."""
+        return self.num_tokens - self.num_computed_tokens
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """Prompt and output as one run of token ids, [start, end)."""
+        prompt = self.job.prompt_token_ids
+        if end <= len(prompt):
+            return prompt[start:end]
+        return prompt[start:] + tuple(self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)])
+
+    def slice(self, num_tokens: int) -> SequenceSlice:
+        """The next `num_tokens` tokens as a share of a step; asks for logits when they reach the end."""
+        start = self.num_computed_tokens
+        end = start + num_tokens
+        return SequenceSlice(self.tokens(start, end), start, tuple(self.block_table), end == self.num_tokens)
+
+    def sample_rows(self) -> list[SampleRow]:
+        """One row for each sequence that the next sampled logits decide."""
+        prompt, output = self.job.prompt_token_ids, self.output_token_ids
+        return [SampleRow(self.job.params, self.index + i, prompt, output) for i in range(self.fan_out)]
+
+
+def claim_blocks(sequence: Sequence, blocks: BlockManager) -> bool:
+    """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit."""
+    needed = blocks_for(sequence.num_tokens, blocks.block_size)
+    cached: list[int] = []
+    if sequence.job.use_prefix_cache:
+        cached = blocks.match_prefix(sequence.tokens(0, sequence.num_tokens), sequence.job.cache_salt)
+    if not blocks.can_allocate(needed - len(cached)):
+        blocks.release(cached)
+        return False
+    sequence.block_table = cached + blocks.allocate(needed - len(cached))
+    sequence.num_computed_tokens = sequence.num_cached_tokens = len(cached) * blocks.block_size
+    return True
+
+
+def publish_blocks(sequence: Sequence, blocks: BlockManager, before: int) -> None:
+    """Makes blocks that filled since `before` tokens were computed findable in the prefix cache."""
+    if (
+        not sequence.job.use_prefix_cache
+        or sequence.num_computed_tokens // blocks.block_size == before // blocks.block_size
+    ):
+        return
+    tokens = sequence.tokens(0, sequence.num_computed_tokens)
+    blocks.publish(tokens, sequence.block_table, sequence.job.cache_salt, sequence.num_computed_tokens)
+
+
+def release_blocks(sequence: Sequence, blocks: BlockManager) -> None:
+    """Returns every block; the sequence could be computed anew from its tokens."""
+    blocks.release(sequence.block_table)
+    sequence.block_table = []
+    sequence.num_computed_tokens = 0
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that hold `num_tokens` tokens."""
+    return -(-num_tokens // block_size)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A sequence's share of the next step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+def total_tokens(plan: Seq[Planned]) -> int:
+    return sum(p.num_tokens for p in plan)

@@ -1,0 +1,97 @@
+"""The inputs of one forward pass, and their form as plain bytes for the other tensor-parallel ranks.
+
+Legend: T tokens of all sequences in the step, S sequences, B blocks in the longest table, R rows whose logits are
+wanted, C block copies. Arrays are int32 and never change once made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One ragged batch: the new tokens of S sequences, each with the KV it already has.
+
+    Sequence s owns rows `cu_seqlens_q[s]:cu_seqlens_q[s+1]` of the flat arrays; after the step its KV covers
+    `seqlens_k[s]` tokens. Before anything else, `block_copies` (source, target) pages are copied.
+    """
+
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T]
+    slot_mapping: IntArray  # [T] block_id * block_size + offset of each new token
+    cu_seqlens_q: IntArray  # [S+1]
+    seqlens_k: IntArray  # [S]
+    block_tables: IntArray  # [S, B] padded with 0
+    logits_indices: IntArray  # [R] rows of the flat batch
+    block_copies: IntArray  # [C, 2]
+
+    def to_bytes(self) -> bytes:
+        """Shapes as int32 (two for each array, the second 0 for a vector), then the data, little-endian."""
+        arrays = [getattr(self, f.name) for f in fields(self)]
+        shapes = [(a.shape[0], a.shape[1] if a.ndim == 2 else 0) for a in arrays]
+        header = np.asarray(shapes, dtype="<i4").tobytes()
+        return header + b"".join(np.ascontiguousarray(a, dtype="<i4").tobytes() for a in arrays)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> StepInput:
+        """Raises ValueError when the length does not match the shapes."""
+        names = [f.name for f in fields(cls)]
+        header_bytes = len(names) * 8
+        shapes = np.frombuffer(data[:header_bytes], dtype="<i4").reshape(-1, 2)
+        values: dict[str, IntArray] = {}
+        offset = header_bytes
+        for name, (rows, columns) in zip(names, shapes.tolist(), strict=True):
+            is_matrix = name in ("block_tables", "block_copies")
+            count = rows * columns if is_matrix else rows
+            flat = np.frombuffer(data, dtype="<i4", count=count, offset=offset)
+            values[name] = flat.reshape(rows, columns) if is_matrix else flat
+            offset += count * 4
+        if offset != len(data):
+            raise ValueError(f"a step of {len(data)} bytes does not match its header, which says {offset}")
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """One sequence's share of a step: `token_ids` are new, at positions from `start` on."""
+
+    token_ids: tuple[int, ...]
+    start: int
+    block_table: tuple[int, ...]
+    wants_logits: bool
+
+
+def build_step(
+    slices: list[SequenceSlice], block_size: int, block_copies: list[tuple[int, int]] | None = None
+) -> StepInput:
+    """Lays slices out as one ragged batch. Logits rows come in the order of the slices that want them."""
+    lengths = np.array([len(s.token_ids) for s in slices], dtype=np.int32)
+    cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    starts = np.array([s.start for s in slices], dtype=np.int32)
+    width = max((len(s.block_table) for s in slices), default=1)
+    block_tables = np.zeros((len(slices), width), dtype=np.int32)
+    for row, s in enumerate(slices):
+        block_tables[row, : len(s.block_table)] = s.block_table
+    sequence_of_token = np.repeat(np.arange(len(slices)), lengths)
+    positions = (np.arange(cu_seqlens_q[-1]) - cu_seqlens_q[sequence_of_token] + starts[sequence_of_token]).astype(
+        np.int32
+    )
+    blocks = block_tables[sequence_of_token, positions // block_size]
+    return StepInput(
+        token_ids=np.fromiter((t for s in slices for t in s.token_ids), dtype=np.int32, count=int(lengths.sum())),
+        positions=positions,
+        slot_mapping=(blocks * block_size + positions % block_size).astype(np.int32),
+        cu_seqlens_q=cu_seqlens_q,
+        seqlens_k=(starts + lengths).astype(np.int32),
+        block_tables=block_tables,
+        logits_indices=np.array(
+            [cu_seqlens_q[i + 1] - 1 for i, s in enumerate(slices) if s.wants_logits], dtype=np.int32
+        ),
+        block_copies=np.array(block_copies or [], dtype=np.int32).reshape(-1, 2),
+    )

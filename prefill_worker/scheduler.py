@@ -1,0 +1,58 @@
+"""Which prompts the next step computes, and how much of each. Pure: no clock, socket or tensor.
+
+First come, first served. A prompt is admitted when its blocks fit as a whole, so prompts under way always end; several
+are computed in one step, the last one cut to the token budget (chunked prefill).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from engine.block_manager import BlockManager
+from engine.sequence import Planned, Sequence, claim_blocks
+
+
+class PrefillScheduler:
+    """Prompts waiting for blocks, and prompts under way."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out, whether it waits, runs or has ended; its blocks stay with it."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence)
+
+    def admit(self) -> list[Sequence]:
+        """Starts waiting prompts while their blocks fit; returns those that started."""
+        started: list[Sequence] = []
+        while self._waiting and claim_blocks(self._waiting[0], self._blocks):
+            started.append(self._waiting.popleft())
+        self._running += started
+        return started
+
+    def plan(self, budget: int) -> list[Planned]:
+        """Shares of the next step, at most `budget` tokens in all."""
+        planned: list[Planned] = []
+        for sequence in self._running:
+            if budget <= 0:
+                break
+            num_tokens = min(budget, sequence.num_remaining)
+            planned.append(Planned(sequence, num_tokens))
+            budget -= num_tokens
+        return planned

@@ -1,0 +1,118 @@
+"""What every rank of a worker does before it serves: device, threads, tensor-parallel group, weights, KV pool, mover."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cluster.pb import rank_pb2
+from cluster.program import Report
+from cluster.settings import WorkerSettings
+from engine.config import ModelConfig
+from engine.memory import resolve_device, resolve_dtype
+from engine.runner import ModelRunner
+from engine.tp import make_process_group
+from kv_transfer.layout import KvLayout
+from kv_transfer.mover import KvMover
+from kv_transfer.transport import choose_transport, connect_store
+
+RENDEZVOUS_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Settings after a look at the machine and the checkpoint."""
+
+    settings: WorkerSettings
+    config: ModelConfig
+    model: str
+    device: str
+    dtype: str
+    transport: str
+    transport_reason: str
+    weights_revision: str
+
+    @property
+    def layout(self) -> KvLayout:
+        return KvLayout(
+            num_layers=self.config.num_hidden_layers,
+            num_kv_heads=self.config.num_key_value_heads,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            tp_size=self.settings.tp_size,
+            block_size=self.settings.block_size,
+            model=f"{self.model}@{self.weights_revision}",
+        )
+
+
+def resolve(settings: WorkerSettings) -> Resolved:
+    """Raises ConfigError and CheckpointError for what could not be served; cheap, before any weight is read."""
+    device = resolve_device(settings.device)
+    config = ModelConfig.from_folder(settings.model_path)
+    transport, reason = choose_transport(settings.transport, device)
+    return Resolved(
+        settings=settings,
+        config=config,
+        model=settings.model_name or Path(settings.model_path).resolve().name,
+        device=f"cuda:{settings.tp_rank}" if device == "cuda" and torch.cuda.device_count() > 1 else device,
+        dtype=resolve_dtype(config, settings.dtype, device),
+        transport=transport,
+        transport_reason=reason,
+        weights_revision=_revision(Path(settings.model_path)),
+    )
+
+
+def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tuple[ModelRunner, KvMover]:
+    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and mover."""
+    settings = resolved.settings
+    torch.set_num_threads(threads_of(settings))
+    store = connect_store(start.store_address, RENDEZVOUS_TIMEOUT_S)
+    tp = make_process_group(
+        store, settings.tp_rank, settings.tp_size, resolved.device, host=settings.host, timeout_s=RENDEZVOUS_TIMEOUT_S
+    )
+    runner = ModelRunner(
+        settings.model_path,
+        tp=tp,
+        device=resolved.device,
+        dtype=resolved.dtype,
+        num_blocks=start.num_blocks,
+        block_size=settings.block_size,
+        attention=settings.attention,
+        report=report,
+    )
+    mover = KvMover(
+        runner.kv,
+        resolved.layout,
+        settings.tp_rank,
+        num_slots=settings.num_slots,
+        chunk_tokens=settings.chunk_tokens,
+        timeout_s=settings.transfer_timeout_s,
+        transport=resolved.transport,
+        host=settings.host,
+    )
+    return runner, mover
+
+
+def threads_of(settings: WorkerSettings) -> int:
+    """CPU threads of this rank: as set, else this machine's cores shared by the worker's ranks."""
+    if settings.threads is not None:
+        return settings.threads
+    return max(1, len(os.sched_getaffinity(0)) // settings.tp_size)
+
+
+def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
+    return rank_pb2.RankHello(tp_rank=settings.tp_rank, pid=os.getpid(), host=socket.gethostname(), device=device)
+
+
+def _revision(folder: Path) -> str:
+    """Names the weights: config, and name, size and first megabyte (header and some tensors) of each file."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            digest.update(f"{file.name}:{file.stat().st_size}".encode() + weights.read(1 << 20))
+    return digest.hexdigest()[:16]

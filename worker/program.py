@@ -1,0 +1,277 @@
+"""A worker process as a `cluster.program.Program`: rank 0 leads and serves, the other ranks follow.
+
+Start of a group: rank 0 binds its rank server (`prepare`), the others connect to it and say hello; rank 0 sends Start
+with what all must agree on, every rank loads its slices, and rank 0 opens its gRPC server. Any rank's end is the end
+of the worker: `wait` raises, and whoever hosts the group starts it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import uuid
+
+from cluster.errors import BatonError, InternalError, Unavailable
+from cluster.pb import rank_pb2, worker_pb2
+from cluster.program import Program, Report
+from cluster.settings import WorkerSettings
+from engine.block_manager import BlockManager
+from engine.memory import plan_num_blocks, resolve_max_model_len
+from engine.sampling import Sampler
+from engine.step import StepInput
+from kv_transfer.transport import serve_store
+from worker.core import Core
+from worker.frames import connect, read_frame, write_frame
+from worker.group import RankGroup
+from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, resolve
+from worker.rank import RankExecutor
+from worker.service import Service
+from worker.step_log import StepLog
+
+logger = logging.getLogger(__name__)
+
+ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
+
+
+def create(settings_json: str, report: Report) -> Program:
+    """The program of one rank. Raises ConfigError and CheckpointError for what can be told before loading."""
+    settings = WorkerSettings.from_json(settings_json)
+    resolved = resolve(settings)
+    return Leader(resolved, report) if settings.tp_rank == 0 else Follower(resolved, report)
+
+
+class _Rank:
+    """What leader and follower share: an end that is reached once, with or without an error."""
+
+    def __init__(self) -> None:
+        self._ended = threading.Event()
+        self._error: BatonError | None = None
+
+    def wait(self) -> None:
+        self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _end(self, error: BatonError | None = None) -> None:
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+
+class Leader(_Rank):
+    """Rank 0: the engine thread, the gRPC server and the command log."""
+
+    def __init__(self, resolved: Resolved, report: Report) -> None:
+        super().__init__()
+        self._resolved = resolved
+        self._settings = resolved.settings
+        self._report = report
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._listener: socket.socket | None = None
+        self._core: Core | None = None
+        self._group: RankGroup | None = None
+        self._service: Service | None = None
+        self._engine_thread: threading.Thread | None = None
+
+    def prepare(self) -> str:
+        self._listener = socket.create_server((self._settings.host, self._settings.rank_port))
+        host, port = self._listener.getsockname()[:2]
+        return json.dumps({"rank_address": f"{host}:{port}"})
+
+    def start(self) -> str:
+        settings, resolved = self._settings, self._resolved
+        max_model_len = resolve_max_model_len(resolved.config, settings.max_model_len)
+        num_blocks = plan_num_blocks(
+            resolved.config,
+            tp_size=settings.tp_size,
+            dtype=resolved.dtype,
+            device=resolved.device,
+            block_size=settings.block_size,
+            kv_cache_tokens=settings.kv_cache_tokens,
+            max_model_len=max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+        )
+        self._store, store_address = serve_store(settings.host)
+        start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address, num_blocks=num_blocks)
+        followers, hellos = self._gather_ranks(start)
+        runner, mover = load_rank(resolved, start, self._report)
+        self._report(
+            f"KV pool: {num_blocks} blocks of {settings.block_size} tokens; attention: {runner.attention_name}"
+        )
+        self._report(f"transport: {resolved.transport}, because {resolved.transport_reason}")
+        core = self._core = self._make_core(num_blocks, max_model_len)
+        group = self._group = core.group = RankGroup(followers, core.command_done, self._rank_lost)
+        group.attach(RankExecutor(runner, mover, group.reply))
+        info = self._info(num_blocks, max_model_len, hellos)
+        service = self._service = Service(core, info, resolved.layout, store_address, settings.chunk_tokens)
+        core.voice = service
+        self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
+        self._engine_thread.start()
+        port = service.start(settings.host, settings.port, settings.insecure)
+        address = f"{settings.host}:{port}"
+        return json.dumps({"worker_id": settings.worker_id, "address": address, "tp_rank": 0, "pid": os.getpid()})
+
+    def stop(self) -> None:
+        if self._core is not None:
+            self._core.post(self._core.stop)
+        else:
+            self._end()
+
+    def wait(self) -> None:
+        """Also closes what serves, so that every peer learns of the end at once."""
+        try:
+            super().wait()
+        finally:
+            if self._service is not None:
+                self._service.stop()
+            if self._group is not None:
+                self._group.close()
+
+    def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[socket.socket], list[rank_pb2.RankHello]]:
+        """Sockets of ranks 1.. in their order, and every rank's hello, rank 0's first."""
+        settings = self._settings
+        sockets: dict[int, socket.socket] = {}
+        hellos = {0: rank_hello(settings, self._resolved.device)}
+        assert self._listener is not None, "prepare comes before start"
+        self._listener.settimeout(RENDEZVOUS_TIMEOUT_S)
+        while len(sockets) < settings.tp_size - 1:
+            self._report(f"waiting for ranks: {len(sockets) + 1} of {settings.tp_size}")
+            try:
+                sock, _ = self._listener.accept()
+            except TimeoutError as error:
+                missing = sorted(set(range(1, settings.tp_size)) - set(sockets))
+                raise Unavailable(f"tensor-parallel ranks {missing} did not connect in time") from error
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            hello = read_frame(sock, rank_pb2.RankReply).hello
+            if hello.tp_rank in hellos or not 0 < hello.tp_rank < settings.tp_size:
+                raise InternalError(
+                    f"a process connected as tensor-parallel rank {hello.tp_rank} twice or out of range"
+                )
+            hellos[hello.tp_rank], sockets[hello.tp_rank] = hello, sock
+        self._listener.close()
+        ordered = [sockets[rank] for rank in sorted(sockets)]
+        for sock in ordered:
+            write_frame(sock, rank_pb2.RankCommand(start=start))
+        return ordered, [hellos[rank] for rank in sorted(hellos)]
+
+    def _make_core(self, num_blocks: int, max_model_len: int) -> Core:
+        settings = self._settings
+        return Core(
+            BlockManager(num_blocks, settings.block_size, settings.enable_prefix_cache),
+            Sampler(self._resolved.config.vocab_size),
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=max_model_len,
+            num_slots=settings.num_slots,
+            chunk_tokens=settings.chunk_tokens,
+            step_log=StepLog(settings.step_log),
+        )
+
+    def _info(self, num_blocks: int, max_model_len: int, hellos: list[rank_pb2.RankHello]) -> worker_pb2.WorkerInfo:
+        settings = self._settings
+        ranks = [worker_pb2.RankInfo(tp_rank=h.tp_rank, pid=h.pid, host=h.host, device=h.device) for h in hellos]
+        return worker_pb2.WorkerInfo(
+            worker_id=settings.worker_id,
+            incarnation=self._incarnation,
+            role=ROLES[settings.role],
+            node=settings.node or socket.gethostname(),
+            ranks=ranks,
+            model=self._resolved.model,
+            weights_revision=self._resolved.weights_revision,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            transport=self._resolved.transport,
+            dtype=self._resolved.dtype,
+        )
+
+    def _run_engine(self) -> None:
+        assert self._core is not None
+        try:
+            self._core.run()
+        except Exception as error:
+            logger.exception("the engine thread ended")
+            self._end(InternalError(f"the engine of {self._settings.worker_id} failed: {type(error).__name__}"))
+        else:
+            self._end()
+
+    def _rank_lost(self, message: str) -> None:
+        logger.error("%s", message)
+        self._end(Unavailable(message))
+
+
+class Follower(_Rank):
+    """Ranks 1..: carries out rank 0's command log until it stops or its socket closes."""
+
+    def __init__(self, resolved: Resolved, report: Report) -> None:
+        super().__init__()
+        self._resolved = resolved
+        self._report = report
+        self._sock: socket.socket | None = None
+        self._steps: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._executor: RankExecutor | None = None
+        self._write_lock = threading.Lock()
+
+    def prepare(self) -> str:
+        return json.dumps({})
+
+    def start(self) -> str:
+        settings = self._resolved.settings
+        if settings.leader is None:
+            raise InternalError(f"tensor-parallel rank {settings.tp_rank} needs --leader, rank 0's rank address")
+        sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S)
+        write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
+        command = read_frame(sock, rank_pb2.RankCommand)
+        runner, mover = load_rank(self._resolved, command.start, self._report)
+        self._executor = RankExecutor(runner, mover, self._reply)
+        threading.Thread(target=self._compute, name="engine", daemon=True).start()
+        threading.Thread(target=self._listen, name="command-log", daemon=True).start()
+        card = {"worker_id": settings.worker_id, "address": "", "tp_rank": settings.tp_rank, "pid": os.getpid()}
+        return json.dumps(card)
+
+    def stop(self) -> None:
+        self._end()
+
+    def wait(self) -> None:
+        try:
+            super().wait()
+        finally:
+            self._steps.put(None)
+            if self._executor is not None:
+                self._executor.close()
+
+    def _listen(self) -> None:
+        assert self._sock is not None and self._executor is not None
+        try:
+            while True:
+                command = read_frame(self._sock, rank_pb2.RankCommand)
+                match command.WhichOneof("command"):
+                    case "step":
+                        self._steps.put((command.number, command.step))
+                    case "stop":
+                        self._end()
+                        return
+                    case _:
+                        self._executor.execute(command)
+        except (OSError, BatonError, ValueError) as error:
+            self._end(Unavailable(f"rank 0 is gone: {error}"))
+
+    def _compute(self) -> None:
+        assert self._executor is not None
+        try:
+            while (step := self._steps.get()) is not None:
+                number, data = step
+                self._executor.step(number, StepInput.from_bytes(data))
+        except Exception as error:
+            logger.exception("a step failed")
+            self._end(InternalError(f"tensor-parallel rank {self._resolved.settings.tp_rank} failed: {error}"))
+
+    def _reply(self, number: int, error: str, size_bytes: int) -> None:
+        assert self._sock is not None
+        with self._write_lock:
+            write_frame(self._sock, rank_pb2.RankReply(number=number, error=error, size_bytes=size_bytes))
