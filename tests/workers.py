@@ -112,15 +112,25 @@ class Worker:
         self.stats = worker_pb2.WorkerStats()
         self.changed = threading.Condition()
         self.is_lost = False
+        self.end: str | None = None
 
     def connect(self) -> Worker:
         """Waits until the worker serves and opens a session."""
         self.address = str(self.ranks[0].expect("ready")["address"])
+        return self.connect_again()
+
+    def connect_again(self) -> Worker:
+        """Opens a session, as a router that comes (back) does."""
+        self.is_lost = False
+        self.stats = worker_pb2.WorkerStats()
         self._commands: queue.Queue[worker_pb2.Command | None] = queue.Queue()
         self._channel = rpc.create_blocking_channel(self.address)
         stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._events = stub.Session(iter(self._commands.get, None))
-        self.info: worker_pb2.WorkerInfo = next(self._events).events[0].info
+        first = next(self._events).events
+        self.info: worker_pb2.WorkerInfo = first[0].info
+        for event in first:
+            self._note(event)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         return self
@@ -143,12 +153,16 @@ class Worker:
         self.wait_for(lambda: self.stats.blocks_total and self.stats.num_requests == 0 and self.stats.blocks_held == 0)
         assert self.stats.blocks_free + self.stats.blocks_cached == self.stats.blocks_total
 
+    def hang_up(self) -> None:
+        """Breaks the session."""
+        self._commands.put(None)
+        self._events.cancel()
+        self._reader.join()
+        self._channel.close()
+
     def close(self) -> None:
         if hasattr(self, "_events"):
-            self._commands.put(None)
-            self._events.cancel()
-            self._reader.join()
-            self._channel.close()
+            self.hang_up()
         self.ranks[0].stop()
         for rank in self.ranks[1:]:  # they end with rank 0
             rank.popen.wait(20)
@@ -161,10 +175,11 @@ class Worker:
                     for event in batch.events:
                         self._note(event)
                     self.changed.notify_all()
-        except grpc.RpcError:
-            with self.changed:
-                self.is_lost = True
-                self.changed.notify_all()
+        except grpc.RpcError as error:
+            self.end = error.details()
+        with self.changed:
+            self.is_lost = True
+            self.changed.notify_all()
 
     def _note(self, event: worker_pb2.Event) -> None:
         match event.WhichOneof("event"):

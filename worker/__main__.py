@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
 from cluster.flags import parse_flags
@@ -10,4 +12,8 @@ from cluster.settings import WorkerSettings
 from worker.program import create
 
 if __name__ == "__main__":
-    sys.exit(host_in_shell(create, parse_flags(WorkerSettings, "python -m worker").to_json()))
+    code = host_in_shell(create, parse_flags(WorkerSettings, "python -m worker").to_json())
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may still wait in a rendezvous with a peer that is gone: unwinding it would abort

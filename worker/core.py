@@ -142,6 +142,7 @@ class Core:
         if not planned:
             self.decode.copied(copies)
             return False
+        self._tell()  # who starts now is known before the step ends
         step = build_step([p.sequence.slice(p.num_tokens) for p in planned], self.blocks.block_size, copies)
         sampled = self._sample(self.group.step(step), planned)
         self.decode.copied(copies)
@@ -374,6 +375,9 @@ class Core:
                 self._stats_due = now + STATS_INTERVAL_S
                 for session in self._sessions:
                     self._outgoing[session].append(worker_pb2.Event(stats=self._sent_stats))
+        self._tell()
+
+    def _tell(self) -> None:
         for session, events in self._outgoing.items():
             self.voice.events(session, events)
         self._outgoing.clear()

@@ -1,4 +1,4 @@
-"""What every rank of a worker does before it serves: device, threads, tensor-parallel group, weights, KV pool, mover."""
+"""What each rank of a worker does before it serves: device, threads, tensor-parallel group, weights, KV pool, mover."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import socket
 import threading
 import uuid
 
-from cluster.errors import BatonError, InternalError, Unavailable
+from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
 from cluster.settings import WorkerSettings
@@ -120,6 +120,8 @@ class Leader(_Rank):
             self._core.post(self._core.stop)
         else:
             self._end()
+            if self._listener is not None:
+                self._listener.close()
 
     def wait(self) -> None:
         """Also closes what serves, so that every peer learns of the end at once."""
@@ -145,6 +147,8 @@ class Leader(_Rank):
             except TimeoutError as error:
                 missing = sorted(set(range(1, settings.tp_size)) - set(sockets))
                 raise Unavailable(f"tensor-parallel ranks {missing} did not connect in time") from error
+            except OSError as error:
+                raise Cancelled("stopped while waiting for its ranks") from error
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = read_frame(sock, rank_pb2.RankReply).hello
             if hello.tp_rank in hellos or not 0 < hello.tp_rank < settings.tp_size:
