@@ -1,0 +1,6 @@
+"""Moves the KV cache of token ranges from the ranks of one worker to the ranks of another.
+
+It knows layouts, token ranges and head ranges; it knows no model, no request and no protocol: who may send what, and
+when, is decided above it. `layout` says which rank sends which heads to whom, `pages` copies between a paged cache and
+a contiguous buffer, `transport` makes the pairs that carry buffers, and `mover` puts the three together for one rank.
+"""

@@ -1,0 +1,141 @@
+"""How a worker lays out its KV cache over its ranks, and which rank sends which heads to which.
+
+Pure arithmetic, no tensors: heads are numbered globally, ranks by their place in the worker's tensor-parallel group.
+It does not know where the tokens lie (`pages`) or how bytes travel (`transport`).
+
+With at least as many KV heads as ranks, each rank holds an equal contiguous run of heads. With more ranks than heads,
+heads are replicated: rank r holds the one head `r * num_kv_heads // tp_size`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.errors import BatonError
+from cluster.pb import handoff_pb2
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class LayoutMismatch(BatonError):
+    """Two workers' layouts that cannot hand KV to one another, or one that cannot exist. Final: do not retry."""
+
+    grpc_code = "FAILED_PRECONDITION"
+    reason = "LAYOUT_MISMATCH"
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """One worker's KV cache: the whole model's sizes, and how they are cut into ranks and blocks.
+
+    Raises LayoutMismatch when the sizes contradict one another.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    """KV heads of the whole model, not of one rank."""
+    head_dim: int
+    dtype: str
+    """`float32`, `bfloat16` or `float16`."""
+    tp_size: int
+    block_size: int
+    """Tokens of one block."""
+    model: str
+    """Identity of the weights; KV of another model is never accepted."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim", "tp_size", "block_size"):
+            if getattr(self, name) < 1:
+                raise LayoutMismatch(f"KV layout: {name} must be at least 1 (got {getattr(self, name)})")
+        if self.dtype not in DTYPES:
+            raise LayoutMismatch(f"KV layout: dtype {self.dtype!r} is not served; use one of {', '.join(DTYPES)}")
+        larger, smaller = max(self.num_kv_heads, self.tp_size), min(self.num_kv_heads, self.tp_size)
+        if larger % smaller:
+            fitting = [n for n in range(1, self.num_kv_heads + 1) if self.num_kv_heads % n == 0]
+            raise LayoutMismatch(
+                f"KV layout: tp_size {self.tp_size} does not divide {self.num_kv_heads} KV heads; "
+                f"use one of {fitting} or a multiple of {self.num_kv_heads}"
+            )
+
+    @property
+    def num_local_heads(self) -> int:
+        return max(1, self.num_kv_heads // self.tp_size)
+
+    def head_range(self, tp_rank: int) -> range:
+        """Global ids of the heads that a rank holds."""
+        if not 0 <= tp_rank < self.tp_size:
+            raise ValueError(f"tp_rank {tp_rank} is outside [0, {self.tp_size})")
+        start = tp_rank * self.num_kv_heads // self.tp_size
+        return range(start, start + self.num_local_heads)
+
+    def first_holder(self, head: int) -> int:
+        """The lowest rank that holds a head: the one that sends it."""
+        return head * self.tp_size // self.num_kv_heads
+
+    def to_proto(self) -> handoff_pb2.KvLayout:
+        return handoff_pb2.KvLayout(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            tp_size=self.tp_size,
+            block_size=self.block_size,
+            model=self.model,
+        )
+
+    @classmethod
+    def from_proto(cls, message: handoff_pb2.KvLayout) -> KvLayout:
+        """Raises LayoutMismatch for sizes that cannot be: the message came from another process."""
+        return cls(
+            num_layers=message.num_layers,
+            num_kv_heads=message.num_kv_heads,
+            head_dim=message.head_dim,
+            dtype=message.dtype,
+            tp_size=message.tp_size,
+            block_size=message.block_size,
+            model=message.model,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.model} [{self.num_layers} layers, {self.num_kv_heads} KV heads of {self.head_dim}, {self.dtype}, "
+            f"tp_size {self.tp_size}, block_size {self.block_size}]"
+        )
+
+
+@dataclass(frozen=True)
+class Route:
+    """Heads [head_start, head_end), numbered globally, that one sending rank carries to one receiving rank."""
+
+    src_rank: int
+    dst_rank: int
+    head_start: int
+    head_end: int
+
+
+def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
+    """Raises LayoutMismatch, naming both, unless they differ in tp_size and block_size only."""
+    for name in ("model", "num_layers", "num_kv_heads", "head_dim", "dtype"):
+        ours, theirs = getattr(sender, name), getattr(receiver, name)
+        if ours != theirs:
+            raise LayoutMismatch(
+                f"KV cannot be handed over: {name} is {ours} at the sender and {theirs} at the receiver; "
+                f"start both workers with the same model and dtype (sender: {sender}; receiver: {receiver})"
+            )
+
+
+def routes(sender: KvLayout, receiver: KvLayout) -> tuple[Route, ...]:
+    """Every receiving rank gets each of its heads exactly once, from the lowest rank that holds it.
+
+    Ordered by (src_rank, dst_rank). All ranks of both sides make their pairs in this one order, so that no circle of
+    ranks can wait for one another. Raises LayoutMismatch.
+    """
+    check_compatible(sender, receiver)
+    found: list[Route] = []
+    for dst_rank in range(receiver.tp_size):
+        wanted = receiver.head_range(dst_rank)
+        for src_rank in sorted({sender.first_holder(head) for head in wanted}):
+            held = sender.head_range(src_rank)
+            start, end = max(wanted.start, held.start), min(wanted.stop, held.stop)
+            found.append(Route(src_rank, dst_rank, start, end))
+    return tuple(sorted(found, key=lambda route: (route.src_rank, route.dst_rank)))

@@ -1,0 +1,121 @@
+"""Which rank holds and sends which heads, and which layouts meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.pb import handoff_pb2
+from kv_transfer.layout import KvLayout, LayoutMismatch, Route, check_compatible, routes
+
+LAYOUT = KvLayout(
+    num_layers=6, num_kv_heads=4, head_dim=32, dtype="float32", tp_size=2, block_size=16, model="tiny-shakespeare"
+)
+
+head_counts = st.sampled_from([1, 2, 3, 4, 6, 8])
+
+
+@st.composite
+def layout_pairs(draw: st.DrawFn) -> tuple[KvLayout, KvLayout]:
+    heads = draw(head_counts)
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0] + [heads * 2, heads * 3]
+    sender, receiver = draw(st.sampled_from(sizes)), draw(st.sampled_from(sizes))
+    return (
+        replace(LAYOUT, num_kv_heads=heads, tp_size=sender),
+        replace(LAYOUT, num_kv_heads=heads, tp_size=receiver, block_size=draw(st.sampled_from([8, 16, 32]))),
+    )
+
+
+@given(layout_pairs())
+def test_every_receiving_rank_gets_each_of_its_heads_exactly_once(pair: tuple[KvLayout, KvLayout]) -> None:
+    sender, receiver = pair
+    for rank in range(receiver.tp_size):
+        mine = [r for r in routes(sender, receiver) if r.dst_rank == rank]
+        heads = sorted(head for r in mine for head in range(r.head_start, r.head_end))
+        assert heads == list(receiver.head_range(rank))
+
+
+@given(layout_pairs())
+def test_a_head_is_sent_by_the_lowest_rank_that_holds_it(pair: tuple[KvLayout, KvLayout]) -> None:
+    sender, receiver = pair
+    for route in routes(sender, receiver):
+        for head in range(route.head_start, route.head_end):
+            holders = [rank for rank in range(sender.tp_size) if head in sender.head_range(rank)]
+            assert route.src_rank == holders[0]
+
+
+@given(layout_pairs())
+def test_there_is_one_route_at_most_between_two_ranks_and_all_sides_see_one_order(
+    pair: tuple[KvLayout, KvLayout],
+) -> None:
+    ranks = [(route.src_rank, route.dst_rank) for route in routes(*pair)]
+    assert ranks == sorted(set(ranks))
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "expected"),
+    [
+        (1, [range(4)]),
+        (2, [range(2), range(2, 4)]),
+        (4, [range(1), range(1, 2), range(2, 3), range(3, 4)]),
+        (8, [range(h, h + 1) for h in (0, 0, 1, 1, 2, 2, 3, 3)]),
+    ],
+)
+def test_heads_are_cut_into_equal_runs_or_replicated(tp_size: int, expected: list[range]) -> None:
+    layout = replace(LAYOUT, tp_size=tp_size)
+    assert [layout.head_range(rank) for rank in range(tp_size)] == expected
+    assert {len(heads) for heads in expected} == {layout.num_local_heads}
+
+
+def test_ranks_that_replicate_a_lower_one_send_nothing() -> None:
+    sender = replace(LAYOUT, num_kv_heads=2, tp_size=4)
+    receiver = replace(LAYOUT, num_kv_heads=2, tp_size=2)
+    assert routes(sender, receiver) == (Route(0, 0, 0, 1), Route(2, 1, 1, 2))
+
+
+def test_a_rank_outside_the_group_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tp_rank 2 is outside \[0, 2\)"):
+        LAYOUT.head_range(2)
+
+
+def test_a_layout_survives_its_message() -> None:
+    assert KvLayout.from_proto(handoff_pb2.KvLayout.FromString(LAYOUT.to_proto().SerializeToString())) == LAYOUT
+
+
+def test_an_empty_message_from_a_peer_is_refused_by_name() -> None:
+    with pytest.raises(LayoutMismatch, match="num_layers must be at least 1"):
+        KvLayout.from_proto(handoff_pb2.KvLayout())
+
+
+def test_an_unknown_dtype_is_refused_with_those_that_are_served() -> None:
+    with pytest.raises(LayoutMismatch, match="'int3' is not served; use one of float32, bfloat16, float16"):
+        replace(LAYOUT, dtype="int3")
+
+
+@pytest.mark.parametrize("tp_size", [3, 6])
+def test_a_tp_size_that_does_not_fit_the_heads_is_refused_with_those_that_do(tp_size: int) -> None:
+    with pytest.raises(LayoutMismatch, match=rf"tp_size {tp_size} does not divide 4 KV heads; use one of \[1, 2, 4\]"):
+        replace(LAYOUT, tp_size=tp_size)
+
+
+def test_tp_size_and_block_size_may_differ() -> None:
+    check_compatible(LAYOUT, replace(LAYOUT, tp_size=8, block_size=64))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"model": "other"}, {"num_layers": 7}, {"num_kv_heads": 8}, {"head_dim": 64}, {"dtype": "bfloat16"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_anything_else_that_differs_is_refused_naming_both(change: dict[str, object]) -> None:
+    other = replace(LAYOUT, **change)  # type: ignore[arg-type]
+    name, value = next(iter(change.items()))
+    with pytest.raises(LayoutMismatch) as caught:
+        routes(LAYOUT, other)
+    message = str(caught.value)
+    assert f"{name} is {getattr(LAYOUT, name)} at the sender and {value} at the receiver" in message
+    assert str(LAYOUT) in message and str(other) in message
+    assert caught.value.grpc_code == "FAILED_PRECONDITION"
