@@ -1,0 +1,152 @@
+"""Attention of a ragged batch over paged KV: one interface in flash-attn's terms, and the choice of who computes it.
+
+`AttentionBatch` carries what `flash_attn_varlen_func` takes beside the tensors; a backend derives what else it needs
+once a step (`once`) and reuses it in every layer. The new tokens' KV is in the pages before a backend is called.
+Causal masks and windows align bottom-right: query i of Q sees key j of K when
+i + K - Q - window_size[0] <= j <= i + K - Q + window_size[1], a bound of -1 being none, and causal a right bound of 0.
+
+Legend: S sequences, T query tokens, B blocks in the longest table, N blocks of the pool, K block_size,
+Hq/H query/KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+
+from cluster.errors import ConfigError
+from engine.step import IntArray, StepInput
+
+Derived = TypeVar("Derived")
+ATTENTION_NAMES = ("auto", "flash_attn", "varlen", "cpu")
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's sequences: flash-attn's arguments as device tensors, made when first asked for."""
+
+    step: StepInput
+    block_size: int
+    device: torch.device
+    _derived: dict[Hashable, object] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """What `make` returned the first time this step; `key` must tell one backend's values from another's."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(Derived, self._derived[key])
+
+    def to_device(self, array: np.typing.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    @cached_property
+    def seqlens_q(self) -> IntArray:
+        return np.diff(self.step.cu_seqlens_q)
+
+    @cached_property
+    def host_cu_seqlens_k(self) -> IntArray:
+        return np.concatenate([[0], np.cumsum(self.step.seqlens_k)]).astype(np.int32)
+
+    @cached_property
+    def max_seqlen_q(self) -> int:
+        return int(self.seqlens_q.max())
+
+    @cached_property
+    def max_seqlen_k(self) -> int:
+        return int(self.step.seqlens_k.max())
+
+    @cached_property
+    def cu_seqlens_q(self) -> torch.Tensor:  # int32 [S+1]
+        return self.to_device(self.step.cu_seqlens_q.copy())
+
+    @cached_property
+    def cu_seqlens_k(self) -> torch.Tensor:  # int32 [S+1]
+        return self.to_device(self.host_cu_seqlens_k)
+
+    @cached_property
+    def seqlens_k(self) -> torch.Tensor:  # int32 [S]
+        return self.to_device(self.step.seqlens_k.copy())
+
+    @cached_property
+    def block_table(self) -> torch.Tensor:  # int32 [S, B]
+        return self.to_device(self.step.block_tables.copy())
+
+    @cached_property
+    def key_slots(self) -> torch.Tensor:
+        """int64 [sum of seqlens_k]: the slot of every key of every sequence, for backends that cannot read pages."""
+        lengths = self.step.seqlens_k
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        position = np.arange(lengths.sum()) - self.host_cu_seqlens_k[sequence]
+        blocks = self.step.block_tables[sequence, position // self.block_size].astype(np.int64)
+        return self.to_device(blocks * self.block_size + position % self.block_size)
+
+    def gather(self, pages: torch.Tensor) -> torch.Tensor:
+        """[N, K, H, D] pages to [sum of seqlens_k, H, D]: sequences one after another, as flash-attn wants them."""
+        return pages.flatten(0, 1).index_select(0, self.key_slots)
+
+
+class Attention(Protocol):
+    """A backend. Stateless: what belongs to a step is kept in its batch."""
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        """[T, Hq, D] queries against [N, K, H, D] pages; returns [T, Hq, D]."""
+        ...
+
+
+def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Attention, str]:
+    """A backend and, in a few words, why it is this one. `auto` takes the fastest that works here.
+
+    Raises ConfigError when the wanted one cannot run, naming why and what to use.
+    """
+    from engine.attention_cpu import CpuAttention
+    from engine.attention_gpu import flash_attn_backend, varlen_backend
+
+    if wanted not in ATTENTION_NAMES:
+        raise ConfigError(f"attention: {wanted!r} is unknown; use {', '.join(ATTENTION_NAMES)}")
+    if wanted == "cpu":
+        return CpuAttention(), "asked for"
+    obstacle = _flash_obstacle(device, dtype)
+    makers = {"flash_attn": flash_attn_backend, "varlen": varlen_backend}
+    if wanted in makers:
+        backend = obstacle or makers[wanted]()
+        if isinstance(backend, str):
+            raise ConfigError(f"attention: {wanted} cannot run: {backend}; use auto or cpu")
+        return backend, "asked for"
+    if obstacle:
+        return CpuAttention(), obstacle
+    reasons: list[str] = []
+    for make in makers.values():
+        backend = make()
+        if not isinstance(backend, str):
+            return backend, "; ".join([*reasons, "the fastest here"])
+        reasons.append(backend)
+    return CpuAttention(), "; ".join(reasons)
+
+
+def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no FlashAttention kernel can run on this device in this type; empty if one can."""
+    if device.type != "cuda":
+        return f"FlashAttention needs a CUDA device, this is {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention needs float16 or bfloat16, this is {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention needs compute capability 8.0 or newer"
+    return ""

@@ -1,0 +1,154 @@
+"""Reads weights from a folder of safetensors: each caller gets the slice it names, and only that is read.
+
+Owns the files while they are open, and every way in which a checkpoint can be wrong: a truncated file, a missing
+tensor, a wrong shape, a tensor that nobody asked for. It knows no layers and no ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from cluster.errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+_FLOAT_TYPES = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Rows `start:stop` along `dim` of tensor `name`, whose whole shape must be `shape`. `stop` None: to the end."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what is read."""
+        stop = self.shape[self.dim] if self.stop is None else self.stop
+        return (*self.shape[: self.dim], stop - self.start, *self.shape[self.dim + 1 :])
+
+
+class Checkpoint:
+    """A folder's open safetensors files. Opening reads the headers of all of them, so truncation shows at once."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+        self._file_of_tensor: dict[str, str] = {}
+        self._handles: dict[str, Any] = {}
+        self._unread: set[str] = set()
+        self.bytes_read = 0
+        """Bytes of tensor data that were asked for, in the files' own types."""
+        index = self._read_index()
+        for name in sorted(set(index.values())) if index else self._single_files():
+            self._open(name)
+        for tensor, file in index.items():
+            if self._file_of_tensor.get(tensor) != file:
+                raise CheckpointError(
+                    f"{self._folder / file}: tensor {tensor} is missing; {INDEX_NAME} places it there"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmaps the files. Idempotent."""
+        handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            handle.__exit__(None, None, None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of_tensor
+
+    def read(self, part: TensorSlice, out: torch.Tensor) -> None:
+        """Copies one slice into `out` (of `part.local_shape`), converting its type.
+
+        Raises CheckpointError when the tensor is missing, has another shape or is not of floating point.
+        """
+        file = self._file_of_tensor.get(part.name)
+        if file is None:
+            raise CheckpointError(
+                f"{self._describe_files()}: tensor {part.name} is missing (expected shape {list(part.shape)})"
+            )
+        source = self._handles[file].get_slice(part.name)
+        where = f"{self._folder / file}: tensor {part.name}"
+        found = tuple(source.get_shape())
+        if found != part.shape:
+            raise CheckpointError(f"{where} has shape {list(found)}, but config.json asks for {list(part.shape)}")
+        if source.get_dtype() not in _FLOAT_TYPES:
+            raise CheckpointError(f"{where} has type {source.get_dtype()}; Baton reads {', '.join(_FLOAT_TYPES)}")
+        self._unread.discard(part.name)
+        if math.prod(part.local_shape):
+            rows = slice(part.start, part.stop)
+            data = source[rows] if part.dim == 0 else source[(slice(None),) * part.dim + (rows,)]
+            self.bytes_read += data.numel() * data.element_size()
+            out.copy_(data)
+
+    def check_all_read(self, ignored: tuple[str, ...]) -> None:
+        """Raises when a tensor was never read: the model would be computed without it.
+
+        `ignored` are endings of names that a checkpoint may carry for no use.
+        """
+        left = sorted(name for name in self._unread if not name.endswith(ignored))
+        if left:
+            more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            file = self._folder / self._file_of_tensor[left[0]]
+            raise CheckpointError(
+                f"{file}: tensor {left[0]}{more} has no place in the architecture that config.json names"
+            )
+
+    def _read_index(self) -> dict[str, str]:
+        path = self._folder / INDEX_NAME
+        if not path.exists():
+            return {}
+        try:
+            weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}: cannot be read as an index of tensors: {error!r}") from None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path}: weight_map must name a file for each tensor")
+        for file in weight_map.values():
+            if not isinstance(file, str) or Path(file).name != file:
+                raise CheckpointError(f"{path}: weight_map names {file!r}; it must be a file in the same folder")
+        return weight_map
+
+    def _single_files(self) -> list[str]:
+        names = sorted(path.name for path in self._folder.glob("*.safetensors"))
+        if not names:
+            raise CheckpointError(
+                f"{self._folder}: holds no *.safetensors; other weight formats are not read, convert them"
+            )
+        return ["model.safetensors"] if "model.safetensors" in names else names
+
+    def _open(self, file: str) -> None:
+        path = self._folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file, but {INDEX_NAME} places tensors there")
+        try:
+            handle: Any = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: truncated or not a safetensors file ({error}); fetch it again") from None
+        self._handles[file] = handle
+        names: list[str] = handle.keys()
+        for name in names:
+            self._file_of_tensor[name] = file
+            self._unread.add(name)
+
+    def _describe_files(self) -> str:
+        files = sorted(self._handles)
+        return str(self._folder / files[0]) if len(files) == 1 else f"{self._folder} ({len(files)} safetensors files)"

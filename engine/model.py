@@ -1,0 +1,162 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 have in common: what differs is in `ModelConfig`.
+
+Built straight from a checkpoint, sharded as it is read. It knows attention as a function and KV as pages to write;
+nothing of requests, schedules or serving. Weight names are Hugging Face's.
+
+Legend: T tokens, R rows with logits, E hidden_size, V vocab_size, Hq/H query/KV heads of this rank, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from engine.attention import Attention, AttentionBatch
+from engine.config import ModelConfig
+from engine.kv_cache import KvCache
+from engine.layers import (
+    ColumnParallelLinear,
+    Loader,
+    Projection,
+    RmsNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabShard,
+)
+from engine.rope import RopeTable
+
+UNUSED_TENSORS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some checkpoints carry and that are computed here instead."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all layers of one forward pass share."""
+
+    batch: AttentionBatch
+    slots: torch.Tensor  # int64 [T]
+    rope: RopeTable
+    rope_rows: tuple[torch.Tensor, torch.Tensor]
+    kv: KvCache
+    attention: Attention
+
+
+class SelfAttention:
+    """Grouped-query attention with q, k and v in one projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        name = f"model.layers.{layer}.self_attn"
+        tp, self._head_dim = loader.tp, config.head_dim
+        heads = loader.equal_share(config.num_attention_heads)
+        kv_heads = config.kv_head_range(tp.rank, tp.size)
+        self._num_heads, self._num_kv_heads = len(heads), len(kv_heads)
+        self._qkv = ColumnParallelLinear(
+            loader,
+            [
+                self._projection(f"{name}.q_proj", config.num_attention_heads, heads),
+                self._projection(f"{name}.k_proj", config.num_key_value_heads, kv_heads),
+                self._projection(f"{name}.v_proj", config.num_key_value_heads, kv_heads),
+            ],
+            config.hidden_size,
+            config.attention_bias,
+        )
+        self._out = RowParallelLinear(
+            loader,
+            f"{name}.o_proj",
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            config.attention_output_bias,
+        )
+        self._head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
+        self._eps = config.rms_norm_eps
+        self._layer = layer
+        window = config.layer_windows[layer]
+        self._window_size = (-1, -1) if window is None else (window - 1, 0)
+
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        num_rotated = self._num_heads + self._num_kv_heads
+        heads = self._qkv(x).view(x.shape[0], num_rotated + self._num_kv_heads, self._head_dim)
+        qk, v = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self._head_norm is not None:
+            qk = F.rms_norm(qk, (self._head_dim,), eps=self._eps) * self._head_norm
+        qk = context.rope.rotate(qk, context.rope_rows)
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        context.kv.write(self._layer, context.slots, k, v)
+        out = context.attention(
+            q,
+            *context.kv.pages(self._layer),
+            context.batch,
+            softmax_scale=self._head_dim**-0.5,
+            window_size=self._window_size,
+        )
+        return self._out(out.reshape(x.shape[0], -1))
+
+    def _projection(self, name: str, total: int, heads: range) -> Projection:
+        size = self._head_dim
+        return Projection(name, total * size, range(heads.start * size, heads.stop * size))
+
+    def _load_head_norm(self, config: ModelConfig, name: str, loader: Loader) -> torch.Tensor:
+        """One row for each head, query heads first, so that both norms are one product."""
+        q, k = (RmsNorm(loader, f"{name}.{which}_norm", config.head_dim, config.rms_norm_eps).weight for which in "qk")
+        return torch.cat([q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)])
+
+
+class GatedMlp:
+    """SwiGLU (arXiv 2002.05202) with gate and up in one projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        name = f"model.layers.{layer}.mlp"
+        own = loader.equal_share(config.intermediate_size)
+        inner = [Projection(f"{name}.{which}_proj", config.intermediate_size, own) for which in ("gate", "up")]
+        self._gate_up = ColumnParallelLinear(loader, inner, config.hidden_size, config.mlp_bias)
+        self._down = RowParallelLinear(
+            loader, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
+        )
+        self._width = len(own)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate_up = self._gate_up(x)
+        return self._down(F.silu(gate_up[:, : self._width]).mul_(gate_up[:, self._width :]))
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and beside a residual."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        name = f"model.layers.{layer}"
+        self._input_norm = RmsNorm(loader, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self._attention = SelfAttention(config, layer, loader)
+        self._mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self._mlp = GatedMlp(config, layer, loader)
+
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        x = x + self._attention(self._input_norm(x), context)
+        return x.add_(self._mlp(self._mlp_norm(x)))
+
+
+class Decoder:
+    """Token ids in, float32 logits out."""
+
+    def __init__(self, config: ModelConfig, loader: Loader, report: Callable[[str], None]) -> None:
+        embedding = VocabShard(loader, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self._embedding = VocabParallelEmbedding(embedding, loader.tp)
+        self._layers = []
+        for layer in range(config.num_hidden_layers):
+            self._layers.append(DecoderLayer(config, layer, loader))
+            report(f"loading weights: {layer + 1} of {config.num_hidden_layers} layers")
+        self._norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps)
+        head = embedding
+        if not config.tie_word_embeddings:
+            head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
+        self._head = VocabParallelHead(head, config.vocab_size, loader.tp)
+
+    def __call__(self, token_ids: torch.Tensor, logits_indices: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """[T] ids and [R] rows to [R, V]."""
+        x = self._embedding(token_ids)  # [T, E]
+        for layer in self._layers:
+            x = layer(x, context)
+        return self._head(self._norm(x.index_select(0, logits_indices)))

@@ -1,0 +1,104 @@
+"""One tensor-parallel rank of a model, ready to run: weights, KV pool, attention backend, and one forward pass a step.
+
+Every rank of a group runs the same steps in the same order. Which step comes next, and whose blocks it names, is
+decided elsewhere; the runner trusts a step that `build_step` made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBatch, choose_attention
+from engine.checkpoint import Checkpoint
+from engine.config import ModelConfig
+from engine.kv_cache import KvCache
+from engine.layers import Loader
+from engine.memory import resolve_device, resolve_dtype
+from engine.model import UNUSED_TENSORS, Decoder, StepContext
+from engine.rope import RopeTable
+from engine.step import IntArray, StepInput
+from engine.tp import TPGroup
+
+
+class ModelRunner:
+    """Loads at construction; raises CheckpointError or ConfigError when the folder or the sizes do not fit."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        tp: TPGroup,
+        device: str,
+        dtype: str,
+        num_blocks: int,
+        block_size: int,
+        attention: str = "auto",
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = ModelConfig.from_folder(model_path)
+        self.config.check_tp_size(tp.size)
+        self.device = torch.device(resolve_device(device))
+        self.dtype = resolve_dtype(self.config, dtype, str(self.device))
+        """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
+        self.block_size = block_size
+        torch_dtype: torch.dtype = getattr(torch, self.dtype)
+        self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype)
+        self._model = self._load(Path(model_path), tp, torch_dtype, report or (lambda line: None))
+        longest = min(self.config.max_position_embeddings, num_blocks * block_size)
+        self._rope = RopeTable(self.config.rope, self.config.head_dim, longest, self.device, torch_dtype)
+        self._kv = KvCache(
+            self.config.num_hidden_layers,
+            num_blocks,
+            block_size,
+            len(self.config.kv_head_range(tp.rank, tp.size)),
+            self.config.head_dim,
+            torch_dtype,
+            self.device,
+        )
+
+    @property
+    def attention_name(self) -> str:
+        return self._attention.name
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim]."""
+        return self._kv.pool
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Copies blocks, writes the new tokens' KV, and returns float32 logits [R, V], equal on every rank.
+
+        A step of no tokens only copies blocks.
+        """
+        assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
+        if len(step.block_copies):
+            self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
+        if len(step.token_ids) == 0:
+            return torch.empty((0, self.config.vocab_size), device=self.device)
+        positions = self._to_device(step.positions, np.int32)
+        context = StepContext(
+            batch=AttentionBatch(step, self.block_size, self.device),
+            slots=self._to_device(step.slot_mapping, np.int64),
+            rope=self._rope,
+            rope_rows=self._rope.at(positions),
+            kv=self._kv,
+            attention=self._attention,
+        )
+        token_ids = self._to_device(step.token_ids, np.int32)
+        return self._model(token_ids, self._to_device(step.logits_indices, np.int32), context)
+
+    def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
+        """A copy, since arrays that came as bytes cannot be written and torch would warn."""
+        return torch.from_numpy(array.astype(dtype)).to(self.device, non_blocking=True)
+
+    def _load(self, path: Path, tp: TPGroup, dtype: torch.dtype, report: Callable[[str], None]) -> Decoder:
+        with Checkpoint(path) as checkpoint:
+            model = Decoder(self.config, Loader(checkpoint, tp, self.device, dtype), report)
+            ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
+            checkpoint.check_all_read(ignored)
+        return model

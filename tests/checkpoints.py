@@ -1,0 +1,105 @@
+"""Small random checkpoints in Hugging Face's own format, complete with tokenizer, for every test that needs a model.
+
+Written by transformers itself, so that the folders look as real ones do. The weights are far from their usual small
+initial values: attention is sharp, biases and norms are not trivial, so that a wrong rope, mask or bias shows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 320
+EOS_TOKEN_ID = 0
+KINDS = ("llama", "llama3-rope", "mistral", "qwen2", "qwen3")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+    "bos_token_id": EOS_TOKEN_ID,
+    "eos_token_id": EOS_TOKEN_ID,
+}
+
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+
+_KIND_FIELDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama3-rope": {"rope_parameters": _LLAMA3_ROPE},
+    "mistral": {"sliding_window": 24},
+    "qwen2": {"head_dim": None, "hidden_size": 128, "tie_word_embeddings": True},
+    "qwen3": {},
+}
+
+
+def make_checkpoint(
+    kind: str, folder: str | Path, *, seed: int = 0, dtype: str = "float32", shard_size: str = "1GB", **overrides: Any
+) -> Path:
+    """Writes a random model of `kind` (one of KINDS) into `folder` and returns it.
+
+    `overrides` are fields of the transformers config class; `shard_size` such as `"200KB"` splits the weights into
+    several files with an index.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    fields = {**_COMMON, **_KIND_FIELDS[kind], **overrides}
+    if fields["head_dim"] is None:  # a config class that derives it
+        del fields["head_dim"]
+    config_class, model_class = _classes(kind)
+    model = model_class(config_class(**fields)).to(getattr(torch, dtype))
+    _randomize(model, seed)
+    model.save_pretrained(target, max_shard_size=shard_size)
+    _make_tokenizer().save(str(target / "tokenizer.json"))
+    return target
+
+
+def _classes(kind: str) -> tuple[Any, Any]:
+    import transformers  # slow to import, so only where a checkpoint is made
+
+    name = {"llama": "Llama", "llama3-rope": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}[kind]
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
+
+
+def _randomize(model: torch.nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                value = 1.0 + 0.2 * noise
+            elif name.endswith("bias"):
+                value = 0.3 * noise
+            elif "embed" in name:
+                value = 0.4 * noise
+            else:
+                value = noise * 1.3 / parameter.shape[-1] ** 0.5
+            parameter.copy_(value)
+
+
+def _make_tokenizer() -> Any:
+    """Byte-level BPE of VOCAB_SIZE ids: the end-of-text token, the 256 bytes, and merges for the ids that are left."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    letters = "etaoinshr"
+    merges = [(a, b) for a in letters for b in letters][: VOCAB_SIZE - 1 - len(alphabet)]
+    pieces = ["<|endoftext|>", *alphabet, *(a + b for a, b in merges)]
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    return tokenizer

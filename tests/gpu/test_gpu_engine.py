@@ -1,0 +1,116 @@
+"""On a GPU: the attention kernels against plain torch, and the runner on CUDA against the runner on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from engine_steps import make_runner, run_in_chunks
+
+from cluster.errors import ConfigError
+from engine.attention import Attention, AttentionBatch, choose_attention
+from engine.attention_cpu import CpuAttention
+from engine.config import ModelConfig
+from engine.memory import plan_num_blocks, resolve_device, resolve_dtype
+from engine.step import SequenceSlice, build_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+
+HEADS, KV_HEADS, HEAD_DIM, NUM_BLOCKS = 8, 2, 64, 128
+LENGTHS = {
+    "decode": [(1, 1), (1, 37), (1, 600), (1, 256)],
+    "prefill": [(5, 5), (300, 300), (2, 2)],
+    "mixed": [(1, 50), (9, 9), (40, 300), (1, 700), (17, 257)],
+}
+
+
+def _backend(name: str, dtype: torch.dtype) -> Attention:
+    try:
+        return choose_attention(name, torch.device("cuda"), dtype)[0]
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (23, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("name", ["flash_attn", "varlen"])
+def test_kernels_equal_plain_torch(
+    name: str, lengths: list[tuple[int, int]], dtype: torch.dtype, window: tuple[int, int], block_size: int
+) -> None:
+    backend, device = _backend(name, dtype), torch.device("cuda")
+    free = iter(np.random.default_rng(0).permutation(NUM_BLOCKS).tolist())
+    slices = []
+    for num_queries, num_keys in lengths:
+        table = tuple(next(free) for _ in range(-(-num_keys // block_size)))
+        slices.append(SequenceSlice((1,) * num_queries, num_keys - num_queries, table, wants_logits=True))
+    step = build_step(slices, block_size)
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (NUM_BLOCKS, block_size, KV_HEADS, HEAD_DIM)
+    k, v = (torch.randn(shape, generator=generator, device=device).to(dtype) for _ in "kv")
+    q = torch.randn((len(step.token_ids), HEADS, HEAD_DIM), generator=generator, device=device).to(dtype)
+
+    out = backend(q, k, v, AttentionBatch(step, block_size, device), softmax_scale=0.125, window_size=window)
+
+    exact = CpuAttention()(
+        q.float(),
+        k.float(),
+        v.float(),
+        AttentionBatch(step, block_size, device),
+        softmax_scale=0.125,
+        window_size=window,
+    )
+    assert (out.float() - exact).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("kind", ["llama3-rope", "mistral", "qwen2", "qwen3"])
+def test_float32_on_cuda_equals_float32_on_the_cpu(tmp_path: Path, kind: str) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    ids, chunks = list(range(1, 101)), [64, 7, 19, *[1] * 10]
+    expected = run_in_chunks(make_runner(folder), ids, chunks)
+
+    runner = make_runner(folder, device="cuda")
+    logits = run_in_chunks(runner, ids, chunks)
+
+    assert runner.kv.is_cuda and logits.is_cuda
+    assert (logits.cpu() - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("attention", ["flash_attn", "varlen", "cpu"])
+@pytest.mark.parametrize("kind", ["llama3-rope", "mistral", "qwen3"])
+def test_bfloat16_on_cuda_stays_near_float32_with_every_backend(
+    tmp_path: Path, kind: str, attention: str, block_size: int
+) -> None:
+    _backend(attention, torch.bfloat16)
+    folder = make_checkpoint(kind, tmp_path, dtype="bfloat16")
+    ids, chunks = list(range(1, 101)), [64, 7, 19, *[1] * 10]
+    expected = run_in_chunks(make_runner(folder), ids, chunks)
+
+    runner = make_runner(folder, device="cuda", dtype="auto", attention=attention, block_size=block_size)
+    logits = run_in_chunks(runner, ids, chunks).cpu()
+
+    assert runner.attention_name == attention
+    assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_the_pool_is_planned_from_the_free_memory_of_the_device(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(make_checkpoint("llama", tmp_path))
+    device = resolve_device("auto")
+
+    blocks = plan_num_blocks(
+        config,
+        tp_size=1,
+        dtype=resolve_dtype(config, "bfloat16", device),
+        device=device,
+        block_size=256,
+        kv_cache_tokens=None,
+        max_model_len=2048,
+        max_num_seqs=8,
+    )
+
+    assert device == "cuda" and blocks * 256 >= 2048

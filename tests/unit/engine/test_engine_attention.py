@@ -1,0 +1,222 @@
+"""The attention backends against a definition written out query by query."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.errors import ConfigError
+from engine.attention import AttentionBatch, choose_attention
+from engine.attention_cpu import CpuAttention
+from engine.attention_gpu import FlashAttention, VarlenAttention
+from engine.step import SequenceSlice, build_step
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM, NUM_BLOCKS = 6, 2, 8, 400
+WINDOWS = [(-1, -1), (4, 0), (0, 0), (1000, 0)]
+
+BATCHES = {
+    "decode of one": [(1, 37)],
+    "decode of equal lengths": [(1, 20), (1, 20), (1, 20)],
+    "decode of very different lengths": [(1, 1), (1, 16), (1, 17), (1, 600), (1, 130), (1, 300), (1, 2)],
+    "whole prompts": [(5, 5), (33, 33), (2, 2)],
+    "later chunks": [(7, 40), (16, 48), (3, 4)],
+    "everything at once": [(1, 50), (9, 9), (1, 1), (4, 90), (1, 700), (2, 17)],
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    q: torch.Tensor
+    k: torch.Tensor  # pages
+    v: torch.Tensor
+    batch: AttentionBatch
+
+
+def _problem(lengths: list[tuple[int, int]], block_size: int, dtype: torch.dtype = torch.float32) -> Problem:
+    """Sequences of (new tokens, all tokens) over scattered blocks; what no sequence owns is large, to show."""
+    generator = torch.Generator().manual_seed(3)
+    free = iter(np.random.default_rng(3).permutation(np.arange(1, NUM_BLOCKS)).tolist())
+    slices = []
+    pages = [torch.full((NUM_BLOCKS, block_size, KV_HEADS, HEAD_DIM), 50.0) for _ in "kv"]
+    for num_queries, num_keys in lengths:
+        table = tuple(next(free) for _ in range(-(-num_keys // block_size)))
+        for position in range(num_keys):
+            for page in pages:
+                new = torch.randn((KV_HEADS, HEAD_DIM), generator=generator)
+                page[table[position // block_size], position % block_size] = new
+        slices.append(SequenceSlice((1,) * num_queries, num_keys - num_queries, table, wants_logits=True))
+    step = build_step(slices, block_size)
+    q = torch.randn((len(step.token_ids), HEADS, HEAD_DIM), generator=generator)
+    return Problem(q.to(dtype), *(page.to(dtype) for page in pages), AttentionBatch(step, block_size, CPU))
+
+
+def _by_definition(problem: Problem, scale: float, causal: bool, window: tuple[int, int]) -> torch.Tensor:
+    step, block_size = problem.batch.step, problem.batch.block_size
+    out = torch.empty_like(problem.q, dtype=torch.float32)
+    for s, num_keys in enumerate(step.seqlens_k.tolist()):
+        start, stop = step.cu_seqlens_q[s : s + 2].tolist()
+        table = step.block_tables[s].tolist()
+        keys, values = (
+            torch.stack([pages[table[j // block_size], j % block_size] for j in range(num_keys)]).float()
+            for pages in (problem.k, problem.v)
+        )
+        for row in range(start, stop):
+            at = num_keys - (stop - row)
+            right = 0 if causal else window[1]
+            first = 0 if window[0] < 0 else max(0, at - window[0])
+            last = num_keys - 1 if right < 0 else min(num_keys - 1, at + right)
+            for head in range(HEADS):
+                own = head // (HEADS // KV_HEADS)
+                scores = keys[first : last + 1, own] @ problem.q[row, head].float() * scale
+                out[row, head] = scores.softmax(0) @ values[first : last + 1, own]
+    return out
+
+
+@pytest.mark.parametrize("block_size", [16, 5])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
+def test_the_cpu_backend_computes_the_definition(
+    lengths: list[tuple[int, int]], window: tuple[int, int], block_size: int
+) -> None:
+    problem = _problem(lengths, block_size)
+
+    out = CpuAttention()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
+
+    assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (3, 2)])
+def test_without_causality_a_window_reaches_to_the_right_too(window: tuple[int, int]) -> None:
+    problem = _problem(BATCHES["everything at once"], 16)
+
+    out = CpuAttention()(
+        problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, causal=False, window_size=window
+    )
+
+    assert torch.allclose(out, _by_definition(problem, 0.4, False, window), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_cpu_backend_computes_in_sixteen_bits(dtype: torch.dtype) -> None:
+    problem = _problem(BATCHES["everything at once"], 16, dtype)
+
+    out = CpuAttention()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.35)
+
+    assert out.dtype == dtype
+    assert torch.allclose(out.float(), _by_definition(problem, 0.35, True, (-1, -1)), atol=0.03)
+
+
+def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.attention_cpu._MOST_GATHERED", 4)
+    problem = _problem([(1, 30), (1, 20), (1, 31), (1, 25), (1, 9)], 16)
+    backend = CpuAttention()
+
+    out = backend(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4)
+
+    assert torch.allclose(out, _by_definition(problem, 0.4, True, (-1, -1)), atol=1e-5)
+
+
+def test_one_backend_serves_batches_and_layers_of_different_windows_in_turn() -> None:
+    """What is kept of one call must not leak into the next."""
+    backend = CpuAttention()
+    small, large = _problem(BATCHES["decode of one"], 16), _problem(BATCHES["everything at once"], 16)
+
+    for problem, window in [(small, (-1, -1)), (large, (4, 0)), (small, (4, 0)), (large, (-1, -1))]:
+        out = backend(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
+        assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
+
+
+def _packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    scale: float,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """What FlashAttention computes of sequences laid one after another, without a GPU."""
+    out = torch.empty_like(q)
+    for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
+        keys, values = (t[c:d].repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
+        at = torch.arange(d - c - (b - a), d - c)[:, None]
+        j = torch.arange(d - c)[None, :]
+        seen = (j >= at - window[0] if window[0] >= 0 else j >= 0) & (j <= at + window[1] if window[1] >= 0 else j >= 0)
+        out[a:b] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), values)
+    return out
+
+
+def _flash_attn_varlen_func(
+    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any
+) -> Any:
+    assert max_q == int((cu_q[1:] - cu_q[:-1]).max()) and max_k == int((cu_k[1:] - cu_k[:-1]).max())
+    window = (options["window_size"][0], 0 if options["causal"] else options["window_size"][1])
+    if (table := options["block_table"]) is not None:
+        k, v = (_unpage(pages, table, cu_k) for pages in (k, v))
+    return _packed_attention(q, k, v, cu_q, cu_k, options["softmax_scale"], window)
+
+
+def _varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
+    if (table := options.get("block_table")) is not None:
+        assert torch.equal(options["seqused_k"], cu_k[1:] - cu_k[:-1])
+        k, v = (_unpage(pages, table, cu_k) for pages in (k, v))
+    assert options.get("enable_gqa") or k.shape[1] == q.shape[1]
+    return _packed_attention(q, k, v, cu_q, cu_k, options["scale"], options["window_size"])
+
+
+def _unpage(pages: torch.Tensor, table: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
+    lengths = (cu_k[1:] - cu_k[:-1]).tolist()
+    return torch.cat([pages[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lengths, strict=True)])
+
+
+GPU_BACKENDS: dict[str, Callable[[], Any]] = {
+    "flash_attn": lambda: FlashAttention(_flash_attn_varlen_func),
+    "varlen with pages": lambda: VarlenAttention(
+        _varlen_attn, frozenset({"window_size", "enable_gqa", "seqused_k", "block_table"})
+    ),
+    "varlen without pages": lambda: VarlenAttention(_varlen_attn, frozenset({"window_size", "enable_gqa"})),
+    "varlen without groups": lambda: VarlenAttention(_varlen_attn, frozenset({"window_size"})),
+}
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
+@pytest.mark.parametrize("name", GPU_BACKENDS)
+def test_gpu_backends_hand_their_kernels_the_right_keys(name: str, window: tuple[int, int], block_size: int) -> None:
+    """The kernels' place is taken by a plain computation of the same arguments; the kernels run in tests/gpu."""
+    problem = _problem(BATCHES["everything at once"], block_size)
+
+    out = GPU_BACKENDS[name]()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
+
+    assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
+
+
+def test_the_cpu_is_chosen_where_there_is_no_gpu_and_says_why() -> None:
+    backend, reason = choose_attention("auto", CPU, torch.float32)
+
+    assert backend.name == "cpu" and reason == "FlashAttention needs a CUDA device, this is cpu"
+
+
+def test_float32_on_a_gpu_is_computed_in_plain_torch() -> None:
+    backend, reason = choose_attention("auto", torch.device("cuda"), torch.float32)
+
+    assert backend.name == "cpu" and reason == "FlashAttention needs float16 or bfloat16, this is float32"
+
+
+@pytest.mark.parametrize("wanted", ["flash_attn", "varlen"])
+def test_a_backend_that_cannot_run_is_refused_with_the_reason(wanted: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention: {wanted} cannot run: .*needs a CUDA device.*use auto or cpu"):
+        choose_attention(wanted, CPU, torch.bfloat16)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="attention: 'xformers' is unknown; use auto, flash_attn, varlen, cpu"):
+        choose_attention("xformers", CPU, torch.float32)

@@ -1,0 +1,147 @@
+"""What is read from config.json and generation_config.json, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+
+from cluster.errors import CheckpointError, ConfigError
+from engine.config import ModelConfig
+
+
+def _edit(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
+    path = folder / "config.json"
+    values = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({name: value for name, value in values.items() if name not in drop}))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return make_checkpoint("llama", tmp_path)
+
+
+def test_the_fields_of_a_folder_are_read(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(make_checkpoint("qwen3", tmp_path, dtype="bfloat16"))
+
+    assert (config.hidden_size, config.num_attention_heads, config.num_key_value_heads) == (64, 8, 4)
+    assert (config.head_dim, config.num_hidden_layers, config.vocab_size) == (16, 4, 320)
+    assert config.qk_norm and not config.attention_bias and config.dtype == "bfloat16"
+    assert config.eos_token_ids == (0,)
+
+
+def test_rope_as_transformers_4_wrote_it_equals_rope_as_transformers_5_writes_it(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama3-rope", tmp_path)
+    new = ModelConfig.from_folder(folder)
+    scaling = dict(json.loads((folder / "config.json").read_text())["rope_parameters"])
+    theta = scaling.pop("rope_theta")
+
+    old = ModelConfig.from_folder(_edit(folder, ("rope_parameters",), rope_theta=theta, rope_scaling=scaling))
+
+    assert old == new
+    assert new.rope.rope_type == "llama3" and new.rope.factor == 8.0
+
+
+def test_the_oldest_spelling_of_a_rope_type_is_read(llama: Path) -> None:
+    scaling = {"type": "linear", "factor": 2.0}
+
+    config = ModelConfig.from_folder(_edit(llama, ("rope_parameters",), rope_theta=5e5, rope_scaling=scaling))
+
+    assert (config.rope.rope_type, config.rope.factor, config.rope.rope_theta) == ("linear", 2.0, 5e5)
+
+
+def test_mistral_slides_on_every_layer_and_llama_on_none(tmp_path: Path) -> None:
+    mistral = ModelConfig.from_folder(make_checkpoint("mistral", tmp_path / "mistral"))
+    llama = ModelConfig.from_folder(_edit(make_checkpoint("llama", tmp_path / "llama"), sliding_window=24))
+
+    assert mistral.layer_windows == (24,) * 4
+    assert llama.layer_windows == (None,) * 4
+
+
+def test_qwen_slides_only_where_its_config_says(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path)
+    by_number = {"sliding_window": 20, "max_window_layers": 3}
+    types = ["sliding_attention", "full_attention"] * 2
+
+    assert ModelConfig.from_folder(_edit(folder, **by_number)).layer_windows == (None,) * 4
+    named = ModelConfig.from_folder(_edit(folder, use_sliding_window=True, layer_types=types))
+    assert named.layer_windows == (20, None, 20, None)
+    numbered = ModelConfig.from_folder(_edit(folder, drop=("layer_types",)))
+    assert numbered.layer_windows == (None, None, None, 20)
+
+
+def test_end_of_text_ids_come_from_the_generation_config_first(llama: Path) -> None:
+    (llama / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert ModelConfig.from_folder(llama).eos_token_ids == (7, 9)
+
+    (llama / "generation_config.json").unlink()
+    assert ModelConfig.from_folder(llama).eos_token_ids == (0,)
+
+
+def test_a_head_dim_that_is_absent_follows_from_the_heads(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, head_dim=8)
+
+    assert ModelConfig.from_folder(_edit(folder, drop=("head_dim",))).head_dim == 64 // 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["GemmaForCausalLM"]}, "'GemmaForCausalLM' is not supported; Baton serves LlamaForCausalLM"),
+        ({"architectures": None}, "architecture None is not supported"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer (got '64')"),
+        ({"vocab_size": True}, "vocab_size must be a positive integer (got True)"),
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps must be a positive number (got -1.0)"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings must be true or false (got 'no')"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 8"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type 'longrope' is not supported"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters: factor must be a positive number (got None)"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object (got [1])"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused_by_name(llama: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_folder(_edit(llama, **changes))
+    assert message in str(caught.value) and "config.json" in str(caught.value)
+
+
+def test_unknown_layer_types_are_refused(tmp_path: Path) -> None:
+    types = ["chunked_attention"] * 4
+    folder = _edit(make_checkpoint("qwen3", tmp_path), use_sliding_window=True, sliding_window=8, layer_types=types)
+
+    with pytest.raises(CheckpointError, match="layer_types must name 4 of"):
+        ModelConfig.from_folder(folder)
+
+
+def test_a_folder_without_a_readable_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": ')
+    with pytest.raises(CheckpointError, match="cannot be read as JSON"):
+        ModelConfig.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="must hold a JSON object"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_a_tensor_parallel_size_that_does_not_divide_the_heads_is_refused_with_those_that_do(llama: Path) -> None:
+    config = ModelConfig.from_folder(llama)
+
+    with pytest.raises(ConfigError, match=r"tensor_parallel: 3 does not divide 8 .*; use 1, 2, 4 or 8"):
+        config.check_tp_size(3)
+
+
+def test_kv_heads_are_split_over_few_ranks_and_replicated_over_many(llama: Path) -> None:
+    config = ModelConfig.from_folder(llama)
+
+    assert [config.kv_head_range(rank, 2) for rank in range(2)] == [range(2), range(2, 4)]
+    assert [config.kv_head_range(rank, 8).start for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -1,0 +1,168 @@
+"""The decoder against transformers, in float32, and against itself in other ways of cutting the same work."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from engine_steps import make_runner, run_in_chunks, scattered_table
+
+from engine.runner import ModelRunner
+from engine.step import SequenceSlice, build_step
+
+NUM_TOKENS = 100
+_SCALED = {"rope_theta": 10000.0, "factor": 4.0}
+_QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-biased-tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-llama3-rope": ("llama3-rope", {}),
+    "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", **_SCALED}}),
+    "llama-dynamic-rope": ("llama", {"rope_parameters": {"rope_type": "dynamic", **_SCALED}}),
+    "llama-yarn": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 512, **_SCALED}},
+    ),
+    "llama-yarn-mscale": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "original_max_position_embeddings": 512,
+                "mscale": 0.8,
+                "mscale_all_dim": 0.4,
+                "truncate": False,
+                **_SCALED,
+            }
+        },
+    ),
+    "mistral": ("mistral", {}),
+    "mistral-no-window": ("mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": ("qwen2", {"tie_word_embeddings": False, **_QWEN_WINDOWS}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-biased-tied-windows": ("qwen3", {"attention_bias": True, "tie_word_embeddings": True, **_QWEN_WINDOWS}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    runner: ModelRunner
+    token_ids: list[int]
+    expected: torch.Tensor  # [NUM_TOKENS, VOCAB_SIZE], of transformers
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    kind, overrides = CASES[request.param]
+    folder = make_checkpoint(kind, tmp_path_factory.mktemp(request.param), **overrides)
+    token_ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    return Case(make_runner(folder), token_ids, _reference_logits(folder, token_ids))
+
+
+def _reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
+    return logits
+
+
+def test_logits_equal_those_of_transformers_at_every_position(case: Case) -> None:
+    logits = run_in_chunks(case.runner, case.token_ids, [NUM_TOKENS])
+
+    assert logits.dtype == torch.float32
+    assert (logits - case.expected).abs().max() < 1e-4
+
+
+def test_chunks_of_seven_and_then_single_tokens_equal_one_prefill(case: Case) -> None:
+    logits = run_in_chunks(case.runner, case.token_ids, [7] * 10 + [1] * 30)
+
+    assert (logits - case.expected).abs().max() < 1e-4
+
+
+def test_sequences_at_different_stages_in_one_step_equal_each_alone(case: Case) -> None:
+    """One prefills from nothing, one continues a prefill, two decode, of quite different lengths."""
+    ids = case.token_ids
+    starts_and_stops = [(0, 33), (40, 61), (4, 5), (99, 100)]
+    blocks = scattered_table(case.runner, case.runner.block_size * 20)
+    tables = [blocks[:3], blocks[3:7], blocks[7:8], blocks[8:15]]
+    slices = []
+    for (start, stop), table in zip(starts_and_stops, tables, strict=True):
+        if start:
+            run_in_chunks(case.runner, ids[:start], [start], table)
+        slices.append(SequenceSlice(tuple(ids[start:stop]), start, table, wants_logits=True))
+
+    logits = case.runner.forward(build_step(slices, case.runner.block_size))
+
+    expected = case.expected[[stop - 1 for _, stop in starts_and_stops]]
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_only_the_rows_that_are_wanted_have_logits(case: Case) -> None:
+    table = scattered_table(case.runner, 20)
+    wants = SequenceSlice(tuple(case.token_ids[:5]), 0, table[:1], wants_logits=True)
+    silent = SequenceSlice(tuple(case.token_ids[:7]), 0, table[1:], wants_logits=False)
+
+    logits = case.runner.forward(build_step([silent, wants], case.runner.block_size))
+    none = case.runner.forward(build_step([silent], case.runner.block_size))
+
+    assert (logits - case.expected[4:5]).abs().max() < 1e-4
+    assert none.shape == (0, VOCAB_SIZE)
+
+
+def test_copied_blocks_carry_a_sequence_on_without_touching_the_original(case: Case) -> None:
+    """Two continuations share a full block; the partial one is copied before either writes to it."""
+    runner, ids = case.runner, case.token_ids
+    first, partial, copy = scattered_table(runner, 3 * runner.block_size)
+    run_in_chunks(runner, ids[:20], [20], (first, partial))
+    other = (ids[20] + 1) % VOCAB_SIZE
+    slices = [
+        SequenceSlice((other,), 20, (first, copy), wants_logits=True),
+        SequenceSlice((ids[20],), 20, (first, partial), wants_logits=True),
+    ]
+
+    logits = runner.forward(build_step(slices, runner.block_size, [(partial, copy)]))
+
+    assert (logits[1] - case.expected[20]).abs().max() < 1e-4
+    alone = run_in_chunks(runner, [*ids[:20], other], [21])[-1]
+    assert (logits[0] - alone).abs().max() < 1e-4
+
+
+def test_a_step_of_copies_alone_runs(case: Case) -> None:
+    case.runner.kv[:, :, 3] = 7.0
+
+    logits = case.runner.forward(build_step([], case.runner.block_size, [(3, 4)]))
+
+    assert logits.shape == (0, VOCAB_SIZE)
+    assert (case.runner.kv[:, :, 4] == 7.0).all()
+
+
+def test_a_step_that_came_as_bytes_runs(case: Case) -> None:
+    """Arrays over bytes are read-only, and torch warns when it shares memory with such."""
+    piece = SequenceSlice(tuple(case.token_ids[:9]), 0, (2,), wants_logits=True)
+    step = build_step([piece], case.runner.block_size, [(5, 6)])
+
+    logits = case.runner.forward(type(step).from_bytes(step.to_bytes()))
+
+    assert (logits - case.expected[8:9]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bit_types_stay_near_float32(tmp_path: Path, dtype: str) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, dtype=dtype)
+    ids = list(range(1, 41))
+    exact = run_in_chunks(make_runner(folder), ids, [40])
+
+    runner = make_runner(folder, dtype="auto")
+    logits = run_in_chunks(runner, ids, [30] + [1] * 10)
+
+    assert runner.dtype == dtype and runner.kv.dtype == getattr(torch, dtype)
+    assert logits.dtype == torch.float32
+    assert (logits - exact).abs().max() < 0.05 * exact.abs().max()

@@ -1,0 +1,143 @@
+"""Tensor parallelism: shards over threads and over Gloo equal the whole model on one rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoints import make_checkpoint
+from engine_steps import make_runner, on_each_rank, run_in_chunks, scattered_table
+
+from engine.tp import ProcessGroupTP, SingleGroup, ThreadGroup, TPGroup, make_process_group
+
+IDS = list(range(3, 43))
+CHUNKS = [25, 7, 1, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True, "vocab_size": 317}),
+        ("mistral", {}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True, "vocab_size": 313}),
+    ],
+)
+def test_any_number_of_ranks_computes_what_one_does(
+    tmp_path: Path, kind: str, overrides: dict[str, Any], size: int
+) -> None:
+    """At 8 ranks the 4 KV heads are replicated; at most sizes the odd vocabulary needs padding."""
+    folder = make_checkpoint(kind, tmp_path, **overrides)
+    expected = run_in_chunks(make_runner(folder), IDS, CHUNKS)
+
+    ranks = on_each_rank(size, lambda tp: run_in_chunks(make_runner(folder, tp=tp), IDS, CHUNKS))
+
+    for logits in ranks:
+        assert logits.shape == expected.shape
+        assert torch.equal(logits, ranks[0]), "ranks disagree"
+        assert (logits - expected).abs().max() < 1e-4
+
+
+def test_each_rank_holds_the_kv_of_its_own_heads(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+
+    def keys_and_values(tp: TPGroup) -> torch.Tensor:
+        runner = make_runner(folder, tp=tp)
+        run_in_chunks(runner, IDS, CHUNKS)
+        return runner.kv
+
+    whole = keys_and_values(SingleGroup())
+    halves, eighths = on_each_rank(2, keys_and_values), on_each_rank(8, keys_and_values)
+
+    assert whole.shape == (4, 2, 32, 16, 4, 16)
+    assert torch.allclose(torch.cat(halves, dim=4), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(eighths[::2], dim=4), whole, atol=1e-5)
+    assert torch.allclose(torch.cat(eighths[1::2], dim=4), whole, atol=1e-5)
+
+
+def _over_gloo(size: int, work: Callable[[TPGroup], Any]) -> list[Any]:
+    """Ranks in threads, each with a Gloo group of its own, as processes would have."""
+    store = dist.HashStore()
+    results: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        group = make_process_group(store, rank, size, "cpu", timeout_s=30.0)
+        results[rank] = work(group)
+        if isinstance(group, ProcessGroupTP):
+            group.all_reduce(torch.zeros(1))  # nobody leaves while another still computes
+            group.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[rank] for rank in range(size)]
+
+
+def test_a_gloo_group_computes_what_one_rank_does(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path)
+    expected = run_in_chunks(make_runner(folder), IDS, CHUNKS)
+
+    ranks = _over_gloo(2, lambda tp: run_in_chunks(make_runner(folder, tp=tp), IDS, CHUNKS))
+
+    assert torch.equal(ranks[0], ranks[1])
+    assert (ranks[0] - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+def test_collectives_sum_and_join_in_rank_order(run: Callable[..., list[Any]], dtype: torch.dtype) -> None:
+    def work(tp: TPGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mine = torch.full((2, 3), float(tp.rank + 1), dtype=dtype)
+        joined, stacked = tp.all_gather(mine), tp.all_gather(mine, dim=0)
+        tp.all_reduce(mine)
+        return mine, joined, stacked
+
+    for summed, joined, stacked in run(3, work):
+        assert torch.equal(summed, torch.full((2, 3), 6.0, dtype=dtype))
+        assert joined.shape == (2, 9) and joined[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+        assert stacked.shape == (6, 3) and stacked[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
+
+
+def test_a_group_of_one_needs_no_partner() -> None:
+    group = make_process_group(dist.HashStore(), 0, 1, "cpu")
+    tensor = torch.ones(3)
+    group.all_reduce(tensor)
+
+    assert (group.rank, group.size) == (0, 1)
+    assert torch.equal(tensor, torch.ones(3)) and torch.equal(group.all_gather(tensor), tensor)
+
+
+def test_a_rank_that_fails_frees_those_that_wait_for_it() -> None:
+    def work(tp: TPGroup) -> None:
+        if tp.rank == 1:
+            raise RuntimeError("rank 1 fails")
+        tp.all_reduce(torch.ones(1))
+
+    with pytest.raises((RuntimeError, threading.BrokenBarrierError)):
+        on_each_rank(2, work)
+
+
+def test_thread_ranks_know_their_place() -> None:
+    assert [(group.rank, group.size) for group in ThreadGroup.create(3)] == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_rank_of_the_wrong_block_table_would_be_noticed(tmp_path: Path) -> None:
+    """Guards the tests above: logits do depend on which blocks hold the context."""
+    runner = make_runner(make_checkpoint("llama", tmp_path))
+    table = scattered_table(runner, 32)
+    right = run_in_chunks(runner, IDS[:20], [16, 4], table)
+    runner.kv.zero_()
+
+    wrong = torch.cat(
+        [run_in_chunks(runner, IDS[:16], [16], table[:1]), run_in_chunks(runner, IDS[:4], [4], table[1:])]
+    )
+
+    assert (right - wrong).abs().max() > 0.1
