@@ -1,1 +1,1 @@
-"""What every process shares: config, lifecycle, errors, rpc, generated stubs and the CLI. Knows no torch and no model."""
+"""What every process shares: config, lifecycle, errors, rpc, generated stubs, the CLI. Knows no torch and no model."""

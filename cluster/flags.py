@@ -1,4 +1,4 @@
-"""Command-line flags of `python -m worker` and `python -m router`: one for each field of their settings, nothing else."""
+"""Flags of `python -m worker` and `python -m router`: one for each field of their settings, nothing else."""
 
 from __future__ import annotations
 

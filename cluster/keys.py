@@ -1,4 +1,4 @@
-"""Identity of one try at a request, on every wire and in every table; what an earlier try sends late matches nothing."""
+"""Identity of one try at a request, on every wire and in every table; what an earlier try sends late matches none."""
 
 from __future__ import annotations
 

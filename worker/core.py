@@ -225,6 +225,8 @@ class Core:
         return ""
 
     def _cancel(self, key: RequestKey, reason: str, sequence_index: int | None) -> None:
+        if key in self._session_of and sequence_index is None:
+            self._step_log.cancelled(key)
         if key in self.decode:
             self.decode.cancel(key, reason, sequence_index)
         if key in self.prefill and sequence_index is None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TextIO
 
+from cluster.keys import RequestKey
 from engine.block_manager import BlockManager
 from engine.sequence import Planned, Sequence
 
@@ -18,9 +19,15 @@ class StepLog:
     def __init__(self, path: str | None) -> None:
         self._file: TextIO | None = None
         self._running: set[str] = set()
+        self._cancelled: set[str] = set()
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
+
+    def cancelled(self, key: RequestKey) -> None:
+        """The next step's line names this request: it was given up before that step."""
+        if self._file is not None:
+            self._cancelled.add(key.request_id)
 
     def write(self, number: int, planned: Seq[Planned], preempted: Seq[Sequence], blocks: BlockManager) -> None:
         """Records a step that has just run; a sequence has left when it is not in the next step."""
@@ -35,9 +42,11 @@ class StepLog:
             "joined": sorted(running - self._running),
             "left": sorted(self._running - running),
             "preempted": [_name(s) for s in preempted],
+            "cancelled": sorted(self._cancelled),
             "blocks": {"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         }
         self._running = running
+        self._cancelled.clear()
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

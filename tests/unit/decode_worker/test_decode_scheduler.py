@@ -1,0 +1,100 @@
+"""Which sequences a decode step runs, and who gives way."""
+
+from __future__ import annotations
+
+from cluster.keys import RequestKey
+from decode_worker.scheduler import DecodeScheduler
+from engine.block_manager import BlockManager
+from engine.sampling import SamplingParams
+from engine.sequence import Job, Sequence
+
+
+def running(scheduler: DecodeScheduler, blocks: BlockManager, length: int, arrival: int) -> Sequence:
+    """A sequence whose prompt is computed, with its first token sampled."""
+    job = Job(RequestKey(f"r{arrival}", 1), tuple(range(length)), SamplingParams(), use_prefix_cache=False)
+    sequence = Sequence(job, 0, arrival, output_token_ids=[1])
+    sequence.block_table = blocks.allocate(-(-length // blocks.block_size))
+    sequence.num_computed_tokens = length
+    scheduler.join(sequence)
+    return sequence
+
+
+def test_every_running_sequence_gets_one_token_a_step() -> None:
+    blocks = BlockManager(16, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    for arrival in range(3):
+        running(scheduler, blocks, 5, arrival)
+    planned, preempted = scheduler.plan(100)
+    assert [p.num_tokens for p in planned] == [1, 1, 1] and not preempted
+
+
+def test_the_youngest_gives_way_when_the_pool_is_full() -> None:
+    blocks = BlockManager(3, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    old, _, young = (running(scheduler, blocks, 4, arrival) for arrival in range(3))
+    planned, preempted = scheduler.plan(100)
+    assert preempted[0] is young and planned[0].sequence is old
+    assert young.block_table == [] and young.num_computed_tokens == 0
+    assert scheduler.num_waiting == len(preempted) == scheduler.num_preemptions
+
+
+def test_the_oldest_alone_takes_the_whole_pool() -> None:
+    blocks = BlockManager(2, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    old = running(scheduler, blocks, 4, 0)
+    running(scheduler, blocks, 4, 1)
+    planned, _ = scheduler.plan(100)
+    assert [p.sequence for p in planned] == [old] and len(old.block_table) == 2
+
+
+def test_newcomers_wait_while_a_preempted_sequence_does() -> None:
+    blocks = BlockManager(2, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    running(scheduler, blocks, 4, 0)
+    running(scheduler, blocks, 4, 1)
+    assert scheduler.has_room(1)
+    scheduler.plan(100)
+    assert not scheduler.has_room(1)
+
+
+def test_a_preempted_sequence_is_computed_again_before_its_next_token() -> None:
+    blocks = BlockManager(2, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    old, young = (running(scheduler, blocks, 4, arrival) for arrival in range(2))
+    scheduler.plan(100)
+    scheduler.remove(old)
+    assert scheduler.admit() == [young]
+    (planned,), _ = scheduler.plan(3)
+    assert planned.num_tokens == 3 and young.num_remaining == 5
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    blocks = BlockManager(32, 4)
+    scheduler = DecodeScheduler(blocks, 4)
+    running(scheduler, blocks, 4, 0)
+    scheduler.num_reserved_seqs = 2
+    assert scheduler.has_room(1) and not scheduler.has_room(2)
+
+
+def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
+    blocks = BlockManager(16, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    parent = running(scheduler, blocks, 6, 0)
+    child = Sequence(parent.job, 1, 0, output_token_ids=[2])
+    scheduler.fork(parent, [child], [])
+    assert child.block_table[0] == parent.block_table[0] and child.block_table[1] != parent.block_table[1]
+    assert scheduler.take_copies() == [(parent.block_table[1], child.block_table[1])]
+
+
+def test_a_page_waits_to_be_copied_even_when_both_sequences_have_left() -> None:
+    blocks = BlockManager(4, 4)
+    scheduler = DecodeScheduler(blocks, 8)
+    parent = running(scheduler, blocks, 6, 0)
+    child = Sequence(parent.job, 1, 0, output_token_ids=[2])
+    scheduler.fork(parent, [child], [])
+    scheduler.remove(parent)
+    scheduler.remove(child)
+    copies = scheduler.take_copies()
+    assert blocks.num_held == 2
+    scheduler.copied(copies)
+    assert blocks.num_held == 0

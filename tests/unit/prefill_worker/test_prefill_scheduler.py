@@ -1,0 +1,41 @@
+"""Which prompts a prefill step computes."""
+
+from __future__ import annotations
+
+from cluster.keys import RequestKey
+from engine.block_manager import BlockManager
+from engine.sampling import SamplingParams
+from engine.sequence import Job, Sequence
+from prefill_worker.scheduler import PrefillScheduler
+
+
+def sequence(name: str, length: int, arrival: int = 0, salt: bytes = b"") -> Sequence:
+    prompt = tuple(range(1, length + 1))
+    return Sequence(Job(RequestKey(name, 1), prompt, SamplingParams(), salt), 0, arrival)
+
+
+def test_several_prompts_share_a_step_and_the_last_is_cut_to_the_budget() -> None:
+    scheduler = PrefillScheduler(BlockManager(64, 4))
+    for name, salt in (("a", b"1"), ("b", b"2"), ("c", b"3")):
+        scheduler.add(sequence(name, 10, salt=salt))
+    scheduler.admit()
+    planned = scheduler.plan(24)
+    assert [(p.sequence.job.key.request_id, p.num_tokens) for p in planned] == [("a", 10), ("b", 10), ("c", 4)]
+
+
+def test_a_prompt_starts_only_when_all_its_blocks_fit() -> None:
+    scheduler = PrefillScheduler(BlockManager(5, 4))
+    for name, salt in (("a", b"1"), ("b", b"2")):
+        scheduler.add(sequence(name, 12, salt=salt))
+    assert [s.job.key.request_id for s in scheduler.admit()] == ["a"]
+    assert scheduler.num_waiting == 1
+
+
+def test_a_removed_prompt_is_not_planned_again() -> None:
+    scheduler = PrefillScheduler(BlockManager(8, 4))
+    one = sequence("a", 8)
+    scheduler.add(one)
+    scheduler.admit()
+    scheduler.remove(one)
+    scheduler.remove(one)
+    assert scheduler.plan(100) == []
