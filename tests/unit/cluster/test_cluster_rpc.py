@@ -1,0 +1,202 @@
+"""Errors over a real gRPC connection, and where a server may listen."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from cluster import errors, rpc
+from cluster.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, NotReachable, Overloaded
+
+METHOD = "/test.Echo/Call"
+Handler = Callable[[bytes, Any], Awaitable[bytes]]
+
+
+async def start_server(handler: Handler, **kwargs: Any) -> tuple[grpc.aio.Server, str]:
+    server, port = rpc.create_server(**kwargs)
+    call = grpc.unary_unary_rpc_method_handler(handler)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {"Call": call}),))
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+async def call_error(address: str, request: bytes = b"x") -> grpc.aio.AioRpcError:
+    async with rpc.create_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary(METHOD, bytes, bytes)(request, timeout=10)
+        return caught.value
+
+
+def crossed_the_wire(error: BatonError) -> grpc.aio.AioRpcError:
+    """The client's view of a server that aborts with `error`."""
+
+    async def handler(_: bytes, context: Any) -> bytes:
+        await rpc.abort(context, error)
+
+    async def run() -> grpc.aio.AioRpcError:
+        server, address = await start_server(handler)
+        try:
+            return await call_error(address)
+        finally:
+            await server.stop(None)
+
+    return asyncio.run(run())
+
+
+def kinds() -> list[type[BatonError]]:
+    every = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, BatonError)]
+    return [k for k in every if k not in (BatonError, NotReachable)]
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: kind.__name__)
+def test_every_kind_of_error_arrives_as_itself(kind: type[BatonError]) -> None:
+    caught = crossed_the_wire(kind("what and why"))
+    assert caught.code().name == kind.grpc_code
+    back = rpc.from_rpc_error(caught)
+    assert type(back) is kind
+    assert back.message == "what and why"
+    assert back.violations == ()
+    assert back.retry_after_s is None
+
+
+def test_field_violations_and_the_retry_delay_survive_the_round_trip() -> None:
+    violations = (FieldViolation("spec.sampling.top_p", "must be in (0, 1] (got 1.5)"), FieldViolation("spec.n", "é"))
+    back = rpc.from_rpc_error(crossed_the_wire(InvalidRequest("2 fields are wrong", violations=violations)))
+    assert back.violations == violations
+    busy = rpc.from_rpc_error(crossed_the_wire(Overloaded("queue full", retry_after_s=1.25)))
+    assert isinstance(busy, Overloaded)
+    assert busy.retry_after_s == 1.25
+
+
+def test_details_are_the_standard_google_rpc_messages() -> None:
+    caught = crossed_the_wire(Overloaded("full", retry_after_s=2.0, violations=(FieldViolation("a", "b"),)))
+    trailers: Any = caught.trailing_metadata()
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    assert status.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert {detail.TypeName() for detail in status.details} == {
+        "google.rpc.ErrorInfo",
+        "google.rpc.RetryInfo",
+        "google.rpc.BadRequest",
+    }
+    info = error_details_pb2.ErrorInfo()
+    assert status.details[0].Unpack(info)
+    assert (info.reason, info.domain) == ("OVERLOADED", "baton")
+
+
+def test_an_error_too_large_for_the_trailers_is_cut_and_still_arrives() -> None:
+    violations = tuple(FieldViolation(f"spec.stopping.stop[{i}]", "語" * 300) for i in range(200))
+    back = rpc.from_rpc_error(crossed_the_wire(InvalidRequest("🙂" * 5000, violations=violations)))
+    assert isinstance(back, InvalidRequest)
+    assert back.message.endswith("…")
+    assert 0 < len(back.violations) < 200
+    assert back.violations[0].field == "spec.stopping.stop[0]"
+
+
+def test_a_lone_surrogate_in_a_message_does_not_break_the_answer() -> None:
+    assert rpc.from_rpc_error(crossed_the_wire(InvalidRequest("bad \ud800 text"))).message == "bad ? text"
+
+
+def test_an_address_where_nobody_listens_is_not_reachable() -> None:
+    async def run() -> BatonError:
+        server, address = await start_server(lambda *_: asyncio.sleep(0))  # type: ignore[arg-type]
+        await server.stop(None)
+        return rpc.from_rpc_error(await call_error(address))
+
+    assert isinstance(asyncio.run(run()), NotReachable)
+
+
+def test_a_message_over_the_limit_is_refused_without_reaching_the_handler() -> None:
+    seen: list[int] = []
+
+    async def handler(request: bytes, _: Any) -> bytes:
+        seen.append(len(request))
+        return b""
+
+    async def run() -> grpc.aio.AioRpcError:
+        server, address = await start_server(handler, max_message_bytes=1000)
+        try:
+            return await call_error(address, b"x" * 2000)
+        finally:
+            await server.stop(None)
+
+    caught = asyncio.run(run())
+    assert caught.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(rpc.from_rpc_error(caught), Overloaded)
+    assert seen == []
+
+
+def test_a_blocking_call_gives_the_same_exception() -> None:
+    async def handler(_: bytes, context: Any) -> bytes:
+        await rpc.abort(context, InvalidRequest("no", violations=(FieldViolation("f", "d"),)))
+
+    def call(address: str) -> BatonError:
+        with rpc.create_blocking_channel(address) as channel:
+            with pytest.raises(grpc.RpcError) as caught:
+                channel.unary_unary(METHOD, bytes, bytes)(b"", timeout=10)
+            return rpc.from_rpc_error(caught.value)
+
+    async def run() -> BatonError:
+        server, address = await start_server(handler)
+        try:
+            return await asyncio.to_thread(call, address)
+        finally:
+            await server.stop(None)
+
+    back = asyncio.run(run())
+    assert isinstance(back, InvalidRequest)
+    assert back.violations == (FieldViolation("f", "d"),)
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("localhost", True),
+        ("::1", True),
+        ("[::1]", True),
+        ("::ffff:127.0.0.1", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("", False),
+        ("10.0.0.7", False),
+        ("localhost.example.org", False),
+    ],
+)
+def test_only_addresses_that_cannot_leave_the_machine_are_loopback(host: str, expected: bool) -> None:
+    assert rpc.is_loopback(host) is expected
+
+
+def test_another_address_is_refused_unless_insecure_is_said() -> None:
+    async def run() -> None:
+        with pytest.raises(ConfigError, match=r"refusing to listen on '0\.0\.0\.0' without TLS"):
+            rpc.create_server("0.0.0.0")
+        server, port = rpc.create_server("0.0.0.0", insecure=True)
+        assert port > 0
+        await server.stop(None)
+
+    asyncio.run(run())
+
+
+def test_a_port_in_use_is_refused_and_never_shared() -> None:
+    async def run() -> None:
+        server, port = rpc.create_server()
+        await server.start()
+        try:
+            with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+                rpc.create_server(port=port)
+        finally:
+            await server.stop(None)
+
+    asyncio.run(run())
+
+
+def test_an_ipv6_address_gets_its_brackets_once() -> None:
+    assert rpc.format_address("::1", 5) == "[::1]:5"
+    assert rpc.format_address("[::1]", 5) == "[::1]:5"
+    assert rpc.format_address("localhost", 5) == "localhost:5"
