@@ -5,6 +5,7 @@ Owns every sequence of its requests and their blocks. A request's blocks are fre
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,16 +20,18 @@ from engine.sequence import Job, Planned, Sequence, claim_blocks, publish_blocks
 from kv_transfer.actions import Actions, Fail, Land, Ready, ReleasePages, Reserve, Tell
 
 
-class DecodeHost(Protocol):
-    """What the role needs of the worker it runs on."""
-
-    def next_arrival(self) -> int: ...
+class Reporter(Protocol):
+    """Tells the router; keeps which request is whose."""
 
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
 
     def close_request(self, key: RequestKey) -> None: ...
+
+
+class Carrier(Protocol):
+    """Carries messages and KV between this worker and its peers."""
 
     def tell(self, peer: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
 
@@ -53,9 +56,17 @@ class DecodeRole:
     """Decodes requests in one continuous batch."""
 
     def __init__(
-        self, host: DecodeHost, blocks: BlockManager, max_num_seqs: int, num_slots: int, chunk_tokens: int
+        self,
+        reporter: Reporter,
+        carrier: Carrier,
+        blocks: BlockManager,
+        max_num_seqs: int,
+        num_slots: int,
+        chunk_tokens: int,
     ) -> None:
-        self._host = host
+        self._reporter = reporter
+        self._carrier = carrier
+        self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = DecodeScheduler(blocks, max_num_seqs)
         self._receiver = Receiver(num_slots, chunk_tokens)
@@ -79,7 +90,7 @@ class DecodeRole:
 
     def admit(self, job: Job, expect_handoff: bool) -> None:
         """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
-        sequence = Sequence(job, 0, self._host.next_arrival(), fan_out=job.params.n)
+        sequence = Sequence(job, 0, next(self._arrivals), fan_out=job.params.n)
         self._tasks[job.key] = DecodeTask(job, sequence)
         if expect_handoff:
             self._carry_out(self._receiver.announce(job.key, len(job.prompt_token_ids)))
@@ -153,7 +164,7 @@ class DecodeRole:
         sequence.fan_out = 1
         for child, token in zip(born, sampled, strict=True):
             child.output_token_ids.append(token.token_id)
-            self._host.emit_tokens(child, token, len(child.output_token_ids) - 1)
+            self._reporter.emit_tokens(child, token, len(child.output_token_ids) - 1)
         if len(born) > 1:
             children = [c for c in born[1:] if c.index not in task.dropped]
             task.live.update({c.index: c for c in children})
@@ -172,16 +183,16 @@ class DecodeRole:
         for action in actions:
             match action:
                 case Tell():
-                    self._host.tell(action.peer, action.message)
+                    self._carrier.tell(action.peer, action.message)
                 case Reserve():
                     self._to_reserve.append(action.key)
                 case Land():
-                    self._host.land(action, self._tasks[action.key].prompt.block_table)
+                    self._carrier.land(action, self._tasks[action.key].prompt.block_table)
                 case Ready():
                     self._start_decoding(self._tasks[action.key], action.first_tokens)
                 case Fail():
                     failed = worker_pb2.Failed(key=action.key.to_proto(), reason=action.reason, message=action.message)
-                    self._host.emit(action.key, worker_pb2.Event(failed=failed))
+                    self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
                 case ReleasePages():
                     self._drop_reservation(self._tasks[action.key])
 
@@ -262,8 +273,8 @@ class DecodeRole:
         self._blocks.release(task.spare)
         task.spare = []
         del self._tasks[task.job.key]
-        self._host.close_request(task.job.key)
+        self._reporter.close_request(task.job.key)
 
     def _tell_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
         changed = worker_pb2.PhaseChanged(key=key.to_proto(), phase=phase, num_cached_tokens=num_cached_tokens)
-        self._host.emit(key, worker_pb2.Event(phase=changed))
+        self._reporter.emit(key, worker_pb2.Event(phase=changed))

@@ -5,6 +5,7 @@ Owns the sequences it computes and their blocks until the sender releases them. 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,16 +19,18 @@ from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sender import Sender
 
 
-class PrefillHost(Protocol):
-    """What the role needs of the worker it runs on."""
-
-    def next_arrival(self) -> int: ...
+class Reporter(Protocol):
+    """Tells the router; keeps which request is whose."""
 
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
 
     def close_request(self, key: RequestKey) -> None: ...
+
+
+class Carrier(Protocol):
+    """Carries messages and KV between this worker and its peers."""
 
     def tell(self, peer: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
 
@@ -48,8 +51,12 @@ class PrefillTask:
 class PrefillRole:
     """Computes prompts and hands their KV over."""
 
-    def __init__(self, host: PrefillHost, blocks: BlockManager, num_slots: int, chunk_tokens: int) -> None:
-        self._host = host
+    def __init__(
+        self, reporter: Reporter, carrier: Carrier, blocks: BlockManager, num_slots: int, chunk_tokens: int
+    ) -> None:
+        self._reporter = reporter
+        self._carrier = carrier
+        self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = PrefillScheduler(blocks)
         self._sender = Sender(num_slots, chunk_tokens)
@@ -108,7 +115,7 @@ class PrefillRole:
                 phase=generation_pb2.Heartbeat.PHASE_PREFILL,
                 num_cached_tokens=sequence.num_cached_tokens,
             )
-            self._host.emit(key, worker_pb2.Event(phase=phase))
+            self._reporter.emit(key, worker_pb2.Event(phase=phase))
             self._carry_out(self._sender.computed(key, sequence.num_computed_tokens))
         return self._scheduler.plan(budget)
 
@@ -135,7 +142,7 @@ class PrefillRole:
         for index, token in enumerate(sampled):
             finish = check_finish(sequence.job.params, [token.token_id])
             is_open = is_open or finish is None
-            self._host.emit_tokens(Sequence(sequence.job, index, sequence.arrival), token, 0)
+            self._reporter.emit_tokens(Sequence(sequence.job, index, sequence.arrival), token, 0)
             first = handoff_pb2.FirstToken(
                 sequence_index=index, token_id=token.token_id, is_finished=finish is not None
             )
@@ -144,30 +151,30 @@ class PrefillRole:
             self._carry_out(self._sender.abort(key, "the first token ended the request"))
             return
         phase = worker_pb2.PhaseChanged(key=key.to_proto(), phase=generation_pb2.Heartbeat.PHASE_TRANSFER)
-        self._host.emit(key, worker_pb2.Event(phase=phase))
+        self._reporter.emit(key, worker_pb2.Event(phase=phase))
         self._carry_out(self._sender.commit(key, first_tokens))
 
     def _carry_out(self, actions: Actions) -> None:
         for action in actions:
             match action:
                 case Tell():
-                    self._host.tell(action.peer, action.message)
+                    self._carrier.tell(action.peer, action.message)
                 case Gather():
                     sequence = self._tasks[action.key].sequence
                     assert sequence is not None
-                    self._host.gather(action, sequence.block_table)
+                    self._carrier.gather(action, sequence.block_table)
                 case Transmit():
-                    self._host.transmit(action)
+                    self._carrier.transmit(action)
                 case BeginPrefill():
                     self._begin(self._tasks[action.key])
                 case Fail():
                     failed = worker_pb2.Failed(key=action.key.to_proto(), reason=action.reason, message=action.message)
-                    self._host.emit(action.key, worker_pb2.Event(failed=failed))
+                    self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
                 case ReleasePages():
                     self._release(action.key)
 
     def _begin(self, task: PrefillTask) -> None:
-        task.sequence = Sequence(task.job, 0, self._host.next_arrival(), fan_out=task.job.params.n)
+        task.sequence = Sequence(task.job, 0, next(self._arrivals), fan_out=task.job.params.n)
         self._scheduler.add(task.sequence)
 
     def _release(self, key: RequestKey) -> None:
@@ -175,4 +182,4 @@ class PrefillRole:
         if task.sequence is not None:
             self._scheduler.remove(task.sequence)
             release_blocks(task.sequence, self._blocks)
-        self._host.close_request(key)
+        self._reporter.close_request(key)

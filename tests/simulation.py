@@ -82,7 +82,7 @@ class SimulatedGroup:
             self.node.world.wire[command.pair_epoch].append(self.slots.pop(command.slot).copy())
         elif kind == "receive" and not self._land(command):
             return False
-        self.node.core.command_done(number, "", 0)
+        self.node.core.carrier.command_done(number, "", 0)
         return True
 
     def _land(self, command: rank_pb2.Receive) -> bool:
@@ -116,8 +116,7 @@ class Node:
             step_log=StepLog(None),
             **options,
         )
-        self.core.group = SimulatedGroup(self, num_blocks, block_size)  # type: ignore[assignment]
-        self.core.voice = self  # type: ignore[assignment]
+        self.core.attach(SimulatedGroup(self, num_blocks, block_size), self)
         self.links: dict[str, str] = {}
 
     # Voice
@@ -132,19 +131,19 @@ class Node:
         receiver = self.world.nodes[address]
         up = handoff_pb2.SenderHello()
         down = handoff_pb2.ReceiverHello(pair_epoch=epoch, chunk_tokens=receiver.chunk_tokens)
-        self.world.send(f"{epoch}/there", receiver, receiver.core.peer_up, epoch, "", up)
-        self.world.send(f"{epoch}/back", self, self.core.link_up, peer, down)
+        self.world.send(f"{epoch}/there", receiver, receiver.core.carrier.peer_up, epoch, "", up)
+        self.world.send(f"{epoch}/back", self, self.core.carrier.link_up, peer, down)
         self.world.epochs[epoch] = (self, peer, receiver)
 
     def tell_receiver(self, peer: str, message: handoff_pb2.SenderMessage) -> None:
         if peer in self.links:
             epoch = self.links[peer]
             receiver = self.world.epochs[epoch][2]
-            self.world.send(f"{epoch}/there", receiver, receiver.core.peer_heard, epoch, message)
+            self.world.send(f"{epoch}/there", receiver, receiver.core.carrier.peer_heard, epoch, message)
 
     def tell_sender(self, epoch: str, message: handoff_pb2.ReceiverMessage) -> None:
-        sender, peer, _ = self.world.epochs[epoch]
-        self.world.send(f"{epoch}/back", sender, sender.core.link_heard, peer, message)
+        sender, _, _ = self.world.epochs[epoch]
+        self.world.send(f"{epoch}/back", sender, sender.core.carrier.link_heard, message)
 
     def close_link(self, peer: str) -> None:
         raise AssertionError(f"{self.name} closed its link to {peer}")

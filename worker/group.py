@@ -23,7 +23,7 @@ Done = Callable[[int, str, int], None]
 
 
 class RankGroup:
-    """Issues commands to the local executor and to the followers' sockets (one for each rank from 1 on)."""
+    """The real `worker.ranks.Ranks`: the local executor, and a socket for each rank from 1 on."""
 
     def __init__(self, followers: list[socket.socket], done: Done, lost: Callable[[str], None]) -> None:
         self._followers = followers
@@ -38,7 +38,6 @@ class RankGroup:
 
     @property
     def last_step(self) -> int:
-        """Number of the newest step; pages that it touched are safe to move after it."""
         return self._last_step
 
     def attach(self, local: RankExecutor) -> None:
@@ -48,7 +47,6 @@ class RankGroup:
             threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
 
     def step(self, step: StepInput) -> torch.Tensor:
-        """Runs one forward pass on every rank; logits [R, V]."""
         assert self._local is not None
         self._number += 1
         self._last_step = self._number
@@ -57,7 +55,6 @@ class RankGroup:
         return self._local.step(self._number, step)
 
     def issue(self, command: rank_pb2.RankCommand) -> int:
-        """Appends a transfer command to the log; returns its number, which `done` will be called with."""
         assert self._local is not None
         self._number += 1
         command.number = self._number

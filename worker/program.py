@@ -104,11 +104,11 @@ class Leader(_Rank):
         )
         self._report(f"transport: {resolved.transport}, because {resolved.transport_reason}")
         core = self._core = self._make_core(num_blocks, max_model_len)
-        group = self._group = core.group = RankGroup(followers, core.command_done, self._rank_lost)
+        group = self._group = RankGroup(followers, self._command_done, self._rank_lost)
         group.attach(RankExecutor(runner, mover, group.reply))
         info = self._info(num_blocks, max_model_len, hellos)
         service = self._service = Service(core, info, resolved.layout, store_address, settings.chunk_tokens)
-        core.voice = service
+        core.attach(group, service)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
         port = service.start(settings.host, settings.port, settings.insecure)
@@ -203,6 +203,10 @@ class Leader(_Rank):
             self._end(InternalError(f"the engine of {self._settings.worker_id} failed: {type(error).__name__}"))
         else:
             self._end()
+
+    def _command_done(self, number: int, error: str, size_bytes: int) -> None:
+        assert self._core is not None
+        self._core.post(self._core.carrier.command_done, number, error, size_bytes)
 
     def _rank_lost(self, message: str) -> None:
         logger.error("%s", message)

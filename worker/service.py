@@ -34,7 +34,7 @@ ReceiverQueue = asyncio.Queue[handoff_pb2.ReceiverMessage | None]
 
 
 class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
-    """Implements both services and the core's `Voice`."""
+    """Implements both services and the core's `Speaker`."""
 
     def __init__(
         self, core: Core, info: worker_pb2.WorkerInfo, layout: KvLayout, store_address: str, chunk_tokens: int
@@ -58,9 +58,9 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         )
         self._links = Links(
             sender_hello,
-            up=lambda peer, hello: core.post(core.link_up, peer, hello),
-            heard=lambda peer, message: core.post(core.link_heard, peer, message),
-            down=lambda peer: core.post(core.link_down, peer),
+            up=lambda peer, hello: core.post(core.carrier.link_up, peer, hello),
+            heard=lambda peer, message: core.post(core.carrier.link_heard, message),
+            down=lambda peer: core.post(core.carrier.link_down, peer),
         )
         self._sessions: dict[str, EventQueue] = {}
         self._session_names = itertools.count(1)
@@ -101,7 +101,7 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         await self._links.close_all()
         await self._server.stop(STOP_GRACE_S)
 
-    # Voice: called on the engine thread
+    # Speaker: called on the engine thread
 
     def events(self, session: str, events: list[worker_pb2.Event]) -> None:
         self._on_loop(self._put, self._sessions, session, events)
@@ -168,7 +168,7 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         hello = handoff_pb2.ReceiverHello()
         hello.CopyFrom(self._receiver_hello)
         hello.pair_epoch = epoch
-        self._core.post(self._core.peer_up, epoch, hello.store_address, first.hello)
+        self._core.post(self._core.carrier.peer_up, epoch, hello.store_address, first.hello)
         reader = asyncio.create_task(self._read_sender(epoch, request_iterator, queue))
         try:
             yield handoff_pb2.ReceiverMessage(hello=hello)
@@ -177,7 +177,7 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         finally:
             reader.cancel()
             del self._senders[epoch]
-            self._core.post(self._core.peer_down, epoch)
+            self._core.post(self._core.carrier.peer_down, epoch)
 
     def _check(self, hello: handoff_pb2.SenderHello) -> None:
         check_compatible(KvLayout.from_proto(hello.layout), self._layout)
@@ -189,5 +189,5 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         self, epoch: str, messages: AsyncIterator[handoff_pb2.SenderMessage], queue: ReceiverQueue
     ) -> None:
         async for message in messages:
-            self._core.post(self._core.peer_heard, epoch, message)
+            self._core.post(self._core.carrier.peer_heard, epoch, message)
         queue.put_nowait(None)

@@ -1,0 +1,91 @@
+"""What routers hear: which session each request came on, and the events gathered for it since it was last told.
+
+Events of one turn travel as one batch. A session that is gone hears nothing more. Runs on the engine thread.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Protocol
+
+from cluster.keys import RequestKey
+from cluster.pb import worker_pb2
+from engine.sampling import SampledToken, check_finish
+from engine.sequence import Sequence
+from worker.convert import finish_to_proto, logprob_to_proto
+
+
+class Voice(Protocol):
+    """The speaking side of sessions; returns at once."""
+
+    def events(self, session: str, events: list[worker_pb2.Event]) -> None: ...
+
+
+class Reporter:
+    """Of one worker. `voice` is set before the first event."""
+
+    voice: Voice
+
+    def __init__(self) -> None:
+        self._sessions: set[str] = set()
+        self._session_of: dict[RequestKey, str] = {}
+        self._gathered: defaultdict[str, list[worker_pb2.Event]] = defaultdict(list)
+
+    def __contains__(self, key: RequestKey) -> bool:
+        return key in self._session_of
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._session_of)
+
+    def open_session(self, session: str) -> None:
+        self._sessions.add(session)
+
+    def close_session(self, session: str) -> list[RequestKey]:
+        """Returns the requests that came on it."""
+        self._sessions.discard(session)
+        self._gathered.pop(session, None)
+        return [key for key, s in self._session_of.items() if s == session]
+
+    def open_request(self, key: RequestKey, session: str) -> None:
+        self._session_of[key] = session
+
+    def close_request(self, key: RequestKey) -> None:
+        self._session_of.pop(key, None)
+
+    def tell(self, session: str, event: worker_pb2.Event) -> None:
+        """Gathers an event for one session."""
+        if session in self._sessions:
+            self._gathered[session].append(event)
+
+    def tell_all(self, event: worker_pb2.Event) -> None:
+        for session in self._sessions:
+            self._gathered[session].append(event)
+
+    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
+        """Gathers an event for the session of a request."""
+        session = self._session_of.get(key)
+        if session is not None:
+            self.tell(session, event)
+
+    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
+        """Tells the router token `index` of a sequence's output, and whether it ended the sequence."""
+        job = sequence.job
+        tokens = worker_pb2.Tokens(
+            key=job.key.to_proto(),
+            sequence_index=sequence.index,
+            first_token_index=index,
+            token_ids=[sampled.token_id],
+        )
+        if job.params.top_logprobs is not None:
+            tokens.logprobs.append(logprob_to_proto(sampled))
+        finish = check_finish(job.params, sequence.output_token_ids or [sampled.token_id])
+        if finish is not None:
+            finish_to_proto(finish, tokens)
+        self.emit(job.key, worker_pb2.Event(tokens=tokens))
+
+    def flush(self) -> None:
+        """Hands what was gathered to the speaking side."""
+        for session, events in self._gathered.items():
+            self.voice.events(session, events)
+        self._gathered.clear()
