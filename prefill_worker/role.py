@@ -79,7 +79,9 @@ class PrefillRole:
         self._carry_out(self._sender.open(job.key, peer, len(job.prompt_token_ids)))
 
     def cancel(self, key: RequestKey, reason: str) -> None:
+        """Computes no further at once; what a gather still reads is released when it is done."""
         self._carry_out(self._sender.abort(key, reason))
+        self._stop_computing(key)
 
     def hear(self, message: handoff_pb2.ReceiverMessage) -> None:
         """A message of a decode worker."""
@@ -92,13 +94,17 @@ class PrefillRole:
             case "committed":
                 self._carry_out(self._sender.committed(RequestKey.of(message.committed.key)))
             case "abort":
-                self._carry_out(self._sender.peer_aborted(RequestKey.of(message.abort.key)))
+                key = RequestKey.of(message.abort.key)
+                self._carry_out(self._sender.peer_aborted(key))
+                self._stop_computing(key)
 
     def peer_ready(self, peer: str, chunk_tokens: int) -> None:
         self._carry_out(self._sender.peer_ready(peer, chunk_tokens))
 
     def peer_lost(self, peer: str) -> None:
         self._carry_out(self._sender.peer_lost(peer))
+        for key in [k for k, task in self._tasks.items() if task.peer == peer]:
+            self._stop_computing(key)
 
     def gathered(self, action: Gather) -> None:
         self._carry_out(self._sender.gathered(action.key, action.chunk_index))
@@ -176,6 +182,11 @@ class PrefillRole:
     def _begin(self, task: PrefillTask) -> None:
         task.sequence = Sequence(task.job, 0, next(self._arrivals), fan_out=task.job.params.n)
         self._scheduler.add(task.sequence)
+
+    def _stop_computing(self, key: RequestKey) -> None:
+        task = self._tasks.get(key)
+        if task is not None and task.sequence is not None:
+            self._scheduler.remove(task.sequence)
 
     def _release(self, key: RequestKey) -> None:
         task = self._tasks.pop(key)
