@@ -1,0 +1,36 @@
+"""Addresses as text: which of them cannot leave the machine, and how a host and a port are joined and split.
+
+Pure; nothing is resolved or opened. Kept apart from `cluster.rpc` so that reading a configuration loads no gRPC.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and loopback addresses; any other name may resolve to anything and is False."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def format_address(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host (without brackets) and port of `host:port` or `[v6]:port`; raises ValueError with the form expected."""
+    host, colon, port = text.rpartition(":")
+    bare = host.removeprefix("[").removesuffix("]")
+    is_bracketed = len(host) == len(bare) + 2
+    is_host = bool(bare) and "/" not in bare and (is_bracketed or ":" not in bare) and not any(map(str.isspace, bare))
+    if not colon or not is_host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
+        raise ValueError(f"{text!r} is not an address; write HOST:PORT, such as 127.0.0.1:50051")
+    return bare, int(port)

@@ -1,0 +1,32 @@
+"""What an operator writes under `metadata.serving` of cluster.yaml: its schema, its reader, its reference page.
+
+`load_config` is the one way in; a ServingConfig that exists is valid. Knows nothing of Ray's part of the file, which
+Ray checks, and starts nothing.
+"""
+
+from __future__ import annotations
+
+from cluster.config.load import load_config, parse_config
+from cluster.config.schema import (
+    EngineSection,
+    ModelSection,
+    RebalanceSection,
+    RoleSection,
+    RolesSection,
+    RouterSection,
+    ServingConfig,
+    TransferSection,
+)
+
+__all__ = [
+    "EngineSection",
+    "ModelSection",
+    "RebalanceSection",
+    "RoleSection",
+    "RolesSection",
+    "RouterSection",
+    "ServingConfig",
+    "TransferSection",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,95 @@
+"""What must hold between keys, beyond each one's own type and limits.
+
+A check is pure: a config in, findings out. A finding names the key to blame and the others it rests on, so that a
+reader can leave out what only follows from a mistake it has reported already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cluster.address import is_loopback
+from cluster.config.schema import RoleName, ServingConfig
+
+ROLES: tuple[RoleName, ...] = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`key` is relative to metadata.serving."""
+
+    key: str
+    what: str
+    rests_on: tuple[str, ...] = ()
+
+
+def check(config: ServingConfig) -> Iterator[Finding]:
+    """Everything that is wrong between the keys of `config`."""
+    for role in ROLES:
+        yield from _check_role(config, role)
+    yield from _check_engine(config)
+    yield from _check_device(config)
+    router = config.router
+    if not router.insecure and not is_loopback(router.host):
+        yield Finding(
+            "router.host",
+            f"refusing to listen on {router.host} without TLS; use 127.0.0.1, or set router.insecure: true where the "
+            "network keeps strangers out",
+            ("router.insecure",),
+        )
+
+
+def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:
+    role, prefix = config.role(name), f"roles.{name}"
+    if role.devices % role.tensor_parallel:
+        below = role.devices - role.devices % role.tensor_parallel
+        choices = f"{below} or {below + role.tensor_parallel}" if below else f"{role.tensor_parallel}"
+        yield Finding(
+            f"{prefix}.devices",
+            f"{role.devices} is not a multiple of tensor_parallel {role.tensor_parallel}; use {choices}",
+            (f"{prefix}.tensor_parallel",),
+        )
+    elif role.num_workers < role.min_workers:
+        yield Finding(
+            f"{prefix}.min_workers",
+            f"{role.min_workers} is more than the {role.num_workers} that {role.devices} devices make with "
+            f"tensor_parallel {role.tensor_parallel}",
+            (f"{prefix}.devices", f"{prefix}.tensor_parallel"),
+        )
+    tokens, block_size = config.kv_cache_tokens(name), config.block_size(name)
+    if tokens is not None and tokens < block_size:
+        own = f"{prefix}.kv_cache_tokens"
+        where, other = (own, "engine.kv_cache_tokens") if role.kv_cache_tokens else ("engine.kv_cache_tokens", own)
+        yield Finding(
+            where,
+            f"{tokens} tokens do not make one block of the {name} workers, which has {block_size}",
+            (other, f"{prefix}.block_size", "engine.block_size"),
+        )
+
+
+def _check_engine(config: ServingConfig) -> Iterator[Finding]:
+    engine = config.engine
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        yield Finding(
+            "engine.max_num_batched_tokens",
+            f"must be at least max_num_seqs ({engine.max_num_seqs}), since decoding computes one token of each "
+            f"sequence in a step (got {engine.max_num_batched_tokens})",
+            ("engine.max_num_seqs",),
+        )
+
+
+def _check_device(config: ServingConfig) -> Iterator[Finding]:
+    if config.engine.device == "cpu" and config.transfer.transport == "nccl":
+        yield Finding(
+            "transfer.transport",
+            "nccl moves tensors between GPUs, and engine.device is cpu; use gloo or auto",
+            ("engine.device",),
+        )
+    wanted, device = config.engine.attention, config.engine.device
+    if device == "cpu" and wanted in ("flash_attn", "varlen"):
+        yield Finding(
+            "engine.attention",
+            f"{wanted} runs on a GPU only, and engine.device is cpu; use cpu or auto",
+            ("engine.device",),
+        )

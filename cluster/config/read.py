@@ -1,0 +1,276 @@
+"""YAML nodes held against the schema: types, limits, unknown and doubled keys; every mistake is reported, none raised.
+
+Works on the node graph of `yaml.compose`, so that each value has its position and nothing from the file is ever
+constructed. Knows no single key: the dataclasses of `cluster.config.schema` say what may stand where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import yaml
+
+from cluster.config.schema import ALIASES, Bounds
+from cluster.config.source import Place, Source, clip
+
+T = TypeVar("T")
+_TAG = "tag:yaml.org,2002:"
+_WHOLE = re.compile(r"[-+]?(0|[1-9][0-9_]{0,40})")
+_WANTED: dict[type, str] = {
+    int: "must be a whole number",
+    float: "must be a number",
+    bool: "must be true or false",
+    str: "must be a string",
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What one field accepts."""
+
+    base: type
+    """int, float, bool or str; a section's dataclass."""
+    choices: tuple[str, ...]
+    is_optional: bool
+    bounds: Bounds
+
+    @property
+    def section(self) -> type | None:
+        return self.base if dataclasses.is_dataclass(self.base) else None
+
+
+def kinds_of(section: type) -> dict[str, Kind]:
+    """The fields of a section in order."""
+    hints = typing.get_type_hints(section)
+    found = {}
+    for f in dataclasses.fields(section):
+        arguments = typing.get_args(hints[f.name]) if isinstance(hints[f.name], types.UnionType) else (hints[f.name],)
+        inner = next(a for a in arguments if a is not type(None))
+        choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
+        bounds = f.metadata.get("bounds", Bounds())
+        found[f.name] = Kind(str if choices else inner, choices, type(None) in arguments, bounds)
+    return found
+
+
+def place_of(node: yaml.Node) -> Place:
+    return Place(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def entries(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
+    """(key as text, key node, value node) of a mapping; a key that is itself a collection shows as `?`."""
+    return [(k.value if isinstance(k, yaml.ScalarNode) else "?", k, v) for k, v in node.value]
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    found = difflib.get_close_matches(key.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def report_doubled_keys(source: Source, root: yaml.Node) -> None:
+    """A key written twice: YAML readers silently take the last. Looks at the whole file, Ray's part included."""
+    seen: set[int] = set()
+    stack: list[tuple[str, yaml.Node]] = [("", root)]
+    while stack:
+        prefix, node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            first: dict[str, Place] = {}
+            for key, key_node, value in entries(node):
+                path = join(prefix, clip(key))
+                if key in first and isinstance(key_node, yaml.ScalarNode):
+                    source.report(place_of(key_node), path, f"is there twice; the first is in line {first[key].line}")
+                first.setdefault(key, place_of(key_node))
+                stack.append((path, value))
+        elif isinstance(node, yaml.SequenceNode):
+            stack.extend((f"{prefix}[{number}]", item) for number, item in enumerate(node.value))
+
+
+class Reader:
+    """Reads sections and remembers where each key's value stands."""
+
+    def __init__(self, source: Source, schema: type) -> None:
+        self._source = source
+        self._homes = _homes(schema)
+        self.places: dict[str, Place] = {}
+
+    def read_section(self, section: type[T], path: str, node: yaml.Node) -> T:
+        """The section with defaults wherever the file says nothing or something wrong (which is then reported)."""
+        self.places[path] = place_of(node)
+        values: dict[str, Any] = {}
+        if _is_null(node):
+            node = _empty_mapping(node)
+        if isinstance(node, yaml.MappingNode):
+            self._read_fields(section, path, node, values)
+        else:
+            self._source.report(place_of(node), path, f"must be a mapping of keys to values (got {_shown(node)})")
+        for name, kind in kinds_of(section).items():
+            if name not in values and _is_required(section, name):
+                values[name] = "" if kind.section is None else kind.section("")
+        return section(**values)
+
+    def _read_fields(self, section: type, path: str, node: yaml.MappingNode, values: dict[str, Any]) -> None:
+        """Fills `values` with what could be read; a required section that is missing is reported key by key."""
+        given = self._known_keys(section, path, node)
+        for name, kind in kinds_of(section).items():
+            key = join(path, name)
+            value = given.get(name)
+            if value is None and _is_required(section, name):
+                if kind.section is None:
+                    self._source.report(place_of(node), key, "is missing")
+                    continue
+                value = _empty_mapping(node)
+            if value is not None:
+                self.places[key] = place_of(value)
+                self._read(kind, key, value, name, values)
+
+    def _known_keys(self, section: type, path: str, node: yaml.MappingNode) -> dict[str, yaml.Node]:
+        """The known keys of a mapping (the last of doubled ones, reported elsewhere); others are reported."""
+        known = kinds_of(section)
+        for key, key_node, _ in entries(node):
+            if key not in known:
+                self._source.report(place_of(key_node), join(path, clip(key)), self._unknown(key, known))
+        return {key: value for key, _, value in entries(node) if key in known}
+
+    def _unknown(self, key: str, known: Iterable[str]) -> str:
+        if key == "<<":
+            return "merge keys are not read here; write the keys out"
+        close = nearest(key, known)
+        if close:
+            return f'unknown key; did you mean "{close}"?'
+        elsewhere = self._homes.get(key) or self._homes.get(nearest(key, self._homes) or "")
+        if elsewhere:
+            return f'unknown key; did you mean "{elsewhere}"?'
+        return f"unknown key; known here: {', '.join(known)}"
+
+    def _read(self, kind: Kind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
+        """Puts the value into `values`, or reports why it cannot be."""
+        if kind.section is not None:
+            values[name] = self.read_section(kind.section, key, node)
+            return
+        try:
+            value = _scalar(kind, node)
+            _check_bounds(kind.bounds, value)
+        except ValueError as error:
+            what, *hint = error.args
+            self._source.report(place_of(node), key, f"{what} (got {_shown(node)}){''.join(hint)}")
+        else:
+            values[name] = value
+
+
+def _scalar(kind: Kind, node: yaml.Node) -> Any:
+    """The value; ValueError says what it must be and, as a second argument, what may have been meant."""
+    wanted = _wanted(kind)
+    if not isinstance(node, yaml.ScalarNode):
+        raise ValueError(wanted)
+    if _is_null(node):
+        if kind.is_optional:
+            return None
+        raise ValueError(f"{wanted}; leave the key out for its default")
+    tag, is_plain = node.tag.removeprefix(_TAG), node.style is None
+    if kind.choices:
+        return _choice(kind.choices, node.value, wanted)
+    if kind.base is bool and tag == "bool" and is_plain:
+        return bool(node.value.lower() in ("true", "yes", "on"))
+    if kind.base is str and tag == "str":
+        if not node.value.strip():
+            raise ValueError("must not be empty")
+        return node.value
+    if kind.base is int and tag == "int" and is_plain and _WHOLE.fullmatch(node.value):
+        return int(node.value)
+    if kind.base is float and is_plain and tag in ("int", "float", "str"):
+        return _finite(node.value, wanted)
+    raise ValueError(wanted + _remedy(kind, tag, is_plain))
+
+
+def _wanted(kind: Kind) -> str:
+    if kind.choices:
+        *others, last = kind.choices
+        return f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
+    return _WANTED[kind.base]
+
+
+def _remedy(kind: Kind, tag: str, is_plain: bool) -> str:
+    if kind.base is str and is_plain:
+        return ", in quotes"
+    return ", without quotes" if kind.base is not str and not is_plain else ""
+
+
+def _choice(choices: tuple[str, ...], value: str, wanted: str) -> str:
+    if value in choices:
+        return value
+    close = ALIASES.get(value.lower()) or nearest(value, choices)
+    raise ValueError(wanted, *([f'; did you mean "{close}"?'] if close in choices else []))
+
+
+def _finite(text: str, wanted: str) -> float:
+    """Also `1e3`, which YAML takes for a string; `.nan` and `.inf` are YAML's spellings of what is refused."""
+    plain = text.lower().replace("_", "")
+    try:
+        value = float(plain.replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError as error:
+        raise ValueError(wanted) from error
+    if not math.isfinite(value):
+        raise ValueError("must be a finite number")
+    return value
+
+
+def _check_bounds(bounds: Bounds, value: Any) -> None:
+    if value is None or isinstance(value, (str, bool)):
+        return
+    if bounds.at_least is not None and value < bounds.at_least:
+        raise ValueError(f"must be at least {bounds.at_least:g}")
+    if bounds.above is not None and value <= bounds.above:
+        raise ValueError(f"must be above {bounds.above:g}")
+    if bounds.at_most is not None and value > bounds.at_most:
+        raise ValueError(f"must be at most {bounds.at_most:.15g}")
+
+
+def _shown(node: yaml.Node) -> str:
+    """The value as it stands in the file, with its type where that is the mistake."""
+    if not isinstance(node, yaml.ScalarNode):
+        return "a list" if isinstance(node, yaml.SequenceNode) else "a mapping"
+    tag = node.tag.removeprefix(_TAG)
+    if _is_null(node):
+        return "null"
+    if node.style is not None:
+        return f'"{clip(node.value)}", a string' if tag == "str" else f"{clip(node.value)}, tagged {clip(node.tag)}"
+    remark = {"int": "", "float": "", "str": "", "bool": ", a boolean"}.get(tag, f", tagged {clip(node.tag)}")
+    return clip(node.value) + remark
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == _TAG + "null"
+
+
+def _is_required(section: type, name: str) -> bool:
+    f = next(f for f in dataclasses.fields(section) if f.name == name)
+    return f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+
+
+def _empty_mapping(node: yaml.Node) -> yaml.MappingNode:
+    return yaml.MappingNode(_TAG + "map", [], node.start_mark, node.end_mark)
+
+
+def _homes(schema: type, prefix: str = "") -> dict[str, str]:
+    """Key name -> its full path, for keys written into the wrong section; of several, the first."""
+    found: dict[str, str] = {}
+    for name, kind in kinds_of(schema).items():
+        path = join(prefix, name)
+        found.setdefault(name, path)
+        if kind.section is not None:
+            found = _homes(kind.section, path) | found
+    return found

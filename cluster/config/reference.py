@@ -1,0 +1,109 @@
+"""The schema as a table: every key with its type, limits, default and meaning, read from the dataclasses themselves.
+
+`python -m cluster.config.reference` prints docs/configuration.md; a test compares the two. Needs the source files
+(docstrings of fields exist nowhere else), so it is for documentation, not for serving.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.config.read import Kind, join, kinds_of
+from cluster.config.schema import ServingConfig
+
+_INTRODUCTION = """\
+# Configuration
+
+Baton reads `metadata.serving` of [cluster.yaml](../cluster.yaml); the rest of that file is Ray's. Check a file with
+`baton config validate cluster.yaml`: it reports every mistake at once, with line and column. Unknown keys are refused.
+A key that is left out has the default below; the shipped file spells out all of them.
+
+This page is made from the schema: `python -m cluster.config.reference > docs/configuration.md`.
+"""
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """One key as an operator sees it; `path` is relative to metadata.serving."""
+
+    path: str
+    type: str
+    default: str
+    doc: str
+
+
+def reference() -> tuple[KeyInfo, ...]:
+    """Every key that holds a value, in the order of the schema."""
+    return tuple(_keys(ServingConfig, ""))
+
+
+def render_reference() -> str:
+    """docs/configuration.md."""
+    parts = [_INTRODUCTION]
+    for section, doc in _sections(ServingConfig, ""):
+        rows = [key for key in reference() if key.path.rpartition(".")[0] == section]
+        if rows:
+            parts.append(f"## {'metadata.serving' + ('.' + section if section else '')}\n\n{doc}\n")
+            parts.append("| key | type | default | meaning |\n|---|---|---|---|")
+            parts.extend(f"| `{k.path.rpartition('.')[2]}` | {k.type} | {k.default} | {k.doc} |" for k in rows)
+            parts.append("")
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections(section: type, path: str) -> Iterator[tuple[str, str]]:
+    yield path, inspect.cleandoc(section.__doc__ or "")
+    for name, kind in kinds_of(section).items():
+        if kind.section is not None:
+            yield from _sections(kind.section, join(path, name))
+
+
+def _keys(section: type, path: str) -> Iterator[KeyInfo]:
+    docs = field_docs(section)
+    defaults = {f.name: f.default for f in dataclasses.fields(section)}
+    for name, kind in kinds_of(section).items():
+        if kind.section is not None:
+            yield from _keys(kind.section, join(path, name))
+        else:
+            yield KeyInfo(join(path, name), _type_text(kind), _default_text(defaults[name]), docs.get(name, ""))
+
+
+def field_docs(section: type) -> dict[str, str]:
+    """The string under each field of a dataclass, on one line."""
+    module = ast.parse(textwrap.dedent(inspect.getsource(section)))
+    body = module.body[0].body if isinstance(module.body[0], ast.ClassDef) else []
+    return {
+        field.target.id: " ".join(doc.value.value.split())
+        for field, doc in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str)
+    }
+
+
+def _type_text(kind: Kind) -> str:
+    names = {int: "whole number", float: "number", bool: "true or false", str: "string"}
+    text = ", ".join(f"`{choice}`" for choice in kind.choices) or names[kind.base]
+    bounds = kind.bounds
+    if bounds.above is not None:
+        text += f" above {bounds.above:g}"
+    if bounds.at_least is not None:
+        text += f" from {bounds.at_least:g}"
+    if bounds.at_most is not None:
+        text += f" to {bounds.at_most:.15g}"
+    return text + (" or null" if kind.is_optional else "")
+
+
+def _default_text(default: Any) -> str:
+    if default is dataclasses.MISSING:
+        return "required"
+    return f"`{'null' if default is None else str(default).lower() if isinstance(default, bool) else default}`"
+
+
+if __name__ == "__main__":
+    print(render_reference(), end="")

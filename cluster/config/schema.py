@@ -1,0 +1,184 @@
+"""The keys of `metadata.serving`: their types, defaults, limits and meaning.
+
+One frozen dataclass a section, one docstring a field: `cluster.config.reference` turns them into
+docs/configuration.md, `cluster.config.read` holds files against them. Nothing here reads YAML.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
+TransportName = Literal["auto", "gloo", "nccl"]
+RebalanceMode = Literal["fixed"]
+RoleName = Literal["prefill", "decode"]
+
+ALIASES = {
+    "gpu": "cuda",
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+}
+"""What people write elsewhere for a value: offered in the error, never accepted."""
+DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a number, both inclusive unless `above` is set, which excludes itself."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+
+
+def bounded(
+    default: float | None, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+) -> Any:
+    """A dataclass field with a default and the limits that a reader checks."""
+    return field(default=default, metadata={"bounds": Bounds(at_least, above, at_most)})
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """The checkpoint that is served."""
+
+    path: str
+    """Hugging Face folder with config.json, *.safetensors and tokenizer.json; a relative path starts at the folder of
+    this file."""
+    name: str | None = None
+    """Name that clients use; null: the folder's name."""
+    dtype: DtypeName = "auto"
+    """Type of the weights and of the KV cache while serving; auto: the checkpoint's own."""
+    max_model_len: int | None = bounded(None, at_least=1, at_most=2**24)
+    """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
+
+
+@dataclass(frozen=True)
+class RoleSection:
+    """The workers of one role: devices / tensor_parallel of them."""
+
+    devices: int = bounded(1, at_least=1, at_most=65_536)
+    """Devices (GPUs, or CPU ranks) that this role uses in all."""
+    tensor_parallel: int = bounded(1, at_least=1, at_most=1024)
+    """Devices of one worker; must divide `devices`."""
+    min_workers: int = bounded(1, at_least=1, at_most=65_536)
+    """A change of the ratio never leaves fewer workers than this."""
+    block_size: int | None = bounded(None, at_least=1, at_most=4096)
+    """Tokens of one KV block on these workers; null: engine.block_size."""
+    kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
+    """Tokens that one worker's KV pool holds; null: engine.kv_cache_tokens."""
+
+    @property
+    def num_workers(self) -> int:
+        return self.devices // self.tensor_parallel
+
+
+@dataclass(frozen=True)
+class RolesSection:
+    """How the devices are split between computing prompts and generating tokens."""
+
+    prefill: RoleSection = field(default_factory=RoleSection)
+    """Workers that compute prompts."""
+    decode: RoleSection = field(default_factory=RoleSection)
+    """Workers that generate tokens."""
+
+
+@dataclass(frozen=True)
+class EngineSection:
+    """How each worker runs the model."""
+
+    device: DeviceName = "auto"
+    """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
+    block_size: int = bounded(16, at_least=1, at_most=4096)
+    """Tokens of one KV block."""
+    kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
+    """Tokens that one worker's KV pool holds; null: what fits (GPU), or four requests of max_model_len (CPU)."""
+    max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24)
+    """Most tokens computed in one step; longer prompts are computed in chunks of this."""
+    max_num_seqs: int = bounded(64, at_least=1, at_most=65_536)
+    """Most sequences that one worker decodes at a time."""
+    enable_prefix_cache: bool = True
+    """Keep the KV of finished prompts and reuse it where a later prompt begins the same."""
+    threads: int | None = bounded(None, at_least=1, at_most=1024)
+    """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
+    attention: AttentionName = "auto"
+    """Attention kernel; auto: flash_attn where it is installed, else torch's own, else the CPU's."""
+
+
+@dataclass(frozen=True)
+class TransferSection:
+    """How KV travels from a prefill worker to a decode worker."""
+
+    transport: TransportName = "auto"
+    """What carries it; auto: nccl between GPUs, gloo between CPUs."""
+    chunk_tokens: int = bounded(256, at_least=1, at_most=65_536)
+    """Most tokens of one chunk; a slot holds one chunk."""
+    num_slots: int = bounded(4, at_least=1, at_most=16)
+    """Chunks in flight on each worker; 1 means that transfer never overlaps compute."""
+    timeout_s: float = bounded(30.0, above=0, at_most=DAY_S)
+    """A chunk that has not arrived by then fails its request."""
+
+
+@dataclass(frozen=True)
+class RouterSection:
+    """The public front door."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback needs `insecure`."""
+    port: int = bounded(50051, at_least=0, at_most=65_535)
+    """Port of the gRPC API; 0: any free one."""
+    max_running_requests: int = bounded(256, at_least=1, at_most=2**20)
+    """Requests handed to workers at one time."""
+    max_queued_requests: int = bounded(1024, at_least=0, at_most=2**20)
+    """Requests that wait beside those; one more is refused with a retry delay."""
+    queue_timeout_s: float = bounded(60.0, above=0, at_most=DAY_S)
+    """A request that waited this long is refused, unless the client set its own limit."""
+    max_message_bytes: int = bounded(4 * 1024 * 1024, at_least=4096, at_most=2**31 - 1)
+    """Largest request message accepted."""
+    insecure: bool = False
+    """Allow an address other than loopback although there is no TLS."""
+
+
+@dataclass(frozen=True)
+class RebalanceSection:
+    """Whether Baton moves devices between the roles by itself."""
+
+    mode: RebalanceMode = "fixed"
+    """fixed: the ratio is what this file says."""
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Everything under `metadata.serving`."""
+
+    model: ModelSection
+    """The checkpoint that is served."""
+    roles: RolesSection = field(default_factory=RolesSection)
+    """How the devices are split."""
+    engine: EngineSection = field(default_factory=EngineSection)
+    """How each worker runs the model."""
+    transfer: TransferSection = field(default_factory=TransferSection)
+    """How KV travels between workers."""
+    router: RouterSection = field(default_factory=RouterSection)
+    """The public front door."""
+    rebalance: RebalanceSection = field(default_factory=RebalanceSection)
+    """Whether the ratio moves by itself."""
+    log_dir: str | None = None
+    """Folder for the logs of every process, relative to the folder of this file; null: only the console."""
+
+    def role(self, name: RoleName) -> RoleSection:
+        return self.roles.prefill if name == "prefill" else self.roles.decode
+
+    def block_size(self, name: RoleName) -> int:
+        """Tokens of one KV block on the workers of a role."""
+        return self.role(name).block_size or self.engine.block_size
+
+    def kv_cache_tokens(self, name: RoleName) -> int | None:
+        """Tokens of the KV pool of each worker of a role; None: the engine decides."""
+        return self.role(name).kv_cache_tokens or self.engine.kv_cache_tokens

@@ -1,0 +1,107 @@
+"""The life of one request: the states, the one table of legal moves, and the one door through it.
+
+Owns the order of states and the instants at which they were entered; every latency that Baton reports is the difference
+of two of those. Knows no clock (the caller passes `now`), no worker and no socket.
+
+    QUEUED -> PREFILLING -> TRANSFERRING -> DECODING -> FINISHED
+        a lost worker leads back to QUEUED, a local prefill skips TRANSFERRING, a move goes back to it;
+        CANCELLED and FAILED end every live state, REJECTED only QUEUED.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cluster.errors import InternalError
+
+
+class RequestState(enum.Enum):
+    """Who holds KV blocks in each: nobody; prefill (and decode reserved); both; decode; nobody at the end."""
+
+    QUEUED = "queued"
+    PREFILLING = "prefilling"
+    TRANSFERRING = "transferring"
+    DECODING = "decoding"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    REJECTED = "rejected"
+
+
+_S = RequestState
+_ABORTED = frozenset({_S.CANCELLED, _S.FAILED})
+
+TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
+    {
+        _S.QUEUED: frozenset({_S.PREFILLING, _S.REJECTED}) | _ABORTED,
+        _S.PREFILLING: frozenset({_S.TRANSFERRING, _S.DECODING, _S.QUEUED}) | _ABORTED,
+        _S.TRANSFERRING: frozenset({_S.DECODING, _S.QUEUED}) | _ABORTED,
+        _S.DECODING: frozenset({_S.FINISHED, _S.TRANSFERRING, _S.QUEUED}) | _ABORTED,
+        _S.FINISHED: frozenset(),
+        _S.CANCELLED: frozenset(),
+        _S.FAILED: frozenset(),
+        _S.REJECTED: frozenset(),
+    }
+)
+"""Every legal move; a state without one is terminal."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the story: `state` was entered at `at` (seconds on the caller's clock) because of `why`."""
+
+    state: RequestState
+    at: float
+    why: str
+
+
+class IllegalTransition(InternalError):
+    """A move that TRANSITIONS does not have; the message tells the request's whole story."""
+
+    reason = "ILLEGAL_TRANSITION"
+
+
+class Lifecycle:
+    """One request's state and story, beginning in QUEUED at `now`."""
+
+    def __init__(self, now: float, why: str = "") -> None:
+        self._history: list[Entry] = [Entry(RequestState.QUEUED, now, why)]
+
+    @property
+    def state(self) -> RequestState:
+        return self._history[-1].state
+
+    @property
+    def is_terminal(self) -> bool:
+        return not TRANSITIONS[self.state]
+
+    @property
+    def history(self) -> tuple[Entry, ...]:
+        return tuple(self._history)
+
+    def advance(self, to: RequestState, now: float, why: str = "") -> None:
+        """Enters `to`; raises IllegalTransition and changes nothing when the table has no such move."""
+        if to not in TRANSITIONS[self.state]:
+            raise IllegalTransition(self._refusal(to, why))
+        self._history.append(Entry(to, now, why))
+
+    def instant(self, state: RequestState, *, last: bool = False) -> float | None:
+        """When `state` was entered the first time (or the last time); None if it never was."""
+        entries = reversed(self._history) if last else iter(self._history)
+        return next((entry.at for entry in entries if entry.state is state), None)
+
+    def story(self) -> str:
+        """The states so far, with seconds since the beginning: `queued +0.000s, prefilling +0.012s (picked p0)`."""
+        begin = self._history[0].at
+        return ", ".join(
+            f"{entry.state.value} +{entry.at - begin:.3f}s" + (f" ({entry.why})" if entry.why else "")
+            for entry in self._history
+        )
+
+    def _refusal(self, to: RequestState, why: str) -> str:
+        allowed = ", ".join(sorted(state.value for state in TRANSITIONS[self.state])) or "nothing: it is terminal"
+        because = f" ({why})" if why else ""
+        return f"cannot go from {self.state.value} to {to.value}{because}; allowed: {allowed}. Story: {self.story()}"

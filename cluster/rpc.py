@@ -1,0 +1,232 @@
+"""gRPC as every Baton process uses it: where servers may listen, channel options, and how errors cross the wire.
+
+An error is always a gRPC status with `google.rpc` details in the `grpc-status-details-bin` trailer (ErrorInfo with our
+reason, BadRequest for wrong fields, RetryInfo when a retry helps); `from_rpc_error` turns it back into the same
+exception. Knows no service and no message of Baton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from cluster import errors
+from cluster.address import format_address, is_loopback
+from cluster.errors import BatonError, ConfigError, FieldViolation, InternalError, NotReachable
+
+__all__ = [
+    "DETAILS_KEY",
+    "DOMAIN",
+    "INTERNAL_MESSAGE_BYTES",
+    "PUBLIC_MESSAGE_BYTES",
+    "abort",
+    "channel_options",
+    "create_blocking_channel",
+    "create_channel",
+    "create_server",
+    "format_address",
+    "from_rpc_error",
+    "is_loopback",
+    "server_options",
+    "status_of",
+]
+
+DOMAIN = "baton"
+DETAILS_KEY = "grpc-status-details-bin"
+PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
+"""Largest message that a public server accepts by default."""
+INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Largest message between Baton's own processes, and the largest answer that a client accepts."""
+
+# gRPC clients drop a response whose trailers exceed 8 KiB: the message travels percent-encoded, the details as base64.
+_MAX_TEXT_BYTES = 600
+_MAX_DETAILS_BYTES = 3000
+
+_PING_EVERY_MS = 10_000
+_PING_TIMEOUT_MS = 5_000
+
+ChannelOptions = list[tuple[str, int]]
+
+
+def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> ChannelOptions:
+    """Two servers never share a port; a client that vanished without a word is noticed by keepalive."""
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", _PING_EVERY_MS),
+        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", _PING_EVERY_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> ChannelOptions:
+    """Never through an HTTP proxy; a peer that vanished is noticed within 15 s even while nothing is sent.
+
+    `min_reconnect_backoff_ms` is gRPC's name for how long one attempt to connect may take.
+    """
+    return [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.keepalive_time_ms", _PING_EVERY_MS),
+        ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
+    ]
+
+
+def create_server(
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    insecure: bool = False,
+    max_message_bytes: int = PUBLIC_MESSAGE_BYTES,
+    interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+) -> tuple[grpc.aio.Server, int]:
+    """A server bound to `host:port` (0: any free port) and the port it got; add services, then `await server.start()`.
+
+    Call it inside the running event loop. Raises ConfigError for an address that is neither loopback nor allowed by
+    `insecure`, and for one that cannot be bound.
+    """
+    if not is_loopback(host) and not insecure:
+        raise ConfigError(
+            f"refusing to listen on {host!r} without TLS: use 127.0.0.1, or allow it with `insecure` "
+            "where the network keeps strangers out"
+        )
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
+    address = format_address(host, port)
+    refused = f"cannot listen on {address}: it is in use or not an address of this machine; choose another port or host"
+    try:
+        bound = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(refused) from error
+    if bound == 0:
+        raise ConfigError(refused)
+    return server, bound
+
+
+def create_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> grpc.aio.Channel:
+    """A channel for asyncio code; it connects at first use and again by itself."""
+    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+def create_blocking_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> grpc.Channel:
+    """The same for threads."""
+    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+
+
+def status_of(error: BatonError) -> status_pb2.Status:
+    """The google.rpc.Status of an error, cut so that it fits into a response's trailers."""
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN)]
+    if error.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
+        details.append(retry)
+    if error.violations:
+        details.append(_bad_request(error.violations))
+    code: int = _code(error.grpc_code).value[0]
+    return status_pb2.Status(code=code, message=_clip(error.message), details=[_pack(detail) for detail in details])
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
+    """Ends the call with the error's status; never returns."""
+    status = status_of(error)
+    trailers = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(_code(error.grpc_code), status.message, trailing_metadata=trailers)
+    raise AssertionError("abort returned")
+
+
+def from_rpc_error(error: grpc.RpcError) -> BatonError:
+    """The exception that the server aborted with, from an error of a blocking or an asyncio call.
+
+    A peer that could not be reached, or was lost without a word, is NotReachable.
+    """
+    status = _status_in(error)
+    details = _Details.of(status)
+    code: str = error.code().name
+    message: str = (status.message if status else "") or error.details() or f"the call failed with {code}"
+    if details.reason is None and code == "UNAVAILABLE":
+        return NotReachable(message)
+    kind = _BY_REASON.get((details.reason or "", code)) or _BY_CODE.get(code, InternalError)
+    return kind(message, violations=details.violations, retry_after_s=details.retry_after_s)
+
+
+def _code(name: str) -> grpc.StatusCode:
+    return grpc.StatusCode[name]
+
+
+def _clip(text: str, limit: int = _MAX_TEXT_BYTES) -> str:
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= limit else data[: limit - 4].decode("utf-8", "ignore") + " …"
+
+
+def _pack(message: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(message)
+    return packed
+
+
+def _bad_request(violations: Iterable[FieldViolation]) -> error_details_pb2.BadRequest:
+    """As many violations as fit; the first always does."""
+    bad = error_details_pb2.BadRequest()
+    for violation in violations:
+        entry = bad.field_violations.add(field=_clip(violation.field, 200), description=_clip(violation.description))
+        if bad.ByteSize() > _MAX_DETAILS_BYTES - _MAX_TEXT_BYTES - 200:
+            bad.field_violations.remove(entry)
+            break
+    return bad
+
+
+class _Details:
+    """What the details of a status say; what is not ours to read is skipped."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.violations: tuple[FieldViolation, ...] = ()
+        self.retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, status: status_pb2.Status | None) -> _Details:
+        found = cls()
+        info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        for detail in status.details if status else ():
+            if detail.Unpack(info):
+                found.reason = info.reason
+            elif detail.Unpack(bad):
+                found.violations = tuple(FieldViolation(v.field, v.description) for v in bad.field_violations)
+            elif detail.Unpack(retry):
+                found.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
+        return found
+
+
+def _status_in(error: grpc.RpcError) -> status_pb2.Status | None:
+    """The status in the trailers; None when there is none, or one that is not a google.rpc.Status (a proxy's, say)."""
+    trailers: Any = error.trailing_metadata()
+    for key, value in trailers or ():
+        if key == DETAILS_KEY:
+            try:
+                return status_pb2.Status.FromString(value)
+            except DecodeError:
+                return None
+    return None
+
+
+def _kinds() -> list[type[BatonError]]:
+    kinds = [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, BatonError)]
+    return [kind for kind in kinds if kind not in (BatonError, NotReachable)]
+
+
+_BY_REASON = {(kind.reason, kind.grpc_code): kind for kind in _kinds()}
+_BY_CODE = {kind.grpc_code: kind for kind in _kinds() if kind.grpc_code != BatonError.grpc_code}
