@@ -21,7 +21,6 @@ from cluster.errors import (
     NotFound,
     NotServed,
     OutOfRange,
-    Overloaded,
 )
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
@@ -112,7 +111,7 @@ async def test_bytes_that_are_no_message_get_a_status(tmp_path: Path) -> None:
 async def test_a_message_of_ten_megabytes_is_refused_and_the_next_one_served(tmp_path: Path) -> None:
     async with running_router(tmp_path, pair(lambda _: [ids("fine")])) as router:
         error = await refusal(router.generation.Generate(pb.GenerateRequest(spec=text_spec("x" * 10_000_000))))
-        assert isinstance(error, Overloaded)
+        assert isinstance(error, InvalidRequest) and fields(error) == ["request"]
         assert text_of(await router.stream(text_spec())) == "fine"
 
 

@@ -116,10 +116,10 @@ async def test_a_workers_failure_becomes_a_typed_error_and_the_other_drops_the_r
     async with running_router(tmp_path, (prefill, decode)) as router:
         call = asyncio.ensure_future(router.stream(text_spec()))
         key = (await decode.next_admit()).key
-        decode.emit(failed(key, reason, "why"))
+        decode.emit(failed(key, reason, "the detail"))
         error = await outcome(call)
         assert type(error) is kind and (error.retry_after_s is not None) is retry
-        assert ("why" in error.message) is (kind is not InternalError)
+        assert ("the detail" in error.message) is (kind is not InternalError)
         assert (await prefill.next_cancel()).key == key
         assert decode.cancels == []
         told = (await status(router)).router
@@ -205,7 +205,10 @@ async def test_a_request_that_waits_runs_as_soon_as_the_workers_are_ready(tmp_pa
         assert (first.phase, first.queue_position) == (pb.Heartbeat.PHASE_QUEUED, 1)
         async with rpc.create_channel(router.control_address) as channel:
             control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
-            workers = [admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=w.role) for w in (prefill, decode)]
+            workers = [
+                admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=w.role)
+                for w in (prefill, decode)
+            ]
             await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
         assert text_of(await rest(stream)) == "late"
     await prefill.stop()
@@ -229,14 +232,14 @@ async def test_a_full_queue_refuses_and_a_long_wait_is_exhausted(tmp_path: Path)
 async def test_a_queued_request_follows_when_one_ends(tmp_path: Path) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode), max_running_requests=1) as router:
-        _, _, key = await begin(router, prefill)
-        second = asyncio.ensure_future(router.stream(text_spec()))
-        while (await status(router)).router.num_queued == 0:
-            await asyncio.wait([asyncio.ensure_future(status(router))])
+        first, _, key = await begin(router, prefill)
+        second = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec()))
+        assert (await second.read()).heartbeat.phase == pb.Heartbeat.PHASE_QUEUED
         decode.emit(phase(key, DECODE), tokens(key, 1, ids("b"), finish_reason=LENGTH))
         key = (await prefill.next_admit()).key
         prefill.emit(phase(key, PREFILL), tokens(key, 0, ids("c"), finish_reason=LENGTH))
-        assert text_of(await second) == "c"
+        assert text_of(await rest(second)) == "c"
+        assert text_of(await rest(first)) == "b"
 
 
 async def test_health_follows_the_workers_for_the_server_and_the_service(tmp_path: Path) -> None:

@@ -76,7 +76,7 @@ INVALID = [
     (sampling(logit_bias={1: 101}), "spec.sampling.logit_bias[1]"),
     (sampling(logit_bias={1: NAN}), "spec.sampling.logit_bias[1]"),
     (sampling(logit_bias={VOCAB_SIZE: 1}), "spec.sampling.logit_bias"),
-    (sampling(logit_bias={i: 1 for i in range(1025)}), "spec.sampling.logit_bias"),
+    (sampling(logit_bias=dict.fromkeys(range(1025), 1)), "spec.sampling.logit_bias"),
     (sampling(allowed_token_ids=[VOCAB_SIZE]), "spec.sampling.allowed_token_ids"),
     (sampling(allowed_token_ids=[1] * (VOCAB_SIZE + 1)), "spec.sampling.allowed_token_ids"),
     (stopping(max_output_tokens=0), "spec.stopping.max_output_tokens"),
@@ -95,9 +95,7 @@ INVALID = [
     (pb.GenerationSpec(text="hi", request_id="x" * 257), "spec.request_id"),
     (pb.GenerationSpec(text="hi", cache=pb.CacheOptions(cache_salt="x" * 257)), "spec.cache.cache_salt"),
     (
-        pb.GenerationSpec(
-            text="hi", scheduling=pb.SchedulingOptions(queue_timeout=duration_pb2.Duration(seconds=-1))
-        ),
+        pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(queue_timeout=duration_pb2.Duration(seconds=-1))),
         "spec.scheduling.queue_timeout",
     ),
 ]

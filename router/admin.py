@@ -1,0 +1,70 @@
+"""The view for operators (AdminService, public port) and the controller's word on workers (ControlService, own port).
+
+Reads the dispatcher and its fleet; changes nothing but the set of workers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+from cluster.pb import admin_pb2
+from router.dispatcher import Dispatcher
+from router.fields import Violations
+from router.fleet import DECODE, PREFILL, WorkerAddress
+from router.handlers import Context
+from router.worker_client import WorkerClient
+
+
+class AdminService:
+    """`router_address` is where clients reach this router."""
+
+    def __init__(self, dispatcher: Dispatcher, *, model: str, router_address: str) -> None:
+        self._dispatcher = dispatcher
+        self._model = model
+        self._router_address = router_address
+        self._started_at = time.monotonic()
+
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
+        return admin_pb2.GetStatusResponse(
+            model=self._model,
+            router_address=self._router_address,
+            workers=[_worker_status(worker) for worker in self._dispatcher.fleet],
+            router=self._router_status(),
+        )
+
+    def _router_status(self) -> admin_pb2.RouterStatus:
+        dispatcher, counters = self._dispatcher, self._dispatcher.counters
+        return admin_pb2.RouterStatus(
+            num_queued=dispatcher.num_queued,
+            max_queued=dispatcher.limits.max_queued_requests,
+            num_running=dispatcher.num_running,
+            num_finished=counters.finished,
+            num_cancelled=counters.cancelled,
+            num_failed=counters.failed,
+            num_rejected=counters.rejected,
+            pid=os.getpid(),
+            uptime_s=int(time.monotonic() - self._started_at),
+        )
+
+
+class ControlService:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, context: Context) -> admin_pb2.SetWorkersResponse:
+        wrong = Violations()
+        for index, worker in enumerate(request.workers):
+            if not worker.worker_id or not worker.address or worker.role not in (PREFILL, DECODE):
+                wrong.add(f"workers[{index}]", "must have a worker_id, an address and the role PREFILL or DECODE")
+        if len({worker.worker_id for worker in request.workers}) < len(request.workers):
+            wrong.add("workers", "name the same worker_id twice")
+        wrong.raise_if_any()
+        self._dispatcher.fleet.set_workers(WorkerAddress(w.worker_id, w.address, w.role) for w in request.workers)
+        return admin_pb2.SetWorkersResponse()
+
+
+def _worker_status(worker: WorkerClient) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(
+        worker_id=worker.worker_id, address=worker.address, state=worker.state, info=worker.info, stats=worker.stats
+    )

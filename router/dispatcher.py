@@ -1,0 +1,297 @@
+"""From the queue to the workers and back: admits within bounds, places, routes events, ends requests.
+
+    submit -> [queue] -> dispatch (Admit to decode, then to prefill) -> events -> end
+      a full queue, a queue timeout, a deadline -> REJECTED
+      a lost worker or a failure on one         -> FAILED, and the other worker is told to drop it
+      the client                                -> CANCELLED, and both are told
+
+Runs on one event loop; nothing here awaits but `idle`. Owns the tables of queued and running requests and the counters;
+knows no gRPC call of a client, no text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import BatonError, DeadlineExceeded, InternalError
+from cluster.lifecycle import RequestState
+from cluster.pb import worker_pb2
+from router import failures
+from router.commands import admit_decode, admit_prefill, cancel_command
+from router.fleet import DECODE, PREFILL, Fleet
+from router.policy import Charge, Ledger
+from router.request import Effect, LiveRequest
+from router.worker_client import WorkerClient
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+EARLY = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING})
+"""States whose clients see heartbeats; later they see tokens."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much the router takes on at one time."""
+
+    max_running_requests: int
+    max_queued_requests: int
+    queue_timeout_s: float
+
+
+@dataclass
+class Counters:
+    """Requests that ended, by how."""
+
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+
+
+@dataclass(frozen=True)
+class _Queued:
+    live: LiveRequest
+    timer: asyncio.TimerHandle
+
+
+@dataclass
+class _Running:
+    live: LiveRequest
+    charge: Charge
+    prefill: WorkerClient
+    workers: list[WorkerClient]
+    """Those that hold something for it: at first both, then the decode worker."""
+
+
+class Dispatcher:
+    """Also the fleet's listener. `on_change` is called when a worker came or went."""
+
+    def __init__(
+        self, limits: Limits, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.limits = limits
+        self.clock = clock
+        self.counters = Counters()
+        self.ledger = Ledger()
+        self.fleet = Fleet(self, lambda worker: len(self._on_worker.get(worker, ())))
+        self._on_change = on_change
+        self._queue: OrderedDict[str, _Queued] = OrderedDict()
+        self._running: dict[str, _Running] = {}
+        self._on_worker: dict[WorkerClient, set[str]] = {}
+        self._is_draining = False
+        self._became_idle = asyncio.Event()
+        self._next_heartbeat: asyncio.TimerHandle | None = None
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def submit(self, live: LiveRequest, *, time_left_s: float | None) -> None:
+        """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
+        if self._is_draining:
+            return self._reject(live, failures.shutting_down())
+        timeout_s = live.request.queue_timeout_s
+        timeout_s = self.limits.queue_timeout_s if timeout_s is None else timeout_s
+        generation_id = live.key.request_id
+        loop = asyncio.get_running_loop()
+        if time_left_s is not None and time_left_s <= timeout_s:
+            late = DeadlineExceeded("the deadline passed before a worker was free")
+            timer = loop.call_later(max(0.0, time_left_s), self._turn_away, generation_id, late)
+        else:
+            timer = loop.call_later(timeout_s, self._time_out, generation_id, timeout_s)
+        self._queue[generation_id] = _Queued(live, timer)
+        self._pump()
+        if generation_id not in self._queue:
+            return None
+        if len(self._queue) > self.limits.max_queued_requests:
+            return self._turn_away(generation_id, failures.queue_full(self.limits.max_queued_requests))
+        live.queue_position = len(self._queue)
+        live.beat()
+        return None
+
+    def cancel(self, generation_id: str, why: str) -> bool:
+        """False when it is not queued or running, which includes one that has ended."""
+        queued = self._queue.pop(generation_id, None)
+        if queued is not None:
+            queued.timer.cancel()
+            live = queued.live
+        else:
+            running = self._running.get(generation_id)
+            if running is None:
+                return False
+            self._tell_to_drop(running)
+            self._leave(running)
+            live = running.live
+        self.counters.cancelled += 1
+        live.cancel(self.clock(), why)
+        self._pump()
+        return True
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes nothing new; gives what is there `timeout_s` to end, then fails the rest."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._queue or self._running:
+                    self._became_idle.clear()
+                    await self._became_idle.wait()
+        except TimeoutError:
+            for generation_id in list(self._queue):
+                self._turn_away(generation_id, failures.shutting_down())
+            for running in list(self._running.values()):
+                self._fail(running, failures.shutting_down())
+        if self._next_heartbeat is not None:
+            self._next_heartbeat.cancel()
+
+    def on_ready(self, worker: WorkerClient) -> None:
+        self._on_change()
+        self._pump()
+
+    def on_lost(self, worker: WorkerClient) -> None:
+        for generation_id in list(self._on_worker.get(worker, ())):
+            self._fail(self._running[generation_id], failures.worker_lost(worker.worker_id), by=worker)
+        self.fleet.let_go()
+        self._on_change()
+
+    def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
+        """Each event concerns one request, and a fault in handling it only that one."""
+        now = self.clock()
+        for event in events.events:
+            kind = event.WhichOneof("event")
+            message: Any = getattr(event, kind) if kind in ("tokens", "phase", "failed") else None
+            running = self._find(worker, message.key) if message is not None else None
+            if running is None:
+                continue
+            try:
+                self._on_event(worker, running, kind, message, now)
+            except Exception:
+                log.exception("an event of worker %s could not be handled", worker.worker_id)
+                self._fail(running, InternalError("the router failed on this request; its log says why"))
+
+    def _on_event(self, worker: WorkerClient, running: _Running, kind: str, message: Any, now: float) -> None:
+        live = running.live
+        if kind == "tokens":
+            self._on_tokens(running, message, now)
+        elif kind == "phase":
+            live.on_phase(message, now)
+        else:
+            self._fail(running, failures.error_of(message, worker.worker_id), by=worker)
+        if len(running.workers) > 1 and not live.is_over and live.has_left_prefill:
+            self._part(running, running.prefill)
+
+    def _on_tokens(self, running: _Running, tokens: worker_pb2.Tokens, now: float) -> None:
+        live = running.live
+        effect = live.on_tokens(tokens, now)
+        if live.first_token_at is not None:
+            running.charge.prefill_done()
+        if effect is Effect.OPEN:
+            return
+        running.charge.sequence_done()
+        if not live.is_complete:
+            if effect is Effect.STOPPED:
+                self._tell_to_drop(running, tokens.sequence_index)
+            return
+        if live.is_stopped_here:
+            self._tell_to_drop(running)
+        self._leave(running)
+        self.counters.finished += 1
+        live.finish(now)
+        self._pump()
+
+    def _pump(self) -> None:
+        """Dispatches from the head of the queue while there is room and someone to run it."""
+        while self._queue and len(self._running) < self.limits.max_running_requests and self.fleet.can_serve:
+            _, queued = self._queue.popitem(last=False)
+            queued.timer.cancel()
+            self._dispatch(queued.live)
+        if self._next_heartbeat is None and (self._queue or self._running):
+            self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+        if not self._queue and not self._running:
+            self._became_idle.set()
+
+    def _dispatch(self, live: LiveRequest) -> None:
+        """Decode first, as it has to reserve before prefill can send."""
+        placement = self.ledger.choose(self.fleet.ready_ids(PREFILL), self.fleet.ready_ids(DECODE))
+        prefill, decode = self.fleet[placement.prefill_id], self.fleet[placement.decode_id]
+        live.placement = placement
+        running = _Running(live, Charge(self.ledger, placement, live.work), prefill, [prefill, decode])
+        self._running[live.key.request_id] = running
+        for worker in running.workers:
+            self._on_worker.setdefault(worker, set()).add(live.key.request_id)
+        decode.send(admit_decode(live))
+        prefill.send(admit_prefill(live, decode))
+
+    def _find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> _Running | None:
+        """None for what comes late: of a request or an attempt that is over, or of a worker that has left it."""
+        running = self._running.get(key.request_id)
+        if running is None or running.live.key.attempt != key.attempt or worker not in running.workers:
+            return None
+        return running
+
+    def _tell_to_drop(
+        self, running: _Running, sequence_index: int | None = None, *, by: WorkerClient | None = None
+    ) -> None:
+        """The request, or one sequence of it, at each of its workers except `by`."""
+        command = cancel_command(running.live.key, sequence_index)
+        for worker in running.workers:
+            if worker is not by:
+                worker.send(command)
+
+    def _fail(self, running: _Running, error: BatonError, *, by: WorkerClient | None = None) -> None:
+        self._tell_to_drop(running, by=by)
+        self._leave(running)
+        self.counters.failed += 1
+        running.live.fail(error, self.clock())
+        self._pump()
+
+    def _time_out(self, generation_id: str, timeout_s: float) -> None:
+        error = failures.waited_too_long(timeout_s) if self.fleet.can_serve else failures.no_worker()
+        self._turn_away(generation_id, error)
+
+    def _turn_away(self, generation_id: str, error: BatonError) -> None:
+        """A queued request leaves without having run."""
+        queued = self._queue.pop(generation_id)
+        queued.timer.cancel()
+        self._reject(queued.live, error)
+        self._pump()
+
+    def _reject(self, live: LiveRequest, error: BatonError) -> None:
+        self.counters.rejected += 1
+        live.reject(error, self.clock())
+
+    def _leave(self, running: _Running) -> None:
+        """Gives back everything that the request had here."""
+        del self._running[running.live.key.request_id]
+        running.charge.all_done()
+        for worker in list(running.workers):
+            self._part(running, worker)
+
+    def _part(self, running: _Running, worker: WorkerClient) -> None:
+        running.workers.remove(worker)
+        ids = self._on_worker[worker]
+        ids.discard(running.live.key.request_id)
+        if not ids:
+            del self._on_worker[worker]
+            self.fleet.let_go()
+
+    def _beat(self) -> None:
+        """Tells clients of requests without tokens where they stand."""
+        self._next_heartbeat = None
+        for position, queued in enumerate(self._queue.values(), start=1):
+            queued.live.queue_position = position
+            queued.live.beat()
+        for running in self._running.values():
+            if running.live.lifecycle.state in EARLY:
+                running.live.beat()
+        self._pump()

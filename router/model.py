@@ -1,0 +1,97 @@
+"""What the router knows about the served model: the facts against which requests are checked.
+
+Owns reading config.json and generation_config.json of the model folder. Knows no weights and no tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import CheckpointError, ConfigError
+
+MOST_SEQUENCES = 16
+"""Largest `n` of a request, however many sequences a worker can hold."""
+
+
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """Values for the fields a client leaves unset, from generation_config.json."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_new_tokens: int | None = None
+    """Caps `max_output_tokens` where the client sets none; None: the rest of the context."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The one model this router serves."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    max_sequences: int
+    """Largest `n` of a request."""
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults = SamplingDefaults()
+
+    @classmethod
+    def from_folder(cls, folder: Path, *, name: str, max_model_len: int | None, max_num_seqs: int) -> ServedModel:
+        """Raises CheckpointError for a folder that cannot be read, ConfigError for a length it does not allow."""
+        config = read_json(folder / "config.json")
+        generation = read_json(folder / "generation_config.json", required=False)
+        longest = _positive_int(config, "max_position_embeddings")
+        if max_model_len is not None and not 2 <= max_model_len <= longest:
+            raise ConfigError(f"max_model_len must be between 2 and the model's {longest} (got {max_model_len})")
+        eos = generation.get("eos_token_id", config.get("eos_token_id"))
+        return cls(
+            name=name or folder.resolve().name,
+            vocab_size=_positive_int(config, "vocab_size"),
+            max_model_len=max_model_len or longest,
+            max_sequences=min(MOST_SEQUENCES, max_num_seqs),
+            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            defaults=_defaults(generation),
+        )
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object of the model folder; empty when it is absent and not `required`."""
+    if not path.exists() and not required:
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object (holds a {type(content).__name__})")
+    return content
+
+
+def _positive_int(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise CheckpointError(f"config.json: {key} must be a positive integer (is {value!r})")
+    return value
+
+
+def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
+    is_greedy = generation.get("do_sample") is False
+    return SamplingDefaults(
+        temperature=0.0 if is_greedy else float(_given(generation, "temperature", 1.0)),
+        top_p=float(_given(generation, "top_p", 1.0)),
+        top_k=max(0, int(_given(generation, "top_k", 0))),
+        min_p=float(_given(generation, "min_p", 0.0)),
+        repetition_penalty=float(_given(generation, "repetition_penalty", 1.0)),
+        max_new_tokens=generation.get("max_new_tokens"),
+    )
+
+
+def _given(generation: dict[str, Any], key: str, default: float) -> float:
+    value = generation.get(key)
+    return default if value is None else value

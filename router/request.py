@@ -1,0 +1,245 @@
+"""One live request: its lifecycle, its sequences, and what its client has not been told yet.
+
+    worker events -> on_phase / on_tokens -> pending output -> take() -> the client's stream
+    finish / fail / cancel / reject       -> is_over, and the last take()
+
+Events only record and wake the client's task once; `take` builds messages from all that has gathered. Owns the
+instants from which Timing is told. Knows no gRPC stream, no worker connection, no queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Iterable, Iterator
+
+from cluster.errors import BatonError, Cancelled
+from cluster.keys import RequestKey
+from cluster.lifecycle import Lifecycle, RequestState
+from cluster.pb import generation_pb2, worker_pb2
+from router.detokenizer import Detokenizer
+from router.policy import Placement, Work
+from router.sequence import SequenceOutput
+from router.validate import ValidatedRequest
+
+Response = generation_pb2.GenerateStreamResponse
+Phase = generation_pb2.Heartbeat.Phase
+
+_STATE_OF = {
+    generation_pb2.Heartbeat.PHASE_PREFILL: RequestState.PREFILLING,
+    generation_pb2.Heartbeat.PHASE_TRANSFER: RequestState.TRANSFERRING,
+    generation_pb2.Heartbeat.PHASE_DECODE: RequestState.DECODING,
+}
+_PHASE_OF = {state: phase for phase, state in _STATE_OF.items()} | {
+    RequestState.QUEUED: generation_pb2.Heartbeat.PHASE_QUEUED
+}
+_LADDER = (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING, RequestState.DECODING)
+
+
+class Effect(enum.Enum):
+    """What tokens did to their sequence."""
+
+    OPEN = "it goes on"
+    ENDED = "the worker ended it"
+    STOPPED = "a stop string ended it, and workers must be told"
+
+
+class LiveRequest:
+    """Used from one event loop. `now` is always the router's monotonic clock."""
+
+    def __init__(
+        self,
+        generation_id: str,
+        request: ValidatedRequest,
+        detokenizers: Iterable[Detokenizer],
+        *,
+        model: str,
+        now: float,
+        arrival_time_s: float,
+        is_streaming: bool,
+    ) -> None:
+        """`arrival_time_s` is the wall clock at `now`. One detokenizer for each sequence."""
+        self.key = RequestKey(generation_id, 1)
+        self.request = request
+        self.model = model
+        self.lifecycle = Lifecycle(now, "arrived")
+        self.sequences = [SequenceOutput(i, request, d) for i, d in enumerate(detokenizers)]
+        self.placement: Placement | None = None
+        self.error: BatonError | None = None
+        self.queue_position = 0
+        self.arrival_time_s = arrival_time_s
+        self.first_token_at: float | None = None
+        self.num_cached_tokens = 0
+        self.is_stopped_here = False
+        """A stop string ended at least one sequence."""
+        self._is_streaming = is_streaming
+        self._is_started = False
+        self._is_heartbeat_due = False
+        self._ended: list[SequenceOutput] = []
+        self._wake = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self.lifecycle.is_terminal
+
+    @property
+    def is_complete(self) -> bool:
+        """All sequences have ended."""
+        return all(sequence.end is not None for sequence in self.sequences)
+
+    @property
+    def has_left_prefill(self) -> bool:
+        """The prefill worker owes it nothing more: decode has begun and every first token is here."""
+        return self.lifecycle.state is RequestState.DECODING and all(s.num_tokens for s in self.sequences)
+
+    @property
+    def work(self) -> Work:
+        num_prompt, sampling = len(self.request.prompt_token_ids), self.request.sampling
+        return Work(num_prompt, sampling.n, num_prompt + sampling.n * sampling.max_output_tokens)
+
+    def on_phase(self, event: worker_pb2.PhaseChanged, now: float) -> None:
+        """Phases of two workers may come interleaved: the later state stays."""
+        if event.phase == generation_pb2.Heartbeat.PHASE_PREFILL:
+            self.num_cached_tokens = event.num_cached_tokens
+        state = _STATE_OF.get(event.phase)
+        if state is not None and self._reach(state, now, "told by a worker"):
+            self.beat()
+
+    def on_tokens(self, event: worker_pb2.Tokens, now: float) -> Effect:
+        """Tokens of a sequence that has ended, or that the request does not have, change nothing."""
+        if event.sequence_index >= len(self.sequences):
+            return Effect.OPEN
+        sequence = self.sequences[event.sequence_index]
+        if sequence.end is not None:
+            return Effect.OPEN
+        is_stopped = sequence.add(event)
+        self.is_stopped_here |= is_stopped
+        if self.first_token_at is None and sequence.num_tokens:
+            self.first_token_at = now
+            self._reach(RequestState.PREFILLING, now, "a token came")
+        if sequence.end is None:
+            if sequence.is_due:
+                self._notify()
+            return Effect.OPEN
+        self._ended.append(sequence)
+        self._notify()
+        return Effect.STOPPED if is_stopped else Effect.ENDED
+
+    def beat(self) -> None:
+        """Has the client told in which phase the request is."""
+        self._is_heartbeat_due = True
+        self._notify()
+
+    def finish(self, now: float) -> None:
+        """Every sequence has ended. A first token that ends it all finishes without a hand-off."""
+        self._reach(RequestState.DECODING, now, "ended by its first token")
+        self._end(RequestState.FINISHED, now, None, "every sequence ended")
+
+    def fail(self, error: BatonError, now: float) -> None:
+        self._end(RequestState.FAILED, now, error, error.reason)
+
+    def reject(self, error: BatonError, now: float) -> None:
+        """It leaves the queue without having run."""
+        self._end(RequestState.REJECTED, now, error, error.reason)
+
+    def cancel(self, now: float, why: str) -> None:
+        for sequence in self.sequences:
+            if sequence.end is None:
+                sequence.close(generation_pb2.FINISH_REASON_CANCELLED)
+                self._ended.append(sequence)
+        self._end(RequestState.CANCELLED, now, Cancelled(f"the generation was cancelled: {why}"), why)
+
+    async def wait(self) -> None:
+        """Until there is something to take, or the request is over."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def take(self) -> list[Response]:
+        """Everything that the client has not been told, in the contract's order."""
+        out: list[Response] = []
+        is_over = self.is_over
+        due = [s for s in self.sequences if s.is_due or (is_over and s.num_pending)]
+        has_output = bool(due or self._ended)
+        if not self._is_started and (self._has_begun() or has_output):
+            self._is_started = True
+            out.append(Response(started=self._started()))
+        if self._is_heartbeat_due and not has_output and not is_over:
+            out.append(Response(heartbeat=self._heartbeat()))
+        self._is_heartbeat_due = False
+        out.extend(self._deltas(due))
+        if self.lifecycle.state is RequestState.FINISHED:
+            out.append(Response(completed=generation_pb2.Completed(usage=self.usage(), timing=self.timing())))
+        return out
+
+    def usage(self) -> generation_pb2.Usage:
+        return generation_pb2.Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
+            cached_tokens=self.num_cached_tokens,
+        )
+
+    def timing(self) -> generation_pb2.Timing | None:
+        """None unless the client asked. Each duration is the difference of two recorded instants."""
+        if not self.request.wants_timing:
+            return None
+        story = self.lifecycle
+        timing = generation_pb2.Timing(placement=self.placement.reason if self.placement else "not placed")
+        timing.arrival_time.FromNanoseconds(round(self.arrival_time_s * 1e9))
+        arrived, prefill = story.instant(RequestState.QUEUED), story.instant(RequestState.PREFILLING)
+        transfer, decode = story.instant(RequestState.TRANSFERRING), story.instant(RequestState.DECODING)
+        for duration, begin, end in (
+            (timing.queue, arrived, prefill),
+            (timing.prefill, prefill, self.first_token_at),
+            (timing.time_to_first_token, arrived, self.first_token_at),
+            (timing.kv_transfer, transfer, decode),
+            (timing.decode, decode, story.instant(RequestState.FINISHED)),
+        ):
+            if begin is not None and end is not None:
+                duration.FromNanoseconds(max(0, round((end - begin) * 1e9)))
+        return timing
+
+    def _reach(self, state: RequestState, now: float, why: str) -> bool:
+        """Climbs to `state` if it is ahead; a state that was skipped on the way is entered at the same instant."""
+        at = _LADDER.index(self.lifecycle.state) if self.lifecycle.state in _LADDER else len(_LADDER)
+        target = _LADDER.index(state)
+        if target <= at:
+            return False
+        without_hand_off = state is RequestState.DECODING and self.is_complete
+        for step in _LADDER[at + 1 : target + 1]:
+            if step is not RequestState.TRANSFERRING or not without_hand_off:
+                self.lifecycle.advance(step, now, why)
+        return True
+
+    def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
+        self.lifecycle.advance(state, now, why)
+        self.error = error
+        self._wake.set()
+
+    def _notify(self) -> None:
+        if self._is_streaming:
+            self._wake.set()
+
+    def _has_begun(self) -> bool:
+        return self.lifecycle.instant(RequestState.PREFILLING) is not None
+
+    def _deltas(self, due: list[SequenceOutput]) -> Iterator[Response]:
+        for sequence in due:
+            delta = sequence.take()
+            if delta is not None:
+                yield Response(delta=delta)
+        for sequence in self._ended:
+            yield Response(sequence_end=sequence.end)
+        self._ended = []
+
+    def _started(self) -> generation_pb2.Started:
+        return generation_pb2.Started(
+            generation_id=self.key.request_id,
+            model=self.model,
+            prompt_tokens=len(self.request.prompt_token_ids),
+            cached_tokens=self.num_cached_tokens,
+        )
+
+    def _heartbeat(self) -> generation_pb2.Heartbeat:
+        state = self.lifecycle.state
+        position = self.queue_position if state is RequestState.QUEUED else 0
+        return generation_pb2.Heartbeat(phase=_PHASE_OF[state], queue_position=position)

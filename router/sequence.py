@@ -1,0 +1,139 @@
+"""One sequence of a request: its tokens in order and exactly once, its text, and where it ends.
+
+The first token comes from the prefill worker and the rest from the decode worker over another stream, so tokens that
+come early wait until those before them are here, and tokens that came before are dropped. What the client has not taken
+merges into one delta: memory is bounded by the sequence's length, however slow the client. Knows no clock, no stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.pb import generation_pb2, worker_pb2
+from router.detokenizer import Detokenizer
+from router.stop_strings import StopMatcher
+from router.validate import ValidatedRequest
+
+_STOP = generation_pb2.FINISH_REASON_STOP
+_OPEN = generation_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class SequenceOutput:
+    """`end` is set once; after that nothing is added."""
+
+    def __init__(self, index: int, request: ValidatedRequest, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.num_tokens = 0
+        """Tokens of this sequence that are here and in order."""
+        self.end: generation_pb2.SequenceEnd | None = None
+        self._request = request
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
+        self._min_tokens = request.sampling.min_output_tokens
+        self._early: dict[int, worker_pb2.Tokens] = {}
+        self._num_taken = 0
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[generation_pb2.TokenLogprob] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the client has not been given yet."""
+        return self.num_tokens - self._num_taken
+
+    @property
+    def is_due(self) -> bool:
+        """Something should go to the client now: the first token, an interval's worth, or the rest at the end."""
+        num_pending = self.num_pending
+        if self.end is not None:
+            return bool(num_pending or self._texts)
+        return num_pending > 0 and (self._num_taken == 0 or num_pending >= self._request.stream_interval_tokens)
+
+    def add(self, tokens: worker_pb2.Tokens) -> bool:
+        """Takes tokens from a worker; True when a stop string ended the sequence, which no worker knows."""
+        if self.end is not None:
+            return False
+        if tokens.first_token_index > self.num_tokens:
+            self._early[tokens.first_token_index] = tokens
+            return False
+        is_stopped = self._append(tokens)
+        while self.end is None and self.num_tokens in self._early:
+            is_stopped = self._append(self._early.pop(self.num_tokens))
+        if self.end is not None:
+            self._early.clear()
+        return is_stopped
+
+    def take(self) -> generation_pb2.SequenceDelta | None:
+        """Everything pending as one delta; None when there is nothing."""
+        text = "".join(self._texts)
+        if not self.num_pending and not text:
+            return None
+        delta = generation_pb2.SequenceDelta(
+            index=self.index,
+            first_token_index=self._num_taken,
+            token_count=self.num_pending,
+            token_ids=self._token_ids,
+            text=text,
+            logprobs=self._logprobs,
+        )
+        self._num_taken = self.num_tokens
+        self._token_ids, self._texts, self._logprobs = [], [], []
+        return delta
+
+    def close(self, reason: generation_pb2.FinishReason) -> None:
+        """Ends it from outside, by a cancel; no effect on one that has ended."""
+        if self.end is None:
+            self._early.clear()
+            self._finish(reason)
+
+    def _append(self, tokens: worker_pb2.Tokens) -> bool:
+        """Tokens that begin at or before the next index."""
+        num_known = self.num_tokens - tokens.first_token_index
+        token_ids = tokens.token_ids[num_known:]
+        is_last = tokens.finish_reason != _OPEN
+        is_stop_token = is_last and tokens.HasField("stop_token_id") and not self._request.include_stop_in_output
+        with_text = token_ids[:-1] if is_stop_token else token_ids
+        num_kept, stop = self._read(with_text)
+        if stop is None:
+            num_kept = len(token_ids)
+        self.num_tokens += num_kept
+        if self._request.wants_token_ids:
+            self._token_ids.extend(token_ids[:num_kept])
+        if self._request.wants_logprobs:
+            self._logprobs.extend(tokens.logprobs[num_known : num_known + num_kept])
+        if stop is not None:
+            self.end = self._make_end(_STOP)
+            self.end.stop_string = stop
+            return not is_last
+        if is_last:
+            self._finish(tokens.finish_reason)
+            if tokens.HasField("stop_token_id") and self.end is not None:
+                self.end.stop_token_id = tokens.stop_token_id
+        return False
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Turns tokens into text; (how many count, the stop string that ended the sequence at the last of them)."""
+        if self._matcher is None:
+            if self._request.wants_text:
+                self._texts.append(self._detokenizer.push(token_ids))
+            return len(token_ids), None
+        for count, token_id in enumerate(token_ids, start=1):
+            piece = self._detokenizer.push((token_id,))
+            fed = self._matcher.feed(piece, can_stop=self.num_tokens + count >= self._min_tokens)
+            self._add_text(fed.text)
+            if fed.stop is not None:
+                return count, fed.stop
+        return len(token_ids), None
+
+    def _finish(self, reason: generation_pb2.FinishReason) -> None:
+        if self._matcher is not None:
+            self._add_text(self._matcher.flush())
+        self._add_text(self._detokenizer.flush())
+        self.end = self._make_end(reason)
+
+    def _make_end(self, reason: generation_pb2.FinishReason) -> generation_pb2.SequenceEnd:
+        return generation_pb2.SequenceEnd(index=self.index, finish_reason=reason, token_count=self.num_tokens)
+
+    def _add_text(self, text: str) -> None:
+        if text and self._request.wants_text:
+            self._texts.append(text)

@@ -1,0 +1,140 @@
+"""The router on its sockets: the public server, the control server, health, reflection, and an orderly end.
+
+    start -> serving (health follows the workers) -> drain -> stopped
+
+Owns the wiring of the parts in one event loop. Health is SERVING while a prefill and a decode worker are ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from cluster import rpc
+from cluster.pb import admin_pb2, generation_pb2
+from cluster.program import Report
+from cluster.settings import RouterSettings
+from router.admin import AdminService, ControlService
+from router.dispatcher import Dispatcher, Limits
+from router.fleet import WorkerAddress
+from router.handlers import service_handler
+from router.model import ServedModel
+from router.service import GenerationService
+from router.tokenizer import Tokenizer
+
+GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+ADMIN: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+CONTROL: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["ControlService"]
+
+_HEALTH_NAMES = ("", GENERATION.full_name)
+_LAST_WORDS_S = 1.0
+"""After the drain, calls get this long to deliver their last message."""
+_TOKENIZER_THREADS = 2
+_CONTROL_HOST = "127.0.0.1"
+_TRANSPORT_SLACK = 4
+"""gRPC takes messages this many times larger than the limit, so that the router can refuse them by name; beyond that
+gRPC ends the call itself."""
+_MOST_MESSAGE_BYTES = 2**31 - 1
+
+
+class RouterServer:
+    """Lives in one event loop: `start`, then `stop`."""
+
+    def __init__(self, settings: RouterSettings, report: Report) -> None:
+        """Reads the model folder; raises CheckpointError or ConfigError."""
+        folder = Path(settings.model_path)
+        self._settings = settings
+        self._report = report
+        self._workers = [WorkerAddress.parse(text) for text in settings.workers]
+        self._model = ServedModel.from_folder(
+            folder,
+            name=settings.model_name,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+        )
+        self._tokenizer = Tokenizer.from_folder(folder)
+        self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._fleet_changed = asyncio.Event()
+        limits = Limits(settings.max_running_requests, settings.max_queued_requests, settings.queue_timeout_s)
+        self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._servers: list[grpc.aio.Server] = []
+        self._health_task: asyncio.Task[None] | None = None
+
+    async def start(self) -> tuple[str, str]:
+        """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
+        settings = self._settings
+        public, port = rpc.create_server(
+            settings.host,
+            settings.port,
+            insecure=settings.insecure,
+            max_message_bytes=min(_TRANSPORT_SLACK * settings.max_message_bytes, _MOST_MESSAGE_BYTES),
+        )
+        self._servers.append(public)
+        control, control_port = rpc.create_server(
+            _CONTROL_HOST, settings.control_port, max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES
+        )
+        self._servers.append(control)
+        address = rpc.format_address(settings.host, port)
+        await self._add_public_services(public, address)
+        service = ControlService(self.dispatcher)
+        control.add_generic_rpc_handlers(
+            (service_handler(CONTROL, service, max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES),)
+        )
+        for server in self._servers:
+            await server.start()
+        self._health_task = asyncio.create_task(self._follow_health(), name="health")
+        self.dispatcher.fleet.set_workers(self._workers)
+        return address, rpc.format_address(_CONTROL_HOST, control_port)
+
+    async def stop(self) -> None:
+        """Refuses new requests, lets running ones end within the drain's time, and closes everything."""
+        if self._health_task is not None:
+            self._health_task.cancel()
+            await asyncio.gather(self._health_task, return_exceptions=True)
+        await self._set_health(is_serving=False)
+        if self.dispatcher.num_running:
+            self._report(f"draining {self.dispatcher.num_running} requests")
+        await self.dispatcher.drain(self._settings.drain_timeout_s)
+        await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        await self.dispatcher.fleet.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _add_public_services(self, server: grpc.aio.Server, address: str) -> None:
+        generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor)
+        admin = AdminService(self.dispatcher, model=self._model.name, router_address=address)
+        limit = self._settings.max_message_bytes
+        server.add_generic_rpc_handlers(
+            (
+                service_handler(GENERATION, generation, max_message_bytes=limit),
+                service_handler(ADMIN, admin, max_message_bytes=limit),
+            )
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (GENERATION.full_name, ADMIN.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        untyped_server: Any = server
+        reflection.enable_server_reflection(names, untyped_server)
+        await self._set_health(is_serving=False)
+
+    async def _follow_health(self) -> None:
+        was_serving = False
+        while True:
+            await self._fleet_changed.wait()
+            self._fleet_changed.clear()
+            is_serving = self.dispatcher.fleet.can_serve
+            if is_serving != was_serving:
+                was_serving = is_serving
+                await self._set_health(is_serving=is_serving)
+                self._report("serving" if is_serving else "not serving: no prefill or no decode worker is ready")
+
+    async def _set_health(self, *, is_serving: bool) -> None:
+        serving = health_pb2.HealthCheckResponse
+        for name in _HEALTH_NAMES:
+            await self._health.set(name, serving.SERVING if is_serving else serving.NOT_SERVING)

@@ -1,0 +1,171 @@
+"""GenerationService: the public API, in terms of the parts below it.
+
+Each method validates, hands a request to the dispatcher, and writes what comes back; leaving it in any way cancels what
+still runs. Long texts are tokenized on a thread, so that one client's prompt does not hold up another's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from cluster.errors import DeadlineExceeded, FieldViolation
+from cluster.pb import generation_pb2 as pb
+from router.chat_input import read_chat
+from router.dispatcher import Dispatcher
+from router.fields import Violations, invalid
+from router.handlers import Context
+from router.model import ServedModel
+from router.model_card import model_card
+from router.request import LiveRequest
+from router.tokenizer import Encoded, Tokenizer
+from router.validate import Prompt, ValidatedRequest, check_model, validate
+
+T = TypeVar("T")
+
+_INLINE_BYTES = 8 * 1024
+"""A request up to this size is worked on in the event loop; a thread would cost more."""
+_SEED_BITS = 63
+
+
+class GenerationService:
+    """`executor` runs the tokenizer on long texts."""
+
+    def __init__(self, model: ServedModel, tokenizer: Tokenizer, dispatcher: Dispatcher, executor: Executor) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._dispatcher = dispatcher
+        self._executor = executor
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        live = await self._submit(request, context, is_streaming=False)
+        try:
+            await live.wait()
+        finally:
+            self._dispatcher.cancel(live.key.request_id, "the client left")
+        if live.error is not None:
+            raise live.error
+        events = live.take()
+        return pb.GenerateResponse(
+            generation_id=live.key.request_id,
+            model=live.model,
+            outputs=[event.delta for event in events if event.HasField("delta")],
+            ends=[event.sequence_end for event in events if event.HasField("sequence_end")],
+            usage=live.usage(),
+            timing=live.timing(),
+        )
+
+    async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Context) -> None:
+        live = await self._submit(request, context, is_streaming=True)
+        try:
+            while True:
+                await live.wait()
+                is_over = live.is_over
+                for event in live.take():
+                    await context.write(event)
+                if is_over:
+                    break
+        finally:
+            self._dispatcher.cancel(live.key.request_id, "the client left")
+        if live.error is not None:
+            raise live.error
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        encoded = await self._aside(request.ByteSize(), lambda: self._tokenize(request))
+        offsets = encoded.offsets if request.return_offsets else ()
+        return pb.TokenizeResponse(
+            token_ids=encoded.token_ids,
+            offsets=[pb.TokenOffset(start=start, end=end) for start, end in offsets],
+            max_context_tokens=self._model.max_model_len,
+        )
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """The text that generation would have given for these tokens: special tokens have none."""
+        check_model("model", request.model, self._model)
+        wrong = Violations()
+        wrong.token_ids("token_ids", request.token_ids, self._model.vocab_size)
+        wrong.raise_if_any()
+        text = await self._aside(request.ByteSize(), lambda: self._tokenizer.decode(request.token_ids))
+        return pb.DetokenizeResponse(text=text)
+
+    async def CancelGeneration(
+        self, request: pb.CancelGenerationRequest, context: Context
+    ) -> pb.CancelGenerationResponse:
+        response = pb.CancelGenerationResponse()
+        for generation_id in dict.fromkeys(request.generation_ids):
+            is_cancelled = self._dispatcher.cancel(generation_id, "by CancelGeneration")
+            (response.cancelled_ids if is_cancelled else response.unknown_ids).append(generation_id)
+        return response
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+        check_model("model", request.model, self._model)
+        return pb.GetModelResponse(model=self._card())
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+        wrong = Violations()
+        if request.page_size < 0:
+            wrong.add("page_size", f"must not be negative (got {request.page_size})")
+        if request.page_token:
+            wrong.add("page_token", "is not one that this server gave; there is one page only")
+        wrong.raise_if_any()
+        return pb.ListModelsResponse(models=[self._card()])
+
+    async def _submit(
+        self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Context, *, is_streaming: bool
+    ) -> LiveRequest:
+        now, arrival_time_s = self._dispatcher.clock(), time.time()
+        if not request.HasField("spec"):
+            raise invalid((FieldViolation("spec", "must be set"),))
+        _check_deadline(context)
+        valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec))
+        live = LiveRequest(
+            f"gen-{secrets.token_hex(12)}",
+            valid,
+            [self._tokenizer.new_detokenizer(valid.prompt_token_ids) for _ in range(valid.sampling.n)],
+            model=self._model.name,
+            now=now,
+            arrival_time_s=arrival_time_s,
+            is_streaming=is_streaming,
+        )
+        self._dispatcher.submit(live, time_left_s=context.time_remaining())
+        return live
+
+    async def _aside(self, size_bytes: int, work: Callable[[], T]) -> T:
+        if size_bytes <= _INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    def _validate(self, spec: pb.GenerationSpec) -> ValidatedRequest:
+        return validate(spec, self._model, self._encode, fresh_seed=secrets.randbits(_SEED_BITS))
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return self._encode_with_offsets(prompt, add_special_tokens=True).token_ids
+
+    def _encode_with_offsets(self, prompt: Prompt, *, add_special_tokens: bool) -> Encoded:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode_chat(prompt.messages, prompt.tools, prompt.template_kwargs)
+
+    def _tokenize(self, request: pb.TokenizeRequest) -> Encoded:
+        check_model("model", request.model, self._model)
+        wrong = Violations()
+        kind = request.WhichOneof("input")
+        if kind is None:
+            wrong.add("input", "exactly one of text or chat must be set (none is)")
+        prompt: Prompt = read_chat(request.chat, wrong, "chat") if kind == "chat" else request.text
+        wrong.raise_if_any()
+        return self._encode_with_offsets(prompt, add_special_tokens=request.add_special_tokens)
+
+    def _card(self) -> pb.Model:
+        revisions = [worker.info.weights_revision for worker in self._dispatcher.fleet if worker.info is not None]
+        return model_card(self._model, self._tokenizer, revisions[0] if revisions else "")
+
+
+def _check_deadline(context: Context) -> None:
+    time_left_s = context.time_remaining()
+    if time_left_s is not None and time_left_s <= 0:
+        raise DeadlineExceeded("the deadline had passed when the request arrived")

@@ -1,0 +1,148 @@
+"""The connection to one worker: a Session stream for every command and every event, opened again when it breaks.
+
+    CONNECTING -> READY (WorkerInfo came) -> LOST (the stream broke) -> CONNECTING ...
+
+A broken stream loses everything that was admitted on it: the worker cancels those requests, the listener is told once.
+Knows no request: it sends commands and hands events on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from typing import Any, Protocol
+
+import grpc
+
+from cluster import rpc
+from cluster.errors import BatonError, FailedPrecondition
+from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+LONGEST_BACKOFF_S = 2.0
+
+State = admin_pb2.WorkerStatus.State
+CONNECTING = admin_pb2.WorkerStatus.STATE_CONNECTING
+READY = admin_pb2.WorkerStatus.STATE_READY
+LOST = admin_pb2.WorkerStatus.STATE_LOST
+
+
+class Listener(Protocol):
+    """Told about a worker on the event loop, in order."""
+
+    def on_ready(self, worker: WorkerClient) -> None:
+        """`worker.info` is there; commands may be sent."""
+        ...
+
+    def on_lost(self, worker: WorkerClient) -> None:
+        """What was admitted on it is gone."""
+        ...
+
+    def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
+        """Everything but info and stats, which the client keeps, is the listener's."""
+        ...
+
+
+class WorkerClient:
+    """`close` it in the loop in which it was started."""
+
+    def __init__(self, worker_id: str, address: str, role: worker_pb2.Role, listener: Listener) -> None:
+        self.worker_id = worker_id
+        self.address = address
+        self.role = role
+        self.state: State = CONNECTING
+        self.info: worker_pb2.WorkerInfo | None = None
+        self.stats: worker_pb2.WorkerStats | None = None
+        self._listener = listener
+        self._commands: deque[worker_pb2.Command] = deque()
+        self._has_commands = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == READY
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"session with {self.worker_id}")
+
+    async def close(self) -> None:
+        """Ends the stream; what was admitted on it is lost, and the listener is told."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def send(self, command: worker_pb2.Command) -> None:
+        """Queues a command; dropped when no session is up, as then there is nothing on the worker to command."""
+        if self.is_ready:
+            self._commands.append(command)
+            self._has_commands.set()
+
+    async def _run(self) -> None:
+        backoff_s = FIRST_BACKOFF_S
+        async with rpc.create_channel(self.address) as channel:
+            while True:
+                try:
+                    await self._session(channel)
+                    log.info("worker %s ended its session", self.worker_id)
+                except grpc.aio.AioRpcError as error:
+                    log.info("session with worker %s broke: %s", self.worker_id, error.code().name)
+                except BatonError as error:
+                    log.warning("session refused: %s", error)
+                except Exception:
+                    log.exception("session with worker %s failed", self.worker_id)
+                finally:
+                    was_ready = self._lose()
+                backoff_s = FIRST_BACKOFF_S if was_ready else min(LONGEST_BACKOFF_S, backoff_s * 2)
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    async def _session(self, channel: grpc.aio.Channel) -> None:
+        """Until the stream ends, or raises AioRpcError when it breaks."""
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
+        call: Any = stub.Session(wait_for_ready=True)
+        writer = asyncio.create_task(self._write(call))
+        try:
+            async for batch in call:
+                self._read(batch)
+        finally:
+            writer.cancel()
+            call.cancel()
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def _write(self, call: Any) -> None:
+        """Ends by an error when the stream breaks; the reader sees the same break and tells it."""
+        while True:
+            await self._has_commands.wait()
+            self._has_commands.clear()
+            while self._commands:
+                await call.write(self._commands.popleft())
+
+    def _read(self, batch: worker_pb2.EventBatch) -> None:
+        for event in batch.events:
+            kind = event.WhichOneof("event")
+            if kind == "info":
+                self._meet(event.info)
+            elif kind == "stats":
+                self.stats = event.stats
+        if self.is_ready:
+            self._listener.on_events(self, batch)
+
+    def _meet(self, info: worker_pb2.WorkerInfo) -> None:
+        if info.worker_id != self.worker_id:
+            raise FailedPrecondition(f"{self.address} is worker {info.worker_id!r}, not {self.worker_id!r}")
+        self.info = info
+        self.state = READY
+        log.info("worker %s is ready at %s", self.worker_id, self.address)
+        self._listener.on_ready(self)
+
+    def _lose(self) -> bool:
+        """True when it had been ready."""
+        was_ready = self.is_ready
+        self._commands.clear()
+        if was_ready:
+            self.state = LOST
+            self._listener.on_lost(self)
+        return was_ready

@@ -1,0 +1,126 @@
+"""What the router reads from a model folder: tokenizer, defaults, chat template, and what it says of a bad one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from router_harness import EOS, MAX_MODEL_LEN, ids, make_model_folder
+
+from cluster.errors import CheckpointError, ConfigError, FailedPrecondition, InvalidRequest
+from router.chat_template import ChatTemplate
+from router.model import ServedModel
+from router.tokenizer import Tokenizer
+
+USER = [{"role": "user", "content": "hi"}]
+
+
+def model_of(folder: Path, max_model_len: int | None = None, max_num_seqs: int = 64) -> ServedModel:
+    return ServedModel.from_folder(folder, name="", max_model_len=max_model_len, max_num_seqs=max_num_seqs)
+
+
+def test_names_and_limits_come_from_the_folder(tmp_path: Path) -> None:
+    model = model_of(make_model_folder(tmp_path / "tiny"))
+    assert (model.name, model.max_model_len, model.eos_token_ids) == ("tiny", MAX_MODEL_LEN, (EOS,))
+    assert model.max_sequences == 16
+    assert model_of(tmp_path / "tiny", max_model_len=64, max_num_seqs=4).max_sequences == 4
+
+
+def test_defaults_come_from_generation_config(tmp_path: Path) -> None:
+    model = model_of(make_model_folder(tmp_path, do_sample=True, temperature=0.5, top_k=9, eos_token_id=[3, 4]))
+    assert (model.defaults.temperature, model.defaults.top_k, model.eos_token_ids) == (0.5, 9, (3, 4))
+    greedy = model_of(make_model_folder(tmp_path, do_sample=False, temperature=0.5))
+    assert greedy.defaults.temperature == 0.0
+    assert model_of(make_model_folder(tmp_path)).defaults.temperature == 1.0
+
+
+def test_a_context_longer_than_the_models_is_a_bad_setting(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path)
+    with pytest.raises(ConfigError, match=f"{MAX_MODEL_LEN} \\(got {MAX_MODEL_LEN + 1}\\)"):
+        model_of(folder, max_model_len=MAX_MODEL_LEN + 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("config.json", "{", "config.json"),
+        ("config.json", "[]", "must hold a JSON object"),
+        ("config.json", '{"vocab_size": "many", "max_position_embeddings": 8}', "vocab_size"),
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template does not compile"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, file: str, content: str, says: str) -> None:
+    folder = make_model_folder(tmp_path)
+    (folder / file).write_text(content)
+    with pytest.raises(CheckpointError, match=says):
+        model_of(folder)
+        Tokenizer.from_folder(folder)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    (make_model_folder(tmp_path) / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_offsets_are_characters_of_the_text(tmp_path: Path) -> None:
+    encoded = Tokenizer.from_folder(make_model_folder(tmp_path)).encode("aé", add_special_tokens=True)
+    assert list(encoded.token_ids) == ids("aé") and encoded.offsets == ((0, 1), (1, 2), (1, 2))
+
+
+def template(source: str, **special: str) -> ChatTemplate:
+    return ChatTemplate({"default": source}, special)
+
+
+def test_a_template_file_wins_over_the_tokenizers_config(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    chosen = ChatTemplate.from_folder(tmp_path, {"chat_template": "from the config"})
+    assert chosen.render(USER, [], {}) == "from the file"
+
+
+def test_a_template_sees_what_hugging_face_gives_it() -> None:
+    source = (
+        "{{ bos_token }}{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+        "{{ tools }}{% if add_generation_prompt %}>{% endif %}{{ style }}"
+    )
+    rendered = template(source, bos_token="<s>").render([*USER, *USER], [], {"style": "é"})
+    assert rendered == '<s>{"role": "user", "content": "hi"}None>é'
+    assert template(source).render(USER, [], {"add_generation_prompt": False}).endswith("None")
+
+
+def test_tools_choose_their_own_template() -> None:
+    chosen = ChatTemplate({"default": "plain", "tool_use": "{{ tools | length }} tools"}, {})
+    assert chosen.render(USER, [{"name": "f"}], {}) == "1 tools"
+    assert chosen.render(USER, [], {}) == "plain"
+
+
+def test_a_special_token_may_be_written_as_an_object(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"bos_token": {"content": "<s>"}, "pad_token": None, "chat_template": "{{ bos_token }}"}
+    assert ChatTemplate.from_folder(tmp_path, config).render(USER, [], {}) == "<s>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+    ],
+)
+def test_a_template_that_fails_or_reaches_out_is_the_requests_error(source: str) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        template(source).render(USER, [], {})
+    assert refusal.value.violations[0].field == "spec.chat"
+
+
+def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
+    folder = make_model_folder(tmp_path, chat_template=None)
+    assert json.loads((folder / "tokenizer_config.json").read_text()) == {"eos_token": "<|end|>"}
+    with pytest.raises(FailedPrecondition, match="no chat template"):
+        Tokenizer.from_folder(folder).encode_chat(USER, [], {})
