@@ -1,0 +1,88 @@
+"""What the subcommands share: how an error becomes a line on stderr and an exit code, and how they reach the router.
+
+Light to import: gRPC is loaded by `connect` only, so that `baton --help` and a wrong flag answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.address import parse_address
+from cluster.errors import BatonError, CheckpointError, ConfigError, InvalidRequest, NotReachable
+from cluster.program import ExitCode
+
+if TYPE_CHECKING:
+    from cluster.client import BatonClient
+
+INTERRUPTED = 130
+"""What shells report for a program ended by Ctrl-C."""
+
+
+def _checked_address(text: str) -> str:
+    try:
+        parse_address(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    return text
+
+
+Address = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT", envvar="BATON_ADDRESS", callback=_checked_address, help="The router's gRPC address."
+    ),
+]
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@contextmanager
+def outcome() -> Iterator[None]:
+    """Around a subcommand's work: errors become one line on stderr and the exit code, Ctrl-C a quiet 130."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BatonError as error:
+        print_error(error)
+        raise typer.Exit(exit_code(error)) from error
+    except KeyboardInterrupt as error:
+        raise typer.Exit(INTERRUPTED) from error
+    except BrokenPipeError as error:
+        # The reader has gone (`| head`); what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(ExitCode.FAILED) from error
+
+
+def exit_code(error: BatonError) -> int:
+    match error:
+        case ConfigError() | CheckpointError():
+            return ExitCode.BAD_CONFIG
+        case NotReachable():
+            return ExitCode.NOT_REACHABLE
+        case InvalidRequest():
+            return ExitCode.USAGE
+        case _:
+            return ExitCode.FAILED
+
+
+def print_error(error: BatonError) -> None:
+    lines = [f"{v.field}: {v.description}" for v in error.violations] or [error.message]
+    if isinstance(error, NotReachable):
+        lines.append("start a cluster with `baton serve`, or name another with --address")
+    if error.retry_after_s is not None:
+        lines.append(f"try again in {error.retry_after_s:g} s")
+    print("error: " + "\n       ".join(lines), file=sys.stderr)
+
+
+def connect(address: str) -> BatonClient:
+    """gRPC's own log lines are silenced: what they say arrives as an error."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from cluster.client import BatonClient
+
+    return BatonClient(address)

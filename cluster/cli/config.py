@@ -1,0 +1,47 @@
+"""`baton config validate`: is Baton's part of a cluster.yaml right, and what does it ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.cli.common import outcome
+
+if TYPE_CHECKING:
+    from cluster.config import ServingConfig
+
+app = typer.Typer(help="Work with cluster.yaml.", no_args_is_help=True)
+
+
+@app.callback()
+def config() -> None:
+    """Work with cluster.yaml."""
+
+
+@app.command()
+def validate(file: Annotated[str, typer.Argument(metavar="FILE", help="The cluster.yaml to check.")]) -> None:
+    """Check a cluster.yaml; every problem is reported with line and column."""
+    with outcome():
+        from cluster.config import load_config
+
+        print(f"{file}: valid: {describe(load_config(file))}")
+
+
+def describe(config: ServingConfig) -> str:
+    """`1 prefill + 2 decode workers (tensor parallel 1 + 2), tiny-shakespeare in float32 on cpu, gRPC on ...`."""
+    from pathlib import Path
+
+    from cluster.address import format_address
+
+    prefill, decode = config.roles.prefill, config.roles.decode
+    workers = "worker" if decode.num_workers == 1 else "workers"
+    parallel = ""
+    if (prefill.tensor_parallel, decode.tensor_parallel) != (1, 1):
+        parallel = f" (tensor parallel {prefill.tensor_parallel} + {decode.tensor_parallel})"
+    name = config.model.name or Path(config.model.path).name
+    address = format_address(config.router.host, config.router.port)
+    return (
+        f"{prefill.num_workers} prefill + {decode.num_workers} decode {workers}{parallel}, {name} in "
+        f"{config.model.dtype} on {config.engine.device}, gRPC on {address}"
+    )

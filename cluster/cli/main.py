@@ -1,0 +1,67 @@
+"""The `baton` program: puts the subcommands together. Exit codes are those of `cluster.program.ExitCode`.
+
+Loads no gRPC, Ray or torch by itself: each subcommand imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from cluster.cli import config
+from cluster.cli.chat import chat
+from cluster.cli.common import INTERRUPTED
+from cluster.cli.generate import generate
+from cluster.cli.serve import serve
+from cluster.cli.status import status
+
+app = typer.Typer(
+    name="baton",
+    help="Serve large language models with prefill and decode on different devices.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"baton {version('baton')}")
+        except PackageNotFoundError:
+            print("baton (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def baton(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve large language models with prefill and decode on different devices."""
+
+
+app.command()(serve)
+app.command()(generate)
+app.command()(chat)
+app.command()(status)
+app.add_typer(config.app, name="config")
+
+
+def main() -> None:
+    """The entry point of the `baton` script."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

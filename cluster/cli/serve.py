@@ -1,0 +1,252 @@
+"""`baton serve`: a whole cluster in the foreground, from cluster.yaml to the banner and to the last process's end.
+
+Owns the order of things (check what can be checked, start Ray, start the controller, show what it says, end it all)
+and what the operator sees. What runs where is the controller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.address import format_address
+from cluster.cli.common import DEFAULT_ADDRESS, outcome
+from cluster.cli.signals import StopSignals
+from cluster.errors import BatonError, ConfigError
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from cluster.config import ServingConfig
+    from cluster.controller import Notice
+
+_POLL_S = 0.2
+_END_S = 30.0
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The cluster.yaml; default: ./cluster.yaml, else Baton's own.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Serve this Hugging Face folder instead.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="gRPC port; 0: any free one.", show_default=False)
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            "--ray-address", help="Use a running Ray cluster (`auto` or HOST:PORT) instead of starting a private one."
+        ),
+    ] = None,
+) -> None:
+    """Start a cluster and serve until Ctrl-C."""
+    with outcome():
+        serving = _load(config, model, port)
+        _check_port(serving)
+        _Session(serving, ray_address).run()
+
+
+def _load(path: Path | None, model: Path | None, port: int | None) -> ServingConfig:
+    from cluster.config import load_config
+
+    serving = load_config(path or default_config(), model_path=None if model is None else str(model))
+    return serving if port is None else replace(serving, router=replace(serving.router, port=port))
+
+
+def default_config() -> Path:
+    """./cluster.yaml, else the one beside the source, else the one that was installed."""
+    source, installed = Path(__file__).resolve().parents[2], Path(sys.prefix) / "share" / "baton"
+    candidates = [folder / "cluster.yaml" for folder in (Path.cwd(), source, installed)]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ConfigError("there is no cluster.yaml here; name one with --config")
+    return found
+
+
+def _check_port(serving: ServingConfig) -> None:
+    """Before the seconds that Ray and the weights take; the router's own bind has the last word."""
+    host, port = serving.router.host, serving.router.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise BatonError(
+            f"cannot listen on {format_address(host, port)}: {error.strerror}; stop what uses port {port} "
+            f"(another `baton serve`?), or choose another: baton serve --port {port + 1}"
+        ) from error
+
+
+class _Session:
+    """One run, from the start of Ray to the end of the last process."""
+
+    def __init__(self, serving: ServingConfig, ray_address: str | None) -> None:
+        self._serving = serving
+        self._ray_address = ray_address
+        self._view = _View(serving)
+        self._signals = StopSignals(on_second=self._kill)
+        self._folder: Path | None = None
+
+    def run(self) -> None:
+        with self._signals, self._view:
+            self._view.say("starting Ray")
+            with self._ray():
+                self._signals.take_over()
+                if not self._signals.is_asked:
+                    self._serve()
+        self._view.done()
+
+    @contextlib.contextmanager
+    def _ray(self) -> Iterator[None]:
+        from cluster import local_ray
+
+        if self._ray_address is None:
+            with local_ray.started(num_cpus=os.cpu_count() or 1) as self._folder:
+                yield
+        else:
+            with local_ray.joined(self._ray_address):
+                yield
+
+    def _serve(self) -> None:
+        import ray
+
+        from cluster.controller import Programs, start_controller
+        from cluster.plan import plan_cluster
+
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        plan = plan_cluster(
+            self._serving,
+            num_gpus=int(ray.cluster_resources().get("GPU", 0)),
+            num_cores=num_cores if self._ray_address is None else None,
+        )
+        controller = start_controller(plan, Programs(), self._serving.log_dir)
+        try:
+            self._follow(controller)
+        finally:
+            self._view.stopping()
+            _end(controller)
+
+    def _follow(self, controller: Any) -> None:
+        """Shows the controller's notices until a signal; raises when the cluster cannot come up."""
+        import ray
+        from ray.exceptions import RayError
+
+        ray.get(controller.run.remote())
+        news = controller.notices.remote()
+        while not self._signals.is_asked:
+            if not ray.wait([news], timeout=_POLL_S)[0]:
+                continue
+            try:
+                notices: list[Notice] = ray.get(news)
+            except RayError as error:
+                raise BatonError("the controller died, and the cluster with it; start it again") from error
+            for notice in notices:
+                self._view.show(notice)
+                if notice.kind == "failed":
+                    raise (ConfigError if notice.is_mistake else BatonError)(f"{notice.who}: {notice.text}")
+            news = controller.notices.remote()
+
+    def _kill(self) -> None:
+        from cluster import local_ray
+
+        local_ray.kill_descendants()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _end(controller: Any) -> None:
+    """Asks the controller to end everything; one that cannot is ended with Ray."""
+    import ray
+    from ray.exceptions import RayError
+
+    with contextlib.suppress(RayError):
+        ray.get(controller.shutdown.remote(), timeout=_END_S)
+    ray.kill(controller)
+
+
+class _View:
+    """What the operator sees: a moving line at a terminal, one line for each event elsewhere; then the banner."""
+
+    def __init__(self, serving: ServingConfig) -> None:
+        from rich.console import Console
+
+        self._serving = serving
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._status: Status | None = self._console.status("") if self._console.is_terminal else None
+        self._began = time.monotonic()
+        self._is_serving = False
+
+    def __enter__(self) -> None:
+        if self._status is not None:
+            self._status.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """Something goes on; the next event replaces it at a terminal."""
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            self._console.print(text)
+
+    def show(self, notice: Notice) -> None:
+        match notice.kind:
+            case "progress" if self._is_serving:
+                self._console.print(f"{notice.who}: {notice.text}")
+            case "progress":
+                self.say(f"{notice.who}: {notice.text}")
+            case "ready":
+                self._console.print(f"{notice.who} is ready")
+            case "lost":
+                self._console.print(f"{notice.who} was lost ({notice.text}); starting it again")
+            case "serving":
+                self._is_serving = True
+                self._banner(notice.text)
+
+    def stopping(self) -> None:
+        """Ctrl-C shows as ^C on the line, hence the empty one."""
+        if self._console.is_terminal:
+            self._console.print()
+        self._console.print("stopping (once more kills at once)")
+
+    def done(self) -> None:
+        self._console.print("stopped")
+
+    def _banner(self, address: str) -> None:
+        from cluster.cli.config import describe
+
+        port = int(address.rpartition(":")[2])
+        serving = replace(self._serving, router=replace(self._serving.router, port=port))
+        if self._status is not None:
+            self._status.stop()
+        baton, option = _command(), "" if address == DEFAULT_ADDRESS else f" --address {address}"
+        self._console.print(
+            f"\nBaton is serving: {describe(serving)}\n\n"
+            f"  gRPC    {address}\n"
+            f'  try     {baton} generate{option} "ROMEO:"\n'
+            f"  look    {baton} status{option}\n"
+            f"  stop    Ctrl-C\n\n"
+            f"ready after {time.monotonic() - self._began:.1f} s\n"
+        )
+
+
+def _command() -> str:
+    """How another terminal runs this very program."""
+    here = Path(sys.argv[0]).absolute()
+    known = shutil.which("baton")
+    if known is not None and Path(known).absolute() == here:
+        return "baton"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)

@@ -1,0 +1,166 @@
+"""A small blocking Python client over gRPC: the CLI, the tests and the benchmarks use it.
+
+Errors of the server come back as the exceptions of `cluster.errors`; nobody answering is NotReachable. Thread-safe: one
+client serves many threads. Knows no retry: a call happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, cast
+
+import grpc
+
+from cluster.errors import InvalidRequest, NotReachable, Unavailable
+from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from cluster.pb import generation_pb2 as pb
+from cluster.rpc import create_blocking_channel, from_rpc_error
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages such as `{"role": "user", "content": "..."}`."""
+
+
+def make_spec(
+    prompt: Prompt,
+    *,
+    model: str = "",
+    max_output_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    n: int | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    top_logprobs: int | None = None,
+    token_ids: bool = False,
+    include_timing: bool = False,
+    request_id: str = "",
+) -> pb.GenerationSpec:
+    """None leaves a field to the server. Raises InvalidRequest for a value that no message can carry."""
+    try:
+        spec = pb.GenerationSpec(
+            model=model,
+            sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n),
+            stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop, ignore_eos=ignore_eos),
+            output=pb.OutputOptions(token_ids=token_ids, top_logprobs=top_logprobs, include_timing=include_timing),
+            request_id=request_id,
+        )
+        _set_prompt(spec, prompt)
+    except UnicodeError as error:
+        raise InvalidRequest("the prompt or a stop string is not valid Unicode text") from error
+    except ValueError as error:
+        raise InvalidRequest(f"a number does not fit its field: {error}") from error
+    return spec
+
+
+def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        spec.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        for message in cast(Sequence[Message], prompt):
+            spec.chat.messages.add().update(message)
+    else:
+        spec.token_ids.SetInParent()
+        spec.token_ids.ids.extend(cast(Sequence[int], prompt))
+
+
+class GenerationStream:
+    """The events of one generation; leaving it (as a context manager) cancels what has not ended."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+        self._has_begun = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> pb.GenerateStreamResponse:
+        with _as_baton_errors(self._address, has_begun=self._has_begun):
+            event: pb.GenerateStreamResponse = next(self._call)
+        self._has_begun = True
+        return event
+
+    def cancel(self) -> None:
+        """Ends the generation at the server; from any thread; harmless when it has ended."""
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class BatonClient:
+    """One connection to a router; it connects at the first call. `timeout_s` of a call is its gRPC deadline."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        self.address = address
+        self._channel = create_blocking_channel(address)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> GenerationStream:
+        """Errors, NotReachable included, are raised by iterating."""
+        request = pb.GenerateStreamRequest(spec=spec)
+        return GenerationStream(self._generation.GenerateStream(request, timeout=timeout_s), self.address)
+
+    def generate(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> pb.GenerateResponse:
+        response: pb.GenerateResponse = self._call(
+            self._generation.Generate, pb.GenerateRequest(spec=spec), timeout_s=timeout_s
+        )
+        return response
+
+    def cancel(self, *generation_ids: str) -> pb.CancelGenerationResponse:
+        request = pb.CancelGenerationRequest(generation_ids=generation_ids)
+        response: pb.CancelGenerationResponse = self._call(self._generation.CancelGeneration, request)
+        return response
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._call(self._generation.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        text: str = self._call(self._generation.Detokenize, pb.DetokenizeRequest(token_ids=token_ids)).text
+        return text
+
+    def models(self) -> list[pb.Model]:
+        return list(self._call(self._generation.ListModels, pb.ListModelsRequest()).models)
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        response: admin_pb2.GetStatusResponse = self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
+        return response
+
+    def close(self) -> None:
+        """Cancels what is running."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: Any, request: Any, *, timeout_s: float | None = 30.0) -> Any:
+        with _as_baton_errors(self.address):
+            return method(request, timeout=timeout_s)
+
+
+@contextmanager
+def _as_baton_errors(address: str, *, has_begun: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raised = from_rpc_error(error)
+        if isinstance(raised, NotReachable) and has_begun:
+            raised = Unavailable(f"the connection to {address} was lost: {raised.message}")
+        elif isinstance(raised, NotReachable):
+            raised = NotReachable(f"nobody answers at {address}: {raised.message}")
+        raise raised from error
