@@ -1,0 +1,131 @@
+"""From a configuration to the processes that serve it: which workers there are, and what each process is told.
+
+Pure and without Ray: the machine's cores and GPUs are arguments. What only the running cluster knows (the address of
+a node, of a group's rank 0) is filled in by whoever starts the processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cluster.config import ServingConfig
+from cluster.errors import ConfigError
+from cluster.settings import RouterSettings, WorkerSettings
+
+RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, ...] = ("prefill", "decode")
+
+CPU_SHARE = 0.01
+"""Ray CPUs that a process books. Ray's CPUs are tickets, not cores, and a laptop with two must hold every process."""
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker: a tensor-parallel group whose ranks are placed together on one node."""
+
+    worker_id: str
+    role: RoleName
+    ranks: tuple[WorkerSettings, ...]
+
+    @property
+    def uses_gpu(self) -> bool:
+        return self.ranks[0].device == "cuda"
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one rank books from Ray."""
+        return {"CPU": CPU_SHARE, "GPU": 1.0} if self.uses_gpu else {"CPU": CPU_SHARE}
+
+
+@dataclass(frozen=True)
+class ClusterPlan:
+    """Every process of a cluster."""
+
+    workers: tuple[WorkerPlan, ...]
+    router: RouterSettings
+
+
+def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None) -> ClusterPlan:
+    """`num_cores`: of the one machine that holds every rank; None when Ray spreads them over several.
+
+    Raises ConfigError when the roles name more GPUs than there are.
+    """
+    device = _device(config, num_gpus)
+    num_ranks = sum(config.role(role).devices for role in ROLES)
+    threads = config.engine.threads
+    if threads is None and num_cores is not None and device == "cpu":
+        threads = max(1, num_cores // num_ranks)
+    workers = tuple(
+        _plan_worker(config, role, number, device, threads)
+        for role in ROLES
+        for number in range(config.role(role).num_workers)
+    )
+    return ClusterPlan(workers, _plan_router(config))
+
+
+def _device(config: ServingConfig, num_gpus: int) -> str:
+    wanted = config.engine.device
+    if wanted == "cpu" or (wanted == "auto" and num_gpus == 0):
+        return "cpu"
+    needed = {role: config.role(role).devices for role in ROLES}
+    if sum(needed.values()) > num_gpus:
+        split = " + ".join(f"{count} {role}" for role, count in needed.items())
+        raise ConfigError(
+            f"metadata.serving.roles name {sum(needed.values())} devices ({split}), and Ray sees {num_gpus} GPUs; "
+            "lower `devices`, add GPUs, or set engine.device: cpu"
+        )
+    return "cuda"
+
+
+def _plan_worker(config: ServingConfig, role: RoleName, number: int, device: str, threads: int | None) -> WorkerPlan:
+    worker_id = f"{role}-{number}"
+    tp_size = config.role(role).tensor_parallel
+    engine, transfer = config.engine, config.transfer
+    step_log = str(Path(config.log_dir) / f"{worker_id}.steps.jsonl") if config.log_dir else None
+    ranks = tuple(
+        WorkerSettings(
+            worker_id=worker_id,
+            role=role,
+            model_path=config.model.path,
+            model_name=config.model.name or "",
+            dtype=config.model.dtype,
+            max_model_len=config.model.max_model_len,
+            device=device,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            block_size=config.block_size(role),
+            kv_cache_tokens=config.kv_cache_tokens(role),
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            enable_prefix_cache=engine.enable_prefix_cache,
+            threads=threads,
+            attention=engine.attention,
+            transport=transfer.transport,
+            chunk_tokens=transfer.chunk_tokens,
+            num_slots=transfer.num_slots,
+            transfer_timeout_s=transfer.timeout_s,
+            step_log=step_log if tp_rank == 0 else None,
+            insecure=config.router.insecure,
+        )
+        for tp_rank in range(tp_size)
+    )
+    return WorkerPlan(worker_id, role, ranks)
+
+
+def _plan_router(config: ServingConfig) -> RouterSettings:
+    router = config.router
+    return RouterSettings(
+        model_path=config.model.path,
+        model_name=config.model.name or "",
+        host=router.host,
+        port=router.port,
+        max_model_len=config.model.max_model_len,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_running_requests=router.max_running_requests,
+        max_queued_requests=router.max_queued_requests,
+        queue_timeout_s=router.queue_timeout_s,
+        max_message_bytes=router.max_message_bytes,
+        insecure=router.insecure,
+    )

@@ -1,0 +1,57 @@
+"""A program in place of `router.program`: serves ControlService and AdminService for real, and generates nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.program import Program, Report
+from cluster.rpc import server_options
+from cluster.settings import RouterSettings
+
+
+class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+    """Every worker it was told of counts as connected."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._workers: list[Any] = []
+        self._ended = threading.Event()
+        self._server = grpc.server(ThreadPoolExecutor(2), options=server_options())
+
+    def prepare(self) -> str:
+        return "{}"
+
+    def start(self) -> str:
+        admin_pb2_grpc.add_ControlServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
+        self._server.start()
+        address = f"{self._settings.host}:{port}"
+        return json.dumps({"address": address, "control_address": address, "pid": os.getpid()})
+
+    def wait(self) -> None:
+        self._ended.wait()
+        self._server.stop(0).wait()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def SetWorkers(self, request: Any, context: Any) -> Any:
+        self._workers = list(request.workers)
+        return admin_pb2.SetWorkersResponse()
+
+    def GetStatus(self, request: Any, context: Any) -> Any:
+        ready = admin_pb2.WorkerStatus.STATE_READY
+        workers = [admin_pb2.WorkerStatus(worker_id=w.worker_id, address=w.address, state=ready) for w in self._workers]
+        return admin_pb2.GetStatusResponse(workers=workers)
+
+
+def create(settings_json: str, report: Report) -> Program:
+    return FakeRouter(RouterSettings.from_json(settings_json))

@@ -1,0 +1,202 @@
+"""`baton serve` as an operator runs it: the shipped configuration, real signals, and nothing left when it has ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cluster import local_ray
+from cluster.client import BatonClient, make_spec
+from cluster.transcript import Transcript
+
+ROOT = Path(__file__).resolve().parents[2]
+END_S = 40.0
+pytestmark = pytest.mark.timeout(240)
+
+
+class Serve:
+    """One `baton serve` process and what it printed."""
+
+    def __init__(self, *arguments: str) -> None:
+        command = [sys.executable, "-m", "cluster.cli.main", "serve", *arguments]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        self.output = ""
+        self._grew = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def until(self, pattern: str, since: int = 0) -> re.Match[str]:
+        with self._grew:
+            while (found := re.compile(pattern).search(self.output, since)) is None:
+                assert self._reader.is_alive(), f"ended without {pattern!r}:\n{self.output}"
+                assert self._grew.wait(90), f"no {pattern!r} for 90 s in:\n{self.output}"
+        return found
+
+    @property
+    def address(self) -> str:
+        return self.until(r"gRPC +(\S+)\n[\s\S]*ready after").group(1)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait(self) -> int:
+        code = self.process.wait(END_S)
+        self._reader.join(END_S)
+        return code
+
+    def close(self) -> None:
+        """However a test ended, nothing of its cluster lives on."""
+        if self.process.poll() is None:
+            left = self.descendants()
+            self.process.kill()
+            psutil.wait_procs(left, timeout=END_S)
+        self.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._grew:
+                self.output += line
+                self._grew.notify_all()
+        with self._grew:
+            self._grew.notify_all()
+
+
+def ray_folders() -> set[Path]:
+    return set(local_ray.base_folder().glob(f"{local_ray.FOLDER_PREFIX}*"))
+
+
+def generate(address: str, max_output_tokens: int = 8) -> Transcript:
+    transcript = Transcript()
+    with (
+        BatonClient(address) as client,
+        client.stream(make_spec("ROMEO:", max_output_tokens=max_output_tokens)) as stream,
+    ):
+        for event in stream:
+            transcript.add(event)
+    return transcript
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Serve]:
+    serve = Serve("--port", "0")
+    try:
+        yield serve
+    finally:
+        serve.close()
+
+
+def test_the_banner_names_an_address_that_generates(cluster: Serve) -> None:
+    address = cluster.address
+    assert f'generate --address {address} "ROMEO:"' in cluster.output
+    assert generate(address).sequences[0].num_tokens == 8
+
+
+def test_the_whole_cluster_holds_less_than_two_gigabytes(cluster: Serve) -> None:
+    generate(cluster.address)
+    processes = [psutil.Process(cluster.process.pid), *cluster.descendants()]
+    total = sum(process.memory_full_info().pss for process in processes)
+    assert total < 2 * 1024**3, f"{total / 1024**2:.0f} MB in {len(processes)} processes"
+
+
+def test_everything_listens_on_loopback_only(cluster: Serve) -> None:
+    generate(cluster.address)
+    pids = {cluster.process.pid, *(process.pid for process in cluster.descendants())}
+    listening = [c for c in psutil.net_connections("tcp") if c.pid in pids and c.status == psutil.CONN_LISTEN]
+    assert listening
+    assert {str(next(iter(c.laddr))).removeprefix("::ffff:") for c in listening} <= {"127.0.0.1", "::1"}
+
+
+def test_a_second_cluster_on_the_same_port_is_refused_with_the_remedy(cluster: Serve) -> None:
+    port = int(cluster.address.rpartition(":")[2])
+    second = Serve("--port", str(port))
+    assert second.wait() == 1
+    second.close()
+    assert f"cannot listen on 127.0.0.1:{port}" in second.output
+    assert f"baton serve --port {port + 1}" in second.output
+    assert "Traceback" not in second.output
+
+
+def test_two_clusters_run_side_by_side_and_one_that_is_killed_leaves_nothing(cluster: Serve) -> None:
+    folders = ray_folders()
+    second = Serve("--port", "0")
+    try:
+        assert second.address != cluster.address
+        assert [generate(s.address).sequences[0].num_tokens for s in (cluster, second)] == [8, 8]
+        left = second.descendants()
+        second.process.kill()
+        second.wait()
+        assert not psutil.wait_procs(left, timeout=END_S)[1], "processes outlived the serve that was killed"
+        assert ray_folders() == folders
+    finally:
+        second.close()
+
+
+def test_a_killed_decode_worker_comes_back_and_the_next_request_succeeds(cluster: Serve) -> None:
+    with BatonClient(cluster.address) as client:
+        decode = next(w for w in client.status().workers if w.worker_id == "decode-0")
+    printed = len(cluster.output)
+    os.kill(decode.info.ranks[0].pid, signal.SIGKILL)
+    cluster.until("decode-0 was lost", printed)
+    cluster.until("decode-0 is ready", printed)
+    assert generate(cluster.address).sequences[0].num_tokens == 8
+
+
+def test_a_terminated_cluster_ends_cleanly_and_leaves_nothing(cluster: Serve) -> None:
+    assert cluster.address
+    left, folders = cluster.descendants(), ray_folders()
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.wait() == 0
+    assert not psutil.wait_procs(left, timeout=1.0)[1], "processes outlived a clean stop"
+    assert len(folders - ray_folders()) == 1
+    assert cluster.output.endswith("stopped\n")
+    assert "Traceback" not in cluster.output
+
+
+def test_a_second_signal_does_not_wait() -> None:
+    serve = Serve("--port", "0")
+    try:
+        serve.until("router is ready|loading weights")
+        left, folders = serve.descendants(), ray_folders()
+        os.killpg(serve.process.pid, signal.SIGINT)
+        serve.until("stopping")
+        os.killpg(serve.process.pid, signal.SIGINT)
+        assert serve.wait() in (0, 1), "0 when the clean end was quicker"
+        assert not psutil.wait_procs(left, timeout=END_S)[1]
+        assert len(folders - ray_folders()) == 1
+    finally:
+        serve.close()
+
+
+def test_a_folder_without_a_model_ends_at_once_with_its_name(tmp_path: Path) -> None:
+    serve = Serve("--port", "0", "--model", str(tmp_path))
+    assert serve.wait() == 3
+    serve.close()
+    assert str(tmp_path) in serve.output
+    assert "starting Ray" not in serve.output
+
+
+def test_a_truncated_checkpoint_is_refused_with_the_file_and_no_retry(tmp_path: Path) -> None:
+    source = ROOT / "models" / "tiny-shakespeare"
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((source / name).read_bytes())
+    weights = (source / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    serve = Serve("--port", "0", "--model", str(tmp_path))
+    assert serve.wait() == 3
+    serve.close()
+    assert "model.safetensors" in serve.output.partition("error:")[2]
+    assert "Traceback" not in serve.output
