@@ -1,0 +1,69 @@
+"""Rules of every test run: one CPU thread for torch, and nothing left behind when the session ends.
+
+At the end every process that descends from this one, or carries this session's mark in its environment (daemons do,
+after their parent has gone), is named, killed, and fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+
+import psutil
+import pytest
+
+MARK = "BATON_TEST_SESSION"
+
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ[MARK] = uuid.uuid4().hex
+
+ENDING_S = 10.0
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(MARK) == os.environ[MARK] and process.pid != os.getpid()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+
+
+def _left_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    others = [p for p in psutil.process_iter() if _is_ours(p)]
+    return list({p.pid: p for p in [*children, *others]}.values())
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:160]}"
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def pytest_runtest_setup() -> None:
+    """A test machine has few cores, and several processes of a test share them. Only where torch is loaded anyway."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """What has just been told to end may take a moment; what is there after that was left behind."""
+    _, alive = psutil.wait_procs(_left_processes(), timeout=ENDING_S)
+    story = [text for p in alive if (text := _describe(p))]
+    for process in alive:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    if story:
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        lines = ["processes were left behind by this test session:", *(f"  {line}" for line in story)]
+        if reporter is not None:
+            reporter.write_line("\n" + "\n".join(lines), red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
