@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
+from engine.matmul import Matrix
 from engine.tp import TPGroup
 
 
@@ -72,12 +73,12 @@ class ColumnParallelLinear:
         parts = [
             TensorSlice(f"{p.name}.weight", (p.total, num_inputs), 0, p.own.start, p.own.stop) for p in projections
         ]
-        self._weight = loader.stack(parts)
+        self._weight = Matrix(loader.stack(parts))
         biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
         self._bias = loader.stack(biases) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
+        return self._weight(x, self._bias)
 
 
 class RowParallelLinear:
@@ -85,12 +86,13 @@ class RowParallelLinear:
 
     def __init__(self, loader: Loader, name: str, num_inputs: int, num_outputs: int, bias: bool) -> None:
         own = loader.equal_share(num_inputs)
-        self._weight = loader.stack([TensorSlice(f"{name}.weight", (num_outputs, num_inputs), 1, own.start, own.stop)])
+        part = TensorSlice(f"{name}.weight", (num_outputs, num_inputs), 1, own.start, own.stop)
+        self._weight = Matrix(loader.stack([part]))
         self._bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
         self._tp = loader.tp
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = F.linear(x, self._weight)
+        out = self._weight(x)
         self._tp.all_reduce(out)
         return out if self._bias is None else out.add_(self._bias)
 
@@ -128,10 +130,10 @@ class VocabParallelHead:
     """[R, E] to float32 logits [R, V], whole on every rank."""
 
     def __init__(self, shard: VocabShard, vocab_size: int, tp: TPGroup) -> None:
-        self._shard = shard
+        self._weight = Matrix(shard.weight)
         self._vocab_size = vocab_size
         self._tp = tp
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, self._shard.weight).float()
+        logits = self._weight(hidden).float()
         return self._tp.all_gather(logits, dim=-1)[:, : self._vocab_size]
