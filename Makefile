@@ -11,8 +11,9 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 EXTRAS ?= dev
 ARGS ?=
-# Without an NVIDIA GPU, torch's builds for CPUs are looked up here too: PyPI's Linux build brings gigabytes of CUDA.
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, PyTorch's own index of CPU builds
+# (named on its installation page) is looked at too when it is given here: make setup TORCH_CPU_INDEX=URL
+TORCH_CPU_INDEX ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -33,10 +34,7 @@ $(READY): pyproject.toml constraints.txt
 	  echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); \
 	fi; \
 	index=""; \
-	if ! nvidia-smi -L >/dev/null 2>&1 && \
-	  $(PY) -c 'import sys, urllib.request as r; r.urlopen(sys.argv[1] + "/torch/", timeout=5)' $(TORCH_CPU_INDEX) >/dev/null 2>&1; then \
-	  index="--extra-index-url $(TORCH_CPU_INDEX)"; \
-	fi; \
+	if [ -n "$(TORCH_CPU_INDEX)" ] && ! nvidia-smi -L >/dev/null 2>&1; then index="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
 	echo "installing Baton into $(VENV); torch alone is some 200 MB on a CPU machine"; \
 	$(PY) -m pip install --quiet --constraint constraints.txt $$index --editable '.[$(EXTRAS)]'; \
 	touch $@

@@ -1,8 +1,8 @@
 """One weight matrix and the fastest product with it that this machine has. Knows no layer and no rank.
 
-On the CPU in float32, torch multiplies through MKL, which on some processors stays at half of their rate; oneDNN reaches
-it with a weight that was packed once. A single row is bound by memory and by the cost of the call, and there MKL is
-quicker, so a matrix that fits in a cache keeps both forms; a larger one keeps the packed form only.
+On the CPU in float32, torch multiplies through MKL, which on some processors stays at half of their rate; oneDNN
+reaches it with a weight that was packed once. A single row is bound by memory and by the cost of the call, and there
+MKL is quicker, so a matrix that fits in a cache keeps both forms; a larger one keeps the packed form only.
 
 Legend: T rows, I inputs, O outputs.
 """

@@ -79,6 +79,7 @@ class Leader(_Rank):
 
     def prepare(self) -> str:
         self._listener = socket.create_server((self._settings.host, self._settings.rank_port))
+        self._listener.settimeout(RENDEZVOUS_TIMEOUT_S)
         host, port = self._listener.getsockname()[:2]
         return json.dumps({"rank_address": f"{host}:{port}"})
 
@@ -139,7 +140,6 @@ class Leader(_Rank):
         sockets: dict[int, socket.socket] = {}
         hellos = {0: rank_hello(settings, self._resolved.device)}
         assert self._listener is not None, "prepare comes before start"
-        self._listener.settimeout(RENDEZVOUS_TIMEOUT_S)
         while len(sockets) < settings.tp_size - 1:
             self._report(f"waiting for ranks: {len(sockets) + 1} of {settings.tp_size}")
             try:
