@@ -239,8 +239,7 @@ def merged(key: RequestKey, *workers: Worker) -> Output:
 @contextlib.contextmanager
 def running(*workers: Worker) -> Iterator[list[Worker]]:
     """Connects workers whose processes start side by side; ends them all."""
-    try:
-        yield [worker.connect() for worker in workers]
-    finally:
+    with contextlib.ExitStack() as ends:
         for worker in workers:
-            worker.close()
+            ends.callback(worker.close)
+        yield [worker.connect() for worker in workers]

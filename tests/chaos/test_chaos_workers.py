@@ -47,9 +47,7 @@ def test_a_killed_decode_worker_costs_the_prefill_worker_nothing(moment: int) ->
     with running(worker("prefill"), worker("decode"), worker("decode", 1)) as (prefill, decode, spare):
         expected = reference(prefill, spare, "before")
         watched = prefill if moment == PREFILLING else decode
-        keys = [
-            hand_off(f"lost-{i}", LONG[i:], prefill, decode, sampling(max_output_tokens=200)) for i in range(2)
-        ]
+        keys = [hand_off(f"lost-{i}", LONG[i:], prefill, decode, sampling(max_output_tokens=200)) for i in range(2)]
         watched.wait_for(lambda: any(moment in watched.outputs[key].phases for key in keys))
         kill(decode)
         decode.wait_for(lambda: decode.is_lost)

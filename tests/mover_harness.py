@@ -1,0 +1,141 @@
+"""Whole workers' ranks in one process, over real sockets: what tests of the mover share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from kv_transfer.layout import KvLayout
+from kv_transfer.mover import KvMover
+
+HOST = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS, HEADS, DIM, TOKENS = 2, 4, 3, 45
+POISON = -77.0
+QUICK_S = 5.0  # on a busy machine; what it is held against takes 10 s and more
+TP_SIZES = (1, 2, 4, 8)
+
+PEER = """
+import sys, torch
+from kv_transfer.layout import KvLayout
+from kv_transfer.mover import KvMover
+layout = KvLayout(num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", tp_size=1, block_size=4, model="m")
+mover = KvMover(torch.zeros(2, 2, 16, 4, 4, 3), layout, 0, num_slots=2, chunk_tokens=16, timeout_s=30,
+                transport="gloo", host="127.0.0.1")
+mover.open_pair(sys.argv[1], sys.argv[2], True, layout)
+print("open", flush=True)
+sys.stdin.readline()
+"""
+
+
+@dataclass
+class Worker:
+    """The ranks of one worker, each with a poisoned cache of its own; all use one block table."""
+
+    layout: KvLayout
+    timeout_s: float = 10.0
+    num_slots: int = 2
+    chunk_tokens: int = 16
+    table: list[int] = field(default_factory=list)
+    caches: list[torch.Tensor] = field(default_factory=list)
+    movers: list[KvMover] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        size = self.layout.block_size
+        used = -(-TOKENS // size)
+        order = torch.randperm(used + 3, generator=torch.Generator().manual_seed(self.layout.tp_size * size)).tolist()
+        self.table = order[:used]
+        shape = (LAYERS, 2, used + 3, size, self.layout.num_local_heads, DIM)
+        for rank in range(self.layout.tp_size):
+            cache = torch.full(shape, POISON, dtype=getattr(torch, self.layout.dtype))
+            self.caches.append(cache)
+            self.movers.append(
+                KvMover(
+                    cache,
+                    self.layout,
+                    rank,
+                    num_slots=self.num_slots,
+                    chunk_tokens=self.chunk_tokens,
+                    timeout_s=self.timeout_s,
+                    transport="gloo",
+                    host=HOST,
+                )
+            )
+
+    def fill(self, truth: torch.Tensor, start: int, end: int) -> list[torch.Tensor]:
+        """What each rank's cache holds with tokens [start, end) of `truth` [L, 2, T, H, D] in it, the rest as it is."""
+        filled = []
+        for rank, cache in enumerate(self.caches):
+            heads = self.layout.head_range(rank)
+            expected = cache.clone()
+            for t in range(start, end):
+                block, offset = self.table[t // self.layout.block_size], t % self.layout.block_size
+                expected[:, :, block, offset] = truth[:, :, t, heads.start : heads.stop]
+            filled.append(expected)
+        return filled
+
+    def load(self, truth: torch.Tensor) -> None:
+        for cache, filled in zip(self.caches, self.fill(truth, 0, TOKENS), strict=True):
+            cache.copy_(filled)
+
+    def close(self) -> None:
+        for mover in self.movers:
+            mover.close()
+
+
+def make_layout(tp_size: int = 1, block_size: int = 4, dtype: str = "float32", model: str = "m") -> KvLayout:
+    return KvLayout(
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        dtype=dtype,
+        tp_size=tp_size,
+        block_size=block_size,
+        model=model,
+    )
+
+
+def make_truth(dtype: str = "float32") -> torch.Tensor:
+    return torch.randn(LAYERS, 2, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(7)).to(
+        getattr(torch, dtype)
+    )
+
+
+def run_all(jobs: Sequence[Callable[[], object]]) -> list[object]:
+    """Every rank has its own thread; the first error is raised."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(60) for future in [pool.submit(job) for job in jobs]]
+
+
+def open_both(sender: Worker, receiver: Worker, epoch: str, address: str) -> None:
+    run_all(
+        [lambda m=m: m.open_pair(epoch, address, True, receiver.layout) for m in sender.movers]
+        + [lambda m=m: m.open_pair(epoch, address, False, sender.layout) for m in receiver.movers]
+    )
+
+
+def move(sender: Worker, receiver: Worker, epoch: str, chunks: list[tuple[int, int]]) -> tuple[int, int]:
+    """Moves chunks one after another, slots in turn; returns the bytes gathered and those received."""
+
+    def send(mover: KvMover) -> int:
+        gathered = 0
+        for number, (start, end) in enumerate(chunks):
+            slot = number % sender.num_slots
+            gathered += mover.gather(epoch, slot, start, end, sender.table)
+            mover.send(epoch, slot, end - start)
+        return gathered
+
+    def receive(mover: KvMover) -> int:
+        return sum(
+            mover.receive(epoch, number % receiver.num_slots, start, end, receiver.table)
+            for number, (start, end) in enumerate(chunks)
+        )
+
+    jobs: list[Callable[[], int]] = [lambda m=m: send(m) for m in sender.movers]  # type: ignore[misc]
+    jobs += [lambda m=m: receive(m) for m in receiver.movers]  # type: ignore[misc]
+    done = [size for size in run_all(jobs) if isinstance(size, int)]
+    return sum(done[: len(sender.movers)]), sum(done[len(sender.movers) :])
