@@ -1,8 +1,9 @@
 """Worker cores in one thread: real schedulers, hand-off machines and block managers over a model that tattles.
 
-The model's "KV" is the token id itself, written to the page that the step names; the next token is a hash of all the
-tokens read back through the block table. So a page that was lost, shared wrongly, overwritten or landed in the wrong
-place changes the output. Messages and transfers take a random but seeded number of turns; streams keep their order.
+The model's "KV" is the token id itself, written to the page that the step names; the next token is one of two, equally
+likely, that a hash of all the tokens read back through the block table names. So sequences of one prompt part ways, and
+a page that was lost, shared wrongly, overwritten or landed in the wrong place yields a token that its context rules
+out. Messages and transfers take a random but seeded number of turns; streams keep their order.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ VOCAB = 97
 POISON = -1
 
 
-def next_token(tokens: list[int]) -> int:
+def next_tokens(tokens: list[int]) -> tuple[int, int]:
+    """The two tokens that may follow."""
     value = 17
     for token in tokens:
         value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCAB
+    return value % VOCAB, (value // VOCAB) % VOCAB
 
 
-def expected(prompt: list[int], num_tokens: int) -> list[int]:
-    """What a model that sees the right context generates."""
+def first_wrong_token(prompt: list[int], output: list[int]) -> int | None:
+    """Index of the first output token that its true context rules out; None when there is none."""
     tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
+    for index, token in enumerate(output):
+        if token not in next_tokens(tokens):
+            return index
+        tokens.append(token)
+    return None
 
 
 class SimulatedGroup:
@@ -65,7 +69,7 @@ class SimulatedGroup:
         for row, index in enumerate(step.logits_indices.tolist()):
             sequence = ends.index(index)
             tokens = self._read(step.block_tables[sequence].tolist(), 0, int(step.seqlens_k[sequence]))
-            logits[row, next_token(tokens.tolist())] = 50.0
+            logits[row, list(next_tokens(tokens.tolist()))] = 50.0
         return logits
 
     def issue(self, command: rank_pb2.RankCommand) -> int:
@@ -201,7 +205,7 @@ class World:
     ) -> RequestKey:
         key = RequestKey(request_id, 1)
         sampling = worker_pb2.Sampling(
-            temperature=0, top_p=1, repetition_penalty=1, n=n, max_output_tokens=max_output_tokens
+            temperature=1, top_p=1, repetition_penalty=1, n=n, max_output_tokens=max_output_tokens, seed=len(prompt)
         )
         peer = worker_pb2.Peer(worker_id=decode.name, incarnation="1", address=decode.name)
         for node, role in ((decode, worker_pb2.ROLE_DECODE), (prefill, worker_pb2.ROLE_PREFILL)):
