@@ -37,6 +37,7 @@ class _Program:
     """One `python -m MODULE`, and the lines of JSON that it prints."""
 
     def __init__(self, module: str, settings: JsonSettings) -> None:
+        self._module = module
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, "--settings", settings.to_json()],
@@ -53,7 +54,7 @@ class _Program:
         told: dict[str, Any] = json.loads(line) if line else {}
         if told.get("event") != event:
             self._log.seek(0)
-            raise StartFailed(f"{self._process.args}:\n{self._log.read().decode()}")
+            raise StartFailed(f"python -m {self._module} did not start:\n{self._log.read().decode()}")
         return told
 
     def stop(self) -> None:

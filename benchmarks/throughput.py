@@ -17,14 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import grpc
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plain_cluster import ROOT, running_cluster
+from benchmarks.plain_cluster import ROOT, StartFailed, running_cluster
 from cluster import rpc
 from cluster.client import make_spec
+from cluster.errors import BatonError
 from cluster.pb import generation_pb2, generation_pb2_grpc
+from cluster.program import ExitCode
 
 PROMPT_TOKENS = 16
 
@@ -117,8 +120,13 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Measures one stream against many at once."""
-    with contextlib.nullcontext(address) if address else running_cluster(config, num_gpus) as where:
-        measured = asyncio.run(measure(where, rounds, streams, tokens))
+    try:
+        with contextlib.nullcontext(address) if address else running_cluster(config, num_gpus) as where:
+            measured = asyncio.run(measure(where, rounds, streams, tokens))
+    except (StartFailed, BatonError, grpc.RpcError) as error:
+        told = rpc.from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+        typer.echo(f"error: {told}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
     if as_json:
         json.dump(summary(measured, streams), sys.stdout)
         print()

@@ -67,7 +67,8 @@ class PrefillRole:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._tasks) - self._scheduler.num_running
+        """Prompts that wait for the decode worker's reservation or for blocks here."""
+        return self._scheduler.num_waiting + sum(task.sequence is None for task in self._tasks.values())
 
     @property
     def num_running(self) -> int:

@@ -177,7 +177,8 @@ def refusal(call: Any) -> tuple[grpc.StatusCode, list[str], str]:
 
 def raw(cluster: PlainCluster, data: bytes, method: str = "Generate") -> tuple[grpc.StatusCode, list[str], str]:
     """The refusal of a request made of these bytes."""
-    return refusal(lambda: cluster.channel.unary_unary(f"/baton.v1.GenerationService/{method}")(data, timeout=30))
+    call: Any = cluster.channel.unary_unary(f"/baton.v1.GenerationService/{method}", None, None)
+    return refusal(lambda: call(data, timeout=30))
 
 
 @pytest.mark.parametrize(("spec", "code", "field"), [c[1:] for c in MISTAKES], ids=[c[0] for c in MISTAKES])

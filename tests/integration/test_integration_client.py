@@ -42,7 +42,8 @@ def test_reflection_lists_the_services_and_their_methods(cluster: PlainCluster) 
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
-    service = DescriptorPool(reflected).FindServiceByName("baton.v1.GenerationService")
+    pool: Any = DescriptorPool(reflected)
+    service = pool.FindServiceByName("baton.v1.GenerationService")
     wanted = pb.DESCRIPTOR.services_by_name["GenerationService"]
     assert [(m.name, m.server_streaming) for m in service.methods] == [
         (m.name, m.server_streaming) for m in wanted.methods
@@ -52,7 +53,8 @@ def test_reflection_lists_the_services_and_their_methods(cluster: PlainCluster) 
 def test_a_client_that_has_only_the_reflection_completes_a_call(cluster: PlainCluster) -> None:
     """As grpcurl does: messages are made from descriptors that the server sent."""
     database: Any = ProtoReflectionDescriptorDatabase(cluster.channel)
-    method = DescriptorPool(database).FindServiceByName("baton.v1.GenerationService").FindMethodByName("Generate")
+    pool: Any = DescriptorPool(database)
+    method = pool.FindServiceByName("baton.v1.GenerationService").FindMethodByName("Generate")
     request_type: Any = message_factory.GetMessageClass(method.input_type)
     response_type: Any = message_factory.GetMessageClass(method.output_type)
     request = request_type()
