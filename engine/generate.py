@@ -16,6 +16,7 @@ from torch import Tensor
 
 from engine.block_manager import BlockManager
 from engine.sampling import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
+from engine.sequence import blocks_for
 from engine.step import SequenceSlice, StepInput, build_step
 
 
@@ -102,7 +103,9 @@ class Engine:
             raise ValueError("a prompt has no tokens; give at least one")
         first.block_table = self._blocks.match_prefix(prompt)
         start = len(first.block_table) * self._blocks.block_size
-        first.block_table += self._blocks.allocate(self._blocks_for(len(prompt)) - len(first.block_table))
+        first.block_table += self._blocks.allocate(
+            blocks_for(len(prompt), self._blocks.block_size) - len(first.block_table)
+        )
         while start < len(prompt):
             end = min(start + self._max_num_batched_tokens, len(prompt))
             is_last = end == len(prompt)
@@ -152,6 +155,3 @@ class Engine:
     def _give_back(self, sequence: _Sequence) -> None:
         self._blocks.release(sequence.block_table)
         sequence.block_table = []
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._blocks.block_size)

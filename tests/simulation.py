@@ -89,7 +89,7 @@ class SimulatedGroup:
         self.node.core.carrier.command_done(number, "", 0)
         return True
 
-    def _land(self, command: rank_pb2.Receive) -> bool:
+    def _land(self, command: rank_pb2.PageRange) -> bool:
         wire = self.node.world.wire[command.pair_epoch]
         if not wire:
             return False

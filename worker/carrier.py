@@ -86,21 +86,12 @@ class Carrier:
             self.links.tell_sender(peer, message)
 
     def gather(self, action: Gather, block_table: list[int]) -> None:
-        command = rank_pb2.Gather(
-            pair_epoch=self._epoch_of.get(action.peer, ""),
-            slot=action.slot,
-            token_start=action.token_start,
-            token_end=action.token_end,
-            block_table=block_table,
-            after_step=self.ranks.last_step,
-        )
-
         def done(error: str, size_bytes: int) -> None:
             self._stats.kv_bytes_sent += size_bytes
             self.prefill.gathered(action)
             self._retire_on(error, action.peer)
 
-        self._issue(rank_pb2.RankCommand(gather=command), done)
+        self._issue(rank_pb2.RankCommand(gather=self._pages_of(action, block_table)), done)
 
     def transmit(self, action: Transmit) -> None:
         command = rank_pb2.Send(
@@ -114,7 +105,15 @@ class Carrier:
         self._issue(rank_pb2.RankCommand(send=command), done)
 
     def land(self, action: Land, block_table: list[int]) -> None:
-        command = rank_pb2.Receive(
+        def done(error: str, size_bytes: int) -> None:
+            self._stats.kv_bytes_received += size_bytes
+            self.decode.landed(action, error)
+            self._retire_on(error, action.peer)
+
+        self._issue(rank_pb2.RankCommand(receive=self._pages_of(action, block_table)), done)
+
+    def _pages_of(self, action: Gather | Land, block_table: list[int]) -> rank_pb2.PageRange:
+        return rank_pb2.PageRange(
             pair_epoch=self._epoch_of.get(action.peer, ""),
             slot=action.slot,
             token_start=action.token_start,
@@ -122,13 +121,6 @@ class Carrier:
             block_table=block_table,
             after_step=self.ranks.last_step,
         )
-
-        def done(error: str, size_bytes: int) -> None:
-            self._stats.kv_bytes_received += size_bytes
-            self.decode.landed(action, error)
-            self._retire_on(error, action.peer)
-
-        self._issue(rank_pb2.RankCommand(receive=command), done)
 
     def _open_pair(self, peer: str, pair: rank_pb2.OpenPair, ready: Callable[[], None]) -> None:
         def opened(error: str, _: int) -> None:

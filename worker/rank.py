@@ -102,7 +102,7 @@ class RankExecutor:
         self._mover.close_pair(command.pair_epoch)
         return 0
 
-    def _gather(self, command: rank_pb2.Gather) -> int:
+    def _gather(self, command: rank_pb2.PageRange) -> int:
         self._await_step(command.after_step)
         table = list(command.block_table)
         return self._mover.gather(command.pair_epoch, command.slot, command.token_start, command.token_end, table)
@@ -111,7 +111,7 @@ class RankExecutor:
         self._mover.send(command.pair_epoch, command.slot, command.num_tokens)
         return 0
 
-    def _post(self, number: int, command: rank_pb2.Receive) -> None:
+    def _post(self, number: int, command: rank_pb2.PageRange) -> None:
         table = list(command.block_table)
         try:
             landing = self._mover.post_receive(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import handoff_pb2 as cluster_dot_pb_dot_handoff__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63luster/pb/rank.proto\x12\x11\x62\x61ton.internal.v1\x1a\x18\x63luster/pb/handoff.proto\"\xf7\x02\n\x0bRankCommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x04step\x18\x02 \x01(\x0cH\x00\x12\x30\n\topen_pair\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.OpenPairH\x00\x12\x32\n\nclose_pair\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.ClosePairH\x00\x12+\n\x06gather\x18\x05 \x01(\x0b\x32\x19.baton.internal.v1.GatherH\x00\x12\'\n\x04send\x18\x06 \x01(\x0b\x32\x17.baton.internal.v1.SendH\x00\x12-\n\x07receive\x18\x07 \x01(\x0b\x32\x1a.baton.internal.v1.ReceiveH\x00\x12\'\n\x04stop\x18\x08 \x01(\x0b\x32\x17.baton.internal.v1.StopH\x00\x12)\n\x05start\x18\t \x01(\x0b\x32\x18.baton.internal.v1.StartH\x00\x42\t\n\x07\x63ommand\"G\n\x05Start\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"u\n\x08OpenPair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x11\n\tis_sender\x18\x03 \x01(\x08\x12+\n\x06remote\x18\x04 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\"\x1f\n\tClosePair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\"{\n\x06Gather\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12\x12\n\nafter_step\x18\x06 \x01(\x04\"<\n\x04Send\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"|\n\x07Receive\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12\x12\n\nafter_step\x18\x06 \x01(\x04\"\x06\n\x04Stop\"k\n\tRankReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12+\n\x05hello\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.RankHello\"G\n\tRankHello\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x63luster/pb/rank.proto\x12\x11\x62\x61ton.internal.v1\x1a\x18\x63luster/pb/handoff.proto\"\xfc\x02\n\x0bRankCommand\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0e\n\x04step\x18\x02 \x01(\x0cH\x00\x12\x30\n\topen_pair\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.OpenPairH\x00\x12\x32\n\nclose_pair\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.ClosePairH\x00\x12.\n\x06gather\x18\x05 \x01(\x0b\x32\x1c.baton.internal.v1.PageRangeH\x00\x12\'\n\x04send\x18\x06 \x01(\x0b\x32\x17.baton.internal.v1.SendH\x00\x12/\n\x07receive\x18\x07 \x01(\x0b\x32\x1c.baton.internal.v1.PageRangeH\x00\x12\'\n\x04stop\x18\x08 \x01(\x0b\x32\x17.baton.internal.v1.StopH\x00\x12)\n\x05start\x18\t \x01(\x0b\x32\x18.baton.internal.v1.StartH\x00\x42\t\n\x07\x63ommand\"G\n\x05Start\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\"u\n\x08OpenPair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x11\n\tis_sender\x18\x03 \x01(\x08\x12+\n\x06remote\x18\x04 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\"\x1f\n\tClosePair\x12\x12\n\npair_epoch\x18\x01 \x01(\t\"~\n\tPageRange\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\x12\x13\n\x0b\x62lock_table\x18\x05 \x03(\r\x12\x12\n\nafter_step\x18\x06 \x01(\x04\"<\n\x04Send\x12\x12\n\npair_epoch\x18\x01 \x01(\t\x12\x0c\n\x04slot\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"\x06\n\x04Stop\"k\n\tRankReply\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\r\n\x05\x65rror\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12+\n\x05hello\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.RankHello\"G\n\tRankHello\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,21 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.pb.rank_pb2', _glob
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_RANKCOMMAND']._serialized_start=71
-  _globals['_RANKCOMMAND']._serialized_end=446
-  _globals['_START']._serialized_start=448
-  _globals['_START']._serialized_end=519
-  _globals['_OPENPAIR']._serialized_start=521
-  _globals['_OPENPAIR']._serialized_end=638
-  _globals['_CLOSEPAIR']._serialized_start=640
-  _globals['_CLOSEPAIR']._serialized_end=671
-  _globals['_GATHER']._serialized_start=673
-  _globals['_GATHER']._serialized_end=796
-  _globals['_SEND']._serialized_start=798
-  _globals['_SEND']._serialized_end=858
-  _globals['_RECEIVE']._serialized_start=860
-  _globals['_RECEIVE']._serialized_end=984
-  _globals['_STOP']._serialized_start=986
-  _globals['_STOP']._serialized_end=992
-  _globals['_RANKREPLY']._serialized_start=994
-  _globals['_RANKREPLY']._serialized_end=1101
-  _globals['_RANKHELLO']._serialized_start=1103
-  _globals['_RANKHELLO']._serialized_end=1174
+  _globals['_RANKCOMMAND']._serialized_end=451
+  _globals['_START']._serialized_start=453
+  _globals['_START']._serialized_end=524
+  _globals['_OPENPAIR']._serialized_start=526
+  _globals['_OPENPAIR']._serialized_end=643
+  _globals['_CLOSEPAIR']._serialized_start=645
+  _globals['_CLOSEPAIR']._serialized_end=676
+  _globals['_PAGERANGE']._serialized_start=678
+  _globals['_PAGERANGE']._serialized_end=804
+  _globals['_SEND']._serialized_start=806
+  _globals['_SEND']._serialized_end=866
+  _globals['_STOP']._serialized_start=868
+  _globals['_STOP']._serialized_end=874
+  _globals['_RANKREPLY']._serialized_start=876
+  _globals['_RANKREPLY']._serialized_end=983
+  _globals['_RANKHELLO']._serialized_start=985
+  _globals['_RANKHELLO']._serialized_end=1056
 # @@protoc_insertion_point(module_scope)

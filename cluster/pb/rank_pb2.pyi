@@ -22,12 +22,12 @@ class RankCommand(_message.Message):
     step: bytes
     open_pair: OpenPair
     close_pair: ClosePair
-    gather: Gather
+    gather: PageRange
     send: Send
-    receive: Receive
+    receive: PageRange
     stop: Stop
     start: Start
-    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[Gather, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[Receive, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[PageRange, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[PageRange, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("incarnation", "store_address", "num_blocks")
@@ -57,7 +57,7 @@ class ClosePair(_message.Message):
     pair_epoch: str
     def __init__(self, pair_epoch: _Optional[str] = ...) -> None: ...
 
-class Gather(_message.Message):
+class PageRange(_message.Message):
     __slots__ = ("pair_epoch", "slot", "token_start", "token_end", "block_table", "after_step")
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
@@ -82,22 +82,6 @@ class Send(_message.Message):
     slot: int
     num_tokens: int
     def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
-
-class Receive(_message.Message):
-    __slots__ = ("pair_epoch", "slot", "token_start", "token_end", "block_table", "after_step")
-    PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
-    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
-    pair_epoch: str
-    slot: int
-    token_start: int
-    token_end: int
-    block_table: _containers.RepeatedScalarFieldContainer[int]
-    after_step: int
-    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()
