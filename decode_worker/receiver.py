@@ -1,129 +1,230 @@
 """The receiving side of every hand-off of one worker: events in, actions out. No clock, socket or tensor.
 
-Life of a hand-off, from the router's announcement and the prefill worker's Open, in either order:
+A hand-off is (request, attempt, pair epoch); an event for one that is not here, or not in a state that TABLE lists for
+it, is dropped. From the router's announcement and the prefill worker's Open, in either order:
 
-    both heard -> Reserve -> Reserved told -> offers queue -> Land + Grant when a landing slot is free -> landed
+    Reserve -> Reserved told -> an offer waits for its landing slot -> Land + Grant -> landed
     -> commit heard and all landed -> Ready, Committed told
 
 A granted chunk is always landed, also after a cancel, and only then are the pages released: nothing that the transport
-may still write to is ever free. An Abort is always answered with an Abort, after which no grant of it can follow.
+may still write to is ever free. An Abort is always answered with an Abort, after which no grant of it can follow. A
+hand-off that fails says so once it has drained, with how many tokens of the prompt have landed whole.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
 
 from cluster.keys import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from kv_transfer.actions import Actions, Fail, Land, Ready, ReleasePages, Reserve, Tell
+from kv_transfer.actions import Actions, Chunk, Fail, Land, Range, Ready, ReleasePages, Reserve, Tell
+
+Reason = worker_pb2.Failed.Reason
+
+
+class State(Enum):
+    ANNOUNCED = "announced"  # the router has spoken
+    WAITING = "waiting"  # the prefill worker too: blocks are wanted
+    RECEIVING = "receiving"  # blocks are held; chunks land
+    CLOSING = "closing"  # given up; what was granted drains
+    READY = "ready"  # handed over, and forgotten here
+    CLOSED = "closed"  # over, and forgotten here
+
+
+class Event(Enum):
+    OPENED = "opened"
+    RESERVED = "reserved"
+    COMPLETED = "completed"
+    CANCEL = "cancel"
+    FAILED = "failed"
+    PEER_ABORTED = "peer aborted"
+    LINK_DOWN = "link down"
+    DRAINED = "drained"
+
+
+_ENDS = dict.fromkeys((Event.CANCEL, Event.FAILED, Event.PEER_ABORTED, Event.LINK_DOWN), State.CLOSING)
+TABLE: Mapping[State, Mapping[Event, State]] = MappingProxyType(
+    {
+        State.ANNOUNCED: {Event.OPENED: State.WAITING, Event.CANCEL: State.CLOSING},
+        State.WAITING: {Event.RESERVED: State.RECEIVING, **_ENDS},
+        State.RECEIVING: {Event.COMPLETED: State.READY, **_ENDS},
+        State.CLOSING: {Event.DRAINED: State.CLOSED},
+        State.READY: {},
+        State.CLOSED: {},
+    }
+)
+"""Every legal move. What is not here is dropped: it belongs to a moment that is over."""
 
 
 @dataclass
 class Incoming:
-    """One request's hand-off."""
+    """One hand-off. Its epoch is known once the prefill worker has opened it."""
 
     key: RequestKey
     num_tokens: int
-    peer: str | None = None
-    is_reserved: bool = False
-    num_landed_tokens: int = 0
-    """Tokens of the prompt here, those from the prefix cache included."""
-    num_landed_chunks: int = 0
-    landing: set[int] = field(default_factory=set)
+    num_layers: int
+    epoch: str | None = None
+    state: State = State.ANNOUNCED
+    num_cached_tokens: int = 0
+    landing: dict[int, Chunk] = field(default_factory=dict)
     """Chunks granted and not landed."""
+    landed: list[Range] = field(default_factory=list)
     commit: handoff_pb2.Commit | None = None
-    is_closing: bool = False
+    failure: tuple[Reason, str] | None = None
+    """What the router is told at the end; None when it asked for the end, or hears of it from the sender."""
+
+    def advance(self, event: Event) -> bool:
+        """False, and nothing changed, when the table has no such move."""
+        state = TABLE[self.state].get(event)
+        if state is None:
+            return False
+        self.state = state
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        return self.commit is not None and len(self.landed) == self.commit.num_chunks
+
+    @property
+    def num_whole_tokens(self) -> int:
+        """Tokens from the prompt's beginning on that are here in every layer."""
+        ends = [self.num_cached_tokens] * self.num_layers
+        for where in sorted(self.landed, key=lambda r: r.token_start):
+            for layer in range(where.layer_start, where.layer_end):
+                if where.token_start <= ends[layer]:
+                    ends[layer] = max(ends[layer], where.token_end)
+        return min(ends)
 
 
-@dataclass(frozen=True)
-class QueuedOffer:
-    key: RequestKey
-    chunk_index: int
-    token_start: int
-    token_end: int
+@dataclass
+class Inlet:
+    """One link: its free landing slots, how much one holds, and offers that wait for theirs."""
+
+    chunk_tokens: int
+    free_slots: set[int]
+    num_slots: int
+    is_open: bool = False
+    offers: deque[Chunk] = field(default_factory=deque)
 
 
 class Receiver:
-    """All hand-offs into one decode worker, over its `num_slots` landing slots of `chunk_tokens` tokens each."""
+    """All hand-offs into one worker, whose model has `num_layers` layers."""
 
-    def __init__(self, num_slots: int, chunk_tokens: int) -> None:
-        self._free_slots = list(range(num_slots))
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
         self._incoming: dict[RequestKey, Incoming] = {}
         self._opened: dict[RequestKey, str] = {}
-        """Peers whose Open arrived before the router's announcement."""
-        self._offers: deque[QueuedOffer] = deque()
-        self._slot_of: dict[tuple[RequestKey, int], int] = {}
-        self._grant_number = 0
-        self._ready_peers: set[str] = set()
-
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        """Epochs whose Open arrived before the router's announcement."""
+        self._inlets: dict[str, Inlet] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._incoming
 
+    def num_on(self, epoch: str) -> int:
+        """Hand-offs that still need the link."""
+        return sum(i.epoch == epoch for i in self._incoming.values()) + list(self._opened.values()).count(epoch)
+
+    def count_stages(self) -> dict[str, int]:
+        """Landing slots of all links by what is in them."""
+        posted = sum(len(incoming.landing) for incoming in self._incoming.values())
+        return {"posted": posted, "free": sum(len(inlet.free_slots) for inlet in self._inlets.values())}
+
+    # Links
+
+    def link_called(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
+        """A prefill worker has called; a landing slot will hold `chunk_tokens` tokens of all layers."""
+        self._inlets[epoch] = Inlet(chunk_tokens, set(range(num_slots)), num_slots)
+        return []
+
+    def link_up(self, epoch: str) -> Actions:
+        """The pair is open on every rank: receives may be posted on it."""
+        inlet = self._inlets[epoch]
+        inlet.is_open = True
+        return self._pump(inlet)
+
+    def link_down(
+        self,
+        epoch: str,
+        reason: Reason = worker_pb2.Failed.REASON_PEER_LOST,
+        why: str = "the prefill worker was lost during the hand-off",
+    ) -> Actions:
+        """The link is closed, and what had not been handed over is lost with it."""
+        self._inlets.pop(epoch, None)
+        self._opened = {key: e for key, e in self._opened.items() if e != epoch}
+        actions: Actions = []
+        for incoming in [i for i in self._incoming.values() if i.epoch == epoch]:
+            actions += self._give_up(incoming, Event.LINK_DOWN, (reason, why))
+        return actions
+
+    # One hand-off
+
     def announce(self, key: RequestKey, num_tokens: int) -> Actions:
         """The router expects this request's KV to arrive from a prefill worker."""
-        incoming = self._incoming[key] = Incoming(key, num_tokens)
-        incoming.peer = self._opened.pop(key, None)
-        return [Reserve(key)] if incoming.peer is not None else []
+        incoming = self._incoming[key] = Incoming(key, num_tokens, self._num_layers)
+        epoch = self._opened.pop(key, None)
+        return [] if epoch is None else self._match(incoming, epoch)
 
-    def opened(self, peer: str, key: RequestKey) -> Actions:
+    def opened(self, epoch: str, key: RequestKey) -> Actions:
         """A prefill worker asks for the request's reservation."""
         incoming = self._incoming.get(key)
         if incoming is None:
-            self._opened[key] = peer
+            self._opened[key] = epoch
             return []
-        if incoming.peer is not None or incoming.is_closing:
-            return [self._tell_abort(peer, key, "this request is already being handed off")]
-        incoming.peer = peer
-        return [Reserve(key)]
-
-    def peer_ready(self, peer: str) -> Actions:
-        """The pair's communicators are up on every rank: receives may be posted on it."""
-        self._ready_peers.add(peer)
-        return self._pump()
+        if incoming.state is not State.ANNOUNCED:
+            return [self._tell_abort(epoch, key, "this request is being handed off already")]
+        return self._match(incoming, epoch)
 
     def reserved(self, key: RequestKey, num_cached_tokens: int) -> Actions:
         """Blocks are held for the whole prompt; its first `num_cached_tokens` tokens are here already."""
         incoming = self._incoming[key]
-        assert incoming.peer is not None
-        incoming.is_reserved = True
-        incoming.num_landed_tokens = num_cached_tokens
-        message = handoff_pb2.Reserved(key=key.to_proto(), num_cached_tokens=num_cached_tokens)
-        return [Tell(incoming.peer, handoff_pb2.ReceiverMessage(reserved=message))]
-
-    def offered(self, peer: str, offer: handoff_pb2.Offer) -> Actions:
-        """A chunk waits in the sender's slot. Dropped by identity when the request is not this peer's."""
-        incoming = self._incoming.get(key := RequestKey.of(offer.key))
-        if incoming is None or incoming.is_closing or incoming.peer != peer:
+        if not incoming.advance(Event.RESERVED):
             return []
-        size = offer.token_end - offer.token_start
-        if not incoming.is_reserved or not 0 < size <= self._chunk_tokens or offer.token_end > incoming.num_tokens:
-            return self._fail(incoming, "the prefill worker offered a token range that was not reserved")
-        self._offers.append(QueuedOffer(key, offer.chunk_index, offer.token_start, offer.token_end))
-        return self._pump()
+        assert incoming.epoch is not None
+        incoming.num_cached_tokens = num_cached_tokens
+        message = handoff_pb2.Reserved(key=key.to_proto(), num_cached_tokens=num_cached_tokens)
+        return [Tell(incoming.epoch, handoff_pb2.ReceiverMessage(reserved=message))]
 
-    def landed(self, key: RequestKey, chunk_index: int, num_tokens: int, error: str = "") -> Actions:
+    def offered(self, epoch: str, offer: handoff_pb2.Offer) -> Actions:
+        """A chunk waits in the sender's slot."""
+        incoming = self._find(epoch, RequestKey.of(offer.key))
+        inlet = self._inlets.get(epoch)
+        if incoming is None or inlet is None or incoming.state is not State.RECEIVING:
+            return []
+        where = Range(offer.token_start, offer.token_end, offer.layer_start, offer.layer_end)
+        chunk = Chunk(incoming.key, epoch, offer.chunk_index, offer.slot, where)
+        problem = self._problem_of(chunk, incoming, inlet)
+        if problem:
+            return self._fail(incoming, problem)
+        inlet.offers.append(chunk)
+        return self._pump(inlet)
+
+    def landed(
+        self, chunk: Chunk, error: str = "", reason: Reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
+    ) -> Actions:
         """A granted chunk has been scattered into the pages on every rank, or its transfer failed."""
-        self._free_slots.append(self._slot_of.pop((key, chunk_index)))
-        incoming = self._incoming[key]
-        incoming.landing.discard(chunk_index)
-        incoming.num_landed_tokens += num_tokens
-        incoming.num_landed_chunks += 1
-        if incoming.is_closing:
-            return self._close_if_drained(incoming) + self._pump()
-        if error:
-            return self._fail(incoming, error) + self._pump()
-        return self._finish_if_complete(incoming) + self._pump()
+        incoming = self._incoming[chunk.key]
+        del incoming.landing[chunk.index]
+        if not error:
+            incoming.landed.append(chunk.range)
+        inlet = self._inlets.get(chunk.epoch)
+        if inlet is not None:
+            inlet.free_slots.add(chunk.slot)
+        if error and incoming.state is State.RECEIVING:
+            actions = self._fail(incoming, error, reason)
+        elif incoming.state is State.CLOSING:
+            actions = self._close_if_drained(incoming)
+        else:
+            actions = self._finish_if_complete(incoming)
+        return actions + (self._pump(inlet) if inlet is not None else [])
 
-    def committed(self, peer: str, commit: handoff_pb2.Commit) -> Actions:
+    def committed(self, epoch: str, commit: handoff_pb2.Commit) -> Actions:
         """The sender has offered everything."""
-        incoming = self._incoming.get(RequestKey.of(commit.key))
-        if incoming is None or incoming.is_closing or incoming.peer != peer:
+        incoming = self._find(epoch, RequestKey.of(commit.key))
+        if incoming is None or incoming.state is not State.RECEIVING or incoming.commit is not None:
             return []
         incoming.commit = commit
         return self._finish_if_complete(incoming)
@@ -131,93 +232,100 @@ class Receiver:
     def cancel(self, key: RequestKey, reason: str) -> Actions:
         """The router does not want the request any more."""
         incoming = self._incoming.get(key)
-        if incoming is None or incoming.is_closing:
+        if incoming is None or Event.CANCEL not in TABLE[incoming.state]:
             return []
-        told: Actions = [] if incoming.peer is None else [self._tell_abort(incoming.peer, key, reason)]
-        return told + self._close(incoming)
+        told: Actions = [] if incoming.epoch is None else [self._tell_abort(incoming.epoch, key, reason)]
+        return told + self._give_up(incoming, Event.CANCEL, None)
 
-    def peer_aborted(self, peer: str, key: RequestKey) -> Actions:
+    def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
         """The sender gave the request up; the router hears of it from the sender."""
-        if self._opened.get(key) == peer:
+        if self._opened.get(key) == epoch:
             del self._opened[key]
-        answer: Actions = [self._tell_abort(peer, key, "aborted")]
+        answer: Actions = [self._tell_abort(epoch, key, "aborted")]
+        incoming = self._find(epoch, key)
+        return answer if incoming is None else answer + self._give_up(incoming, Event.PEER_ABORTED, None)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every hand-off is over and every slot of the open links is back."""
+        assert not self._incoming and not self._opened, (self._incoming, self._opened)
+        for inlet in self._inlets.values():
+            assert not inlet.offers and len(inlet.free_slots) == inlet.num_slots, inlet
+
+    def _find(self, epoch: str, key: RequestKey) -> Incoming | None:
         incoming = self._incoming.get(key)
-        if incoming is None or incoming.is_closing or incoming.peer != peer:
-            return answer
-        return answer + self._close(incoming)
+        return incoming if incoming is not None and incoming.epoch == epoch else None
 
-    def peer_lost(self, peer: str) -> Actions:
-        """The link from a prefill worker is gone, and what it had not handed over with it."""
-        self._ready_peers.discard(peer)
-        self._opened = {key: p for key, p in self._opened.items() if p != peer}
+    def _match(self, incoming: Incoming, epoch: str) -> Actions:
+        incoming.advance(Event.OPENED)
+        incoming.epoch = epoch
+        return [Reserve(incoming.key)]
+
+    def _problem_of(self, chunk: Chunk, incoming: Incoming, inlet: Inlet) -> str:
+        """Why an offer breaks the protocol, or nothing."""
+        where = chunk.range
+        fits = 0 < where.num_cells <= inlet.chunk_tokens * self._num_layers and where.num_tokens > 0
+        inside = incoming.num_cached_tokens <= where.token_start and where.token_end <= incoming.num_tokens
+        if not fits or not inside or where.layer_end > self._num_layers or chunk.slot >= inlet.num_slots:
+            return f"the prefill worker offered {where}, which was not reserved"
+        waiting = [c.index for c in inlet.offers if c.key == chunk.key]
+        if chunk.index in incoming.landing or chunk.index in waiting:
+            return f"the prefill worker offered chunk {chunk.index} twice"
+        return ""
+
+    def _pump(self, inlet: Inlet) -> Actions:
+        """Grants offers whose slots are free, in their order."""
         actions: Actions = []
-        for incoming in [i for i in self._incoming.values() if i.peer == peer and not i.is_closing]:
-            reason = worker_pb2.Failed.REASON_PEER_LOST
-            actions.append(Fail(incoming.key, reason, "the prefill worker was lost during the hand-off"))
-            actions += self._close(incoming)
-        return actions
-
-    def check_idle(self, num_slots: int) -> None:
-        """Raises AssertionError unless every hand-off is over and every slot is back."""
-        assert not self._incoming and not self._offers and len(self._free_slots) == num_slots, (
-            self._incoming,
-            self._offers,
-            self._free_slots,
-        )
-
-    def _pump(self) -> Actions:
-        """Grants offers in their order while there are landing slots; those of a pair still opening wait."""
-        actions: Actions = []
-        waiting: deque[QueuedOffer] = deque()
-        while self._offers and self._free_slots:
-            offer = self._offers.popleft()
-            incoming = self._incoming[offer.key]
-            assert incoming.peer is not None
-            if incoming.peer not in self._ready_peers:
-                waiting.append(offer)
+        for chunk in list(inlet.offers) if inlet.is_open else []:
+            if chunk.slot not in inlet.free_slots:
                 continue
-            slot = self._slot_of[(offer.key, offer.chunk_index)] = self._free_slots.pop()
-            incoming.landing.add(offer.chunk_index)
-            self._grant_number += 1
-            grant = handoff_pb2.Grant(
-                key=offer.key.to_proto(), chunk_index=offer.chunk_index, grant_number=self._grant_number
-            )
-            land = Land(offer.key, incoming.peer, offer.chunk_index, slot, offer.token_start, offer.token_end)
-            actions += [land, Tell(incoming.peer, handoff_pb2.ReceiverMessage(grant=grant))]
-        self._offers.extendleft(reversed(waiting))
+            inlet.offers.remove(chunk)
+            inlet.free_slots.remove(chunk.slot)
+            self._incoming[chunk.key].landing[chunk.index] = chunk
+            grant = handoff_pb2.Grant(key=chunk.key.to_proto(), chunk_index=chunk.index)
+            actions += [Land(chunk), Tell(chunk.epoch, handoff_pb2.ReceiverMessage(grant=grant))]
         return actions
 
     def _finish_if_complete(self, incoming: Incoming) -> Actions:
-        commit = incoming.commit
-        if commit is None or incoming.num_landed_chunks < commit.num_chunks:
+        if not incoming.is_complete:
             return []
-        if incoming.num_landed_tokens != incoming.num_tokens:
-            covered = f"{incoming.num_landed_tokens} of {incoming.num_tokens} prompt tokens"
+        assert incoming.epoch is not None and incoming.commit is not None
+        num_cells = sum(where.num_cells for where in incoming.landed)
+        if num_cells != (incoming.num_tokens - incoming.num_cached_tokens) * self._num_layers or (
+            incoming.num_whole_tokens != incoming.num_tokens
+        ):
+            covered = f"{incoming.num_whole_tokens} of {incoming.num_tokens} prompt tokens"
             return self._fail(incoming, f"the hand-off was committed with {covered}")
-        assert incoming.peer is not None
+        incoming.advance(Event.COMPLETED)
         del self._incoming[incoming.key]
-        answer = handoff_pb2.ReceiverMessage(committed=handoff_pb2.Committed(key=commit.key))
-        return [Tell(incoming.peer, answer), Ready(incoming.key, tuple(commit.first_tokens))]
+        answer = handoff_pb2.ReceiverMessage(committed=handoff_pb2.Committed(key=incoming.commit.key))
+        return [Tell(incoming.epoch, answer), Ready(incoming.key, tuple(incoming.commit.first_tokens))]
 
-    def _fail(self, incoming: Incoming, message: str) -> Actions:
-        reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
-        assert incoming.peer is not None
-        told = self._tell_abort(incoming.peer, incoming.key, message)
-        return [Fail(incoming.key, reason, message), told, *self._close(incoming)]
+    def _fail(
+        self, incoming: Incoming, message: str, reason: Reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
+    ) -> Actions:
+        assert incoming.epoch is not None
+        told = self._tell_abort(incoming.epoch, incoming.key, message)
+        return [told, *self._give_up(incoming, Event.FAILED, (reason, message))]
 
-    def _close(self, incoming: Incoming) -> Actions:
+    def _give_up(self, incoming: Incoming, event: Event, failure: tuple[Reason, str] | None) -> Actions:
         """Drops what was not granted; what was granted drains first."""
-        incoming.is_closing = True
-        self._offers = deque(offer for offer in self._offers if offer.key != incoming.key)
+        if not incoming.advance(event):
+            return []
+        incoming.failure = failure
+        inlet = self._inlets.get(incoming.epoch or "")
+        if inlet is not None:
+            inlet.offers = deque(chunk for chunk in inlet.offers if chunk.key != incoming.key)
         return self._close_if_drained(incoming)
 
     def _close_if_drained(self, incoming: Incoming) -> Actions:
-        if incoming.landing:
+        if incoming.landing or not incoming.advance(Event.DRAINED):
             return []
         del self._incoming[incoming.key]
-        return [ReleasePages(incoming.key)]
+        num_kept = incoming.num_whole_tokens
+        failed: Actions = [] if incoming.failure is None else [Fail(incoming.key, *incoming.failure, num_kept)]
+        return [*failed, ReleasePages(incoming.key, num_kept)]
 
     @staticmethod
-    def _tell_abort(peer: str, key: RequestKey, reason: str) -> Tell:
+    def _tell_abort(epoch: str, key: RequestKey, reason: str) -> Tell:
         message = handoff_pb2.Abort(key=key.to_proto(), reason=reason)
-        return Tell(peer, handoff_pb2.ReceiverMessage(abort=message))
+        return Tell(epoch, handoff_pb2.ReceiverMessage(abort=message))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,8 +17,8 @@ from decode_worker.receiver import Receiver
 from decode_worker.scheduler import BlockCopies, DecodeScheduler
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, check_finish
-from engine.sequence import Job, Planned, Sequence, claim_blocks, publish_blocks, release_blocks
-from kv_transfer.actions import Actions, Fail, Land, Ready, ReleasePages, Reserve, Tell
+from engine.sequence import Job, Planned, Sequence, claim_blocks, keep_blocks, publish_blocks, release_blocks
+from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, Tell
 
 
 class Reporter(Protocol):
@@ -33,9 +34,9 @@ class Reporter(Protocol):
 class Carrier(Protocol):
     """Carries messages and KV between this worker and its peers."""
 
-    def tell(self, peer: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
+    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
 
-    def land(self, action: Land, block_table: list[int]) -> None: ...
+    def land(self, chunk: Chunk, block_table: list[int]) -> None: ...
 
 
 @dataclass
@@ -61,20 +62,21 @@ class DecodeRole:
         carrier: Carrier,
         blocks: BlockManager,
         max_num_seqs: int,
-        num_slots: int,
-        chunk_tokens: int,
+        num_layers: int,
     ) -> None:
         self._reporter = reporter
         self._carrier = carrier
         self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = DecodeScheduler(blocks, max_num_seqs)
-        self._receiver = Receiver(num_slots, chunk_tokens)
+        self._receiver = Receiver(num_layers)
         self._tasks: dict[RequestKey, DecodeTask] = {}
         self._to_reserve: deque[RequestKey] = deque()
+        self._held_back: dict[RequestKey, tuple[Job, bool, set[int]]] = {}
+        """Attempts that wait for an earlier one of their request to drain: they go on from what it leaves."""
 
     def __contains__(self, key: RequestKey) -> bool:
-        return key in self._tasks
+        return key in self._tasks or key in self._held_back
 
     @property
     def num_running(self) -> int:
@@ -82,16 +84,19 @@ class DecodeRole:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._to_reserve) + self._scheduler.num_waiting
+        return len(self._to_reserve) + self._scheduler.num_waiting + len(self._held_back)
 
     @property
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
-    def admit(self, job: Job, expect_handoff: bool) -> None:
+    def admit(self, job: Job, expect_handoff: bool, dropped: Iterable[int] = ()) -> None:
         """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
+        if job.key.attempt > 1 and any(key.request_id == job.key.request_id for key in self._tasks):
+            self._held_back[job.key] = job, expect_handoff, set(dropped)
+            return
         sequence = Sequence(job, 0, next(self._arrivals), fan_out=job.params.n)
-        self._tasks[job.key] = DecodeTask(job, sequence)
+        self._tasks[job.key] = DecodeTask(job, sequence, dropped=set(dropped))
         if expect_handoff:
             self._carry_out(self._receiver.announce(job.key, len(job.prompt_token_ids)))
         else:
@@ -100,6 +105,13 @@ class DecodeRole:
 
     def cancel(self, key: RequestKey, reason: str, sequence_index: int | None = None) -> None:
         """Ends a request, or one sequence of it, in any state; what the transport may still touch drains first."""
+        if key in self._held_back:
+            if sequence_index is not None:
+                self._held_back[key][2].add(sequence_index)
+                return
+            del self._held_back[key]
+            self._reporter.close_request(key)
+            return
         task = self._tasks[key]
         if sequence_index is not None:
             self._drop_sequence(task, sequence_index)
@@ -110,28 +122,34 @@ class DecodeRole:
                 self._scheduler.remove(sequence)
             self._close(task)
 
-    def hear(self, peer: str, message: handoff_pb2.SenderMessage) -> None:
+    def hear(self, epoch: str, message: handoff_pb2.SenderMessage) -> None:
         """A message of a prefill worker."""
         match message.WhichOneof("message"):
             case "open":
-                self._carry_out(self._receiver.opened(peer, RequestKey.of(message.open.key)))
+                self._carry_out(self._receiver.opened(epoch, RequestKey.of(message.open.key)))
             case "offer":
-                self._carry_out(self._receiver.offered(peer, message.offer))
+                self._carry_out(self._receiver.offered(epoch, message.offer))
             case "commit":
-                self._carry_out(self._receiver.committed(peer, message.commit))
+                self._carry_out(self._receiver.committed(epoch, message.commit))
             case "abort":
-                self._carry_out(self._receiver.peer_aborted(peer, RequestKey.of(message.abort.key)))
+                self._carry_out(self._receiver.peer_aborted(epoch, RequestKey.of(message.abort.key)))
 
-    def peer_ready(self, peer: str) -> None:
-        self._carry_out(self._receiver.peer_ready(peer))
+    def link_called(self, epoch: str, chunk_tokens: int, num_slots: int) -> None:
+        self._carry_out(self._receiver.link_called(epoch, chunk_tokens, num_slots))
 
-    def peer_lost(self, peer: str) -> None:
-        self._carry_out(self._receiver.peer_lost(peer))
+    def link_up(self, epoch: str) -> None:
+        self._carry_out(self._receiver.link_up(epoch))
 
-    def landed(self, action: Land, error: str) -> None:
+    def link_down(self, epoch: str, reason: worker_pb2.Failed.Reason, why: str) -> None:
+        self._carry_out(self._receiver.link_down(epoch, reason, why))
+
+    def count_slots(self) -> dict[str, int]:
+        """Landing slots by what is in them."""
+        return self._receiver.count_stages()
+
+    def landed(self, chunk: Chunk, error: str, reason: worker_pb2.Failed.Reason) -> None:
         """A granted chunk lies in its pages, or `error` says why not."""
-        size = action.token_end - action.token_start
-        self._carry_out(self._receiver.landed(action.key, action.chunk_index, size, error))
+        self._carry_out(self._receiver.landed(chunk, error, reason))
 
     def plan(self, budget: int) -> tuple[list[Planned], list[Sequence], BlockCopies]:
         """Shares of the next step, who was preempted for it, and the page copies it makes first."""
@@ -150,51 +168,61 @@ class DecodeRole:
         self._scheduler.copied(copies)
 
     def absorb(self, planned: Planned, sampled: list[SampledToken]) -> None:
-        """A share of the step has run; `sampled` holds the next token (of each sequence born by it)."""
+        """A share of the step has run; `sampled` holds the next token (of each sequence born by it).
+
+        A sequence that was given up while the step ran is passed over.
+        """
         sequence = planned.sequence
+        task = self._tasks.get(sequence.job.key)
+        if task is None or task.live.get(sequence.index) is not sequence:
+            return
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens += planned.num_tokens
         publish_blocks(sequence, self._blocks, before)
         if not sampled:
             return
-        task = self._tasks[sequence.job.key]
         if not sequence.output_token_ids:
             self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
         born = [sequence] + [Sequence(task.job, i, sequence.arrival) for i in range(1, sequence.fan_out)]
         sequence.fan_out = 1
         for child, token in zip(born, sampled, strict=True):
-            child.output_token_ids.append(token.token_id)
-            self._reporter.emit_tokens(child, token, len(child.output_token_ids) - 1)
+            self._append(child, token)
         if len(born) > 1:
             children = [c for c in born[1:] if c.index not in task.dropped]
             task.live.update({c.index: c for c in children})
             self._scheduler.fork(sequence, children, [])
         for child in born:
-            if child.index in task.live and check_finish(task.job.params, child.output_token_ids):
+            is_over = child.index in task.dropped or check_finish(task.job.params, child.output_token_ids) is not None
+            if child.index in task.live and is_over:
                 self._end_sequence(task, child)
 
-    def check_idle(self, num_slots: int) -> None:
+    def check_idle(self) -> None:
         """Raises AssertionError unless nothing is held."""
-        assert not self._tasks and not self._to_reserve, (self._tasks, self._to_reserve)
+        assert not self._tasks and not self._to_reserve and not self._held_back, (self._tasks, self._held_back)
         assert self._scheduler.num_running + self._scheduler.num_waiting + self._scheduler.num_reserved_seqs == 0
-        self._receiver.check_idle(num_slots)
+        self._receiver.check_idle()
 
     def _carry_out(self, actions: Actions) -> None:
         for action in actions:
             match action:
                 case Tell():
-                    self._carrier.tell(action.peer, action.message)
+                    self._carrier.tell(action.epoch, action.message)
                 case Reserve():
                     self._to_reserve.append(action.key)
                 case Land():
-                    self._carrier.land(action, self._tasks[action.key].prompt.block_table)
+                    self._carrier.land(action.chunk, self._tasks[action.chunk.key].prompt.block_table)
                 case Ready():
                     self._start_decoding(self._tasks[action.key], action.first_tokens)
                 case Fail():
-                    failed = worker_pb2.Failed(key=action.key.to_proto(), reason=action.reason, message=action.message)
+                    failed = worker_pb2.Failed(
+                        key=action.key.to_proto(),
+                        reason=action.reason,
+                        message=action.message,
+                        num_kept_tokens=action.num_kept_tokens,
+                    )
                     self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
                 case ReleasePages():
-                    self._drop_reservation(self._tasks[action.key])
+                    self._drop_reservation(self._tasks[action.key], action.num_kept_tokens)
 
     def _reserve_waiting(self) -> None:
         """Reserves for announced hand-offs, in their order, while places and blocks last."""
@@ -218,11 +246,12 @@ class DecodeRole:
         self._scheduler.num_reserved_seqs += n
         return True
 
-    def _drop_reservation(self, task: DecodeTask) -> None:
+    def _drop_reservation(self, task: DecodeTask, num_kept_tokens: int) -> None:
         if task.job.key in self._to_reserve:
             self._to_reserve.remove(task.job.key)
         if task.is_reserved:
             self._scheduler.num_reserved_seqs -= task.job.params.n
+            keep_blocks(task.prompt, self._blocks, num_kept_tokens)
             release_blocks(task.prompt, self._blocks)
         self._close(task)
 
@@ -274,6 +303,16 @@ class DecodeRole:
         task.spare = []
         del self._tasks[task.job.key]
         self._reporter.close_request(task.job.key)
+        for key in [k for k in self._held_back if k.request_id == task.job.key.request_id]:
+            self.admit(*self._held_back.pop(key))
+
+    def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
+        """The next token of a sequence, told unless the client has it from an earlier attempt."""
+        position = len(sequence.output_token_ids)
+        known = sequence.job.known_token(sequence.index, position)
+        sequence.output_token_ids.append(sampled.token_id if known is None else known)
+        if known is None:
+            self._reporter.emit_tokens(sequence, sampled, position)
 
     def _tell_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
         changed = worker_pb2.PhaseChanged(key=key.to_proto(), phase=phase, num_cached_tokens=num_cached_tokens)

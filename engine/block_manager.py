@@ -2,6 +2,7 @@
 
 A block is free (content worthless), held (referenced by at least one owner) or cached (published, referenced by nobody,
 evicted least recently used first). Invariant, always: free + held + cached == total; `check` proves it.
+While a step runs (`begin_step` to `end_step`), what is released stays held: the step may still touch it.
 Only a full block whose KV is computed may be published; its digest covers all tokens before it as well, so that equal
 digests mean equal KV. Knows nothing of tensors, requests or time. Used from one thread.
 """
@@ -43,6 +44,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
         self._published: dict[bytes, int] = {}
+        self._released_in_step: list[list[int]] | None = None  # None: no step is running
 
     @property
     def num_total(self) -> int:
@@ -89,6 +91,9 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one owner of each block. A table given in order has its end evicted before its beginning."""
         self._require_held(blocks, "release")
+        if self._released_in_step is not None:
+            self._released_in_step.append(list(blocks))
+            return
         for block in reversed(blocks):
             self._refcounts[block] -= 1
             if self._refcounts[block] > 0:
@@ -98,6 +103,20 @@ class BlockManager:
             else:
                 self._digests.pop(block, None)
                 self._free.append(block)
+
+    def begin_step(self) -> None:
+        """A step that reads and writes held blocks has been launched."""
+        if self._released_in_step is not None:
+            raise BlockAccountingError("a step is running already; call end_step first")
+        self._released_in_step = []
+
+    def end_step(self) -> None:
+        """The step has ended: what was released while it ran is let go, in that order."""
+        if self._released_in_step is None:
+            raise BlockAccountingError("no step is running; call begin_step first")
+        released, self._released_in_step = self._released_in_step, None
+        for blocks in released:
+            self.release(blocks)
 
     def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
         """Finds the longest run of published blocks that `token_ids` starts with, and takes a reference on each.

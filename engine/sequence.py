@@ -7,6 +7,7 @@ Knows nothing of hand-offs, routers or the order in which sequences run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -25,6 +26,18 @@ class Job:
     params: SamplingParams
     cache_salt: bytes = b""
     use_prefix_cache: bool = True
+    known_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """First output tokens by sequence that an earlier attempt has told already: taken as sampled, not told again."""
+
+    def known_token(self, index: int, position: int) -> int | None:
+        """Token `position` of the output of sequence `index`, if it is told already."""
+        known = self.known_tokens.get(index, ())
+        return known[position] if position < len(known) else None
+
+    @property
+    def private_salt(self) -> bytes:
+        """Salt under which only attempts of this request find one another's blocks."""
+        return b"attempts of " + self.key.request_id.encode()
 
 
 @dataclass(eq=False)
@@ -72,9 +85,11 @@ class Sequence:
 def claim_blocks(sequence: Sequence, blocks: BlockManager) -> bool:
     """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit."""
     needed = blocks_for(sequence.num_tokens, blocks.block_size)
+    job = sequence.job
     cached: list[int] = []
-    if sequence.job.use_prefix_cache:
-        cached = blocks.match_prefix(sequence.tokens(0, sequence.num_tokens), sequence.job.cache_salt)
+    if job.use_prefix_cache or job.key.attempt > 1:
+        salt = job.cache_salt if job.use_prefix_cache else job.private_salt
+        cached = blocks.match_prefix(sequence.tokens(0, sequence.num_tokens), salt)
     if not blocks.can_allocate(needed - len(cached)):
         blocks.release(cached)
         return False
@@ -92,6 +107,18 @@ def publish_blocks(sequence: Sequence, blocks: BlockManager, before: int) -> Non
         return
     tokens = sequence.tokens(0, sequence.num_computed_tokens)
     blocks.publish(tokens, sequence.block_table, sequence.job.cache_salt, sequence.num_computed_tokens)
+
+
+def keep_blocks(sequence: Sequence, blocks: BlockManager, num_tokens: int) -> int:
+    """Leaves the first `num_tokens` tokens, whose KV is whole, to the next attempt of the request.
+
+    They stay in the prefix cache, where nobody else finds those of a request that bypasses it. Returns how many do.
+    """
+    job = sequence.job
+    num_full = num_tokens // blocks.block_size * blocks.block_size
+    salt = job.cache_salt if job.use_prefix_cache else job.private_salt
+    blocks.publish(sequence.tokens(0, num_full), sequence.block_table, salt, num_full)
+    return num_full
 
 
 def release_blocks(sequence: Sequence, blocks: BlockManager) -> None:

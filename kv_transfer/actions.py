@@ -1,6 +1,7 @@
 """What the two sides of a hand-off ask their worker to do. The machines that decide them do no I/O.
 
-`peer` names the other worker's link, `slot` a send or landing slot of this worker, ranges are tokens of the prompt.
+A hand-off is named by (request, attempt, pair epoch): `key` is the first two. `epoch` names the link to the other
+worker and the pair of its ranks. A slot is one of the pair's; token ranges are of the prompt.
 """
 
 from __future__ import annotations
@@ -12,46 +13,64 @@ from cluster.pb import handoff_pb2, worker_pb2
 
 
 @dataclass(frozen=True)
+class Range:
+    """The KV of tokens [token_start, token_end) in layers [layer_start, layer_end)."""
+
+    token_start: int
+    token_end: int
+    layer_start: int
+    layer_end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_end - self.token_start
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens times layers: what fills a slot, and what a whole prompt is counted in."""
+        return self.num_tokens * (self.layer_end - self.layer_start)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One range of one hand-off in one slot of its pair."""
+
+    key: RequestKey
+    epoch: str
+    index: int
+    """From 0 within the hand-off."""
+    slot: int
+    range: Range
+
+
+@dataclass(frozen=True)
 class Tell:
     """Send a control message to the peer."""
 
-    peer: str
+    epoch: str
     message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage
 
 
 @dataclass(frozen=True)
 class Gather:
-    """Copy a token range from this worker's pages into a send slot."""
+    """Copy a chunk from this worker's pages into its send slot, once `after_step` steps have written it."""
 
-    key: RequestKey
-    peer: str
-    chunk_index: int
-    slot: int
-    token_start: int
-    token_end: int
+    chunk: Chunk
+    after_step: int
 
 
 @dataclass(frozen=True)
 class Transmit:
-    """Send a gathered slot to the peer, who has posted its receive."""
+    """Send a gathered chunk to the peer, who has posted its receive."""
 
-    key: RequestKey
-    peer: str
-    chunk_index: int
-    slot: int
-    num_tokens: int
+    chunk: Chunk
 
 
 @dataclass(frozen=True)
 class Land:
-    """Receive a chunk into a landing slot and scatter it into this worker's pages."""
+    """Receive a chunk into its landing slot and scatter it into this worker's pages."""
 
-    key: RequestKey
-    peer: str
-    chunk_index: int
-    slot: int
-    token_start: int
-    token_end: int
+    chunk: Chunk
 
 
 @dataclass(frozen=True)
@@ -78,9 +97,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class ReleasePages:
-    """No operation of the hand-off may touch the request's pages any more."""
+    """No operation of the hand-off may touch the request's pages any more; the first `num_kept_tokens` are whole."""
 
     key: RequestKey
+    num_kept_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,6 +110,7 @@ class Fail:
     key: RequestKey
     reason: worker_pb2.Failed.Reason
     message: str
+    num_kept_tokens: int = 0
 
 
 Action = Tell | Gather | Transmit | Land | BeginPrefill | Reserve | Ready | ReleasePages | Fail

@@ -14,7 +14,7 @@ from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, check_finish
 from engine.sequence import Job, Planned, Sequence, publish_blocks, release_blocks
-from kv_transfer.actions import Actions, BeginPrefill, Fail, Gather, ReleasePages, Tell, Transmit
+from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, Tell, Transmit
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sender import Sender
 
@@ -32,11 +32,13 @@ class Reporter(Protocol):
 class Carrier(Protocol):
     """Carries messages and KV between this worker and its peers."""
 
-    def tell(self, peer: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
+    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
 
-    def gather(self, action: Gather, block_table: list[int]) -> None: ...
+    def gather(self, chunk: Chunk, block_table: list[int], after_step: int) -> None: ...
 
-    def transmit(self, action: Transmit) -> None: ...
+    def prompt_done(self, key: RequestKey) -> None: ...
+
+    def transmit(self, chunk: Chunk) -> None: ...
 
 
 @dataclass
@@ -44,26 +46,24 @@ class PrefillTask:
     """A job of this role. The sequence exists once the decode worker has reserved."""
 
     job: Job
-    peer: str
+    epoch: str
     sequence: Sequence | None = None
 
 
 class PrefillRole:
     """Computes prompts and hands their KV over."""
 
-    def __init__(
-        self, reporter: Reporter, carrier: Carrier, blocks: BlockManager, num_slots: int, chunk_tokens: int
-    ) -> None:
+    def __init__(self, reporter: Reporter, carrier: Carrier, blocks: BlockManager, num_layers: int) -> None:
         self._reporter = reporter
         self._carrier = carrier
         self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = PrefillScheduler(blocks)
-        self._sender = Sender(num_slots, chunk_tokens)
+        self._sender = Sender(num_layers)
         self._tasks: dict[RequestKey, PrefillTask] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
-        return key in self._tasks
+        return key in self._tasks or key in self._sender
 
     @property
     def num_waiting(self) -> int:
@@ -74,46 +74,57 @@ class PrefillRole:
     def num_running(self) -> int:
         return self._scheduler.num_running
 
-    def admit(self, job: Job, peer: str) -> None:
-        """The router gave this worker a prompt, to be handed to `peer`."""
-        self._tasks[job.key] = PrefillTask(job, peer)
-        self._carry_out(self._sender.open(job.key, peer, len(job.prompt_token_ids)))
+    def admit(self, job: Job, epoch: str) -> None:
+        """The router gave this worker a prompt, to be handed over on the link `epoch`."""
+        self._tasks[job.key] = PrefillTask(job, epoch)
+        self._carry_out(self._sender.open(job.key, epoch, len(job.prompt_token_ids)))
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """Computes no further at once; what a gather still reads is released when it is done."""
         self._carry_out(self._sender.abort(key, reason))
         self._stop_computing(key)
 
-    def hear(self, message: handoff_pb2.ReceiverMessage) -> None:
+    def hear(self, epoch: str, message: handoff_pb2.ReceiverMessage) -> None:
         """A message of a decode worker."""
         match message.WhichOneof("message"):
             case "reserved":
                 key = RequestKey.of(message.reserved.key)
-                self._carry_out(self._sender.reserved(key, message.reserved.num_cached_tokens))
+                self._carry_out(self._sender.reserved(epoch, key, message.reserved.num_cached_tokens))
             case "grant":
-                self._carry_out(self._sender.granted(RequestKey.of(message.grant.key), message.grant.chunk_index))
+                key = RequestKey.of(message.grant.key)
+                self._carry_out(self._sender.granted(epoch, key, message.grant.chunk_index))
             case "committed":
-                self._carry_out(self._sender.committed(RequestKey.of(message.committed.key)))
+                self._carry_out(self._sender.committed(epoch, RequestKey.of(message.committed.key)))
             case "abort":
                 key = RequestKey.of(message.abort.key)
-                self._carry_out(self._sender.peer_aborted(key))
-                self._stop_computing(key)
+                self._carry_out(self._sender.peer_aborted(epoch, key))
+                self._stop_aborted(epoch)
 
-    def peer_ready(self, peer: str, chunk_tokens: int) -> None:
-        self._carry_out(self._sender.peer_ready(peer, chunk_tokens))
+    def link_up(self, epoch: str, chunk_tokens: int, num_slots: int) -> None:
+        self._carry_out(self._sender.link_up(epoch, chunk_tokens, num_slots))
 
-    def peer_lost(self, peer: str) -> None:
-        self._carry_out(self._sender.peer_lost(peer))
-        for key in [k for k, task in self._tasks.items() if task.peer == peer]:
-            self._stop_computing(key)
+    def link_suspected(self, epoch: str, is_suspect: bool) -> None:
+        self._carry_out(self._sender.link_suspected(epoch, is_suspect))
 
-    def gathered(self, action: Gather) -> None:
-        self._carry_out(self._sender.gathered(action.key, action.chunk_index))
+    def link_down(self, epoch: str, reason: worker_pb2.Failed.Reason, why: str) -> None:
+        self._carry_out(self._sender.link_down(epoch, reason, why))
+        self._stop_aborted(epoch)
 
-    def sent(self, action: Transmit) -> None:
-        self._carry_out(self._sender.sent(action.key, action.chunk_index))
+    def num_on(self, epoch: str) -> int:
+        """Hand-offs that still need the link."""
+        return self._sender.num_on(epoch)
 
-    def plan(self, budget: int) -> list[Planned]:
+    def count_slots(self) -> dict[str, int]:
+        """Send slots by what is in them."""
+        return self._sender.count_stages()
+
+    def gathered(self, chunk: Chunk) -> None:
+        self._carry_out(self._sender.gathered(chunk))
+
+    def sent(self, chunk: Chunk) -> None:
+        self._carry_out(self._sender.sent(chunk))
+
+    def plan(self, budget: int, last_step: int) -> list[Planned]:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
         for sequence in self._scheduler.admit():
             key = sequence.job.key
@@ -123,23 +134,34 @@ class PrefillRole:
                 num_cached_tokens=sequence.num_cached_tokens,
             )
             self._reporter.emit(key, worker_pb2.Event(phase=phase))
-            self._carry_out(self._sender.computed(key, sequence.num_computed_tokens))
+            self._carry_out(self._sender.computed(key, sequence.num_computed_tokens, last_step))
         return self._scheduler.plan(budget)
 
-    def absorb(self, planned: Planned, sampled: list[SampledToken]) -> None:
-        """A share of the step has run; `sampled` holds the first tokens when it reached the prompt's end."""
+    def launching(self, planned: Planned, step: int) -> None:
+        """The share is part of step number `step`, next in the log: a prompt's last share is sent while computed."""
         sequence = planned.sequence
+        if planned.num_tokens == sequence.num_remaining:
+            self._carry_out(self._sender.computing(sequence.job.key, sequence.num_tokens, step))
+
+    def absorb(self, planned: Planned, sampled: list[SampledToken], step: int) -> None:
+        """The share has run; `sampled` holds the first tokens when it reached the prompt's end.
+
+        A prompt that was given up while the step ran is passed over.
+        """
+        sequence = planned.sequence
+        if not self._scheduler.is_running(sequence):
+            return
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens += planned.num_tokens
         publish_blocks(sequence, self._blocks, before)
-        self._carry_out(self._sender.computed(sequence.job.key, sequence.num_computed_tokens))
+        self._carry_out(self._sender.computed(sequence.job.key, sequence.num_computed_tokens, step))
         if sampled:
             self._finish_prompt(sequence, sampled)
 
-    def check_idle(self, num_slots: int) -> None:
+    def check_idle(self) -> None:
         """Raises AssertionError unless nothing is held."""
         assert not self._tasks, self._tasks
-        self._sender.check_idle(num_slots)
+        self._sender.check_idle()
 
     def _finish_prompt(self, sequence: Sequence, sampled: list[SampledToken]) -> None:
         self._scheduler.remove(sequence)
@@ -147,36 +169,37 @@ class PrefillRole:
         first_tokens: list[handoff_pb2.FirstToken] = []
         is_open = False
         for index, token in enumerate(sampled):
-            finish = check_finish(sequence.job.params, [token.token_id])
+            known = sequence.job.known_token(index, 0)
+            token_id = token.token_id if known is None else known
+            finish = check_finish(sequence.job.params, [token_id])
             is_open = is_open or finish is None
-            self._reporter.emit_tokens(Sequence(sequence.job, index, sequence.arrival), token, 0)
-            first = handoff_pb2.FirstToken(
-                sequence_index=index, token_id=token.token_id, is_finished=finish is not None
-            )
+            if known is None:
+                self._reporter.emit_tokens(Sequence(sequence.job, index, sequence.arrival), token, 0)
+            first = handoff_pb2.FirstToken(sequence_index=index, token_id=token_id, is_finished=finish is not None)
             first_tokens.append(first)
         if not is_open:
             self._carry_out(self._sender.abort(key, "the first token ended the request"))
             return
         phase = worker_pb2.PhaseChanged(key=key.to_proto(), phase=generation_pb2.Heartbeat.PHASE_TRANSFER)
         self._reporter.emit(key, worker_pb2.Event(phase=phase))
+        self._carrier.prompt_done(key)
         self._carry_out(self._sender.commit(key, first_tokens))
 
     def _carry_out(self, actions: Actions) -> None:
         for action in actions:
             match action:
                 case Tell():
-                    self._carrier.tell(action.peer, action.message)
+                    self._carrier.tell(action.epoch, action.message)
                 case Gather():
-                    sequence = self._tasks[action.key].sequence
+                    sequence = self._tasks[action.chunk.key].sequence
                     assert sequence is not None
-                    self._carrier.gather(action, sequence.block_table)
+                    self._carrier.gather(action.chunk, sequence.block_table, action.after_step)
                 case Transmit():
-                    self._carrier.transmit(action)
+                    self._carrier.transmit(action.chunk)
                 case BeginPrefill():
                     self._begin(self._tasks[action.key])
                 case Fail():
-                    failed = worker_pb2.Failed(key=action.key.to_proto(), reason=action.reason, message=action.message)
-                    self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
+                    self._fail(action)
                 case ReleasePages():
                     self._release(action.key)
 
@@ -184,10 +207,28 @@ class PrefillRole:
         task.sequence = Sequence(task.job, 0, next(self._arrivals), fan_out=task.job.params.n)
         self._scheduler.add(task.sequence)
 
+    def _fail(self, action: Fail) -> None:
+        task = self._tasks.get(action.key)
+        sequence = task.sequence if task is not None else None
+        is_kept = sequence is not None and sequence.job.use_prefix_cache
+        failed = worker_pb2.Failed(
+            key=action.key.to_proto(),
+            reason=action.reason,
+            message=action.message,
+            num_kept_tokens=sequence.num_computed_tokens if sequence is not None and is_kept else 0,
+        )
+        self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
+
     def _stop_computing(self, key: RequestKey) -> None:
         task = self._tasks.get(key)
         if task is not None and task.sequence is not None:
             self._scheduler.remove(task.sequence)
+
+    def _stop_aborted(self, epoch: str) -> None:
+        """Prompts whose hand-off is over, but whose pages a gather still reads, are not computed any further."""
+        for key in [k for k, task in self._tasks.items() if task.epoch == epoch]:
+            if not self._sender.is_live(key):
+                self._stop_computing(key)
 
     def _release(self, key: RequestKey) -> None:
         task = self._tasks.pop(key)

@@ -28,6 +28,9 @@ class PrefillScheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    def is_running(self, sequence: Sequence) -> bool:
+        return sequence in self._running
+
     def add(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 

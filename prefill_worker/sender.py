@@ -1,230 +1,383 @@
 """The sending side of every hand-off of one worker: events in, actions out. No clock, socket or tensor.
 
-Life of a hand-off: Open told -> Reserved heard -> BeginPrefill -> each computed range becomes chunks:
+A hand-off is (request, attempt, pair epoch); an event for one that is not here, or not in a state that TABLE lists for
+it, is dropped. Each range of the prompt that is computed, or about to be, becomes chunks, in order:
 
-    GATHERING (pages -> send slot) -> OFFERED (told) -> SENDING (granted) -> DONE (slot free again)
+    WAITING (for a slot) -> GATHERING (pages to slot) -> OFFERED -> SENDING (granted) -> slot free again
 
--> Commit told once every chunk is offered and the first tokens are known -> Committed heard.
 A granted chunk is always sent, also after an abort: the receiver has posted for it. An offered chunk keeps its slot
 until it is granted or the receiver has answered the abort, so that a grant on its way finds what it was given for.
-Pages are released once no gather can touch them.
+Pages are released once no gather can touch them. Slots are the link's own: a peer that stalls holds up only itself.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from cluster.keys import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from kv_transfer.actions import Actions, BeginPrefill, Fail, Gather, ReleasePages, Tell, Transmit
+from kv_transfer.actions import (
+    Actions,
+    BeginPrefill,
+    Chunk,
+    Fail,
+    Gather,
+    Range,
+    ReleasePages,
+    Tell,
+    Transmit,
+)
+
+MIN_LAYER_GROUPS = 4
+"""Parts into which the layers of a prompt's last step are cut, so that the first travel while the last compute."""
+MIN_LAYERED_TOKENS = 64
+"""A last step shorter than this is not cut: its transfer is shorter than the messages of one more chunk."""
 
 
-class ChunkState(Enum):
+class State(Enum):
+    OPENING = "opening"  # Open is told
+    STREAMING = "streaming"  # the receiver has reserved; chunks move
+    COMMITTING = "committing"  # everything is offered and Commit told
+    CLOSING = "closing"  # Abort is told; grants given before it was heard may still come
+    SETTLED = "settled"  # no grant can come any more; what was granted drains
+
+
+class Event(Enum):
+    RESERVED = "reserved"
+    COMPUTED = "computed"
+    COMMIT = "commit"
+    COMMITTED = "committed"
+    ABORT = "abort"
+    PEER_ABORTED = "peer aborted"
+    LINK_DOWN = "link down"
+
+
+_ENDS = {Event.PEER_ABORTED: State.SETTLED, Event.LINK_DOWN: State.SETTLED}
+TABLE: Mapping[State, Mapping[Event, State]] = MappingProxyType(
+    {
+        State.OPENING: {Event.RESERVED: State.STREAMING, Event.ABORT: State.CLOSING, **_ENDS},
+        State.STREAMING: {
+            Event.COMPUTED: State.STREAMING,
+            Event.COMMIT: State.COMMITTING,
+            Event.ABORT: State.CLOSING,
+            **_ENDS,
+        },
+        State.COMMITTING: {Event.COMMITTED: State.SETTLED, Event.ABORT: State.CLOSING, **_ENDS},
+        State.CLOSING: {Event.COMMITTED: State.SETTLED, **_ENDS},
+        State.SETTLED: {},
+    }
+)
+"""Every legal move. What is not here is dropped: it belongs to a moment that is over."""
+
+
+class Stage(Enum):
+    """Of one chunk that has a slot."""
+
     GATHERING = "gathering"
     OFFERED = "offered"
     SENDING = "sending"
-    DONE = "done"
-
-
-@dataclass
-class Chunk:
-    index: int
-    slot: int
-    token_start: int
-    token_end: int
-    state: ChunkState = ChunkState.GATHERING
 
 
 @dataclass
 class Outgoing:
-    """One request's hand-off. `next_token` is where the next chunk starts; None until the receiver has reserved."""
+    """One hand-off."""
 
     key: RequestKey
-    peer: str
+    epoch: str
     num_tokens: int
-    next_token: int | None = None
-    num_computed: int = 0
-    chunks: dict[int, Chunk] = field(default_factory=dict)
+    state: State = State.OPENING
+    next_token: int = 0
+    """Tokens before it are the receiver's already, or in a chunk."""
+    waiting: deque[tuple[Range, int]] = field(default_factory=deque)
+    """Ranges that wait for a slot, each with the number of steps that write it."""
+    chunks: dict[int, tuple[Chunk, Stage]] = field(default_factory=dict)
+    num_chunks: int = 0
     first_tokens: list[handoff_pb2.FirstToken] | None = None
-    is_committing: bool = False
-    is_closing: bool = False
-    """Aborted, or its peer is lost: nothing new is offered."""
-    is_settled: bool = False
-    """The receiver has answered the commit or the abort, or is gone: no grant can arrive any more."""
     holds_pages: bool = True
 
-    def has_state(self, *states: ChunkState) -> bool:
-        return any(chunk.state in states for chunk in self.chunks.values())
+    @property
+    def is_live(self) -> bool:
+        return self.state in (State.OPENING, State.STREAMING, State.COMMITTING)
+
+    @property
+    def is_gathering(self) -> bool:
+        return any(stage is Stage.GATHERING for _, stage in self.chunks.values())
+
+    def advance(self, event: Event) -> bool:
+        """False, and nothing changed, when the table has no such move."""
+        state = TABLE[self.state].get(event)
+        if state is None:
+            return False
+        self.state = state
+        return True
+
+
+@dataclass
+class Outlet:
+    """One link that is up: its free slots, and how much one holds."""
+
+    chunk_tokens: int
+    free_slots: list[int]
+    num_slots: int
+    is_suspect: bool = False
 
 
 class Sender:
-    """All hand-offs of one prefill worker, over its `num_slots` send slots of `chunk_tokens` tokens each."""
+    """All hand-offs out of one worker, whose model has `num_layers` layers."""
 
-    def __init__(self, num_slots: int, chunk_tokens: int) -> None:
-        self._free_slots = list(range(num_slots))
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
         self._outgoing: dict[RequestKey, Outgoing] = {}
-        self._chunk_tokens_of: dict[str, int] = {}
-        """Peers whose pair is up, and the most tokens of a chunk that both sides have slots for."""
-
-    @property
-    def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        self._outlets: dict[str, Outlet] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._outgoing
 
-    def open(self, key: RequestKey, peer: str, num_tokens: int) -> Actions:
-        """The router named a decode worker for a prompt of `num_tokens` tokens."""
-        self._outgoing[key] = Outgoing(key, peer, num_tokens)
-        message = handoff_pb2.Open(key=key.to_proto(), num_prompt_tokens=num_tokens)
-        return [Tell(peer, handoff_pb2.SenderMessage(open=message))]
-
-    def peer_ready(self, peer: str, chunk_tokens: int) -> Actions:
-        """The pair's communicators are up on every rank; the receiver's slots hold `chunk_tokens` tokens."""
-        self._chunk_tokens_of[peer] = min(self._chunk_tokens, chunk_tokens)
-        return self._pump()
-
-    def reserved(self, key: RequestKey, num_cached_tokens: int) -> Actions:
-        """The receiver holds blocks for the prompt and already has its first `num_cached_tokens` tokens."""
+    def is_live(self, key: RequestKey) -> bool:
+        """Whether the hand-off can still succeed."""
         out = self._outgoing.get(key)
-        if out is None or out.is_closing:
+        return out is not None and out.is_live
+
+    def num_on(self, epoch: str) -> int:
+        """Hand-offs that still need the link."""
+        return sum(out.epoch == epoch for out in self._outgoing.values())
+
+    def count_stages(self) -> dict[str, int]:
+        """Slots of all links by what is in them."""
+        counts = {stage.value: 0 for stage in Stage}
+        for out in self._outgoing.values():
+            for _, stage in out.chunks.values():
+                counts[stage.value] += 1
+        return counts | {"free": sum(len(outlet.free_slots) for outlet in self._outlets.values())}
+
+    # Links
+
+    def link_up(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
+        """The pair is open on every rank; a slot holds `chunk_tokens` tokens of all layers."""
+        self._outlets[epoch] = Outlet(chunk_tokens, list(range(num_slots)), num_slots)
+        return self._pump(epoch)
+
+    def link_suspected(self, epoch: str, is_suspect: bool) -> Actions:
+        """The peer is silent, or was heard again: nothing new is gathered for a suspect."""
+        outlet = self._outlets.get(epoch)
+        if outlet is None:
+            return []
+        outlet.is_suspect = is_suspect
+        return self._pump(epoch)
+
+    def link_down(
+        self,
+        epoch: str,
+        reason: worker_pb2.Failed.Reason = worker_pb2.Failed.REASON_PEER_LOST,
+        why: str = "the decode worker was lost during the hand-off",
+    ) -> Actions:
+        """The link is closed: no grant can come, and its slots go with the pair."""
+        self._outlets.pop(epoch, None)
+        actions: Actions = []
+        for out in [o for o in self._outgoing.values() if o.epoch == epoch]:
+            actions += self._settle(out, Event.LINK_DOWN, reason, why)
+        return actions
+
+    # One hand-off
+
+    def open(self, key: RequestKey, epoch: str, num_tokens: int) -> Actions:
+        """The router named a decode worker, to which `epoch` is the link, for a prompt of `num_tokens` tokens."""
+        self._outgoing[key] = Outgoing(key, epoch, num_tokens)
+        message = handoff_pb2.Open(key=key.to_proto(), num_prompt_tokens=num_tokens)
+        return [Tell(epoch, handoff_pb2.SenderMessage(open=message))]
+
+    def reserved(self, epoch: str, key: RequestKey, num_cached_tokens: int) -> Actions:
+        """The receiver holds blocks for the prompt and has its first `num_cached_tokens` tokens."""
+        out = self._find(epoch, key)
+        if out is None or not out.advance(Event.RESERVED):
             return []
         out.next_token = num_cached_tokens
         return [BeginPrefill(key)]
 
-    def computed(self, key: RequestKey, num_computed: int) -> Actions:
-        """The KV of tokens [0, num_computed) lies in this worker's pages."""
+    def computing(self, key: RequestKey, token_end: int, after_step: int) -> Actions:
+        """Step number `after_step` is about to compute this prompt's tokens up to `token_end`, layer by layer."""
         out = self._outgoing.get(key)
-        if out is None or out.is_closing:
+        if out is None or not out.advance(Event.COMPUTED):
             return []
-        out.num_computed = num_computed
-        return self._pump()
+        is_cut = token_end - out.next_token >= MIN_LAYERED_TOKENS
+        self._queue(out, token_end, after_step, MIN_LAYER_GROUPS if is_cut else 1)
+        return self._pump(out.epoch)
+
+    def computed(self, key: RequestKey, num_computed: int, after_step: int) -> Actions:
+        """The KV of tokens [0, num_computed) lies in this worker's pages since step `after_step`."""
+        out = self._outgoing.get(key)
+        if out is None or not out.advance(Event.COMPUTED):
+            return []
+        self._queue(out, num_computed, after_step, 1)
+        return self._pump(out.epoch)
 
     def commit(self, key: RequestKey, first_tokens: list[handoff_pb2.FirstToken]) -> Actions:
         """The prompt is computed and its first tokens are sampled."""
         out = self._outgoing.get(key)
-        if out is None or out.is_closing:
+        if out is None or out.state is not State.STREAMING:
             return []
         out.first_tokens = first_tokens
-        return self._pump() + self._commit_if_offered(out)
+        return self._pump(out.epoch) + self._commit_if_offered(out)
 
-    def gathered(self, key: RequestKey, chunk_index: int) -> Actions:
-        """A chunk lies in its send slot on every rank."""
-        out = self._outgoing[key]
-        chunk = out.chunks[chunk_index]
-        if out.is_closing:
-            self._finish_chunk(chunk)
-            return self._release_pages(out) + self._forget_if_done(out) + self._pump()
-        chunk.state = ChunkState.OFFERED
+    def gathered(self, chunk: Chunk) -> Actions:
+        """The chunk lies in its send slot on every rank."""
+        out = self._outgoing[chunk.key]
+        if not out.is_live:
+            return self._finish(out, chunk)
+        out.chunks[chunk.index] = (chunk, Stage.OFFERED)
+        where = chunk.range
         offer = handoff_pb2.Offer(
-            key=key.to_proto(), chunk_index=chunk_index, token_start=chunk.token_start, token_end=chunk.token_end
+            key=chunk.key.to_proto(),
+            chunk_index=chunk.index,
+            slot=chunk.slot,
+            token_start=where.token_start,
+            token_end=where.token_end,
+            layer_start=where.layer_start,
+            layer_end=where.layer_end,
         )
-        told: Actions = [Tell(out.peer, handoff_pb2.SenderMessage(offer=offer))]
-        return told + self._release_pages(out) + self._commit_if_offered(out)
+        told: Actions = [Tell(out.epoch, handoff_pb2.SenderMessage(offer=offer))]
+        return told + self._commit_if_offered(out)
 
-    def granted(self, key: RequestKey, chunk_index: int) -> Actions:
-        """The receiver has posted a receive for the chunk. A grant for what is unknown is dropped by identity."""
-        out = self._outgoing.get(key)
-        chunk = out.chunks.get(chunk_index) if out else None
-        if out is None or chunk is None or chunk.state is not ChunkState.OFFERED:
+    def granted(self, epoch: str, key: RequestKey, chunk_index: int) -> Actions:
+        """The receiver has posted a receive for the chunk."""
+        out = self._find(epoch, key)
+        if out is None or out.state is State.SETTLED:
             return []
-        chunk.state = ChunkState.SENDING
-        return [Transmit(key, out.peer, chunk_index, chunk.slot, chunk.token_end - chunk.token_start)]
+        chunk, stage = out.chunks.get(chunk_index, (None, None))
+        if chunk is None or stage is not Stage.OFFERED:
+            return []
+        out.chunks[chunk_index] = (chunk, Stage.SENDING)
+        return [Transmit(chunk)]
 
-    def sent(self, key: RequestKey, chunk_index: int) -> Actions:
-        """The transport is done with a chunk's slot, whether or not it arrived."""
-        out = self._outgoing[key]
-        self._finish_chunk(out.chunks[chunk_index])
-        return self._forget_if_done(out) + self._pump()
+    def sent(self, chunk: Chunk) -> Actions:
+        """The transport is done with the chunk's slot, whether or not it arrived."""
+        return self._finish(self._outgoing[chunk.key], chunk)
 
-    def committed(self, key: RequestKey) -> Actions:
+    def committed(self, epoch: str, key: RequestKey) -> Actions:
         """The receiver has everything."""
-        out = self._outgoing.get(key)
-        if out is None or not out.is_committing:
+        out = self._find(epoch, key)
+        if out is None or not out.advance(Event.COMMITTED):
             return []
-        out.is_settled = True
-        return self._forget_if_done(out)
+        return self._drop_offers(out)
 
     def abort(self, key: RequestKey, reason: str) -> Actions:
         """The router cancelled, or this worker cannot go on. The receiver will answer with its own Abort."""
         out = self._outgoing.get(key)
-        if out is None or out.is_closing:
+        if out is None or not out.advance(Event.ABORT):
             return []
-        out.is_closing = True
+        out.waiting.clear()
         message = handoff_pb2.Abort(key=key.to_proto(), reason=reason)
-        return [Tell(out.peer, handoff_pb2.SenderMessage(abort=message)), *self._release_pages(out)]
+        return [Tell(out.epoch, handoff_pb2.SenderMessage(abort=message)), *self._release_pages(out)]
 
-    def peer_aborted(self, key: RequestKey) -> Actions:
+    def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
         """The receiver gave the request up, or answers an abort: every grant it made has been heard by now."""
-        out = self._outgoing.get(key)
+        out = self._find(epoch, key)
         if out is None:
             return []
-        failed: Actions = []
-        if not out.is_closing:
-            reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
-            failed.append(Fail(key, reason, "the decode worker gave the hand-off up"))
-        return failed + self._settle(out)
+        reason, why = worker_pb2.Failed.REASON_TRANSFER_FAILED, "the decode worker gave the hand-off up"
+        return self._settle(out, Event.PEER_ABORTED, reason, why)
 
-    def peer_lost(self, peer: str) -> Actions:
-        """The link to a decode worker is gone; its requests cannot be handed off there."""
-        self._chunk_tokens_of.pop(peer, None)
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every hand-off is over and every slot of the open links is back."""
+        assert not self._outgoing, self._outgoing
+        for outlet in self._outlets.values():
+            assert sorted(outlet.free_slots) == list(range(outlet.num_slots)), outlet
+
+    def _find(self, epoch: str, key: RequestKey) -> Outgoing | None:
+        out = self._outgoing.get(key)
+        return out if out is not None and out.epoch == epoch else None
+
+    def _settle(self, out: Outgoing, event: Event, reason: worker_pb2.Failed.Reason, why: str) -> Actions:
+        was_live = out.is_live
+        if not out.advance(event):
+            return []
+        failed: Actions = [Fail(out.key, reason, why)] if was_live else []
+        return failed + self._drop_offers(out)
+
+    def _drop_offers(self, out: Outgoing) -> Actions:
+        """Nothing more can be granted: what waits or is offered will never be sent."""
+        out.waiting.clear()
+        for index, (chunk, stage) in list(out.chunks.items()):
+            if stage is Stage.OFFERED:
+                del out.chunks[index]
+                self._free_slot(chunk)
+        return self._release_pages(out) + self._pump(out.epoch)
+
+    def _queue(self, out: Outgoing, token_end: int, after_step: int, num_groups: int) -> None:
+        """Appends what the receiver lacks of tokens [next_token, token_end), in groups of layers.
+
+        They are cut into what a slot holds when one is free: only then the link is up and the size of its slots known.
+        """
+        if out.next_token >= token_end:
+            return
+        size = -(-self._num_layers // min(num_groups, self._num_layers))
+        for layer in range(0, self._num_layers, size):
+            layers = layer, min(layer + size, self._num_layers)
+            out.waiting.append((Range(out.next_token, token_end, *layers), after_step))
+        out.next_token = token_end
+
+    def _pump(self, epoch: str) -> Actions:
+        """Gathers what waits, oldest hand-off first, while the link has slots."""
+        outlet = self._outlets.get(epoch)
+        if outlet is None or outlet.is_suspect:
+            return []
         actions: Actions = []
-        for out in [o for o in self._outgoing.values() if o.peer == peer]:
-            if not out.is_closing:
-                reason = worker_pb2.Failed.REASON_PEER_LOST
-                actions.append(Fail(out.key, reason, "the decode worker was lost during the hand-off"))
-            actions += self._settle(out)
-        return actions
-
-    def check_idle(self, num_slots: int) -> None:
-        """Raises AssertionError unless every hand-off is over and every slot is back."""
-        assert not self._outgoing and len(self._free_slots) == num_slots, (self._outgoing, self._free_slots)
-
-    def _settle(self, out: Outgoing) -> Actions:
-        out.is_closing = out.is_settled = True
-        for chunk in out.chunks.values():
-            if chunk.state is ChunkState.OFFERED:
-                self._finish_chunk(chunk)
-        return self._release_pages(out) + self._forget_if_done(out) + self._pump()
-
-    def _pump(self) -> Actions:
-        """Gathers what is computed and not yet offered, oldest request first, while there are slots."""
-        actions: Actions = []
+        capacity = outlet.chunk_tokens * self._num_layers
         for out in self._outgoing.values():
-            chunk_tokens = self._chunk_tokens_of.get(out.peer)
-            if out.is_closing or out.next_token is None or chunk_tokens is None:
-                continue
-            while self._free_slots and out.next_token < out.num_computed:
-                end = min(out.next_token + chunk_tokens, out.num_computed)
-                chunk = Chunk(len(out.chunks), self._free_slots.pop(), out.next_token, end)
-                out.chunks[chunk.index] = chunk
-                out.next_token = end
-                actions.append(Gather(out.key, out.peer, chunk.index, chunk.slot, chunk.token_start, end))
+            while out.epoch == epoch and out.waiting and outlet.free_slots:
+                whole, after_step = out.waiting.popleft()
+                part, rest = _cut(whole, capacity)
+                out.waiting.extendleft((piece, after_step) for piece in reversed(rest))
+                chunk = Chunk(out.key, epoch, out.num_chunks, outlet.free_slots.pop(), part)
+                out.num_chunks += 1
+                out.chunks[chunk.index] = (chunk, Stage.GATHERING)
+                actions.append(Gather(chunk, after_step))
         return actions
 
     def _commit_if_offered(self, out: Outgoing) -> Actions:
-        is_offered = out.next_token == out.num_tokens and not out.has_state(ChunkState.GATHERING)
-        if out.is_closing or out.is_committing or out.first_tokens is None or not is_offered:
+        if out.first_tokens is None or not self._is_read(out) or not out.advance(Event.COMMIT):
             return []
-        out.is_committing = True
-        commit = handoff_pb2.Commit(key=out.key.to_proto(), num_chunks=len(out.chunks), first_tokens=out.first_tokens)
-        return [*self._release_pages(out), Tell(out.peer, handoff_pb2.SenderMessage(commit=commit))]
+        commit = handoff_pb2.Commit(key=out.key.to_proto(), num_chunks=out.num_chunks, first_tokens=out.first_tokens)
+        return [*self._release_pages(out), Tell(out.epoch, handoff_pb2.SenderMessage(commit=commit))]
+
+    @staticmethod
+    def _is_read(out: Outgoing) -> bool:
+        return out.next_token >= out.num_tokens and not out.waiting and not out.is_gathering
 
     def _release_pages(self, out: Outgoing) -> Actions:
-        is_read = out.is_closing or (out.next_token == out.num_tokens and out.first_tokens is not None)
-        if not out.holds_pages or not is_read or out.has_state(ChunkState.GATHERING):
-            return []
-        out.holds_pages = False
-        return [ReleasePages(out.key)]
-
-    def _finish_chunk(self, chunk: Chunk) -> None:
-        chunk.state = ChunkState.DONE
-        self._free_slots.append(chunk.slot)
-
-    def _forget_if_done(self, out: Outgoing) -> Actions:
-        busy = (ChunkState.GATHERING, ChunkState.OFFERED, ChunkState.SENDING)
-        if out.is_settled and not out.holds_pages and not out.has_state(*busy):
+        """Releases them as soon as no gather can follow, and forgets a hand-off of which nothing is left."""
+        is_over = out.first_tokens is not None and self._is_read(out) if out.is_live else not out.is_gathering
+        released: Actions = [ReleasePages(out.key)] if out.holds_pages and is_over else []
+        out.holds_pages = out.holds_pages and not is_over
+        if out.state is State.SETTLED and not out.holds_pages and not out.chunks:
             self._outgoing.pop(out.key, None)
-        return []
+        return released
+
+    def _finish(self, out: Outgoing, chunk: Chunk) -> Actions:
+        """Nothing touches the chunk's slot any more."""
+        del out.chunks[chunk.index]
+        self._free_slot(chunk)
+        return self._release_pages(out) + self._pump(chunk.epoch)
+
+    def _free_slot(self, chunk: Chunk) -> None:
+        outlet = self._outlets.get(chunk.epoch)
+        if outlet is not None:
+            outlet.free_slots.append(chunk.slot)
+
+
+def _cut(whole: Range, capacity: int) -> tuple[Range, list[Range]]:
+    """The first part of a range that fits a slot of `capacity` cells, and what is left: layers first, then tokens."""
+    if whole.num_cells <= capacity:
+        return whole, []
+    num_layers = max(1, capacity // whole.num_tokens)
+    layer = min(whole.layer_start + num_layers, whole.layer_end)
+    token = min(whole.token_start + capacity, whole.token_end)
+    first = Range(whole.token_start, token, whole.layer_start, layer)
+    rest = [Range(token, whole.token_end, whole.layer_start, layer)] if token < whole.token_end else []
+    if layer < whole.layer_end:
+        rest.append(Range(whole.token_start, whole.token_end, layer, whole.layer_end))
+    return first, rest

@@ -13,13 +13,14 @@ _FINISH_REASONS = {
 }
 
 
-def job_of(admit: worker_pb2.Admit) -> Job:
+def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool) -> Job:
     return Job(
         key=RequestKey.of(admit.key),
         prompt_token_ids=tuple(admit.prompt_token_ids),
         params=_params_of(admit.sampling),
         cache_salt=admit.cache_salt,
-        use_prefix_cache=not admit.bypass_prefix_cache,
+        use_prefix_cache=enable_prefix_cache and not admit.bypass_prefix_cache,
+        known_tokens={known.sequence_index: tuple(known.token_ids) for known in admit.known_tokens},
     )
 
 

@@ -2,7 +2,8 @@
 
 Everything that owns memory or decides runs on this thread, so nothing here is locked. Other threads `post` to it:
 router sessions and hand-off links (the speaking side, `worker.service`) and finished rank commands. It never waits but
-for work. Sessions and peers are opaque names here.
+for work. A long step runs elsewhere while this thread goes on hearing; blocks that are given back meanwhile stay held
+until it has ended. Sessions and links are opaque names here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -17,15 +19,18 @@ import torch
 
 from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
+from cluster.settings import WorkerSettings
 from decode_worker.role import DecodeRole
+from decode_worker.scheduler import BlockCopies
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, Sampler
-from engine.sequence import Job, Planned, total_tokens
+from engine.sequence import Job, Planned, Sequence, total_tokens
 from engine.step import build_step
 from prefill_worker.role import PrefillRole
 from worker.carrier import Carrier, Links
 from worker.convert import job_of
-from worker.ranks import Ranks
+from worker.metrics import HandoffMetrics, Held
+from worker.ranks import Launched, Ranks
 from worker.reporter import Reporter, Voice
 from worker.step_log import StepLog
 
@@ -38,6 +43,19 @@ class Speaker(Voice, Links, Protocol):
     """The speaking side, whole."""
 
 
+@dataclass
+class Flight:
+    """A step that has been launched, and what it was planned from."""
+
+    launched: Launched
+    decoding: list[Planned]
+    prefilling: list[Planned]
+    ends: list[Planned]
+    """Shares that lead to tokens, as they were when it set off: a sequence given up since has lost its count."""
+    preempted: list[Sequence]
+    copies: BlockCopies
+
+
 class Core:
     """State of one worker. `attach` comes before `run`."""
 
@@ -45,28 +63,35 @@ class Core:
         self,
         blocks: BlockManager,
         sampler: Sampler,
+        metrics: HandoffMetrics,
+        settings: WorkerSettings,
         *,
-        max_num_batched_tokens: int,
-        max_num_seqs: int,
         max_model_len: int,
-        num_slots: int,
-        chunk_tokens: int,
+        num_layers: int,
         step_log: StepLog,
     ) -> None:
         self.blocks = blocks
         self._sampler = sampler
-        self._budget = max_num_batched_tokens
+        self._budget = settings.max_num_batched_tokens
+        self._enable_prefix_cache = settings.enable_prefix_cache
         self._max_model_len = max_model_len
         self._step_log = step_log
         self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         self._stats = worker_pb2.WorkerStats()
         self._sent_stats = worker_pb2.WorkerStats()
         self._stats_due = 0.0
+        self._flight: Flight | None = None
         self._is_stopping = False
         self.reporter = Reporter()
-        self.carrier = Carrier(self._stats)
-        self.prefill = PrefillRole(self.reporter, self.carrier, blocks, num_slots, chunk_tokens)
-        self.decode = DecodeRole(self.reporter, self.carrier, blocks, max_num_seqs, num_slots, chunk_tokens)
+        self.carrier = Carrier(
+            settings.worker_id,
+            self._stats,
+            metrics,
+            max_pairs=settings.max_pairs,
+            answer_timeout_s=2 * settings.transfer_timeout_s,
+        )
+        self.prefill = PrefillRole(self.reporter, self.carrier, blocks, num_layers)
+        self.decode = DecodeRole(self.reporter, self.carrier, blocks, settings.max_num_seqs, num_layers)
         self.carrier.prefill, self.carrier.decode = self.prefill, self.decode
 
     def attach(self, ranks: Ranks, speaker: Speaker) -> None:
@@ -88,15 +113,25 @@ class Core:
         self._step_log.close()
 
     def turn(self, wait: bool) -> bool:
-        """Hears what was posted (waits for something to be, if told to), runs at most one step; whether it did."""
+        """Hears what was posted (waits for something to be, if told to), and moves the step on as far as it goes.
+
+        True when a step has ended; False when there is nothing to do but to hear of something.
+        """
         self._hear(wait)
-        has_run = self._step()
-        self._flush(is_idle=not has_run)
-        return has_run
+        if self._flight is None:
+            self._flight = self._launch()
+        has_ended = self._flight is not None and self._flight.launched.is_done
+        if has_ended:
+            self._finish()
+        self._flush(is_idle=not has_ended)
+        return has_ended
 
     def stop(self) -> None:
         """On the engine thread (through `post`)."""
         self._is_stopping = True
+
+    def wake(self) -> None:
+        """A step that ran elsewhere has ended: the next turn sees it."""
 
     def _hear(self, wait: bool) -> None:
         if wait:
@@ -106,30 +141,44 @@ class Core:
             handler, arguments = self._inbox.get()
             handler(*arguments)
 
-    def _step(self) -> bool:
-        """Plans and runs one step; False when there was nothing to run."""
+    def _launch(self) -> Flight | None:
+        """Plans a step and sets it off; None when there is nothing to run."""
+        last_step = self._ranks.num_steps
         decoding, preempted, copies = self.decode.plan(self._budget)
-        prefilling = self.prefill.plan(self._budget - total_tokens(decoding))
+        prefilling = self.prefill.plan(self._budget - total_tokens(decoding), last_step)
         planned = decoding + prefilling
         if not planned:
             self.decode.copied(copies)
-            return False
+            return None
         self.reporter.flush()  # who starts now is known before the step ends
         step = build_step([p.sequence.slice(p.num_tokens) for p in planned], self.blocks.block_size, copies)
-        sampled = self._sample(self._ranks.step(step), planned)
-        self.decode.copied(copies)
-        self._count(planned, len(decoding))
-        for p in decoding:
-            self.decode.absorb(p, sampled[id(p)])
         for p in prefilling:
-            self.prefill.absorb(p, sampled[id(p)])
-        self._step_log.write(self._stats.num_steps, planned, preempted, self.blocks)
-        return True
+            self.prefill.launching(p, last_step + 1)
+        ends = [p for p in planned if p.num_tokens == p.sequence.num_remaining]
+        self.blocks.begin_step()
+        return Flight(self._ranks.launch(step), decoding, prefilling, ends, preempted, copies)
 
-    def _sample(self, logits: torch.Tensor, planned: list[Planned]) -> dict[int, list[SampledToken]]:
+    def _finish(self) -> None:
+        """Takes in what a step that has ended led to."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        planned = flight.decoding + flight.prefilling
+        sampled = self._sample(flight.launched.result(), planned, flight.ends)
+        self.blocks.end_step()
+        self.carrier.last_step = self._ranks.num_steps
+        self.decode.copied(flight.copies)
+        self._count(planned, len(flight.decoding))
+        for p in flight.decoding:
+            self.decode.absorb(p, sampled[id(p)])
+        for p in flight.prefilling:
+            self.prefill.absorb(p, sampled[id(p)], self.carrier.last_step)
+        self._step_log.write(self._stats.num_steps, planned, flight.preempted, self.blocks)
+
+    def _sample(
+        self, logits: torch.Tensor, planned: list[Planned], ends: list[Planned]
+    ) -> dict[int, list[SampledToken]]:
         """The tokens each share of the step leads to, none for one that ends inside its prompt."""
         sampled: dict[int, list[SampledToken]] = {id(p): [] for p in planned}
-        ends = [p for p in planned if p.num_tokens == p.sequence.num_remaining]
         if not ends:
             return sampled
         rows = [p.sequence.sample_rows() for p in ends]
@@ -169,7 +218,7 @@ class Core:
                 self._cancel(RequestKey.of(command.cancel.key), "cancelled", index)
 
     def _admit(self, session: str, admit: worker_pb2.Admit) -> None:
-        job = job_of(admit)
+        job = job_of(admit, self._enable_prefix_cache)
         problem = self._problem_of(job)
         if problem:
             reason = worker_pb2.Failed.REASON_INVALID
@@ -180,15 +229,13 @@ class Core:
         if admit.role == worker_pb2.ROLE_DECODE:
             self.decode.admit(job, admit.expect_handoff)
             return
-        peer = f"{admit.decode_peer.worker_id}@{admit.decode_peer.incarnation}"
-        self.carrier.links.open_link(peer, admit.decode_peer.address, admit.decode_peer.incarnation)
-        self.prefill.admit(job, peer)
+        self.prefill.admit(job, self.carrier.link_to(admit.decode_peer))
 
     def _problem_of(self, job: Job) -> str:
         """Why a job cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
         num_prompt_tokens, max_output_tokens = len(job.prompt_token_ids), job.params.max_output_tokens
         ids = (*job.prompt_token_ids, *job.params.logit_bias, *job.params.allowed_token_ids)
-        if job.key in self.reporter:
+        if job.key in self.reporter or job.key in self.prefill or job.key in self.decode:
             return "this worker already holds a request of this id and attempt"
         if num_prompt_tokens == 0:
             return "the prompt is empty"
@@ -218,6 +265,16 @@ class Core:
                 self._stats_due = now + STATS_INTERVAL_S
                 self.reporter.tell_all(worker_pb2.Event(stats=self._sent_stats))
         self.reporter.flush()
+
+    def held(self) -> Held:
+        """What this worker holds now, for whoever watches it."""
+        blocks, quarantined = self.blocks, self.carrier.count_quarantined
+        return Held(
+            pairs=self.carrier.count_links(),
+            send_slots=self.prefill.count_slots() | {"quarantined": quarantined(is_sender=True)},
+            landing_slots=self.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
+            blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
+        )
 
     def _measure(self) -> worker_pb2.WorkerStats:
         stats, blocks = self._stats, self.blocks

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import worker_pb2 as cluster_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63luster/pb/handoff.proto\x12\x11\x62\x61ton.internal.v1\x1a\x17\x63luster/pb/worker.proto\"\x89\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\"\x8b\x01\n\x0bSenderHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x11\n\ttransport\x18\x04 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x01(\r\"\xa5\x01\n\rReceiverHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x12\n\npair_epoch\x18\x04 \x01(\t\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x06 \x01(\r\"\xf7\x01\n\rSenderMessage\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.baton.internal.v1.SenderHelloH\x00\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.baton.internal.v1.OpenH\x00\x12)\n\x05offer\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.OfferH\x00\x12+\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x19.baton.internal.v1.CommitH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x42\t\n\x07message\"\x89\x02\n\x0fReceiverMessage\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .baton.internal.v1.ReceiverHelloH\x00\x12/\n\x08reserved\x18\x02 \x01(\x0b\x32\x1b.baton.internal.v1.ReservedH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.GrantH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.CommittedH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x42\t\n\x07message\"M\n\x04Open\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\"Q\n\x08Reserved\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"p\n\x05Offer\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\x12\x13\n\x0btoken_start\x18\x03 \x01(\r\x12\x11\n\ttoken_end\x18\x04 \x01(\r\"^\n\x05Grant\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\x12\x14\n\x0cgrant_number\x18\x03 \x01(\x04\"K\n\nFirstToken\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"}\n\x06\x43ommit\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x33\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1d.baton.internal.v1.FirstToken\"7\n\tCommitted\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\"C\n\x05\x41\x62ort\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t2e\n\x0eHandoffService\x12S\n\x07\x43onnect\x12 .baton.internal.v1.SenderMessage\x1a\".baton.internal.v1.ReceiverMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x63luster/pb/handoff.proto\x12\x11\x62\x61ton.internal.v1\x1a\x17\x63luster/pb/worker.proto\"\x89\x01\n\x08KvLayout\x12\x12\n\nnum_layers\x18\x01 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x02 \x01(\r\x12\x10\n\x08head_dim\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x0f\n\x07tp_size\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\r\n\x05model\x18\x07 \x01(\t\"\xd9\x01\n\x0bSenderHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x12\n\npair_epoch\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\x0f\n\x07host_id\x18\x06 \x01(\t\x12\x13\n\x0bwire_format\x18\x07 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x08 \x01(\r\x12\x11\n\tnum_slots\x18\t \x01(\r\"\xe6\x01\n\rReceiverHello\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12+\n\x06layout\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.KvLayout\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12\x11\n\ttransport\x18\x05 \x01(\t\x12\x18\n\x10transport_reason\x18\x06 \x01(\t\x12\x14\n\x0c\x63hunk_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_slots\x18\x08 \x01(\r\x12\x13\n\x0bwire_format\x18\t \x01(\t\"\xb2\x02\n\rSenderMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12/\n\x05hello\x18\x01 \x01(\x0b\x32\x1e.baton.internal.v1.SenderHelloH\x00\x12\'\n\x04open\x18\x02 \x01(\x0b\x32\x17.baton.internal.v1.OpenH\x00\x12)\n\x05offer\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.OfferH\x00\x12+\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x19.baton.internal.v1.CommitH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x12)\n\x05\x61live\x18\x06 \x01(\x0b\x32\x18.baton.internal.v1.AliveH\x00\x42\t\n\x07message\"\xc4\x02\n\x0fReceiverMessage\x12\x0e\n\x06number\x18\x0f \x01(\x04\x12\x31\n\x05hello\x18\x01 \x01(\x0b\x32 .baton.internal.v1.ReceiverHelloH\x00\x12/\n\x08reserved\x18\x02 \x01(\x0b\x32\x1b.baton.internal.v1.ReservedH\x00\x12)\n\x05grant\x18\x03 \x01(\x0b\x32\x18.baton.internal.v1.GrantH\x00\x12\x31\n\tcommitted\x18\x04 \x01(\x0b\x32\x1c.baton.internal.v1.CommittedH\x00\x12)\n\x05\x61\x62ort\x18\x05 \x01(\x0b\x32\x18.baton.internal.v1.AbortH\x00\x12)\n\x05\x61live\x18\x06 \x01(\x0b\x32\x18.baton.internal.v1.AliveH\x00\x42\t\n\x07message\"\x07\n\x05\x41live\"M\n\x04Open\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\"Q\n\x08Reserved\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11num_cached_tokens\x18\x02 \x01(\r\"\xa6\x01\n\x05Offer\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0btoken_start\x18\x04 \x01(\r\x12\x11\n\ttoken_end\x18\x05 \x01(\r\x12\x13\n\x0blayer_start\x18\x06 \x01(\r\x12\x11\n\tlayer_end\x18\x07 \x01(\r\"H\n\x05Grant\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x13\n\x0b\x63hunk_index\x18\x02 \x01(\r\"K\n\nFirstToken\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x10\n\x08token_id\x18\x02 \x01(\r\x12\x13\n\x0bis_finished\x18\x03 \x01(\x08\"}\n\x06\x43ommit\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x12\n\nnum_chunks\x18\x02 \x01(\r\x12\x33\n\x0c\x66irst_tokens\x18\x03 \x03(\x0b\x32\x1d.baton.internal.v1.FirstToken\"7\n\tCommitted\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\"C\n\x05\x41\x62ort\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t2e\n\x0eHandoffService\x12S\n\x07\x43onnect\x12 .baton.internal.v1.SenderMessage\x1a\".baton.internal.v1.ReceiverMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,29 +35,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_KVLAYOUT']._serialized_start=73
   _globals['_KVLAYOUT']._serialized_end=210
   _globals['_SENDERHELLO']._serialized_start=213
-  _globals['_SENDERHELLO']._serialized_end=352
-  _globals['_RECEIVERHELLO']._serialized_start=355
-  _globals['_RECEIVERHELLO']._serialized_end=520
-  _globals['_SENDERMESSAGE']._serialized_start=523
-  _globals['_SENDERMESSAGE']._serialized_end=770
-  _globals['_RECEIVERMESSAGE']._serialized_start=773
-  _globals['_RECEIVERMESSAGE']._serialized_end=1038
-  _globals['_OPEN']._serialized_start=1040
-  _globals['_OPEN']._serialized_end=1117
-  _globals['_RESERVED']._serialized_start=1119
-  _globals['_RESERVED']._serialized_end=1200
-  _globals['_OFFER']._serialized_start=1202
-  _globals['_OFFER']._serialized_end=1314
-  _globals['_GRANT']._serialized_start=1316
-  _globals['_GRANT']._serialized_end=1410
-  _globals['_FIRSTTOKEN']._serialized_start=1412
-  _globals['_FIRSTTOKEN']._serialized_end=1487
-  _globals['_COMMIT']._serialized_start=1489
-  _globals['_COMMIT']._serialized_end=1614
-  _globals['_COMMITTED']._serialized_start=1616
-  _globals['_COMMITTED']._serialized_end=1671
-  _globals['_ABORT']._serialized_start=1673
-  _globals['_ABORT']._serialized_end=1740
-  _globals['_HANDOFFSERVICE']._serialized_start=1742
-  _globals['_HANDOFFSERVICE']._serialized_end=1843
+  _globals['_SENDERHELLO']._serialized_end=430
+  _globals['_RECEIVERHELLO']._serialized_start=433
+  _globals['_RECEIVERHELLO']._serialized_end=663
+  _globals['_SENDERMESSAGE']._serialized_start=666
+  _globals['_SENDERMESSAGE']._serialized_end=972
+  _globals['_RECEIVERMESSAGE']._serialized_start=975
+  _globals['_RECEIVERMESSAGE']._serialized_end=1299
+  _globals['_ALIVE']._serialized_start=1301
+  _globals['_ALIVE']._serialized_end=1308
+  _globals['_OPEN']._serialized_start=1310
+  _globals['_OPEN']._serialized_end=1387
+  _globals['_RESERVED']._serialized_start=1389
+  _globals['_RESERVED']._serialized_end=1470
+  _globals['_OFFER']._serialized_start=1473
+  _globals['_OFFER']._serialized_end=1639
+  _globals['_GRANT']._serialized_start=1641
+  _globals['_GRANT']._serialized_end=1713
+  _globals['_FIRSTTOKEN']._serialized_start=1715
+  _globals['_FIRSTTOKEN']._serialized_end=1790
+  _globals['_COMMIT']._serialized_start=1792
+  _globals['_COMMIT']._serialized_end=1917
+  _globals['_COMMITTED']._serialized_start=1919
+  _globals['_COMMITTED']._serialized_end=1974
+  _globals['_ABORT']._serialized_start=1976
+  _globals['_ABORT']._serialized_end=2043
+  _globals['_HANDOFFSERVICE']._serialized_start=2045
+  _globals['_HANDOFFSERVICE']._serialized_end=2146
 # @@protoc_insertion_point(module_scope)

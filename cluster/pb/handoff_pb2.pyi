@@ -26,62 +26,88 @@ class KvLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class SenderHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "layout", "transport", "chunk_tokens")
-    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    LAYOUT_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    worker_id: str
-    incarnation: str
-    layout: KvLayout
-    transport: str
-    chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., transport: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
-
-class ReceiverHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "store_address", "chunk_tokens")
+    __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "transports", "host_id", "wire_format", "chunk_tokens", "num_slots")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     layout: KvLayout
     pair_epoch: str
-    store_address: str
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    host_id: str
+    wire_format: str
     chunk_tokens: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pair_epoch: _Optional[str] = ..., store_address: _Optional[str] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+    num_slots: int
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pair_epoch: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., wire_format: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+
+class ReceiverHello(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "layout", "store_address", "transport", "transport_reason", "chunk_tokens", "num_slots", "wire_format")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_REASON_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: str
+    layout: KvLayout
+    store_address: str
+    transport: str
+    transport_reason: str
+    chunk_tokens: int
+    num_slots: int
+    wire_format: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., store_address: _Optional[str] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ..., wire_format: _Optional[str] = ...) -> None: ...
 
 class SenderMessage(_message.Message):
-    __slots__ = ("hello", "open", "offer", "commit", "abort")
+    __slots__ = ("number", "hello", "open", "offer", "commit", "abort", "alive")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    number: int
     hello: SenderHello
     open: Open
     offer: Offer
     commit: Commit
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[SenderHello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    alive: Alive
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class ReceiverMessage(_message.Message):
-    __slots__ = ("hello", "reserved", "grant", "committed", "abort")
+    __slots__ = ("number", "hello", "reserved", "grant", "committed", "abort", "alive")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
     RESERVED_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    ALIVE_FIELD_NUMBER: _ClassVar[int]
+    number: int
     hello: ReceiverHello
     reserved: Reserved
     grant: Grant
     committed: Committed
     abort: Abort
-    def __init__(self, hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    alive: Alive
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[ReceiverHello, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., committed: _Optional[_Union[Committed, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+
+class Alive(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Open(_message.Message):
     __slots__ = ("key", "num_prompt_tokens")
@@ -100,26 +126,30 @@ class Reserved(_message.Message):
     def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("key", "chunk_index", "token_start", "token_end")
+    __slots__ = ("key", "chunk_index", "slot", "token_start", "token_end", "layer_start", "layer_end")
     KEY_FIELD_NUMBER: _ClassVar[int]
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     chunk_index: int
+    slot: int
     token_start: int
     token_end: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ...) -> None: ...
+    layer_start: int
+    layer_end: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("key", "chunk_index", "grant_number")
+    __slots__ = ("key", "chunk_index")
     KEY_FIELD_NUMBER: _ClassVar[int]
     CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
-    GRANT_NUMBER_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
     chunk_index: int
-    grant_number: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ..., grant_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ...) -> None: ...
 
 class FirstToken(_message.Message):
     __slots__ = ("sequence_index", "token_id", "is_finished")

@@ -1,5 +1,6 @@
 from cluster.pb import handoff_pb2 as _handoff_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -40,16 +41,24 @@ class Start(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class OpenPair(_message.Message):
-    __slots__ = ("pair_epoch", "store_address", "is_sender", "remote")
+    __slots__ = ("pair_epoch", "store_address", "is_sender", "remote", "transport", "wire_format", "chunk_tokens", "num_slots")
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IS_SENDER_FIELD_NUMBER: _ClassVar[int]
     REMOTE_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     pair_epoch: str
     store_address: str
     is_sender: bool
     remote: _handoff_pb2.KvLayout
-    def __init__(self, pair_epoch: _Optional[str] = ..., store_address: _Optional[str] = ..., is_sender: bool = ..., remote: _Optional[_Union[_handoff_pb2.KvLayout, _Mapping]] = ...) -> None: ...
+    transport: str
+    wire_format: str
+    chunk_tokens: int
+    num_slots: int
+    def __init__(self, pair_epoch: _Optional[str] = ..., store_address: _Optional[str] = ..., is_sender: bool = ..., remote: _Optional[_Union[_handoff_pb2.KvLayout, _Mapping]] = ..., transport: _Optional[str] = ..., wire_format: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
 
 class ClosePair(_message.Message):
     __slots__ = ("pair_epoch",)
@@ -58,46 +67,60 @@ class ClosePair(_message.Message):
     def __init__(self, pair_epoch: _Optional[str] = ...) -> None: ...
 
 class PageRange(_message.Message):
-    __slots__ = ("pair_epoch", "slot", "token_start", "token_end", "block_table", "after_step")
+    __slots__ = ("pair_epoch", "slot", "tag", "token_start", "token_end", "layer_start", "layer_end", "block_table", "after_step")
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
+    TAG_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
+    LAYER_START_FIELD_NUMBER: _ClassVar[int]
+    LAYER_END_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     pair_epoch: str
     slot: int
+    tag: int
     token_start: int
     token_end: int
+    layer_start: int
+    layer_end: int
     block_table: _containers.RepeatedScalarFieldContainer[int]
     after_step: int
-    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
+    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., tag: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class Send(_message.Message):
-    __slots__ = ("pair_epoch", "slot", "num_tokens")
+    __slots__ = ("pair_epoch", "slot")
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
-    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     pair_epoch: str
     slot: int
-    num_tokens: int
-    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., num_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class RankReply(_message.Message):
-    __slots__ = ("number", "error", "size_bytes", "hello")
+    __slots__ = ("number", "error", "size_bytes", "hello", "error_kind")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[RankReply.Kind]
+        KIND_TRANSFER: _ClassVar[RankReply.Kind]
+        KIND_CORRUPT: _ClassVar[RankReply.Kind]
+    KIND_UNSPECIFIED: RankReply.Kind
+    KIND_TRANSFER: RankReply.Kind
+    KIND_CORRUPT: RankReply.Kind
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
     HELLO_FIELD_NUMBER: _ClassVar[int]
+    ERROR_KIND_FIELD_NUMBER: _ClassVar[int]
     number: int
     error: str
     size_bytes: int
     hello: RankHello
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., size_bytes: _Optional[int] = ..., hello: _Optional[_Union[RankHello, _Mapping]] = ...) -> None: ...
+    error_kind: RankReply.Kind
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., size_bytes: _Optional[int] = ..., hello: _Optional[_Union[RankHello, _Mapping]] = ..., error_kind: _Optional[_Union[RankReply.Kind, str]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("tp_rank", "pid", "host", "device")

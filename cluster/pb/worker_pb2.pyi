@@ -34,7 +34,7 @@ class Command(_message.Message):
     def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache")
+    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Admit(_message.Message):
     EXPECT_HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     role: Role
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -51,7 +52,16 @@ class Admit(_message.Message):
     expect_handoff: bool
     cache_salt: bytes
     bypass_prefix_cache: bool
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ...) -> None: ...
+    known_tokens: _containers.RepeatedCompositeFieldContainer[KnownTokens]
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ...) -> None: ...
+
+class KnownTokens(_message.Message):
+    __slots__ = ("sequence_index", "token_ids")
+    SEQUENCE_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sequence_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address")
@@ -145,7 +155,7 @@ class RankInfo(_message.Message):
     def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype")
+    __slots__ = ("worker_id", "incarnation", "role", "node", "ranks", "model", "weights_revision", "block_size", "num_blocks", "max_model_len", "max_num_seqs", "transport", "dtype", "metrics_address")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -159,6 +169,7 @@ class WorkerInfo(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: Role
@@ -172,7 +183,8 @@ class WorkerInfo(_message.Message):
     max_num_seqs: int
     transport: str
     dtype: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received")
@@ -233,7 +245,7 @@ class Tokens(_message.Message):
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., sequence_index: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
 
 class Failed(_message.Message):
-    __slots__ = ("key", "reason", "message")
+    __slots__ = ("key", "reason", "message", "num_kept_tokens")
     class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         REASON_UNSPECIFIED: _ClassVar[Failed.Reason]
@@ -243,6 +255,7 @@ class Failed(_message.Message):
         REASON_INTERNAL: _ClassVar[Failed.Reason]
         REASON_INCOMPATIBLE: _ClassVar[Failed.Reason]
         REASON_INVALID: _ClassVar[Failed.Reason]
+        REASON_CORRUPT: _ClassVar[Failed.Reason]
     REASON_UNSPECIFIED: Failed.Reason
     REASON_PEER_LOST: Failed.Reason
     REASON_TRANSFER_FAILED: Failed.Reason
@@ -250,10 +263,13 @@ class Failed(_message.Message):
     REASON_INTERNAL: Failed.Reason
     REASON_INCOMPATIBLE: Failed.Reason
     REASON_INVALID: Failed.Reason
+    REASON_CORRUPT: Failed.Reason
     KEY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     reason: Failed.Reason
     message: str
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., reason: _Optional[_Union[Failed.Reason, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    num_kept_tokens: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., reason: _Optional[_Union[Failed.Reason, str]] = ..., message: _Optional[str] = ..., num_kept_tokens: _Optional[int] = ...) -> None: ...
