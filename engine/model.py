@@ -43,6 +43,8 @@ class StepContext:
     rope_rows: tuple[torch.Tensor, torch.Tensor]
     kv: KvCache
     attention: Attention
+    on_layer: Callable[[int], None] | None = None
+    """Told how many layers' keys and values of this pass are in the pages, after each layer."""
 
 
 class SelfAttention:
@@ -86,6 +88,8 @@ class SelfAttention:
         qk = context.rope.rotate(qk, context.rope_rows)
         q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
         context.kv.write(self._layer, context.slots, k, v)
+        if context.on_layer is not None:
+            context.on_layer(self._layer + 1)
         out = context.attention(
             q,
             *context.kv.pages(self._layer),

@@ -70,10 +70,11 @@ class ModelRunner:
         return self._kv.pool
 
     @torch.inference_mode()
-    def forward(self, step: StepInput) -> torch.Tensor:
+    def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Copies blocks, writes the new tokens' KV, and returns float32 logits [R, V], equal on every rank.
 
-        A step of no tokens only copies blocks.
+        `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
+        the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
         """
         assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
         if len(step.block_copies):
@@ -88,6 +89,7 @@ class ModelRunner:
             rope_rows=self._rope.at(positions),
             kv=self._kv,
             attention=self._attention,
+            on_layer=on_layer,
         )
         token_ids = self._to_device(step.token_ids, np.int32)
         return self._model(token_ids, self._to_device(step.logits_indices, np.int32), context)

@@ -15,6 +15,8 @@ from cluster.errors import BatonError
 from cluster.pb import handoff_pb2
 
 DTYPES = ("float32", "bfloat16", "float16")
+WIRE_FORMATS = ("native", "int8", "fp8")
+_CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
 
 class LayoutMismatch(BatonError):
@@ -114,14 +116,39 @@ class Route:
 
 
 def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
-    """Raises LayoutMismatch, naming both, unless they differ in tp_size and block_size only."""
-    for name in ("model", "num_layers", "num_kv_heads", "head_dim", "dtype"):
+    """Raises LayoutMismatch, naming both, unless they differ in tp_size, block_size and a dtype that can be bridged.
+
+    float16 receives float16 only: the other two reach beyond its range, in every wire format.
+    """
+    for name in ("model", "num_layers", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(sender, name), getattr(receiver, name)
         if ours != theirs:
             raise LayoutMismatch(
                 f"KV cannot be handed over: {name} is {ours} at the sender and {theirs} at the receiver; "
-                f"start both workers with the same model and dtype (sender: {sender}; receiver: {receiver})"
+                f"start both workers with the same model (sender: {sender}; receiver: {receiver})"
             )
+    if receiver.dtype == "float16" and sender.dtype != "float16":
+        raise LayoutMismatch(
+            f"KV cannot be handed over: dtype is {sender.dtype} at the sender, beyond the range of the receiver's "
+            f"float16; start both workers with the same dtype (sender: {sender}; receiver: {receiver})"
+        )
+
+
+def check_wire_format(sender: str, receiver: str) -> None:
+    """Raises LayoutMismatch unless both sides were told the same wire format, and one that exists."""
+    _check_known("the sender's wire_format", sender)
+    _check_known("the receiver's wire_format", receiver)
+    if sender != receiver:
+        raise LayoutMismatch(
+            f"KV cannot be handed over: wire_format is {sender} at the sender and {receiver} at the receiver; "
+            "start both workers with the same wire_format"
+        )
+
+
+def wire_dtype(sender: KvLayout, wire_format: str) -> str:
+    """The torch dtype, by name, of the values of a payload. Raises LayoutMismatch for an unknown wire format."""
+    _check_known("wire_format", wire_format)
+    return _CODE_DTYPES.get(wire_format, sender.dtype)
 
 
 def routes(sender: KvLayout, receiver: KvLayout) -> tuple[Route, ...]:
@@ -139,3 +166,8 @@ def routes(sender: KvLayout, receiver: KvLayout) -> tuple[Route, ...]:
             start, end = max(wanted.start, held.start), min(wanted.stop, held.stop)
             found.append(Route(src_rank, dst_rank, start, end))
     return tuple(sorted(found, key=lambda route: (route.src_rank, route.dst_rank)))
+
+
+def _check_known(whose: str, wire_format: str) -> None:
+    if wire_format not in WIRE_FORMATS:
+        raise LayoutMismatch(f"{whose} {wire_format!r} is not known; use one of {', '.join(WIRE_FORMATS)}")

@@ -1,17 +1,16 @@
-"""One rank's hands in every hand-off: gathers into send slots, sends them, receives into landing slots, scatters.
+"""One rank's hands in every hand-off: gathers into slots, sends them, receives them, scatters.
 
-    sender:    gather -> send               (the pages are free again once gather has returned)
-    receiver:  post_receive -> (grant) -> complete_receive       (only this rank's own scatter writes its pages)
+    sender:    gather -> send -> complete_send             (the pages are free again once gather has returned)
+    receiver:  post_receive -> (grant) -> complete_receive     (only this rank's own scatter writes its pages)
 
 It carries out what was decided above it: who may use which slot, when pages are free, when a pair is opened or closed.
-A link is this rank's share of one pair of workers, named by the pair's epoch: one transport pair for each route between
-this rank and a remote one. Any failure retires the whole link: its transport pairs are closed at once, buffers with
-operations posted on them are quarantined until that is done, their slots get fresh ones, and every later call for the
-epoch raises TransferFailed, until close_pair forgets it. A rank whose heads lower ranks replicate has no route to send
-on; there, gather and send do nothing.
+A link is this rank's share of one pair of workers, named by the pair's epoch: one transport pair, with slots of its
+own, for each route between this rank and a remote one. Any failure retires the whole link: its pairs are closed at
+once, and every later call for the epoch raises TransferFailed. A slot is never another link's. A rank whose heads lower
+ranks replicate has no route to send on; there, gather and send do nothing.
 
-Threads: `open_pair` and the closing calls may come from any thread; gather, send and post_receive from one thread in
-the order that both sides agreed on; complete_receive from that thread or from one other, in the order of the posts.
+Threads: opening and closing from any. For each link: gather from one, send and post_receive from one in the order that
+both sides agreed on, complete_send and complete_receive from one in the order of the posts.
 """
 
 from __future__ import annotations
@@ -21,45 +20,49 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kv_transfer import pages
-from kv_transfer.layout import KvLayout
-from kv_transfer.packing import Packing, Part
-from kv_transfer.slots import Lane, Slot
-from kv_transfer.transport import Pair, TransferFailed, Work, connect_store, make_pair
+from kv_transfer.codec import SlotCodec
+from kv_transfer.failures import TransferFailed
+from kv_transfer.faults import Faults
+from kv_transfer.layout import KvLayout, Route, routes
+from kv_transfer.link import Lane, Link
+from kv_transfer.link import PairSpec as PairSpec
+from kv_transfer.link import SlotRange as SlotRange
+from kv_transfer.pairs import make_pair
+from kv_transfer.transport import Meeting, StoreClients, Work
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Link:
-    pair_epoch: str
-    is_sender: bool
-    packing: Packing
-    pairs: list[tuple[Part, Pair]] = field(default_factory=list)
-    is_open: bool = False
-    ended: str | None = None  # why
+class Sending:
+    """A posted send, for `complete_send`. It keeps its slots alive."""
+
+    link: Link
+    slot: int
+    lanes: list[Lane]
+    works: list[Work]
 
 
 @dataclass(eq=False)
 class Landing:
-    """A posted receive, for `complete_receive`. It keeps its buffer alive."""
+    """A posted receive, for `complete_receive`. It keeps its slots alive."""
 
-    link: _Link
-    slot: Slot
-    buffer: Tensor
-    works: list[Work]
-    token_start: int
-    token_end: int
+    link: Link
+    what: SlotRange
     block_table: tuple[int, ...]
+    lanes: list[Lane]
+    works: list[Work]
 
 
 class KvMover:
-    """Moves the KV of one rank. `kv` is [L, 2, N, B, H, D]; slots hold up to `chunk_tokens` tokens."""
+    """Moves the KV of one rank. `kv` is [L, 2, N, B, H, D]."""
 
     def __init__(
         self,
@@ -67,67 +70,83 @@ class KvMover:
         layout: KvLayout,
         tp_rank: int,
         *,
-        num_slots: int,
-        chunk_tokens: int,
         timeout_s: float,
-        transport: str,
         host: str,
+        digest: str = "on",
+        faults: Faults | None = None,
         compute_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """`transport` is `gloo` or `nccl`; `host` is this machine's address as the peers see it. Raises ValueError."""
+        """`host` is this machine's address as the peers see it; `digest` is `on`, `sampled` or `off`.
+
+        `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
+        """
         expected = (layout.num_layers, 2, kv.shape[2], layout.block_size, layout.num_local_heads, layout.head_dim)
         if tuple(kv.shape) != expected or kv.dtype != getattr(torch, layout.dtype):
             raise ValueError(f"the KV cache is {tuple(kv.shape)} {kv.dtype}; its layout says {expected} {layout.dtype}")
         self._kv = kv
         self._layout = layout
         self._tp_rank = tp_rank
-        self._num_slots = num_slots
-        self._chunk_tokens = chunk_tokens
         self._timeout_s = timeout_s
-        self._transport = transport
         self._host = host
-        self._compute_stream = compute_stream
+        self._digest = digest
+        self._faults = faults
+        self._stores = StoreClients(timeout_s)
+        self._compute_stream: Any = compute_stream
+        if kv.is_cuda and compute_stream is None:
+            self._compute_stream = torch.cuda.default_stream(kv.device)
         self._lock = threading.Lock()
-        self._links: dict[str, _Link] = {}
-        self._lanes: dict[bool, Lane] = {}  # True: send slots, False: landing slots
-        self._quarantine: dict[_Link, list[Tensor]] = {}
+        self._links: dict[str, Link] = {}
+        self._ending: set[Link] = set()  # whose slots may be in quarantine
         self._is_closed = False
 
     @property
-    def quarantined_bytes(self) -> int:
-        """Bytes of buffers that a pair may still touch because it is not closed yet, or could not be."""
+    def num_landed_slots(self) -> int:
+        """Slots whose chunk has arrived and is being checked and written to the pages."""
         with self._lock:
-            return sum(buffer.nbytes for buffers in self._quarantine.values() for buffer in buffers)
+            links = list(self._links.values())
+        return sum(link.num_landed for link in links)
 
-    def open_pair(self, pair_epoch: str, store_address: str, is_sender: bool, remote: KvLayout) -> None:
+    @property
+    def quarantined_bytes(self) -> int:
+        """Bytes of slots that a pair may still touch because it is not closed yet, or could not be."""
+        return sum(slot.nbytes for slot in self._quarantined())
+
+    @property
+    def num_quarantined_slots(self) -> int:
+        """How many slots those are, on all routes."""
+        return len(self._quarantined())
+
+    # Pairs
+
+    def open_pair(self, spec: PairSpec) -> None:
         """Meets the remote ranks that share heads with this one, at the receiving worker's store.
 
         Blocks until they are there. Raises LayoutMismatch, and TransferFailed after the timeout or a close_pair.
         """
         started = time.monotonic()
-        link = _Link(pair_epoch, is_sender, Packing(self._layout, self._tp_rank, remote, is_sender=is_sender))
+        codecs = [(route, self._codec(spec, route)) for route in self._routes(spec)]
+        new_stream: Any = torch.cuda.Stream
+        link = Link(spec, new_stream(self._kv.device) if self._kv.is_cuda else None)
         with self._lock:
             if self._is_closed:
-                raise TransferFailed(f"pair {pair_epoch} cannot be opened: this worker is stopping")
-            if pair_epoch in self._links:
-                raise ValueError(f"pair {pair_epoch} is open already; every pair needs an epoch of its own")
-            if link.packing.routes and is_sender not in self._lanes:
-                self._lanes[is_sender] = self._new_lane()
-            self._links[pair_epoch] = link
+                raise TransferFailed(f"pair {spec.pair_epoch} cannot be opened: this worker is stopping")
+            if spec.pair_epoch in self._links:
+                raise ValueError(f"pair {spec.pair_epoch} is open already; every pair needs an epoch of its own")
+            self._links[spec.pair_epoch] = link
         try:
-            self._make_pairs(link, store_address)
+            self._make_pairs(link, codecs)
         except BaseException as error:
             self._end(link, str(error) or type(error).__name__)
             self._forget(link)
             raise
         took_ms = (time.monotonic() - started) * 1000
-        side, made = ("sender" if is_sender else "receiver"), f"{len(link.pairs)} {self._transport} connections"
-        logger.info("pair %s opened as %s: %s with %s in %.0f ms", pair_epoch, side, made, remote, took_ms)
+        side, made = ("sender" if spec.is_sender else "receiver"), f"{len(codecs)} {spec.transport} connections"
+        logger.info("pair %s opened as %s: %s with %s in %.0f ms", spec.pair_epoch, side, made, spec.remote, took_ms)
 
     def close_pair(self, pair_epoch: str) -> None:
         """Ends a link, wakes whoever waits on it, and forgets its epoch. An unknown epoch is no error.
 
-        A link that is still being opened is given up as soon as the connection it is making is made or timed out.
+        One that is still being opened gives up at once, or as soon as the connection it is making is made or timed out.
         """
         with self._lock:
             link = self._links.get(pair_epoch)
@@ -145,186 +164,182 @@ class KvMover:
             epochs = list(self._links)
         for pair_epoch in epochs:
             self.close_pair(pair_epoch)
+        self._stores.clear()
 
-    def gather(self, pair_epoch: str, slot: int, token_start: int, token_end: int, block_table: Sequence[int]) -> int:
-        """Copies tokens from the pages into a send slot; returns the bytes that sending it will move."""
-        link = self._open_link(pair_epoch, is_sender=True)
-        num_tokens = self._check_size(token_end - token_start)
-        if not link.pairs:
-            return 0
-        lane = self._lanes[True]
-        target = lane.slot(slot)
-        self._check_idle(target, slot)
-        target.gathered = None
-        packing = link.packing
-        with lane.packing(target.buffer, packing.num_elements(num_tokens)) as buffer:
-            for part in packing.parts:
-                view = packing.view(buffer, part, num_tokens)
-                pages.gather(self._kv, block_table, token_start, token_end, part.heads, view)
-        target.gathered = (pair_epoch, num_tokens)
-        return sum(packing.view(target.buffer, part, num_tokens).nbytes for part, _ in link.pairs)
+    def _routes(self, spec: PairSpec) -> list[Route]:
+        """This rank's, in the one order in which all ranks of both sides meet."""
+        if spec.is_sender:
+            return [route for route in routes(self._layout, spec.remote) if route.src_rank == self._tp_rank]
+        return [route for route in routes(spec.remote, self._layout) if route.dst_rank == self._tp_rank]
 
-    def send(self, pair_epoch: str, slot: int, num_tokens: int) -> None:
-        """Sends a gathered slot to every remote rank with a route; returns once the slot may be used again."""
-        link = self._open_link(pair_epoch, is_sender=True)
-        self._check_size(num_tokens)
-        if not link.pairs:
-            return
-        lane = self._lanes[True]
-        source = lane.slot(slot)
-        if source.gathered != (pair_epoch, num_tokens):
-            raise ValueError(f"slot {slot} holds {source.gathered}, not {(pair_epoch, num_tokens)}; gather it first")
-        with self._retiring_on_failure(link):
-            self._post(link, source, slot)
-            with lane.posting():
-                views = [(link.packing.view(source.buffer, part, num_tokens), pair) for part, pair in link.pairs]
-                works = [pair.send(view) for view, pair in views]
-            self._wait(lane, works)
-        self._release(link, source)
-
-    def post_receive(
-        self, pair_epoch: str, slot: int, token_start: int, token_end: int, block_table: Sequence[int]
-    ) -> Landing:
-        """Posts the receives of a chunk into a landing slot; the sender may be granted as soon as this returns."""
-        link = self._open_link(pair_epoch, is_sender=False)
-        num_tokens = self._check_size(token_end - token_start)
-        pages.row_index(self._kv, block_table, token_start, token_end)  # refused before anything is on its way
-        lane = self._lanes[False]
-        target = lane.slot(slot)
-        with self._retiring_on_failure(link):
-            self._post(link, target, slot)
-            buffer = target.buffer
-            with lane.posting():
-                works = [pair.receive(link.packing.view(buffer, part, num_tokens)) for part, pair in link.pairs]
-        return Landing(link, target, buffer, works, token_start, token_end, tuple(block_table))
-
-    def complete_receive(self, landing: Landing) -> int:
-        """Waits for a posted chunk and scatters it into the pages; returns the bytes that arrived."""
-        link, works = landing.link, landing.works
-        if not works:
-            raise ValueError(f"a landing of pair {link.pair_epoch} was completed already")
-        landing.works = []
-        lane = self._lanes[False]
-        with self._retiring_on_failure(link):
-            self._wait(lane, works)
-        num_tokens = landing.token_end - landing.token_start
-        num_elements = link.packing.num_elements(num_tokens)
-        try:
-            with lane.unpacking(landing.buffer, num_elements) as buffer:
-                for part in link.packing.parts:
-                    view = link.packing.view(buffer, part, num_tokens)
-                    start, end = landing.token_start, landing.token_end
-                    pages.scatter(self._kv, landing.block_table, start, end, part.heads, view)
-        finally:
-            self._release(link, landing.slot)
-        return num_elements * landing.buffer.element_size()
-
-    def receive(self, pair_epoch: str, slot: int, token_start: int, token_end: int, block_table: Sequence[int]) -> int:
-        """post_receive and complete_receive in one."""
-        return self.complete_receive(self.post_receive(pair_epoch, slot, token_start, token_end, block_table))
-
-    def _new_lane(self) -> Lane:
-        elements = (
-            self._chunk_tokens * self._layout.num_local_heads * self._layout.num_layers * 2 * self._layout.head_dim
-        )
-        is_host_staged = self._transport == "gloo"
-        return Lane(
-            self._kv, self._num_slots, elements, is_host_staged=is_host_staged, compute_stream=self._compute_stream
+    def _codec(self, spec: PairSpec, route: Route) -> SlotCodec:
+        first = self._layout.head_range(self._tp_rank).start
+        heads = slice(route.head_start - first, route.head_end - first)
+        return SlotCodec(
+            self._layout,
+            spec.remote,
+            heads,
+            is_sender=spec.is_sender,
+            wire_format=spec.wire_format,
+            digest=self._digest,
         )
 
-    def _make_pairs(self, link: _Link, store_address: str) -> None:
-        if not link.packing.routes:
-            link.is_open = True
-            return
+    def _make_pairs(self, link: Link, codecs: list[tuple[Route, SlotCodec]]) -> None:
+        spec = link.spec
         deadline = time.monotonic() + self._timeout_s
-        store = connect_store(store_address, self._timeout_s)
-        for route in link.packing.routes:
-            pair = make_pair(
-                self._transport,
-                store,
-                f"{link.pair_epoch}/{route.src_rank}-{route.dst_rank}",
-                is_sender=link.is_sender,
+        for route, codec in codecs:
+            meeting = Meeting(
+                store_address=spec.store_address,
+                stores=self._stores,
+                prefix=f"{spec.pair_epoch}/{route.src_rank}-{route.dst_rank}",
+                is_sender=spec.is_sender,
                 host=self._host,
                 device=self._kv.device,
+                num_slots=spec.num_slots,
+                slot_bytes=codec.slot_bytes(spec.chunk_tokens * self._layout.num_layers),
                 timeout_s=max(0.001, deadline - time.monotonic()),
+                is_wanted=lambda: link.ended is None,
             )
-            with self._lock:
-                link.pairs.append((link.packing.part_of(route), pair))
-                link.is_open = len(link.pairs) == len(link.packing.routes)
-                ended = link.ended
-            if ended is not None:
-                pair.close()
-                raise TransferFailed(f"pair {link.pair_epoch} was given up while it opened: {ended}")
+            pair = make_pair(spec.transport, meeting)
+            link.add(codec, pair if self._faults is None else self._faults.wrap(pair))
+        link.open()
 
-    def _open_link(self, pair_epoch: str, *, is_sender: bool) -> _Link:
+    # Sender
+
+    def gather(self, what: SlotRange, block_table: Sequence[int], ready: torch.cuda.Event | None = None) -> int:
+        """Copies pages into a slot; returns the bytes that sending it will move.
+
+        `ready`: on a GPU, what must have happened before the pages are read; None: all that was launched so far.
+        """
+        link = self._link(what.pair_epoch)
+        self._check(link, what, is_sender=True)
+        lanes = link.begin_gather(what.slot)
+        with self._copying(link, ready):
+            sizes = [
+                lane.codec.pack(self._kv, block_table, what.range, what.tag, lane.slots[what.slot]) for lane in lanes
+            ]
+        link.end_gather(what.slot, sizes)
+        return sum(sizes)
+
+    def send(self, pair_epoch: str, slot: int) -> Sending:
+        """Posts the sends of a gathered slot to every remote rank with a route."""
+        link = self._link(pair_epoch)
+        link.check(is_sender=True, slot=slot)
+        with self._retiring_on_failure(link):
+            sizes = link.post_send(slot)
+            works = [lane.pair.send(slot, size) for lane, size in sizes]
+        return Sending(link, slot, [lane for lane, _ in sizes], works)
+
+    def complete_send(self, sending: Sending) -> None:
+        """Waits until a posted slot is sent and may be gathered into again."""
+        with self._retiring_on_failure(sending.link):
+            self._wait(sending.works)
+        sending.link.free(sending.slot)
+
+    # Receiver
+
+    def post_receive(self, what: SlotRange, block_table: Sequence[int]) -> Landing:
+        """Posts the receives of a chunk; the sender may be granted as soon as this returns."""
+        link = self._link(what.pair_epoch)
+        self._check(link, what, is_sender=False)
+        pages.check_range(self._kv, block_table, what.range)  # refused before anything is on its way
+        with self._retiring_on_failure(link):
+            lanes = link.post_receive(what.slot)
+            works = [lane.pair.receive(what.slot, lane.codec.num_bytes(what.range)) for lane in lanes]
+        return Landing(link, what, tuple(block_table), lanes, works)
+
+    def complete_receive(self, landing: Landing) -> int:
+        """Waits for a posted chunk, checks it and scatters it into the pages; returns the bytes that arrived.
+
+        Raises TransferFailed, of which Corrupted, with the link retired; ValueError when it was completed before.
+        """
+        link, what, works = landing.link, landing.what, landing.works
+        if not works:
+            raise ValueError(f"a landing of pair {what.pair_epoch} was completed already")
+        landing.works = []
+        with self._retiring_on_failure(link):
+            self._wait(works)
+            link.arrived(what.slot)
+            with self._copying(link, None):
+                for lane in landing.lanes:
+                    slot = lane.slots[what.slot]
+                    lane.codec.unpack(slot, self._kv, landing.block_table, what.range, what.tag)
+        self._release(link, what.slot, landing.lanes)
+        return sum(lane.codec.num_bytes(what.range) for lane in landing.lanes)
+
+    # Slots and streams
+
+    def _link(self, pair_epoch: str) -> Link:
         with self._lock:
             link = self._links.get(pair_epoch)
-        if link is None or link.ended is not None or not link.is_open:
-            why = "it was never opened, or closed" if link is None else link.ended or "it is still being opened"
-            raise TransferFailed(f"pair {pair_epoch} cannot be used: {why}")
-        if link.is_sender is not is_sender:
-            raise ValueError(f"pair {pair_epoch} was opened as the {'sender' if link.is_sender else 'receiver'}")
+        if link is None:
+            raise TransferFailed(f"pair {pair_epoch} cannot be used: it was never opened, or closed")
         return link
 
-    def _check_size(self, num_tokens: int) -> int:
-        if not 0 < num_tokens <= self._chunk_tokens:
-            raise ValueError(f"a chunk of {num_tokens} tokens does not fit a slot of {self._chunk_tokens}")
-        return num_tokens
+    def _check(self, link: Link, what: SlotRange, *, is_sender: bool) -> None:
+        link.check(is_sender=is_sender, slot=what.slot)
+        room = link.spec.chunk_tokens * self._layout.num_layers
+        if not 0 < what.range.num_cells <= room:
+            raise ValueError(f"a chunk of {what.range.num_cells} tokens x layers does not fit a slot of {room}")
 
-    @staticmethod
-    def _check_idle(slot: Slot, index: int) -> None:
-        if slot.posted_by is not None:
-            raise ValueError(f"slot {index} has operations posted on it; wait for them before it is used again")
+    def _release(self, link: Link, slot: int, lanes: list[Lane]) -> None:
+        """Tells the sender that a slot was read. What has landed has landed, also where nobody is left to be told."""
+        link.free(slot)
+        try:
+            for lane in lanes:
+                lane.pair.release(slot)
+        except TransferFailed as error:
+            self._retire(link, error)
 
-    def _post(self, link: _Link, slot: Slot, index: int) -> None:
-        with self._lock:
-            self._check_idle(slot, index)
-            if link.ended is not None:
-                raise TransferFailed(f"pair {link.pair_epoch} cannot be used: {link.ended}")
-            slot.posted_by = link
-
-    def _release(self, link: _Link, slot: Slot) -> None:
-        with self._lock:
-            if slot.posted_by is link:
-                slot.posted_by = slot.gathered = None
-
-    def _wait(self, lane: Lane, works: list[Work]) -> None:
+    def _wait(self, works: list[Work]) -> None:
         deadline = time.monotonic() + self._timeout_s
-        with lane.waiting():
-            for work in works:
-                work.wait(max(0.0, deadline - time.monotonic()))
+        for work in works:
+            work.wait(max(0.0, deadline - time.monotonic()))
 
     @contextmanager
-    def _retiring_on_failure(self, link: _Link) -> Iterator[None]:
+    def _copying(self, link: Link, ready: Any) -> Iterator[None]:
+        """For copies of pages: when the block ends they have ended, on a GPU too."""
+        if link.stream is None:
+            yield
+            return
+        # Kernels launched so far write the pages to gather, or still read what the pages held before.
+        with torch.cuda.device(self._kv.device):
+            link.stream.wait_event(self._compute_stream.record_event() if ready is None else ready)
+            try:
+                with torch.cuda.stream(link.stream):
+                    yield
+            finally:
+                link.stream.synchronize()
+
+    # Ends
+
+    @contextmanager
+    def _retiring_on_failure(self, link: Link) -> Iterator[None]:
         try:
             yield
         except TransferFailed as error:
-            if self._end(link, error.message):
-                logger.warning("pair %s retired: %s", link.pair_epoch, error.message)
+            self._retire(link, error)
             raise
 
-    def _end(self, link: _Link, why: str) -> bool:
-        """Closes a link's transport pairs once; True for the call that did it."""
-        with self._lock:
-            if link.ended is not None:
-                return False
-            link.ended = why
-            quarantined = [buffer for lane in self._lanes.values() for buffer in lane.replace_buffers(link)]
-            self._quarantine[link] = quarantined
-            pairs = [pair for _, pair in link.pairs]
-        all_closed = True
-        for pair in pairs:
-            try:
-                pair.close()
-            except TransferFailed as error:
-                all_closed = False
-                logger.error("pair %s: %s; its buffers stay quarantined", link.pair_epoch, error.message)
-        if all_closed:
-            with self._lock:
-                del self._quarantine[link]
-        return True
+    def _retire(self, link: Link, error: TransferFailed) -> None:
+        if self._end(link, error.message):
+            logger.warning("pair %s retired: %s", link.spec.pair_epoch, error.message)
 
-    def _forget(self, link: _Link) -> None:
+    def _end(self, link: Link, why: str) -> bool:
         with self._lock:
-            if self._links.get(link.pair_epoch) is link:
-                del self._links[link.pair_epoch]
+            self._ending.add(link)
+        is_first = link.end(why)
+        with self._lock:
+            if not link.quarantined:
+                self._ending.discard(link)
+        return is_first
+
+    def _quarantined(self) -> list[Tensor]:
+        with self._lock:
+            links = list(self._ending)
+        return [slot for link in links for slot in link.quarantined]
+
+    def _forget(self, link: Link) -> None:
+        with self._lock:
+            if self._links.get(link.spec.pair_epoch) is link:
+                del self._links[link.spec.pair_epoch]

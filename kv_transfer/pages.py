@@ -1,71 +1,134 @@
-"""Copies a range of tokens between a paged KV cache and a contiguous buffer.
+"""Copies a range of tokens and layers between a paged KV cache and a contiguous buffer, casting where dtypes differ.
 
 Addresses are token positions, mapped through a block table; nothing outside the range is read or written. It knows
 neither ranks nor transports. It runs on the tensors' device, in the current stream, and does not synchronize.
 
+On a GPU a range is one kernel. On the CPU it is one strided copy for each run of tokens that lie side by side in the
+pool: numpy's, with a token's heads as one element, because torch copies short rows at half the speed; torch's own where
+values are cast. Either lets other threads run Python meanwhile.
+
 Shapes: L layers, 2 (key, value), N blocks in the pool, B tokens in a block, H KV heads of this rank, D head size,
-T = token_end - token_start, h heads wanted. kv is [L, 2, N, B, H, D], a buffer is contiguous [L, 2, T, h, D].
+l, T and h the layers, tokens and heads of the range. kv is [L, 2, N, B, H, D], a buffer is contiguous [l, 2, T, h, D].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kv_transfer.actions import Range
 
-def gather(kv: Tensor, block_table: Sequence[int], token_start: int, token_end: int, heads: slice, out: Tensor) -> None:
-    """Copies tokens [token_start, token_end) of the local heads `heads` into `out`. Raises ValueError."""
+_HELD_GIL_ELEMENTS = 500
+"""numpy keeps the GIL while it copies so few elements, whatever their size."""
+
+
+def gather(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, out: Tensor) -> None:
+    """Copies the range, of the local heads `heads`, into `out`. Raises ValueError."""
     with torch.inference_mode():
-        tokens = _token_rows(kv, heads)
-        rows = row_index(kv, block_table, token_start, token_end)
-        _check_buffer(tokens, rows, out)
-        torch.index_select(tokens, 2, rows, out=out)
+        tokens = _token_rows(kv, block_table, what, heads, out)
+        if kv.is_cuda:
+            rows = _row_index(kv, block_table, what)
+            if out.dtype == kv.dtype:
+                torch.index_select(tokens, 2, rows, out=out)
+            else:
+                out.copy_(tokens.index_select(2, rows))
+            return
+        for pool, buffer in _copies(tokens, block_table, what, kv.shape[3], out):
+            buffer[...] = pool
 
 
-def scatter(
-    kv: Tensor, block_table: Sequence[int], token_start: int, token_end: int, heads: slice, source: Tensor
-) -> None:
-    """Copies `source` to tokens [token_start, token_end) of the local heads `heads`. Raises ValueError."""
+def scatter(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, source: Tensor) -> None:
+    """Copies `source` to the range, of the local heads `heads`. Raises ValueError."""
     with torch.inference_mode():
-        tokens = _token_rows(kv, heads)
-        rows = row_index(kv, block_table, token_start, token_end)
-        _check_buffer(tokens, rows, source)
-        tokens.index_copy_(2, rows, source)
+        tokens = _token_rows(kv, block_table, what, heads, source)
+        if kv.is_cuda:
+            tokens.index_copy_(2, _row_index(kv, block_table, what), source.to(kv.dtype))
+            return
+        for pool, buffer in _copies(tokens, block_table, what, kv.shape[3], source):
+            pool[...] = buffer
 
 
-def row_index(kv: Tensor, block_table: Sequence[int], token_start: int, token_end: int) -> Tensor:
-    """Row block_id * B + offset of each token of the range, int64 [T], on kv's device. Raises ValueError."""
-    num_blocks, block_size = kv.shape[2], kv.shape[3]
-    if not 0 <= token_start < token_end:
-        raise ValueError(f"tokens [{token_start}, {token_end}) are no range; give 0 <= token_start < token_end")
-    first, last = token_start // block_size, (token_end - 1) // block_size
+def check_range(kv: Tensor, block_table: Sequence[int], what: Range) -> None:
+    """Raises ValueError unless the cache has the layers, and the block table the tokens in blocks that exist."""
+    num_layers, num_blocks, block_size = kv.shape[0], kv.shape[2], kv.shape[3]
+    if not 0 <= what.layer_start < what.layer_end <= num_layers:
+        raise ValueError(f"layers [{what.layer_start}, {what.layer_end}) are no range of {num_layers} layers")
+    if not 0 <= what.token_start < what.token_end:
+        raise ValueError(
+            f"tokens [{what.token_start}, {what.token_end}) are no range; give 0 <= token_start < token_end"
+        )
+    first, last = what.token_start // block_size, (what.token_end - 1) // block_size
     if last >= len(block_table):
         raise ValueError(
-            f"tokens [{token_start}, {token_end}) need {last + 1} blocks of {block_size}, "
+            f"tokens [{what.token_start}, {what.token_end}) need {last + 1} blocks of {block_size}, "
             f"but the block table has {len(block_table)}"
         )
-    blocks = torch.tensor([int(block) for block in block_table[first : last + 1]], dtype=torch.int64)
-    if int(blocks.min()) < 0 or int(blocks.max()) >= num_blocks:
-        raise ValueError(f"block table {blocks.tolist()} names a block outside the pool of {num_blocks}")
-    rows = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
-    skipped = first * block_size
-    return rows[token_start - skipped : token_end - skipped].to(kv.device)
+    blocks = block_table[first : last + 1]
+    if min(blocks) < 0 or max(blocks) >= num_blocks:
+        raise ValueError(f"block table {list(blocks)} names a block outside the pool of {num_blocks}")
 
 
-def _token_rows(kv: Tensor, heads: slice) -> Tensor:
-    # [L, 2, N*B, h, D], a view: index_copy_ on it writes the cache itself.
+def _token_rows(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, buffer: Tensor) -> Tensor:
+    """[l, 2, N*B, h, D], a view: writing to it writes the cache itself. Raises ValueError."""
+    check_range(kv, block_table, what)
     layers, two, num_blocks, block_size, num_heads, head_dim = kv.shape
-    return kv.view(layers, two, num_blocks * block_size, num_heads, head_dim)[:, :, :, heads]
-
-
-def _check_buffer(tokens: Tensor, rows: Tensor, buffer: Tensor) -> None:
-    expected = (*tokens.shape[:2], len(rows), *tokens.shape[3:])
+    rows = kv.view(layers, two, num_blocks * block_size, num_heads, head_dim)
+    rows = rows[what.layer_start : what.layer_end, :, :, heads]
+    expected = (len(rows), two, what.num_tokens, *rows.shape[3:])
     if tuple(buffer.shape) != expected or not buffer.is_contiguous():
         raise ValueError(f"the buffer is {tuple(buffer.shape)}, stride {buffer.stride()}; give a contiguous {expected}")
-    if buffer.dtype != tokens.dtype or buffer.device != tokens.device:
-        raise ValueError(
-            f"the buffer is {buffer.dtype} on {buffer.device}, the cache {tokens.dtype} on {tokens.device}; "
-            "both must agree"
-        )
+    if buffer.device != kv.device:
+        raise ValueError(f"the buffer is on {buffer.device}, the cache on {kv.device}; both must agree")
+    return rows
+
+
+def _copies(
+    tokens: Tensor, block_table: Sequence[int], what: Range, block_size: int, buffer: Tensor
+) -> Iterator[tuple[Any, Any]]:
+    """For each run of tokens its part of the pool and its part of the buffer: numpy arrays, or tensors to be cast."""
+    pool: Any = tokens
+    flat: Any = buffer
+    if tokens.dtype == buffer.dtype:
+        pool, flat = _elements(tokens, block_size), _elements(buffer, block_size)
+    for rows, places in _runs(block_table, what, block_size):
+        yield pool[:, :, rows], flat[:, :, places]
+
+
+def _runs(block_table: Sequence[int], what: Range, block_size: int) -> Iterator[tuple[slice, slice]]:
+    """Rows block_id * B + offset of tokens that lie side by side in the pool, and their places in the buffer."""
+    token = what.token_start
+    while token < what.token_end:
+        block = token // block_size
+        row = block_table[block] * block_size + token % block_size
+        end = min((block + 1) * block_size, what.token_end)
+        while end < what.token_end and block_table[end // block_size] == block_table[end // block_size - 1] + 1:
+            end = min(end + block_size, what.token_end)
+        yield slice(row, row + end - token), slice(token - what.token_start, end - what.token_start)
+        token = end
+
+
+def _elements(rows: Tensor, block_size: int) -> np.ndarray[Any, Any]:
+    """[l, 2, rows, h, D] as [l, 2, rows, 1 or more] opaque elements of numpy in the same memory.
+
+    An element is all of a token's heads, cut in halves while a block has too few to let other threads run.
+    """
+    layers, two, num_rows, heads, head_dim = rows.shape
+    size, num_elements = heads * head_dim * rows.element_size(), layers * two * block_size
+    while num_elements <= _HELD_GIL_ELEMENTS and size % 2 == 0:
+        size, num_elements = size // 2, num_elements * 2
+    raw = rows.view(layers, two, num_rows, heads * head_dim).view(torch.uint8).numpy()
+    return raw.view(np.dtype((np.void, size)))
+
+
+def _row_index(kv: Tensor, block_table: Sequence[int], what: Range) -> Tensor:
+    """Row block_id * B + offset of each token of the range, int64 [T], on kv's device."""
+    block_size = kv.shape[3]
+    first, last = what.token_start // block_size, (what.token_end - 1) // block_size
+    blocks = torch.tensor([int(block) for block in block_table[first : last + 1]], dtype=torch.int64)
+    rows = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
+    skipped = first * block_size
+    return rows[what.token_start - skipped : what.token_end - skipped].to(kv.device)

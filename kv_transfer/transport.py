@@ -1,100 +1,79 @@
-"""Pairs: one communicator between one rank of a sending worker and one rank of a receiving worker.
+"""What a transport is: one side of one route, from one rank of a sending worker to one rank of a receiving worker.
 
-A pair is its own two-rank process group (the sender is rank 0) over a key prefix of the store that the receiving worker
-serves; never the default group, never `new_group`. So it fails, is closed and is made anew without touching another.
-Buffers are contiguous tensors; what they mean, and when they may be used again, is known above (`mover`).
+A pair owns its slots: `num_slots` pieces of uint8 memory to gather into or to scatter from; what is sent from slot i
+lands in the other side's slot i. Slots of one pair are never another's, so a pair fails, is closed and is made anew
+without touching another. What a slot means, and when it may be used again, is known above (`mover`).
 
-Life of a pair: made (both ranks meet, or TransferFailed within the timeout) -> sends and receives, matched in the order
-in which each side posts them -> closed, by either side or after any failure. A pair that failed once is never
-used again. Once `close` has returned, the transport touches no buffer any more and nobody waits on it.
+Life of a pair: made (both ranks meet, or TransferFailed within the timeout) -> sends and receives, posted in the same
+order on both sides -> closed, by either side or after any failure. A pair that failed once is never used again. Once
+`close` has returned, the transport touches no slot any more, holds none, and nobody waits on it.
+
+The receiving worker serves a store at which both sides meet, under a key prefix that no other pair uses.
 """
 
 from __future__ import annotations
 
-import math
-import os
+import logging
 import re
 import socket
 import threading
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # exported without saying so
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from cluster.address import format_address, parse_address
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import ConfigError
+from kv_transfer.failures import TransferFailed as TransferFailed
+
+logger = logging.getLogger(__name__)
 
 SENDER, RECEIVER = 0, 1
-_DATA_TAG, _CLOSE_TAG = 0, 1
-
-NCCL_MIN_CTAS, NCCL_MAX_CTAS = 1, 4
-"""Thread blocks of a transfer: enough to fill a link, few enough to leave the GPU to the model."""
-_NCCL_ENVIRONMENT = {
-    # A transfer that fails must fail a request, not the process: the pair's owner waits, aborts and reports.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
-
-
-class TransferFailed(BatonError):
-    """KV could not be moved: the peer is gone, silent for too long, or the pair was closed. Another path may work."""
-
-    grpc_code = "UNAVAILABLE"
-    reason = "TRANSFER_FAILED"
 
 
 class Work(Protocol):
-    """One posted send or receive."""
+    """One posted send or receive; to be kept until it has ended."""
 
     def wait(self, timeout_s: float) -> None:
-        """Blocks until the buffer is sent or filled; raises TransferFailed, after which the pair must be closed."""
+        """Blocks until the slot is filled (receive) or may be gathered into again (send).
+
+        Raises TransferFailed, after which the pair must be closed: at once when the peer is gone or the pair is closed,
+        else after the timeout.
+        """
         ...
 
 
 class Pair(Protocol):
-    """One side of a connection between two ranks."""
+    """One side of one route."""
 
-    def send(self, tensor: Tensor) -> Work:
-        """Posts a send of a contiguous tensor; raises TransferFailed when the pair is broken."""
+    @property
+    def slots(self) -> Sequence[Tensor]:
+        """uint8 [slot_bytes] each, in host or device memory; none once the pair is closed."""
         ...
 
-    def receive(self, tensor: Tensor) -> Work:
-        """Posts a receive into a contiguous tensor; raises TransferFailed when the pair is broken."""
+    def send(self, slot: int, num_bytes: int) -> Work:
+        """Posts a send of the first bytes of a slot; raises TransferFailed when the pair is broken."""
+        ...
+
+    def receive(self, slot: int, num_bytes: int) -> Work:
+        """Posts a receive into a slot; raises TransferFailed when the pair is broken."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Tells that what landed in a slot was read; raises TransferFailed when the pair is broken."""
         ...
 
     def close(self) -> None:
-        """Ends the pair for both sides and wakes whoever waits on it. Idempotent, from any thread."""
+        """Ends the pair for both sides and wakes whoever waits on it. Idempotent, from any thread.
+
+        Raises TransferFailed when it cannot be ended: then its slots may still be touched.
+        """
         ...
-
-
-def choose_transport(wanted: str, device: str) -> tuple[str, str]:
-    """The transport for a worker on `device` (`cpu` or `cuda`), and why. Raises ConfigError.
-
-    `wanted` is `auto`, `gloo` or `nccl`.
-    """
-    is_cuda = torch.device(device).type == "cuda"
-    has_nccl = dist.is_nccl_available()
-    match wanted:
-        case "gloo":
-            return "gloo", "it was asked for"
-        case "nccl" if not is_cuda:
-            raise ConfigError(f"transport: nccl moves GPU memory, but the device is {device}; use auto or gloo")
-        case "nccl" if not has_nccl:
-            raise ConfigError("transport: this build of torch has no NCCL; use auto or gloo, or a CUDA build")
-        case "nccl":
-            return "nccl", "it was asked for"
-        case "auto" if not is_cuda:
-            return "gloo", f"the KV cache is in {device} memory"
-        case "auto" if not has_nccl:
-            return "gloo", "this build of torch has no NCCL"
-        case "auto":
-            return "nccl", "the KV cache is on a GPU"
-    raise ConfigError(f"transport: {wanted!r} is none of auto, gloo, nccl")
 
 
 def serve_store(host: str) -> tuple[TCPStore, str]:
@@ -124,155 +103,78 @@ def connect_store(address: str, timeout_s: float) -> TCPStore:
         socket.create_connection((host, port), timeout=timeout_s).close()
         return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
     except (OSError, RuntimeError, ValueError) as error:
-        raise TransferFailed(f"the pair store at {address} cannot be reached: {_reason(error)}") from error
+        raise TransferFailed(f"the pair store at {address} cannot be reached: {reason_of(error)}") from error
 
 
-class _GroupPair(ABC):
-    # What both kinds share. The group, and its sockets, die with the last reference to it and to its works.
+class StoreClients:
+    """Connections to stores, kept for the next meeting at the same one; safe to use from any thread.
 
-    def __init__(self, group: Any, name: str, rank: int) -> None:
-        self.name = name
-        self._peer = 1 - rank
-        self._group = group
+    Each serves one meeting at a time, since a client that waits for a key can do nothing else. They are kept because
+    torch looks up the name of every address it connects to, which takes seconds where the name server is slow.
+    """
+
+    MAX_IDLE = 16
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._idle: list[tuple[str, TCPStore]] = []  # least recently used first
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return self.name
-
-    def send(self, tensor: Tensor) -> Work:
-        try:
-            return _GroupWork(self._open_group().send([tensor], self._peer, _DATA_TAG), f"send on {self.name}")
-        except RuntimeError as error:
-            raise TransferFailed(f"send on {self.name} failed: {_reason(error)}") from error
-
-    def receive(self, tensor: Tensor) -> Work:
-        try:
-            return _GroupWork(self._open_group().recv([tensor], self._peer, _DATA_TAG), f"receive on {self.name}")
-        except RuntimeError as error:
-            raise TransferFailed(f"receive on {self.name} failed: {_reason(error)}") from error
-
-    def close(self) -> None:
+    @contextmanager
+    def client(self, address: str) -> Iterator[TCPStore]:
+        """A client of the store for the block; one in which the block failed is not kept. Raises TransferFailed."""
+        store = self._take(address) or connect_store(address, self._timeout_s)
+        yield store
         with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            self._end(group)
+            self._idle.append((address, store))
+            del self._idle[: -self.MAX_IDLE]
 
-    @abstractmethod
-    def _end(self, group: Any) -> None: ...
+    def clear(self) -> None:
+        """Drops the connections that are not in use."""
+        with self._lock:
+            self._idle.clear()
 
-    def _open_group(self) -> Any:
-        group = self._group
-        if group is None:
-            raise TransferFailed(f"{self.name} is closed")
-        return group
-
-
-class GlooPair(_GroupPair):
-    """A pair over TCP between the CPU memory of any two hosts."""
-
-    def __init__(self, store: TCPStore, prefix: str, rank: int, *, host: str, timeout_s: float) -> None:
-        """Blocks until the other rank is there. `host` is this side's own address. Raises TransferFailed."""
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._threads = 1
-        name = f"gloo pair {prefix}"
+    def _take(self, address: str) -> TCPStore | None:
+        """A kept connection that is still one: another store may listen at the same address by now."""
+        with self._lock:
+            kept = next((entry for entry in self._idle if entry[0] == address), None)
+            if kept is None:
+                return None
+            self._idle.remove(kept)
         try:
-            options._devices = [gloo.create_device(hostname=host)]
-            super().__init__(gloo(PrefixStore(prefix, store), rank, 2, options), name, rank)
+            kept[1].num_keys()
         except RuntimeError as error:
-            raise TransferFailed(f"{name} was not made: {_reason(error)}") from error
-
-    def _end(self, group: Any) -> None:
-        # ProcessGroupGloo.abort does nothing. A wait that times out does: it shuts the connection down under the
-        # pair's lock, so that no buffer is touched after it, and fails every other wait on both sides.
-        try:
-            group.recv([torch.empty(1)], self._peer, _CLOSE_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
-        raise TransferFailed(f"{self.name} could not be closed")
+            logger.debug("the connection to the pair store at %s has ended: %s", address, reason_of(error))
+            return None
+        return kept[1]
 
 
-class NcclPair(_GroupPair):
-    """A pair between two GPUs. Its kernels run on a stream of its own and wait for the caller's current stream."""
-
-    def __init__(self, store: TCPStore, prefix: str, rank: int, *, device: torch.device, timeout_s: float) -> None:
-        """Blocks until the other rank is there. Raises TransferFailed, also when both ranks are on one GPU."""
-        for variable, value in _NCCL_ENVIRONMENT.items():
-            os.environ.setdefault(variable, value)
-        # Read once by torch: how long a communicator that does not block may take to come up.
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(timeout_s)))
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options(is_high_priority_stream=True)
-        options._timeout = timedelta(seconds=timeout_s)
-        options.config.blocking = 0
-        options.config.min_ctas, options.config.max_ctas = NCCL_MIN_CTAS, NCCL_MAX_CTAS
-        name = f"nccl pair {prefix}"
-        try:
-            with torch.cuda.device(device):
-                super().__init__(nccl(PrefixStore(prefix, store), rank, 2, options), name, rank)
-        except RuntimeError as error:
-            raise TransferFailed(f"{name} was not made: {_reason(error)}") from error
-        try:
-            self._meet(rank, device, timeout_s)
-        except (RuntimeError, TransferFailed) as error:
-            self.close()
-            remedy = "two ranks on one GPU need transport: gloo"
-            raise TransferFailed(f"{name} was not made: {_reason(error)}; {remedy}") from error
-
-    def _end(self, group: Any) -> None:
-        try:
-            group.abort()
-        except RuntimeError as error:
-            raise TransferFailed(f"{self.name} could not be closed: {_reason(error)}") from error
-
-    def _meet(self, rank: int, device: torch.device, timeout_s: float) -> None:
-        # A communicator that comes up without blocking shows its failure only at its first operation.
-        with torch.cuda.device(device):
-            self._open_group().eager_connect_single_device(device)
-            greeting = torch.zeros(1, device=device)
-            (self.send(greeting) if rank == SENDER else self.receive(greeting)).wait(timeout_s)
+def _is_wanted() -> bool:
+    return True
 
 
-def make_pair(
-    transport: str,
-    store: TCPStore,
-    prefix: str,
-    *,
-    is_sender: bool,
-    host: str,
-    device: torch.device,
-    timeout_s: float,
-) -> Pair:
-    """One side of the pair named `prefix`; returns once the other side is there. Raises TransferFailed."""
-    rank = SENDER if is_sender else RECEIVER
-    match transport:
-        case "gloo":
-            return GlooPair(store, prefix, rank, host=host, timeout_s=timeout_s)
-        case "nccl":
-            return NcclPair(store, prefix, rank, device=device, timeout_s=timeout_s)
-    raise ConfigError(f"transport: {transport!r} is none of gloo, nccl")
+@dataclass(frozen=True)
+class Meeting:
+    """Where two ranks meet, and what one of them brings along."""
+
+    store_address: str
+    stores: StoreClients
+    prefix: str
+    """Names the route and its pair's epoch."""
+    is_sender: bool
+    host: str
+    """This side's own address."""
+    device: torch.device
+    """Where this side's pages lie."""
+    num_slots: int
+    slot_bytes: int
+    """The same on both sides."""
+    timeout_s: float
+    is_wanted: Callable[[], bool] = _is_wanted
+    """False: nobody wants this pair any more, so nobody needs to be waited for."""
 
 
-class _GroupWork:
-    # Lets go of torch's work as soon as it has ended: a work that is kept, by a traceback say, keeps its sockets open.
-
-    def __init__(self, work: Any, name: str) -> None:
-        self._work = work
-        self._name = name
-
-    def wait(self, timeout_s: float) -> None:
-        # 0 means "for ever" to torch.
-        timeout = timedelta(milliseconds=max(1, math.ceil(timeout_s * 1000)))
-        try:
-            self._work.wait(timeout)
-        except RuntimeError as error:
-            raise TransferFailed(f"{self._name} failed: {_reason(error)}") from error
-        finally:
-            self._work = None
-
-
-def _reason(error: Exception) -> str:
-    # The first sentence, without the source position of the library that raised it.
+def reason_of(error: Exception) -> str:
+    """The first sentence of an error, without the source position of the library that raised it."""
     lines = re.sub(r"\[\S+\.(cc|cpp|h|hpp):\d+\]\s*", "", str(error)).strip().splitlines()
     return lines[0].split(". ")[0] if lines else type(error).__name__

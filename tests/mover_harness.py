@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
-from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover
+from kv_transfer.actions import Range
+from kv_transfer.faults import Faults
+from kv_transfer.layout import KvLayout, Route, routes
+from kv_transfer.mover import KvMover, PairSpec, SlotRange
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,17 +20,24 @@ LAYERS, HEADS, DIM, TOKENS = 2, 4, 3, 45
 POISON = -77.0
 QUICK_S = 5.0  # on a busy machine; what it is held against takes 10 s and more
 TP_SIZES = (1, 2, 4, 8)
+HOST_TRANSPORTS = ("shm", "gloo")
 
+# Epoch, store, transport. Opens a pair as its sender, gathers a chunk and, told "send", posts it.
 PEER = """
 import sys, torch
+from kv_transfer.actions import Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover
+from kv_transfer.mover import KvMover, PairSpec, SlotRange
 layout = KvLayout(num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", tp_size=1, block_size=4, model="m")
-mover = KvMover(torch.zeros(2, 2, 16, 4, 4, 3), layout, 0, num_slots=2, chunk_tokens=16, timeout_s=30,
-                transport="gloo", host="127.0.0.1")
-mover.open_pair(sys.argv[1], sys.argv[2], True, layout)
+mover = KvMover(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
+mover.open_pair(PairSpec(sys.argv[1], sys.argv[2], True, layout, sys.argv[3], "native", 16, 2))
+what = SlotRange(sys.argv[1], 0, 0, Range(0, 16, 0, 2))
+mover.gather(what, range(4))
 print("open", flush=True)
-sys.stdin.readline()
+for line in sys.stdin:
+    if line == "send\\n":
+        sending = mover.send(sys.argv[1], 0)
+        print("sent", flush=True)
 """
 
 
@@ -40,6 +49,8 @@ class Worker:
     timeout_s: float = 10.0
     num_slots: int = 2
     chunk_tokens: int = 16
+    digest: str = "on"
+    faults: Faults | None = None
     table: list[int] = field(default_factory=list)
     caches: list[torch.Tensor] = field(default_factory=list)
     movers: list[KvMover] = field(default_factory=list)
@@ -58,23 +69,33 @@ class Worker:
                     cache,
                     self.layout,
                     rank,
-                    num_slots=self.num_slots,
-                    chunk_tokens=self.chunk_tokens,
                     timeout_s=self.timeout_s,
-                    transport="gloo",
                     host=HOST,
+                    digest=self.digest,
+                    faults=self.faults,
                 )
             )
 
-    def fill(self, truth: torch.Tensor, start: int, end: int) -> list[torch.Tensor]:
-        """What each rank's cache holds with tokens [start, end) of `truth` [L, 2, T, H, D] in it, the rest as it is."""
+    @property
+    def mover(self) -> KvMover:
+        """The only rank's."""
+        (mover,) = self.movers
+        return mover
+
+    def mover_routes(self, receiver: KvLayout) -> tuple[Route, ...]:
+        """Every route of all ranks to a receiver."""
+        return routes(self.layout, receiver)
+
+    def fill(self, truth: torch.Tensor, start: int, end: int, layers: range = range(LAYERS)) -> list[torch.Tensor]:
+        """What each rank's cache holds with the range of `truth` [L, 2, T, H, D] in it, the rest as it is."""
         filled = []
         for rank, cache in enumerate(self.caches):
             heads = self.layout.head_range(rank)
             expected = cache.clone()
             for t in range(start, end):
                 block, offset = self.table[t // self.layout.block_size], t % self.layout.block_size
-                expected[:, :, block, offset] = truth[:, :, t, heads.start : heads.stop]
+                for layer in layers:
+                    expected[layer, :, block, offset] = truth[layer, :, t, heads.start : heads.stop]
             filled.append(expected)
         return filled
 
@@ -85,6 +106,18 @@ class Worker:
     def close(self) -> None:
         for mover in self.movers:
             mover.close()
+
+    def spec(self, epoch: str, address: str, remote: KvLayout, *, is_sender: bool, transport: str = "shm") -> PairSpec:
+        return PairSpec(
+            pair_epoch=epoch,
+            store_address=address,
+            is_sender=is_sender,
+            remote=remote,
+            transport=transport,
+            wire_format="native",
+            chunk_tokens=self.chunk_tokens,
+            num_slots=self.num_slots,
+        )
 
 
 def make_layout(tp_size: int = 1, block_size: int = 4, dtype: str = "float32", model: str = "m") -> KvLayout:
@@ -105,35 +138,46 @@ def make_truth(dtype: str = "float32") -> torch.Tensor:
     )
 
 
+def chunk(
+    epoch: str, slot: int, start: int, end: int, layers: tuple[int, int] = (0, LAYERS), tag: int = 0
+) -> SlotRange:
+    return SlotRange(epoch, slot, tag, Range(start, end, *layers))
+
+
 def run_all(jobs: Sequence[Callable[[], object]]) -> list[object]:
     """Every rank has its own thread; the first error is raised."""
     with ThreadPoolExecutor(len(jobs)) as pool:
         return [future.result(60) for future in [pool.submit(job) for job in jobs]]
 
 
-def open_both(sender: Worker, receiver: Worker, epoch: str, address: str) -> None:
+def open_both(sender: Worker, receiver: Worker, epoch: str, address: str, transport: str = "shm") -> None:
+    outgoing = sender.spec(epoch, address, receiver.layout, is_sender=True, transport=transport)
+    incoming = receiver.spec(epoch, address, sender.layout, is_sender=False, transport=transport)
     run_all(
-        [lambda m=m: m.open_pair(epoch, address, True, receiver.layout) for m in sender.movers]
-        + [lambda m=m: m.open_pair(epoch, address, False, sender.layout) for m in receiver.movers]
+        [lambda m=m: m.open_pair(outgoing) for m in sender.movers]
+        + [lambda m=m: m.open_pair(incoming) for m in receiver.movers]
     )
 
 
-def move(sender: Worker, receiver: Worker, epoch: str, chunks: list[tuple[int, int]]) -> tuple[int, int]:
-    """Moves chunks one after another, slots in turn; returns the bytes gathered and those received."""
+def move(
+    sender: Worker, receiver: Worker, epoch: str, chunks: Sequence[tuple[int, ...]], tag: int = 0
+) -> tuple[int, int]:
+    """Moves chunks (token start, end and, unless all, layer start, end) one after another, slots in turn.
+
+    Returns the bytes gathered and those received.
+    """
+    ranges = [Range(*piece) if len(piece) == 4 else Range(*piece, 0, LAYERS) for piece in chunks]
+    numbered = [SlotRange(epoch, i % sender.num_slots, tag + i, piece) for i, piece in enumerate(ranges)]
 
     def send(mover: KvMover) -> int:
         gathered = 0
-        for number, (start, end) in enumerate(chunks):
-            slot = number % sender.num_slots
-            gathered += mover.gather(epoch, slot, start, end, sender.table)
-            mover.send(epoch, slot, end - start)
+        for what in numbered:
+            gathered += mover.gather(what, sender.table)
+            mover.complete_send(mover.send(epoch, what.slot))
         return gathered
 
     def receive(mover: KvMover) -> int:
-        return sum(
-            mover.receive(epoch, number % receiver.num_slots, start, end, receiver.table)
-            for number, (start, end) in enumerate(chunks)
-        )
+        return sum(mover.complete_receive(mover.post_receive(what, receiver.table)) for what in numbered)
 
     jobs: list[Callable[[], int]] = [lambda m=m: send(m) for m in sender.movers]  # type: ignore[misc]
     jobs += [lambda m=m: receive(m) for m in receiver.movers]  # type: ignore[misc]

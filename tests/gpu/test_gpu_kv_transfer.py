@@ -1,12 +1,16 @@
-"""The transfer on a GPU: page copies equal to the CPU's, their order against the model's kernels, both transports."""
+"""The transfer on a GPU: page copies equal to the CPU's, their order against the model's kernels, every transport."""
 
 from __future__ import annotations
 
+import gc
+import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from kv_transfer import pages
+from kv_transfer.actions import Range
+from kv_transfer.failures import TransferFailed
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover
+from kv_transfer.mover import KvMover, PairSpec, SlotRange
 from kv_transfer.transport import serve_store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -31,22 +37,65 @@ TABLE = [5, 0, 3]
 # Rank (0 sends), device, timeout, store, prefix. Ends with one line: what became of the pair.
 NCCL_SIDE = """
 import sys, torch
-from kv_transfer.transport import NcclPair, TransferFailed, connect_store
+from kv_transfer.failures import TransferFailed
+from kv_transfer.nccl import NcclPair
+from kv_transfer.transport import Meeting, StoreClients
 rank, device, timeout_s = int(sys.argv[1]), torch.device(sys.argv[2]), float(sys.argv[3])
 try:
-    pair = NcclPair(connect_store(sys.argv[4], timeout_s), sys.argv[5], rank, device=device, timeout_s=timeout_s)
+    pair = NcclPair(Meeting(
+        store_address=sys.argv[4], stores=StoreClients(timeout_s), prefix=sys.argv[5], is_sender=rank == 0,
+        host="127.0.0.1", device=device, num_slots=2, slot_bytes=1 << 20, timeout_s=timeout_s,
+    ))
 except TransferFailed as error:
     print("failed:", error)
     raise SystemExit
-buffer = torch.full((1 << 20,), 7.0 if rank == 0 else 0.0, device=device)
-(pair.send(buffer) if rank == 0 else pair.receive(buffer)).wait(timeout_s)
-silent = pair.receive(torch.empty(8, device=device))
+pair.slots[0].fill_(7 if rank == 0 else 0)
+torch.cuda.synchronize(device)
+(pair.send if rank == 0 else pair.receive)(0, 1 << 20).wait(timeout_s)
+has_moved = pair.slots[0].eq(7).all().item()
+silent = pair.receive(1, 8)
 try:
     silent.wait(0.5)
     print("a receive without a send ended")
 except TransferFailed:
     pair.close()
-    print("moved:", buffer.eq(7.0).all().item())
+    print("moved:", has_moved)
+"""
+
+# Layers, tokens, tokens of a chunk, slots, store. Sends its pages, which count from 0, again for each line it reads.
+IPC_SENDER = """
+import sys, threading, queue, torch
+from kv_transfer.actions import Range
+from kv_transfer.layout import KvLayout
+from kv_transfer.mover import KvMover, PairSpec, SlotRange
+layers, tokens, chunk, slots = map(int, sys.argv[1:5])
+layout = KvLayout(
+    num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
+)
+kv = torch.arange(layers * 2 * tokens * 8 * 128, device="cuda", dtype=torch.int32).view(torch.int16)[::2]
+kv = kv.contiguous().view(torch.bfloat16).view(layers, 2, tokens // 16, 16, 8, 128)
+mover = KvMover(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
+mover.open_pair(PairSpec("e1", sys.argv[5], True, layout, "cuda_ipc", "native", chunk, slots))
+print("open", flush=True)
+table = range(tokens // 16)
+for line in sys.stdin:
+    free, sent = queue.SimpleQueue(), queue.SimpleQueue()
+    starts = range(0, int(line), chunk)
+    for slot in range(slots):
+        free.put(slot)
+    def complete():
+        for _ in starts:
+            sending = sent.get()
+            mover.complete_send(sending)
+            free.put(sending.slot)
+    waiter = threading.Thread(target=complete)
+    waiter.start()
+    for number, start in enumerate(starts):
+        slot = free.get()
+        mover.gather(SlotRange("e1", slot, number, Range(start, start + chunk, 0, layers)), table)
+        sent.put(mover.send("e1", slot))
+        print("sent", flush=True)
+    waiter.join()
 """
 
 
@@ -63,46 +112,145 @@ def start_side(rank: int, device: str, timeout_s: float, address: str) -> subpro
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("start", "end"), [(0, 48), (3, 4), (5, 37), (16, 32)])
+@pytest.mark.parametrize("what", [Range(0, 48, 0, 3), Range(3, 4, 0, 1), Range(5, 37, 1, 3)], ids=str)
 @pytest.mark.parametrize("heads", [slice(0, HEADS), slice(1, 3)], ids=["all heads", "some heads"])
-def test_page_copies_equal_those_of_the_cpu(dtype: torch.dtype, start: int, end: int, heads: slice) -> None:
+def test_page_copies_equal_those_of_the_cpu(dtype: torch.dtype, what: Range, heads: slice) -> None:
     kv = torch.randn(LAYERS, 2, 7, 16, HEADS, DIM).to(dtype)
-    out = torch.empty(LAYERS, 2, end - start, heads.stop - heads.start, DIM, dtype=dtype)
+    shape = (what.layer_end - what.layer_start, 2, what.num_tokens, heads.stop - heads.start, DIM)
+    out = torch.empty(shape, dtype=dtype)
     gathered = out.cuda()
-    pages.gather(kv, TABLE, start, end, heads, out)
-    pages.gather(kv.cuda(), TABLE, start, end, heads, gathered)
+    pages.gather(kv, TABLE, what, heads, out)
+    pages.gather(kv.cuda(), TABLE, what, heads, gathered)
     assert torch.equal(gathered.cpu(), out)
     target = torch.full_like(kv, POISON)
     scattered = target.cuda()
-    pages.scatter(target, TABLE, start, end, heads, out)
-    pages.scatter(scattered, TABLE, start, end, heads, gathered)
+    pages.scatter(target, TABLE, what, heads, out)
+    pages.scatter(scattered, TABLE, what, heads, gathered)
     assert torch.equal(scattered.cpu(), target)
 
 
-def test_gloo_moves_gpu_pages_through_pinned_memory_in_order_with_the_models_kernels(store_address: str) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "cuda_ipc"])
+@pytest.mark.parametrize("wire_format", ["native", "int8"])
+@pytest.mark.parametrize("digest", ["on", "off"])
+def test_gpu_pages_move_in_order_with_the_models_kernels(
+    store_address: str, transport: str, wire_format: str, digest: str
+) -> None:
     truth = torch.randn(LAYERS, 2, 7, 16, HEADS, DIM).to(torch.bfloat16)
     sender_kv, receiver_kv = torch.full_like(truth, POISON).cuda(), torch.full_like(truth, POISON).cuda()
-    movers = [
-        KvMover(kv, LAYOUT, 0, num_slots=2, chunk_tokens=48, timeout_s=20, transport="gloo", host="127.0.0.1")
-        for kv in (sender_kv, receiver_kv)
-    ]
+    movers = [KvMover(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest) for kv in (sender_kv, receiver_kv)]
+    specs = [PairSpec("e1", store_address, side, LAYOUT, transport, wire_format, 48, 2) for side in (True, False)]
     with ThreadPoolExecutor(2) as pool:
-        for opening in [pool.submit(m.open_pair, "e1", store_address, m is movers[0], LAYOUT) for m in movers]:
+        for opening in [pool.submit(mover.open_pair, spec) for mover, spec in zip(movers, specs, strict=True)]:
             opening.result(30)
-    landing = movers[1].post_receive("e1", 0, 0, 48, TABLE)
+    what = SlotRange("e1", 0, 9, Range(0, 48, 0, LAYERS))
+    landing = movers[1].post_receive(what, TABLE)
     fresh = truth.cuda()
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # the step that writes the pages is still running when the gather is asked for
     sender_kv.copy_(fresh)
-    movers[0].gather("e1", 0, 0, 48, TABLE)
+    ready = torch.cuda.default_stream().record_event()
+    assert not ready.query()
+    movers[0].gather(what, TABLE, ready)
     sender_kv.fill_(POISON)  # gathered pages may be used again at once
-    movers[0].send("e1", 0, 48)
+    sending = movers[0].send("e1", 0)
     movers[1].complete_receive(landing)
+    movers[0].complete_send(sending)
     expected = torch.full_like(truth, POISON)
     expected[:, :, TABLE] = truth[:, :, TABLE]
-    assert torch.equal(receiver_kv.cpu(), expected)
+    if wire_format == "native":
+        assert torch.equal(receiver_kv.cpu(), expected)
+    else:
+        assert torch.allclose(receiver_kv.cpu().float(), expected.float(), atol=0.05)
     for mover in movers:
         mover.close()
+
+
+@contextmanager
+def ipc_pair(
+    address: str, layers: int, tokens: int, chunk: int, slots: int
+) -> Iterator[tuple[subprocess.Popen[str], KvMover, torch.Tensor]]:
+    """A sending process, and this process's mover and pages."""
+    layout = KvLayout(
+        num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
+    )
+    kv = torch.zeros(layers, 2, tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
+    mover = KvMover(kv, layout, 0, timeout_s=60, host="127.0.0.1")
+    command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
+        try:
+            mover.open_pair(PairSpec("e1", address, False, layout, "cuda_ipc", "native", chunk, slots))
+            assert sender.stdout is not None and sender.stdout.readline() == "open\n"
+            yield sender, mover, kv
+        finally:
+            mover.close()
+            sender.kill()
+
+
+def receive_all(mover: KvMover, tokens: int, chunk: int, slots: int, layers: int) -> int:
+    """Bytes that arrived."""
+    table = range(tokens // 16)
+    chunks = [
+        SlotRange("e1", number % slots, number, Range(start, start + chunk, 0, layers))
+        for number, start in enumerate(range(0, tokens, chunk))
+    ]
+    landings = [mover.post_receive(what, table) for what in chunks[:slots]]
+    moved = 0
+    for number in range(len(chunks)):
+        moved += mover.complete_receive(landings[number])
+        if number + slots < len(chunks):
+            landings.append(mover.post_receive(chunks[number + slots], table))
+    return moved
+
+
+def test_cuda_ipc_moves_pages_between_two_processes_at_a_rate(
+    store_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers, tokens, chunk, slots = 32, 8192, 512, 4
+    with ipc_pair(store_address, layers, tokens, chunk, slots) as (sender, mover, kv):
+        assert sender.stdin is not None
+        rates = []
+        for _ in range(6):
+            started = time.perf_counter()
+            sender.stdin.write(f"{tokens}\n")
+            sender.stdin.flush()
+            moved = receive_all(mover, tokens, chunk, slots, layers)
+            rates.append(moved / (time.perf_counter() - started) / 1e9)
+        expected = torch.arange(kv.numel(), device="cuda", dtype=torch.int32).view(torch.int16)[::2]
+        assert torch.equal(kv.view(torch.int16).flatten(), expected)
+        copy, times = torch.empty_like(kv), []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            copy.copy_(kv)
+            torch.cuda.synchronize()
+            times.append(kv.nbytes / (time.perf_counter() - started) / 1e9)
+    rate, plain = statistics.median(rates[1:]), statistics.median(times[1:])
+    with capsys.disabled():
+        print(f"\ncuda_ipc: {rate:.1f} GB/s, {2 * rate / plain:.0%} of a device-to-device copy ({plain:.1f} GB/s)")
+    assert rate > 1
+
+
+def test_what_a_killed_sender_had_sent_still_lands_and_its_memory_is_given_back(store_address: str) -> None:
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    with ipc_pair(store_address, 4, 1024, 1024, 1) as (sender, mover, kv):
+        assert sender.stdin is not None and sender.stdout is not None
+        landing = mover.post_receive(SlotRange("e1", 0, 0, Range(0, 1024, 0, 4)), range(64))
+        sender.stdin.write("1024\n")
+        sender.stdin.flush()
+        assert sender.stdout.readline() == "sent\n"
+        sender.send_signal(signal.SIGKILL)
+        assert sender.wait(30) == -signal.SIGKILL
+        mover.complete_receive(landing)
+        expected = torch.arange(kv.numel(), device="cuda", dtype=torch.int32).view(torch.int16)[::2]
+        assert torch.equal(kv.view(torch.int16).flatten(), expected)
+        with pytest.raises(TransferFailed):
+            mover.complete_receive(mover.post_receive(SlotRange("e1", 0, 1, Range(0, 16, 0, 4)), range(64)))
+        del landing
+        mapped = torch.cuda.mem_get_info()[0]
+        mover.close()
+        gc.collect()
+        assert torch.cuda.mem_get_info()[0] >= mapped
 
 
 @needs_nccl
@@ -118,7 +266,7 @@ def test_an_nccl_pair_without_a_peer_fails_in_time_and_leaves_its_process_alive(
 def test_two_ranks_on_one_gpu_are_refused_with_the_remedy(store_address: str) -> None:
     with start_side(0, "cuda:0", 20.0, store_address) as first, start_side(1, "cuda:0", 20.0, store_address) as second:
         outputs = [side.communicate(timeout=100)[0] for side in (first, second)]
-    assert all("two ranks on one GPU need transport: gloo" in output for output in outputs), outputs
+    assert all("two ranks on one GPU need transport: cuda_ipc or gloo" in output for output in outputs), outputs
     assert first.returncode == second.returncode == 0
 
 

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.pb import handoff_pb2
-from kv_transfer.layout import KvLayout, LayoutMismatch, Route, check_compatible, routes
+from kv_transfer.layout import (
+    DTYPES,
+    KvLayout,
+    LayoutMismatch,
+    Route,
+    check_compatible,
+    check_wire_format,
+    routes,
+    wire_dtype,
+)
 
 LAYOUT = KvLayout(
     num_layers=6, num_kv_heads=4, head_dim=32, dtype="float32", tp_size=2, block_size=16, model="tiny-shakespeare"
@@ -107,7 +116,7 @@ def test_tp_size_and_block_size_may_differ() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"model": "other"}, {"num_layers": 7}, {"num_kv_heads": 8}, {"head_dim": 64}, {"dtype": "bfloat16"}],
+    [{"model": "other"}, {"num_layers": 7}, {"num_kv_heads": 8}, {"head_dim": 64}],
     ids=lambda change: next(iter(change)),
 )
 def test_anything_else_that_differs_is_refused_naming_both(change: dict[str, object]) -> None:
@@ -119,3 +128,37 @@ def test_anything_else_that_differs_is_refused_naming_both(change: dict[str, obj
     assert f"{name} is {getattr(LAYOUT, name)} at the sender and {value} at the receiver" in message
     assert str(LAYOUT) in message and str(other) in message
     assert caught.value.grpc_code == "FAILED_PRECONDITION"
+
+
+@pytest.mark.parametrize("sender", DTYPES)
+@pytest.mark.parametrize("receiver", DTYPES)
+def test_dtypes_are_bridged_unless_values_might_leave_the_receivers_range(sender: str, receiver: str) -> None:
+    ours, theirs = replace(LAYOUT, dtype=sender), replace(LAYOUT, dtype=receiver)
+    if receiver != "float16" or sender == "float16":
+        check_compatible(ours, theirs)
+        return
+    with pytest.raises(LayoutMismatch) as caught:
+        routes(ours, theirs)
+    message = str(caught.value)
+    assert f"dtype is {sender} at the sender, beyond the range of the receiver's float16" in message
+    assert str(ours) in message and str(theirs) in message
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_wire_dtype_is_the_senders_or_the_formats_own(dtype: str) -> None:
+    found = [wire_dtype(replace(LAYOUT, dtype=dtype), wire_format) for wire_format in ("native", "int8", "fp8")]
+    assert found == [dtype, "int8", "float8_e4m3fn"]
+
+
+def test_both_sides_must_speak_one_wire_format() -> None:
+    check_wire_format("int8", "int8")
+    with pytest.raises(LayoutMismatch, match="wire_format is native at the sender and fp8 at the receiver"):
+        check_wire_format("native", "fp8")
+
+
+@pytest.mark.parametrize(("pair", "side"), [(("zip", "native"), "sender"), (("native", "zip"), "receiver")])
+def test_an_unknown_wire_format_is_refused_with_those_that_are_known(pair: tuple[str, str], side: str) -> None:
+    with pytest.raises(LayoutMismatch, match=f"the {side}'s wire_format 'zip' is not known; use one of native, int8"):
+        check_wire_format(*pair)
+    with pytest.raises(LayoutMismatch, match="wire_format 'zip' is not known"):
+        wire_dtype(LAYOUT, "zip")

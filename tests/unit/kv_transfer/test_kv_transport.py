@@ -3,98 +3,265 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
-import torch
-import torch.distributed as dist
+from pair_harness import HOST, HOST_TRANSPORTS, QUICK_S, Waiter, make_both, make_side, put, read, running_peer
 
 from cluster.errors import ConfigError
-from kv_transfer import transport
-from kv_transfer.transport import RECEIVER, SENDER, GlooPair, TransferFailed, connect_store, serve_store
+from kv_transfer.failures import TransferFailed
+from kv_transfer.transport import Pair, StoreClients, connect_store, serve_store
 
-HOST = "127.0.0.1"
-ROOT = Path(__file__).resolve().parents[3]
-QUICK_S = 5.0  # on a busy machine; what it is held against takes 30 s and more
-
-PEER = """
-import sys, torch
-from kv_transfer.transport import GlooPair, SENDER, connect_store
-pair = GlooPair(connect_store(sys.argv[1], 30), sys.argv[2], SENDER, host="127.0.0.1", timeout_s=30)
-print("paired", flush=True)
-sys.stdin.readline()
-"""
+both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 
 
-@pytest.fixture
-def store_address() -> Iterator[str]:
-    store, address = serve_store(HOST)
-    yield address
-    del store
-
-
-def make_side(address: str, prefix: str, rank: int, timeout_s: float) -> GlooPair:
-    return GlooPair(connect_store(address, timeout_s), prefix, rank, host=HOST, timeout_s=timeout_s)
-
-
-def make_both(address: str, prefix: str, timeout_s: float = 10.0) -> tuple[GlooPair, GlooPair]:
-    with ThreadPoolExecutor(1) as pool:
-        receiver = pool.submit(make_side, address, prefix, RECEIVER, timeout_s)
-        sender = make_side(address, prefix, SENDER, timeout_s)
-        return sender, receiver.result()
-
-
-def test_a_pair_carries_buffers_in_the_order_in_which_they_were_posted(store_address: str) -> None:
-    sender, receiver = make_both(store_address, "e1/0-0")
-    outgoing = [torch.randn(3, 5), torch.randn(200_000).to(torch.bfloat16), torch.arange(7)]
-    landed = [torch.zeros_like(tensor) for tensor in outgoing]
-    receives = [receiver.receive(tensor) for tensor in landed]
-    sends = [sender.send(tensor) for tensor in outgoing]
-    for work in [*sends, *receives]:
-        work.wait(5)
-    assert all(torch.equal(a, b) for a, b in zip(outgoing, landed, strict=True))
+@both
+def test_a_pair_carries_slots_into_the_slots_of_the_same_number(transport: str, store_address: str) -> None:
+    sender, receiver = make_both(transport, store_address)
+    messages = {slot: random.Random(slot).randbytes(size) for slot, size in ((2, 60_000), (0, 1), (1, 4097))}
+    receives = {slot: receiver.receive(slot, len(data)) for slot, data in messages.items()}
+    sends = []
+    for slot, data in messages.items():
+        put(sender, slot, data)
+        sends.append(sender.send(slot, len(data)))
+    for slot, data in messages.items():
+        receives[slot].wait(5)
+        assert read(receiver, slot, len(data)) == data
+        receiver.release(slot)
+    for send in sends:
+        send.wait(5)
     sender.close()
     receiver.close()
 
 
-def test_pairs_of_different_epochs_do_not_hear_one_another(store_address: str) -> None:
-    first, second = make_both(store_address, "e1/0-0"), make_both(store_address, "e2/0-0")
-    landed = torch.zeros(4)
-    receive = second[RECEIVER].receive(landed)
-    first[SENDER].send(torch.full((4,), 1.0))
-    second[SENDER].send(torch.full((4,), 2.0)).wait(5)
+@both
+def test_a_slot_is_used_again_and_again(transport: str, store_address: str) -> None:
+    sender, receiver = make_both(transport, store_address)
+    for number in range(20):
+        data = bytes([number]) * (100 + number)
+        receive = receiver.receive(number % 2, len(data))
+        put(sender, number % 2, data)
+        send = sender.send(number % 2, len(data))
+        receive.wait(5)
+        assert read(receiver, number % 2, len(data)) == data
+        receiver.release(number % 2)
+        send.wait(5)
+    sender.close()
+    receiver.close()
+
+
+@both
+def test_pairs_of_different_epochs_do_not_hear_one_another(transport: str, store_address: str) -> None:
+    first = make_both(transport, store_address, "e1/0-0")
+    second = make_both(transport, store_address, "e2/0-0")
+    receive = second[1].receive(0, 4)
+    put(first[0], 0, b"1111")
+    put(second[0], 0, b"2222")
+    sends = first[0].send(0, 4), second[0].send(0, 4)
     receive.wait(5)
-    assert landed.tolist() == [2.0] * 4
+    assert read(second[1], 0, 4) == b"2222"
+    second[1].release(0)
+    sends[1].wait(5)
     for pair in (*first, *second):
         pair.close()
 
 
-def test_a_closed_pair_leaves_its_neighbour_alone(store_address: str) -> None:
-    first, second = make_both(store_address, "e1/0-0"), make_both(store_address, "e1/0-1")
+@both
+def test_a_closed_pair_leaves_its_neighbour_alone(transport: str, store_address: str) -> None:
+    first = make_both(transport, store_address, "e1/0-0")
+    second = make_both(transport, store_address, "e1/0-1")
     for pair in first:
         pair.close()
-    landed = torch.zeros(1)
-    receive = second[RECEIVER].receive(landed)
-    second[SENDER].send(torch.ones(1)).wait(5)
+    receive = second[1].receive(0, 4)
+    put(second[0], 0, b"here")
+    send = second[0].send(0, 4)
     receive.wait(5)
-    assert landed.item() == 1.0
+    second[1].release(0)
+    send.wait(5)
     for pair in second:
         pair.close()
 
 
-def test_nobody_on_the_other_side_fails_after_the_timeout(store_address: str) -> None:
+@both
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_nobody_on_the_other_side_fails_after_the_timeout(transport: str, is_sender: bool, store_address: str) -> None:
     started = time.monotonic()
-    with pytest.raises(TransferFailed, match="gloo pair e1/0-0 was not made"):
-        make_side(store_address, "e1/0-0", SENDER, 0.3)
+    with pytest.raises(TransferFailed, match=f"{transport} pair e1/0-0 was not made"):
+        make_side(transport, store_address, "e1/0-0", is_sender, 0.3)
     assert 0.2 < time.monotonic() - started < 0.3 + QUICK_S
+
+
+@both
+@pytest.mark.parametrize("operation", ["send", "receive"])
+def test_a_silent_peer_fails_the_operation_after_its_timeout(
+    transport: str, operation: str, store_address: str
+) -> None:
+    sender, receiver = make_both(transport, store_address)
+    started = time.monotonic()
+    with pytest.raises(TransferFailed, match=f"{operation} on {transport} pair e1/0-0 failed: Timed out"):
+        (sender.send if operation == "send" else receiver.receive)(0, 8).wait(0.2)
+    assert 0.15 < time.monotonic() - started < 0.2 + QUICK_S
+    sender.close()
+    receiver.close()
+
+
+@both
+@pytest.mark.parametrize("closer", ["this side", "the other side"])
+@pytest.mark.parametrize("operation", ["send", "receive"])
+def test_closing_wakes_whoever_waits_on_the_pair(
+    transport: str, operation: str, closer: str, store_address: str
+) -> None:
+    sender, receiver = make_both(transport, store_address)
+    here, there = (sender, receiver) if operation == "send" else (receiver, sender)
+    waiter = Waiter(here.send(0, 8) if operation == "send" else here.receive(0, 8), 30)
+    closed = time.monotonic()
+    (here if closer == "this side" else there).close()
+    error, woken = waiter.outcome()
+    assert isinstance(error, TransferFailed)
+    assert woken - closed < QUICK_S
+    sender.close()
+    receiver.close()
+
+
+@both
+def test_a_closed_pair_says_so_and_may_be_closed_again(transport: str, store_address: str) -> None:
+    sender, receiver = make_both(transport, store_address)
+    for pair in (sender, receiver, sender):
+        pair.close()
+    with pytest.raises(TransferFailed, match=f"{transport} pair e1/0-0 is closed"):
+        sender.send(0, 1)
+    with pytest.raises(TransferFailed, match=f"{transport} pair e1/0-0 is closed"):
+        receiver.receive(0, 1)
+
+
+def count_resources() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+def settle(before: tuple[int, int]) -> tuple[int, int]:
+    """The store's own thread drops its ends of the connections in its own time."""
+    deadline = time.monotonic() + 10
+    while any(map(int.__gt__, count_resources(), before)) and time.monotonic() < deadline:
+        os.sched_yield()
+    return count_resources()
+
+
+@both
+def test_closed_pairs_leave_no_thread_and_no_descriptor_behind(transport: str, store_address: str) -> None:
+    for pair in make_both(transport, store_address, "warm-up/0-0"):
+        pair.close()
+    before = count_resources()
+    sender: Pair
+    receiver: Pair
+    for number in range(200):
+        sender, receiver = make_both(transport, store_address, f"e{number}/0-0")
+        if number % 10 == 0:
+            with pytest.raises(TransferFailed) as caught:
+                receiver.receive(0, 8).wait(0.01)
+            # A failure that is still being looked at keeps no connection.
+            assert caught.value.__traceback__ is not None
+        sender.close()
+        receiver.close()
+    del sender, receiver
+    assert all(map(int.__le__, settle(before), before))
+
+
+@both
+@pytest.mark.parametrize("is_sender", [True, False])
+def test_a_pair_that_is_not_made_leaves_nothing_behind(transport: str, is_sender: bool, store_address: str) -> None:
+    for pair in make_both(transport, store_address, "warm-up/0-0"):
+        pair.close()
+    del pair
+    before = count_resources()
+    for number in range(3):
+        with pytest.raises(TransferFailed):
+            make_side(transport, store_address, f"e{number}/0-0", is_sender, 0.05)
+    assert all(map(int.__le__, settle(before), before))
+
+
+@both
+def test_a_killed_peer_process_is_noticed_within_100_ms_of_its_socket_closing(
+    transport: str, store_address: str
+) -> None:
+    took_s = []
+    for number in range(3):  # one of them is not held up by what else the machine does
+        prefix = f"e{number}/0-0"
+        with running_peer(transport, store_address, prefix) as peer:
+            receiver = make_side(transport, store_address, prefix, False, 60)
+            peer.expect("paired")
+            waiter = Waiter(receiver.receive(0, 1000), 30)
+            peer.kill()
+            closed = peer.closed_at()
+            error, woken = waiter.outcome()
+            assert isinstance(error, TransferFailed)
+            assert f"receive on {transport} pair {prefix} failed" in str(error)
+            took_s.append(woken - closed)
+            with pytest.raises(TransferFailed):
+                receiver.receive(1, 1000).wait(30)
+            receiver.close()
+            assert peer.process.wait(10) == -signal.SIGKILL
+    assert min(took_s) < 0.1
+
+
+@both
+def test_a_send_to_a_killed_process_fails(transport: str, store_address: str) -> None:
+    with running_peer(transport, store_address) as peer:
+        here = make_side(transport, store_address, "e1/0-0", False, 60)
+        peer.expect("paired")
+        peer.kill()
+        peer.closed_at()
+        with pytest.raises(TransferFailed):
+            here.receive(0, 8).wait(30)
+        with pytest.raises(TransferFailed, match=f"send on {transport} pair e1/0-0 failed"):
+            here.send(0, 8).wait(30)
+        here.close()
+
+
+@both
+def test_what_was_sent_before_its_sender_died_can_still_land(transport: str, store_address: str) -> None:
+    with running_peer(transport, store_address) as peer:
+        receiver = make_side(transport, store_address, "e1/0-0", False, 60)
+        peer.expect("paired")
+        receive = receiver.receive(0, 1000)
+        peer.send(1000)
+        if transport == "gloo":
+            receive.wait(30)  # gloo's bytes are on their way; those of shared memory are there
+        peer.kill()
+        peer.closed_at()
+        if transport == "shm":
+            receive.wait(30)
+            assert len(read(receiver, 0, 1000)) == 1000  # the memory outlives who made it
+        receiver.close()
+
+
+@both
+def test_a_stopped_peer_process_fails_after_the_timeout(transport: str, store_address: str) -> None:
+    with running_peer(transport, store_address) as peer:
+        receiver = make_side(transport, store_address, "e1/0-0", False, 60)
+        peer.expect("paired")
+        peer.process.send_signal(signal.SIGSTOP)
+        _, status = os.waitpid(peer.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        started = time.monotonic()
+        with pytest.raises(TransferFailed, match="Timed out"):
+            receiver.receive(0, 1000).wait(0.2)
+        receiver.close()
+        assert 0.15 < time.monotonic() - started < 0.2 + QUICK_S
+
+
+@both
+def test_failures_say_what_failed_without_the_paths_of_the_library(transport: str, store_address: str) -> None:
+    sender, receiver = make_both(transport, store_address)
+    with pytest.raises(TransferFailed) as caught:
+        receiver.receive(0, 8).wait(0.01)
+    assert "/" not in str(caught.value).replace("e1/0-0", "") and "\n" not in str(caught.value)
+    assert caught.value.reason == "TRANSFER_FAILED" and caught.value.grpc_code == "UNAVAILABLE"
+    sender.close()
+    receiver.close()
 
 
 def test_a_store_that_is_gone_fails_at_once() -> None:
@@ -127,140 +294,40 @@ def test_the_store_listens_on_its_own_host_only() -> None:
     del store
 
 
-@pytest.mark.parametrize("operation", ["send", "receive"])
-def test_a_silent_peer_fails_the_operation_after_its_timeout(store_address: str, operation: str) -> None:
-    sender, receiver = make_both(store_address, "e1/0-0")
-    started = time.monotonic()
-    with pytest.raises(TransferFailed, match=f"{operation} on gloo pair e1/0-0 failed: Timed out"):
-        (sender.send if operation == "send" else receiver.receive)(torch.zeros(8)).wait(0.2)
-    assert 0.15 < time.monotonic() - started < 0.2 + QUICK_S
-    sender.close()
-    receiver.close()
+def test_a_connection_to_a_store_is_kept_for_the_next_meeting_there(store_address: str) -> None:
+    stores = StoreClients(5)
+    with stores.client(store_address) as first, stores.client(store_address) as second:
+        assert first is not second  # one that waits for a key can do nothing else
+        first.set("key", "value")
+    with stores.client(store_address) as again:
+        assert again is first or again is second
+        assert again.get("key") == b"value"
+    stores.clear()
+    with stores.client(store_address) as fresh:
+        assert fresh is not first and fresh is not second
 
 
-@pytest.mark.parametrize("closer", ["this side", "the other side"])
-def test_closing_wakes_whoever_waits_on_the_pair(store_address: str, closer: str) -> None:
-    sender, receiver = make_both(store_address, "e1/0-0")
-    work, is_waiting = receiver.receive(torch.zeros(8)), threading.Event()
-
-    def wait() -> float:
-        is_waiting.set()
-        with pytest.raises(TransferFailed):
-            work.wait(30)
-        return time.monotonic()
-
-    with ThreadPoolExecutor(1) as pool:
-        woken = pool.submit(wait)
-        assert is_waiting.wait(5)
-        closed = time.monotonic()
-        (receiver if closer == "this side" else sender).close()
-        assert woken.result(10) - closed < QUICK_S
-    sender.close()
-    receiver.close()
+def test_a_connection_whose_meeting_failed_is_not_kept(store_address: str) -> None:
+    stores = StoreClients(5)
+    with pytest.raises(TransferFailed, match="nobody came"), stores.client(store_address) as broken:
+        raise TransferFailed("nobody came")
+    with stores.client(store_address) as fresh:
+        assert fresh is not broken
 
 
-def test_a_closed_pair_says_so_and_may_be_closed_again(store_address: str) -> None:
-    sender, receiver = make_both(store_address, "e1/0-0")
-    for pair in (sender, receiver, sender):
-        pair.close()
-    with pytest.raises(TransferFailed, match="gloo pair e1/0-0 is closed"):
-        sender.send(torch.zeros(1))
-    with pytest.raises(TransferFailed, match="gloo pair e1/0-0 is closed"):
-        receiver.receive(torch.zeros(1))
+def test_a_kept_connection_to_a_store_that_has_gone_is_not_used() -> None:
+    stores = StoreClients(5)
+    store, address = serve_store(HOST)
+    with stores.client(address) as old:
+        old.set("key", "value")
+    del store
+    with pytest.raises(TransferFailed, match="cannot be reached"), stores.client(address):
+        raise AssertionError("a store that has gone was used")
 
 
-def count_resources() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def test_closed_pairs_leave_no_thread_and_no_socket_behind(store_address: str) -> None:
-    for pair in make_both(store_address, "warm-up/0-0"):
-        pair.close()
-    before = count_resources()
-    for number in range(5):
-        sender, receiver = make_both(store_address, f"e{number}/0-0")
-        with pytest.raises(TransferFailed) as caught:
-            receiver.receive(torch.zeros(8)).wait(0.01)
-        sender.close()
-        receiver.close()
-        # Neither a failure that is still being looked at nor the closed pair itself keeps a connection.
-        assert caught.value.__traceback__ is not None and repr(receiver)
-    # The store's own thread drops its ends of the connections in its own time.
-    deadline = time.monotonic() + 10
-    while any(map(int.__gt__, count_resources(), before)) and time.monotonic() < deadline:
-        os.sched_yield()
-    assert all(map(int.__le__, count_resources(), before))
-
-
-def test_a_killed_peer_process_fails_send_and_receive_at_once(store_address: str) -> None:
-    command = [sys.executable, "-c", PEER, store_address, "e1/0-0"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        receiver = make_side(store_address, "e1/0-0", RECEIVER, 60)
-        assert peer.stdout is not None and peer.stdout.readline() == "paired\n"
-        work = receiver.receive(torch.zeros(1000))
-        peer.send_signal(signal.SIGKILL)
-        started = time.monotonic()
-        with pytest.raises(TransferFailed, match="receive on gloo pair e1/0-0 failed"):
-            work.wait(30)
-        with pytest.raises(TransferFailed, match="send on gloo pair e1/0-0 failed"):
-            receiver.send(torch.zeros(1000)).wait(30)
-        assert time.monotonic() - started < QUICK_S
-        assert peer.wait(10) == -signal.SIGKILL
-    receiver.close()
-
-
-def test_a_stopped_peer_process_fails_after_the_timeout(store_address: str) -> None:
-    command = [sys.executable, "-c", PEER, store_address, "e1/0-0"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
-        receiver = make_side(store_address, "e1/0-0", RECEIVER, 60)
-        assert peer.stdout is not None and peer.stdout.readline() == "paired\n"
-        peer.send_signal(signal.SIGSTOP)
-        started = time.monotonic()
-        with pytest.raises(TransferFailed, match="Timed out"):
-            receiver.receive(torch.zeros(1000)).wait(0.2)
-        receiver.close()
-        assert time.monotonic() - started < 0.2 + QUICK_S
-        peer.kill()
-
-
-def test_failures_say_what_failed_without_the_paths_of_the_library(store_address: str) -> None:
-    sender, receiver = make_both(store_address, "e1/0-0")
-    with pytest.raises(TransferFailed) as caught:
-        receiver.receive(torch.zeros(8)).wait(0.01)
-    assert "/" not in str(caught.value).replace("e1/0-0", "") and "\n" not in str(caught.value)
-    assert caught.value.reason == "TRANSFER_FAILED" and caught.value.grpc_code == "UNAVAILABLE"
-    sender.close()
-    receiver.close()
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "has_nccl", "expected"),
-    [
-        ("auto", "cpu", True, ("gloo", "the KV cache is in cpu memory")),
-        ("auto", "cuda", True, ("nccl", "the KV cache is on a GPU")),
-        ("auto", "cuda:1", False, ("gloo", "this build of torch has no NCCL")),
-        ("gloo", "cuda", True, ("gloo", "it was asked for")),
-        ("nccl", "cuda", True, ("nccl", "it was asked for")),
-    ],
-)
-def test_the_transport_is_chosen_and_the_reason_is_told(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, device: str, has_nccl: bool, expected: tuple[str, str]
-) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
-    assert transport.choose_transport(wanted, device) == expected
-
-
-@pytest.mark.parametrize(
-    ("wanted", "device", "message"),
-    [
-        ("nccl", "cpu", "nccl moves GPU memory, but the device is cpu; use auto or gloo"),
-        ("nccl", "cuda", "this build of torch has no NCCL; use auto or gloo"),
-        ("rdma", "cuda", "'rdma' is none of auto, gloo, nccl"),
-    ],
-)
-def test_a_transport_that_cannot_work_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, device: str, message: str
-) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    with pytest.raises(ConfigError, match=message):
-        transport.choose_transport(wanted, device)
+def test_no_more_connections_are_kept_than_the_limit(store_address: str) -> None:
+    stores = StoreClients(5)
+    with ExitStack() as stack:
+        for _ in range(StoreClients.MAX_IDLE + 3):
+            stack.enter_context(stores.client(store_address))
+    assert len(stores._idle) == StoreClients.MAX_IDLE

@@ -1,0 +1,182 @@
+"""What lies in a slot: one chunk of KV with a header that says which chunk it is.
+
+    64 bytes   header, little-endian: what the payload is and whose it is, and a digest of both
+    payload    [l, 2, T, h, D] in the wire dtype, padded with zeros to 8 bytes
+    scales     [l, 2, T, h] float32, in the formats that have them, padded likewise
+
+Both sides compute the same sizes from the range and the layouts; nothing that a header says is used for more than to
+be compared with what is expected. So whatever arrives, either the pages get exactly the chunk that was sent for them,
+or `Corrupted` is raised and they are as they were (with a digest; without one, as far as the header tells).
+
+A codec belongs to one route on one side: `pack` is the sender's, `unpack` the receiver's; each is called by one thread
+at a time. It knows pages and slots; it knows no transport, no request and no order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kv_transfer import header, pages, wire
+from kv_transfer.actions import Range
+from kv_transfer.digest import DigestPolicy
+from kv_transfer.header import HEADER_BYTES, Header
+from kv_transfer.layout import KvLayout, check_compatible, wire_dtype
+
+_ALIGNMENT = 8
+_CPU_PIECE_BYTES, _GPU_PIECE_BYTES = 1 << 22, 1 << 26
+
+
+class SlotCodec:
+    """Packs and unpacks the slots of one route. `heads` are the local heads that the route carries."""
+
+    def __init__(
+        self,
+        local: KvLayout,
+        remote: KvLayout,
+        heads: slice,
+        *,
+        is_sender: bool,
+        wire_format: str = "native",
+        digest: str = "on",
+    ) -> None:
+        """`digest` (`on`, `sampled`, `off`) is the sender's choice; a receiver checks what the header says.
+
+        Raises LayoutMismatch, and ValueError for heads that this rank does not hold or an unknown digest policy.
+        """
+        if not 0 <= heads.start < heads.stop <= local.num_local_heads:
+            raise ValueError(f"heads [{heads.start}, {heads.stop}) are no range of {local.num_local_heads} local heads")
+        sender, receiver = (local, remote) if is_sender else (remote, local)
+        check_compatible(sender, receiver)
+        self._wire_dtype_name = wire_dtype(sender, wire_format)
+        self._wire_dtype: torch.dtype = getattr(torch, self._wire_dtype_name)
+        self._wire_format = wire_format
+        self._heads = heads
+        self._num_heads = heads.stop - heads.start
+        self._head_dim = local.head_dim
+        self._policy = DigestPolicy(digest)
+
+    def slot_bytes(self, num_cells: int) -> int:
+        """Size of a slot that holds any range of up to `num_cells` tokens times layers, a multiple of 64."""
+        return _padded(HEADER_BYTES + self._code_bytes(num_cells) + self._scale_bytes(num_cells), 64)
+
+    def num_bytes(self, what: Range) -> int:
+        """Bytes of a slot that the range fills, header included; equal on both sides."""
+        return HEADER_BYTES + self._code_bytes(what.num_cells) + self._scale_bytes(what.num_cells)
+
+    def pack(self, kv: Tensor, block_table: Sequence[int], what: Range, tag: int, slot: Tensor) -> int:
+        """Copies the range from the pages into the slot, under a header; returns the bytes to send.
+
+        `kv` is [L, 2, N, B, H, D]; `slot` uint8, contiguous, at an address that 8 divides. With both on a GPU, work is
+        launched on the current stream and not waited for; otherwise the slot is ready on return. Raises ValueError.
+        """
+        pages.check_range(kv, block_table, what)
+        size = self._check_slot(slot, what)
+        with torch.inference_mode():
+            filled = slot[:size]
+            staged = filled if slot.device == kv.device else torch.empty(size, dtype=torch.uint8, device=kv.device)
+            self._encode(kv, block_table, what, staged)
+            if staged is not filled:
+                filled[HEADER_BYTES:].copy_(staged[HEADER_BYTES:])
+            header.seal(filled, self._header(what, tag), self._policy.next_kind(slot.device))
+        return size
+
+    def unpack(self, slot: Tensor, kv: Tensor, block_table: Sequence[int], what: Range, tag: int) -> None:
+        """Copies what lies in the slot to the range of the pages, having checked that it is that chunk, as it was sent.
+
+        Raises Corrupted, and ValueError for a range or slot that does not fit; no page has been written then.
+        """
+        pages.check_range(kv, block_table, what)
+        size = self._check_slot(slot, what)
+        with torch.inference_mode():
+            filled = slot[:size]
+            header.check(filled, self._header(what, tag))
+            self._decode(filled.to(kv.device), kv, block_table, what)
+
+    def _encode(self, kv: Tensor, block_table: Sequence[int], what: Range, slot: Tensor) -> None:
+        codes, scales = self._views(slot, what)
+        self._clear_padding(slot, what)
+        if scales is None:
+            pages.gather(kv, block_table, what, self._heads, codes)
+            return
+        for piece, place in self._pieces(kv, what):
+            values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
+            pages.gather(kv, block_table, piece, self._heads, values)
+            wire.quantize(values, codes[place], scales[place])
+
+    def _decode(self, slot: Tensor, kv: Tensor, block_table: Sequence[int], what: Range) -> None:
+        codes, scales = self._views(slot, what)
+        if scales is None:
+            pages.scatter(kv, block_table, what, self._heads, codes)
+            return
+        for piece, place in self._pieces(kv, what):
+            values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
+            wire.dequantize(codes[place], scales[place], values)
+            pages.scatter(kv, block_table, piece, self._heads, values)
+
+    def _pieces(self, kv: Tensor, what: Range) -> Iterator[tuple[Range, tuple[slice, slice, slice]]]:
+        """Cuts a range so that what is in work at once stays in a cache; with each piece its place in the views."""
+        cell_bytes = 2 * self._num_heads * self._head_dim * torch.float32.itemsize
+        room = max(1, (_GPU_PIECE_BYTES if kv.is_cuda else _CPU_PIECE_BYTES) // cell_bytes)
+        num_tokens = min(room, what.num_tokens)
+        num_layers = room // num_tokens
+        for layer in range(what.layer_start, what.layer_end, num_layers):
+            layers = slice(layer, min(layer + num_layers, what.layer_end))
+            for token in range(what.token_start, what.token_end, num_tokens):
+                tokens = slice(token, min(token + num_tokens, what.token_end))
+                piece = Range(tokens.start, tokens.stop, layers.start, layers.stop)
+                yield piece, (_moved(layers, -what.layer_start), slice(None), _moved(tokens, -what.token_start))
+
+    def _views(self, slot: Tensor, what: Range) -> tuple[Tensor, Tensor | None]:
+        """Codes [l, 2, T, h, D] and scales [l, 2, T, h] of a slot; no scales in the native format."""
+        shape = (what.layer_end - what.layer_start, 2, what.num_tokens, self._num_heads)
+        num_codes = what.num_cells * 2 * self._num_heads * self._head_dim
+        used = num_codes * self._wire_dtype.itemsize
+        codes = slot[HEADER_BYTES : HEADER_BYTES + used].view(self._wire_dtype).view(*shape, self._head_dim)
+        if not self._scale_bytes(what.num_cells):
+            return codes, None
+        start = HEADER_BYTES + self._code_bytes(what.num_cells)
+        used = what.num_cells * 2 * self._num_heads * wire.SCALE_BYTES
+        return codes, slot[start : start + used].view(torch.float32).view(shape)
+
+    def _clear_padding(self, slot: Tensor, what: Range) -> None:
+        start = HEADER_BYTES + self._code_bytes(what.num_cells)
+        slot[start - _ALIGNMENT : start].zero_()
+        slot[-_ALIGNMENT:].zero_()
+
+    def _code_bytes(self, num_cells: int) -> int:
+        return _padded(num_cells * 2 * self._num_heads * self._head_dim * self._wire_dtype.itemsize, _ALIGNMENT)
+
+    def _scale_bytes(self, num_cells: int) -> int:
+        if self._wire_format == "native":
+            return 0
+        return _padded(num_cells * 2 * self._num_heads * wire.SCALE_BYTES, _ALIGNMENT)
+
+    def _check_slot(self, slot: Tensor, what: Range) -> int:
+        size = self.num_bytes(what)
+        if slot.dtype != torch.uint8 or slot.dim() != 1 or not slot.is_contiguous() or slot.numel() < size:
+            raise ValueError(f"the slot is {slot.dtype} {tuple(slot.shape)}; give contiguous uint8 [>= {size}]")
+        if slot.data_ptr() % _ALIGNMENT or slot.storage_offset() % _ALIGNMENT:
+            raise ValueError(f"the slot begins at an address that {_ALIGNMENT} does not divide")
+        return size
+
+    def _header(self, what: Range, tag: int) -> Header:
+        return Header(
+            tag=tag,
+            range=what,
+            wire_format=self._wire_format,
+            wire_dtype=self._wire_dtype_name,
+            num_heads=self._num_heads,
+            head_dim=self._head_dim,
+            payload_bytes=self.num_bytes(what) - HEADER_BYTES,
+        )
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
+
+
+def _padded(num_bytes: int, to: int) -> int:
+    return -(-num_bytes // to) * to

@@ -1,0 +1,146 @@
+"""The GPU ring without a GPU: how memory is made, shared and given back, on a driver of this test's own."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from pair_harness import make_meeting, put, read
+
+from kv_transfer import cuda_ipc
+from kv_transfer.cuda_ipc import AccessDescription, AllocationProperties, CudaDriver, DeviceMemory
+from kv_transfer.failures import TransferFailed
+from kv_transfer.ring import RingPair
+
+UNIT = 1 << 16
+
+
+class HostDriver:
+    """Does with memory of the host what the CUDA driver does with that of a GPU, and counts who uses it."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.handles: dict[int, int] = {}  # handle -> descriptor
+        self.mappings: dict[int, mmap.mmap] = {}
+        self._fails_at = fails_at
+        self._next = 1
+
+    def granularity(self, device: int) -> int:
+        return UNIT
+
+    def create(self, size: int, device: int) -> int:
+        self._may_fail("create")
+        assert size % UNIT == 0 and device == 0
+        descriptor = os.memfd_create("gpu")
+        os.ftruncate(descriptor, size)
+        return self._new_handle(descriptor)
+
+    def release(self, handle: int) -> None:
+        os.close(self.handles.pop(handle))
+
+    def export(self, handle: int) -> int:
+        self._may_fail("export")
+        return os.dup(self.handles[handle])
+
+    def find(self, descriptor: int) -> int:
+        self._may_fail("find")
+        return self._new_handle(os.dup(descriptor))
+
+    def map(self, handle: int, size: int, device: int) -> int:
+        self._may_fail("map")
+        mapping = mmap.mmap(self.handles[handle], size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+        self.mappings[address] = mapping
+        return address
+
+    def unmap(self, address: int, size: int, device: int) -> None:
+        del self.mappings[address]
+
+    def tensor_at(self, address: int, size: int, owner: object) -> torch.Tensor:
+        self._may_fail("tensor_at")
+        memory = (ctypes.c_ubyte * size).from_address(address)
+        memory.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def _new_handle(self, descriptor: int) -> int:
+        self._next += 1
+        self.handles[self._next] = descriptor
+        return self._next
+
+    def _may_fail(self, name: str) -> None:
+        if name == self._fails_at:
+            raise TransferFailed(f"{name} failed")
+
+
+@pytest.fixture(autouse=True)
+def device_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_index", lambda device: 0)
+
+
+def make_both(address: str, sender: HostDriver, receiver: HostDriver) -> tuple[RingPair, RingPair]:
+    def make(is_sender: bool, driver: HostDriver) -> RingPair:
+        return RingPair(make_meeting(address, "e1/0-0", is_sender), DeviceMemory(driver))
+
+    with ThreadPoolExecutor(2) as pool:
+        sides = [pool.submit(make, True, sender), pool.submit(make, False, receiver)]
+        return sides[0].result(20), sides[1].result(20)
+
+
+def test_what_is_gathered_on_one_side_is_seen_on_the_other(store_address: str) -> None:
+    drivers = HostDriver(), HostDriver()
+    sender, receiver = make_both(store_address, *drivers)
+    receive = receiver.receive(2, 11)
+    put(sender, 2, b"hello there")
+    send = sender.send(2, 11)
+    receive.wait(5)
+    assert read(receiver, 2, 11) == b"hello there"
+    receiver.release(2)
+    send.wait(5)
+    assert repr(sender) == "cuda_ipc pair e1/0-0"
+    assert not drivers[0].handles and not drivers[1].handles  # the mappings alone keep the memory
+    sender.close()
+    assert not drivers[0].mappings
+    slot = receiver.slots[0]
+    receiver.close()
+    gc.collect()
+    assert drivers[1].mappings  # somebody still reads
+    del slot
+    gc.collect()
+    assert not drivers[1].mappings
+
+
+@pytest.mark.parametrize("name", ["create", "map", "tensor_at", "export"])
+def test_a_sender_whose_driver_fails_keeps_nothing(store_address: str, name: str) -> None:
+    driver = HostDriver(fails_at=name)
+    with pytest.raises(TransferFailed, match=f"cuda_ipc pair e1/0-0 was not made: {name} failed"):
+        RingPair(make_meeting(store_address, "e1/0-0", True), DeviceMemory(driver))
+    gc.collect()
+    assert not driver.handles and not driver.mappings
+
+
+@pytest.mark.parametrize("name", ["find", "map", "tensor_at"])
+def test_a_receiver_whose_driver_fails_keeps_nothing_and_lets_the_sender_know(store_address: str, name: str) -> None:
+    sender, receiver = HostDriver(), HostDriver(fails_at=name)
+    with pytest.raises(TransferFailed, match="the other side went away while the pair was made"):
+        make_both(store_address, sender, receiver)
+    gc.collect()
+    assert not receiver.handles and not receiver.mappings
+    assert not sender.handles and not sender.mappings
+
+
+def test_what_is_told_to_the_driver_is_laid_out_as_it_expects() -> None:
+    assert ctypes.sizeof(AllocationProperties) == 32
+    assert (AllocationProperties.location.offset, AllocationProperties.win32_metadata.offset) == (8, 16)
+    assert (AllocationProperties.compression.offset, AllocationProperties.usage.offset) == (24, 26)
+    assert ctypes.sizeof(AccessDescription) == 12
+    assert AccessDescription.flags.offset == 8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA driver here")
+def test_a_machine_without_a_driver_is_told_so() -> None:
+    with pytest.raises(TransferFailed, match="the CUDA driver cannot be loaded"):
+        CudaDriver()
