@@ -117,9 +117,18 @@ def create_server(
     return server, bound
 
 
-def create_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A channel for asyncio code; it connects at first use and again by itself."""
-    return grpc.aio.insecure_channel(address, options=channel_options(max_message_bytes))
+def create_channel(
+    address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES, is_alone: bool = False
+) -> grpc.aio.Channel:
+    """A channel for asyncio code; it connects at first use and again by itself.
+
+    `is_alone`: on a connection of its own. Channels to one address share one otherwise, and with it how long to wait
+    before the next attempt after one that failed.
+    """
+    options = channel_options(max_message_bytes)
+    if is_alone:
+        options.append(("grpc.use_local_subchannel_pool", 1))
+    return grpc.aio.insecure_channel(address, options=options)
 
 
 def create_blocking_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> grpc.Channel:

@@ -2,6 +2,9 @@
 
 A command is done when every rank has replied; steps need no reply, their collectives keep the ranks together. A rank
 whose connection closes ends the whole worker: a tensor-parallel group lives and dies as one.
+
+Long steps run on a compute thread, so that the engine thread goes on hearing; short ones where they are launched, since
+handing them over would cost more than it frees. One step runs at a time.
 """
 
 from __future__ import annotations
@@ -9,6 +12,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import torch
 
@@ -16,64 +21,115 @@ from cluster.errors import BatonError
 from cluster.pb import rank_pb2
 from engine.step import StepInput
 from worker.frames import read_frame, write_frame
-from worker.rank import RankExecutor
+from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
 
-Done = Callable[[int, str, int], None]
-"""Called once for each command that is not a step, from any thread: (number, error or "", bytes over all ranks)."""
+CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
+
+Done = Callable[[int, str, ErrorKind, int], None]
+"""Called once for each command that is not a step, from any thread: (number, error or "", its kind, bytes over all
+ranks)."""
+
+
+class LaunchedStep:
+    """A step on its way, or done: `worker.ranks.Launched`."""
+
+    def __init__(self, step: StepInput) -> None:
+        self._step = step
+        self._future: Future[torch.Tensor] = Future()
+
+    @property
+    def is_done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> torch.Tensor:
+        return self._future.result()
+
+    def run(self, compute: Callable[[StepInput], torch.Tensor]) -> None:
+        try:
+            logits = compute(self._step)
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(logits)
 
 
 class RankGroup:
     """The real `worker.ranks.Ranks`: the local executor, and a socket for each rank from 1 on."""
 
-    def __init__(self, followers: list[socket.socket], done: Done, lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, followers: list[socket.socket], done: Done, lost: Callable[[str], None], wake: Callable[[], None]
+    ) -> None:
+        """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended."""
         self._followers = followers
         self._done = done
         self._lost = lost
+        self._wake = wake
         self._number = 0
-        self._last_step = 0
-        self._pending: dict[int, tuple[int, str, int]] = {}
+        self._num_steps = 0
+        self._newest: LaunchedStep | None = None
+        self._long_steps: SimpleQueue[LaunchedStep | None] = SimpleQueue()
+        self._pending: dict[int, rank_pb2.RankReply] = {}
+        """What is known of each command: the ranks' replies so far, as one."""
+        self._num_missing: dict[int, int] = {}
         self._lock = threading.Lock()
         self._is_closing = False
         self._local: RankExecutor | None = None
 
     @property
-    def last_step(self) -> int:
-        return self._last_step
+    def num_steps(self) -> int:
+        return self._num_steps
 
     def attach(self, local: RankExecutor) -> None:
-        """Sets rank 0's executor, and starts to listen to the others."""
+        """Sets rank 0's executor, and starts to compute and to listen to the others."""
         self._local = local
+        num_threads = torch.get_num_threads()
+        threading.Thread(target=self._compute, args=(local, num_threads), name="compute", daemon=True).start()
         for rank, sock in enumerate(self._followers, start=1):
             threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
 
-    def step(self, step: StepInput) -> torch.Tensor:
+    def launch(self, step: StepInput) -> LaunchedStep:
         assert self._local is not None
+        assert self._newest is None or self._newest.is_done, "a step was launched before the one before it was done"
         self._number += 1
-        self._last_step = self._number
+        self._num_steps += 1
         if self._followers:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
-        return self._local.step(self._number, step)
+        launched = self._newest = LaunchedStep(step)
+        if len(step.token_ids) >= OVERLAP_TOKENS:
+            self._long_steps.put(launched)
+        else:
+            launched.run(self._local.step)
+        return launched
 
     def issue(self, command: rank_pb2.RankCommand) -> int:
         assert self._local is not None
         self._number += 1
         command.number = self._number
         with self._lock:
-            self._pending[self._number] = (1 + len(self._followers), "", 0)
+            self._pending[self._number] = rank_pb2.RankReply(number=self._number)
+            self._num_missing[self._number] = 1 + len(self._followers)
         self._broadcast(command)
         self._local.execute(command)
         return self._number
 
-    def reply(self, number: int, error: str, size_bytes: int) -> None:
-        """One rank is done with a command."""
+    def reply(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
+        """One rank is done with a command. Of several errors the first counts, and damage counts before others."""
         with self._lock:
-            missing, first_error, total = self._pending[number]
-            missing, first_error, total = missing - 1, first_error or error, total + size_bytes
-            if missing:
-                self._pending[number] = (missing, first_error, total)
+            whole = self._pending[number]
+            whole.size_bytes += size_bytes
+            if error and (not whole.error or (kind == CORRUPT and whole.error_kind != CORRUPT)):
+                whole.error, whole.error_kind = error, kind
+            self._num_missing[number] -= 1
+            if self._num_missing[number]:
                 return
-            del self._pending[number]
-        self._done(number, first_error, total)
+            del self._pending[number], self._num_missing[number]
+        self._done(number, whole.error, whole.error_kind, whole.size_bytes)
+
+    def _compute(self, local: RankExecutor, num_threads: int) -> None:
+        torch.set_num_threads(num_threads)  # OpenMP counts for each thread by itself
+        while (launched := self._long_steps.get()) is not None:
+            launched.run(local.step)
+            self._wake()
 
     def close(self) -> None:
         """Stops every rank."""
@@ -83,6 +139,7 @@ class RankGroup:
                 write_frame(sock, rank_pb2.RankCommand(stop=rank_pb2.Stop()))
             except OSError:
                 continue
+        self._long_steps.put(None)
         if self._local is not None:
             self._local.close()
 
@@ -94,7 +151,7 @@ class RankGroup:
         try:
             while True:
                 reply = read_frame(sock, rank_pb2.RankReply)
-                self.reply(reply.number, reply.error, reply.size_bytes)
+                self.reply(reply.number, reply.error, reply.error_kind, reply.size_bytes)
         except (OSError, BatonError, ValueError, KeyError) as error:
             if not self._is_closing:
                 self._lost(f"tensor-parallel rank {rank} is gone: {error}")

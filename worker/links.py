@@ -1,7 +1,13 @@
-"""Hand-off links to decode workers: one gRPC stream for each, opened at first use. Lives on the speaking loop.
+"""Hand-off links, both those that this worker opens and those that it is called on. Lives on the speaking loop.
 
-A link that breaks is forgotten and reported once; the next request opens another. Messages told before the decode
-worker has answered wait in the link's queue.
+A link is one gRPC stream, and its name is the pair's epoch, made by the sender for this stream alone. Every link that
+was opened here or announced as called ends with exactly one `link_down`; what is told to it after that is dropped.
+
+    sender:    open -> greeted -> heard ... -> down
+    receiver:  called -> heard ... -> down
+
+A link ends when either side ends it, when its connection closes, when a message is missing or makes no sense, and when
+the peer has been silent for too long. It decides nothing else: what was heard is posted to the engine thread.
 """
 
 from __future__ import annotations
@@ -9,94 +15,192 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
 import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 from cluster import rpc
-from cluster.errors import BatonError
+from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, Unavailable
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
-from kv_transfer.layout import KvLayout, check_compatible
+from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
+from cluster.pulse import Timing, Verdict
+from worker.streams import Stream
+from worker.terms import Terms
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
+AnyMessage = SenderMessage | ReceiverMessage
+Post = Callable[..., None]
+"""Has a handler called with its arguments on the engine thread."""
 
 
-class Link:
-    """One stream to one decode worker."""
+class Listener(Protocol):
+    """Who is posted what happens to links; `worker.carrier.Carrier` for a real worker."""
 
-    def __init__(self, peer: str, address: str, incarnation: str) -> None:
-        self.peer = peer
-        self.address = address
-        self.incarnation = incarnation
-        self.queue: asyncio.Queue[handoff_pb2.SenderMessage | None] = asyncio.Queue()
-        self.task: asyncio.Task[None] | None = None
+    def link_greeted(self, epoch: str, hello: handoff_pb2.ReceiverHello) -> None: ...
+
+    def link_called(self, epoch: str, hello: handoff_pb2.SenderHello, agreed: handoff_pb2.ReceiverHello) -> None: ...
+
+    def link_heard(self, epoch: str, message: AnyMessage) -> None: ...
+
+    def link_suspected(self, epoch: str, is_suspect: bool) -> None: ...
+
+    def link_down(self, epoch: str, why: str, is_final: bool = False) -> None: ...
 
 
 class Links:
-    """All links of a worker. `up`, `heard` and `down` are called on the loop and must return at once."""
+    """All links of one worker."""
 
-    def __init__(
-        self,
-        hello: handoff_pb2.SenderHello,
-        up: Callable[[str, handoff_pb2.ReceiverHello], None],
-        heard: Callable[[str, handoff_pb2.ReceiverMessage], None],
-        down: Callable[[str], None],
-    ) -> None:
-        self._hello = hello
-        self._up, self._heard, self._down = up, heard, down
-        self._links: dict[str, Link] = {}
+    def __init__(self, terms: Terms, timing: Timing, listener: Listener, post: Post) -> None:
+        self._terms = terms
+        self._timing = timing
+        self._listener = listener
+        self._post = post
+        self._streams: dict[str, Stream[Any]] = {}
+        self._dials: set[asyncio.Task[None]] = set()
 
-    def open(self, peer: str, address: str, incarnation: str) -> None:
-        """Opens the link unless it is open already."""
-        if peer not in self._links:
-            link = self._links[peer] = Link(peer, address, incarnation)
-            link.task = asyncio.create_task(self._run(link), name=f"link {peer}")
+    # Both sides
 
-    def tell(self, peer: str, message: handoff_pb2.SenderMessage) -> None:
+    def tell(self, epoch: str, message: AnyMessage) -> None:
         """Queues a message; dropped when the link is gone, whose end was reported."""
-        link = self._links.get(peer)
-        if link is not None:
-            link.queue.put_nowait(message)
+        stream = self._streams.get(epoch)
+        if stream is not None:
+            stream.tell(message)
 
-    def close(self, peer: str) -> None:
-        link = self._links.get(peer)
-        if link is not None and link.task is not None:
-            link.task.cancel()
+    def close(self, epoch: str, why: str = "it is not needed any more") -> None:
+        stream = self._streams.get(epoch)
+        if stream is not None:
+            self._end(stream, why, level=logging.INFO)
+
+    def tick(self, elapsed_s: float) -> None:
+        """Every `timing.tick_s`: says that this side is alive, and looks who is silent."""
+        for stream in list(self._streams.values()):
+            verdict = stream.tick(elapsed_s)
+            if verdict is Verdict.DEAD:
+                self._end(stream, f"the peer has been silent for {stream.silence_s:.1f} s")
+            elif stream.is_greeted and verdict is Verdict.SUSPECT and not stream.is_suspect:
+                self._suspect(stream, True)
 
     async def close_all(self) -> None:
-        tasks = [link.task for link in self._links.values() if link.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        """Ends every link; returns when those that were opened here have let go of their connections."""
+        for epoch in list(self._streams):
+            self.close(epoch, "the worker is stopping")
+        await asyncio.gather(*self._dials, return_exceptions=True)
 
-    async def _run(self, link: Link) -> None:
+    def _hear(self, stream: Stream[Any], message: AnyMessage) -> None:
+        """Raises BatonError for what ends a stream."""
+        if stream.why:
+            return
+        is_new = stream.accept(message.number)
+        if stream.is_suspect:
+            self._suspect(stream, False)
+        kind = message.WhichOneof("message")
+        if kind is None or (kind == "hello" and is_new):
+            raise BatonError(f"the peer sent a message that makes no sense here: {kind or 'an empty one'}")
+        if is_new and kind != "alive":
+            self._post(self._listener.link_heard, stream.epoch, message)
+
+    def _suspect(self, stream: Stream[Any], is_suspect: bool) -> None:
+        stream.is_suspect = is_suspect
+        self._post(self._listener.link_suspected, stream.epoch, is_suspect)
+
+    def _end(self, stream: Stream[Any], why: str, *, is_final: bool = False, level: int = logging.WARNING) -> None:
+        """The one way out of the table; the first reason counts."""
+        if not stream.why:
+            stream.end(why)
+            del self._streams[stream.epoch]
+            logger.log(level, "link %s is down: %s", stream.epoch, why)
+            self._post(self._listener.link_down, stream.epoch, why, is_final)
+
+    # The sender's side
+
+    def open(self, epoch: str, address: str, incarnation: str) -> None:
+        """Calls a decode worker; what is told before it has answered waits."""
+        assert epoch not in self._streams, f"link {epoch} is open already"
+        stream = self._streams[epoch] = Stream(epoch, SenderMessage, self._timing)
+        stream.tell(SenderMessage(hello=self._terms.hello(epoch)))
+        stream.task = asyncio.create_task(self._dial(stream, address, incarnation), name=f"link {epoch}")
+        self._dials.add(stream.task)
+        stream.task.add_done_callback(lambda task: self._dialed(stream, task))
+
+    async def _dial(self, stream: Stream[SenderMessage], address: str, incarnation: str) -> None:
         try:
-            async with rpc.create_channel(link.address) as channel:
-                await self._converse(link, handoff_pb2_grpc.HandoffServiceStub(channel))
-        except (grpc.RpcError, BatonError, TimeoutError) as error:
-            reason = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
-            logger.warning("link to %s at %s is down: %s", link.peer, link.address, reason)
-        finally:
-            if self._links.get(link.peer) is link:
-                del self._links[link.peer]
-            self._down(link.peer)
+            async with rpc.create_channel(address, is_alone=True) as channel:
+                await self._converse(stream, handoff_pb2_grpc.HandoffServiceStub(channel), incarnation)
+        except grpc.aio.AioRpcError as error:
+            is_final = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            said = error.details() or error.code().name
+            self._end(stream, said, is_final=is_final)
+        except BatonError as error:
+            self._end(stream, error.message, is_final=error.grpc_code == FailedPrecondition.grpc_code)
 
-    async def _converse(self, link: Link, stub: handoff_pb2_grpc.HandoffServiceStub) -> None:
-        call = stub.Connect(self._outbound(link))
-        first = await asyncio.wait_for(call.read(), CONNECT_TIMEOUT_S)
+    async def _converse(
+        self, stream: Stream[SenderMessage], stub: handoff_pb2_grpc.HandoffServiceStub, incarnation: str
+    ) -> None:
+        call = stub.Connect(stream.outbound())
+        first = await call.read()
         if first is EOF or first.WhichOneof("message") != "hello":
-            await call.code()
-            raise BatonError(f"the decode worker did not greet: {await call.details()}")
-        if first.hello.incarnation != link.incarnation:
+            raise BatonError("the decode worker did not greet")
+        stream.accept(first.number)
+        if first.hello.incarnation != incarnation:
             raise BatonError("the decode worker was restarted since the router chose it")
-        check_compatible(KvLayout.from_proto(self._hello.layout), KvLayout.from_proto(first.hello.layout))
-        self._up(link.peer, first.hello)
+        self._terms.check(first.hello)
+        stream.is_greeted = True
+        self._post(self._listener.link_greeted, stream.epoch, first.hello)
         while (message := await call.read()) is not EOF:
-            self._heard(link.peer, message)
+            self._hear(stream, message)
+        self._end(stream, await call.details() or "the decode worker closed the stream")
 
-    async def _outbound(self, link: Link) -> AsyncIterator[handoff_pb2.SenderMessage]:
-        yield handoff_pb2.SenderMessage(hello=self._hello)
-        while (message := await link.queue.get()) is not None:
+    def _dialed(self, stream: Stream[SenderMessage], task: asyncio.Task[None]) -> None:
+        self._dials.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("link %s failed", stream.epoch, exc_info=error)
+        self._end(stream, f"an error of this worker: {type(error).__name__}" if error else "the connection closed")
+
+    # The receiver's side
+
+    async def serve(
+        self, messages: AsyncIterator[SenderMessage], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[ReceiverMessage]:
+        """A prefill worker calls: the whole stream, until either side ends it."""
+        try:
+            hello = await self._greeting(messages)
+            agreed = self._terms.answer(hello)
+        except BatonError as error:
+            logger.warning("a hand-off link was refused: %s", error.message)
+            await rpc.abort(context, error)
+        stream = self._streams[hello.pair_epoch] = Stream(hello.pair_epoch, ReceiverMessage, self._timing)
+        stream.accept(1)
+        stream.is_greeted = True
+        stream.tell(ReceiverMessage(hello=agreed))
+        self._post(self._listener.link_called, stream.epoch, hello, agreed)
+        stream.task = asyncio.create_task(self._read(stream, messages), name=f"link {stream.epoch}")
+        context.add_done_callback(lambda _: self._end(stream, "the prefill worker is gone"))  # type: ignore[arg-type]
+        async for message in stream.outbound():
             yield message
+        await rpc.abort(context, Unavailable(f"the decode worker ended the link: {stream.why}"))
+
+    async def _greeting(self, messages: AsyncIterator[SenderMessage]) -> handoff_pb2.SenderHello:
+        try:
+            async with asyncio.timeout(self._timing.dead_after_s):
+                first = await anext(aiter(messages), None)
+        except TimeoutError:
+            raise InvalidRequest("a hand-off stream begins with hello, and none came") from None
+        if first is None or first.WhichOneof("message") != "hello" or first.number != 1:
+            raise InvalidRequest("the first message of a hand-off stream must be hello, with number 1")
+        epoch = first.hello.pair_epoch
+        if not epoch or epoch in self._streams:
+            raise InvalidRequest(f"pair epoch {epoch!r} is in use already; every link needs one of its own")
+        return first.hello
+
+    async def _read(self, stream: Stream[ReceiverMessage], messages: AsyncIterator[SenderMessage]) -> None:
+        try:
+            async for message in messages:
+                self._hear(stream, message)
+            self._end(stream, "the prefill worker closed the stream")
+        except BatonError as error:
+            self._end(stream, error.message)
+        except Exception as error:  # whatever gRPC makes of a connection that broke, or of bytes that are no message
+            self._end(stream, f"the stream broke: {type(error).__name__}: {error}")

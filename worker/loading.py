@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from engine.config import ModelConfig
 from engine.memory import resolve_device, resolve_dtype
 from engine.runner import ModelRunner
 from engine.tp import make_process_group
+from kv_transfer.choose import supported
+from kv_transfer.faults import Faults
 from kv_transfer.layout import KvLayout
 from kv_transfer.mover import KvMover
-from kv_transfer.transport import choose_transport, connect_store
+from kv_transfer.transport import connect_store
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 
@@ -33,9 +36,16 @@ class Resolved:
     model: str
     device: str
     dtype: str
-    transport: str
-    transport_reason: str
+    transports: tuple[str, ...]
+    """That this worker can use, best first."""
     weights_revision: str
+
+    @property
+    def digest(self) -> str:
+        """`on`, `sampled` or `off`."""
+        if self.settings.digest != "auto":
+            return self.settings.digest
+        return "on" if self.device == "cpu" else "sampled"
 
     @property
     def layout(self) -> KvLayout:
@@ -54,15 +64,13 @@ def resolve(settings: WorkerSettings) -> Resolved:
     """Raises ConfigError and CheckpointError for what could not be served; cheap, before any weight is read."""
     device = resolve_device(settings.device)
     config = ModelConfig.from_folder(settings.model_path)
-    transport, reason = choose_transport(settings.transport, device)
     return Resolved(
         settings=settings,
         config=config,
         model=settings.model_name or Path(settings.model_path).resolve().name,
         device=f"cuda:{settings.tp_rank}" if device == "cuda" and torch.cuda.device_count() > 1 else device,
         dtype=resolve_dtype(config, settings.dtype, device),
-        transport=transport,
-        transport_reason=reason,
+        transports=supported(device, settings.transport),
         weights_revision=_revision(Path(settings.model_path)),
     )
 
@@ -89,11 +97,10 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         runner.kv,
         resolved.layout,
         settings.tp_rank,
-        num_slots=settings.num_slots,
-        chunk_tokens=settings.chunk_tokens,
         timeout_s=settings.transfer_timeout_s,
-        transport=resolved.transport,
         host=settings.host,
+        digest=resolved.digest,
+        faults=_faults_of(settings),
     )
     return runner, mover
 
@@ -103,6 +110,13 @@ def threads_of(settings: WorkerSettings) -> int:
     if settings.threads is not None:
         return settings.threads
     return max(1, len(os.sched_getaffinity(0)) // settings.tp_size)
+
+
+def _faults_of(settings: WorkerSettings) -> Faults | None:
+    """Each rank draws faults of its own, the same in each run."""
+    if not settings.transfer_faults:
+        return None
+    return Faults(settings.transfer_faults, zlib.crc32(f"{settings.worker_id}/{settings.tp_rank}".encode()))
 
 
 def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:

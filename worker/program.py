@@ -16,21 +16,27 @@ import threading
 import uuid
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
+from cluster.metrics import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
+from cluster.pulse import Timing
 from cluster.settings import WorkerSettings
 from engine.block_manager import BlockManager
 from engine.memory import plan_num_blocks, resolve_max_model_len
 from engine.sampling import Sampler
 from engine.step import StepInput
+from kv_transfer.choose import host_id
+from kv_transfer.mover import KvMover
 from kv_transfer.transport import serve_store
 from worker.core import Core
 from worker.frames import connect, read_frame, write_frame
 from worker.group import RankGroup
 from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, resolve
-from worker.rank import RankExecutor
+from worker.metrics import HandoffMetrics, ask
+from worker.rank import ErrorKind, RankExecutor
 from worker.service import Service
 from worker.step_log import StepLog
+from worker.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +81,8 @@ class Leader(_Rank):
         self._core: Core | None = None
         self._group: RankGroup | None = None
         self._service: Service | None = None
+        self._metrics = HandoffMetrics()
+        self._metrics_page: MetricsPage | None = None
         self._engine_thread: threading.Thread | None = None
 
     def prepare(self) -> str:
@@ -103,12 +111,16 @@ class Leader(_Rank):
         self._report(
             f"KV pool: {num_blocks} blocks of {settings.block_size} tokens; attention: {runner.attention_name}"
         )
-        self._report(f"transport: {resolved.transport}, because {resolved.transport_reason}")
+        self._report(
+            f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
+        )
         core = self._core = self._make_core(num_blocks, max_model_len)
-        group = self._group = RankGroup(followers, self._command_done, self._rank_lost)
+        group = self._group = RankGroup(followers, self._command_done, self._rank_lost, lambda: core.post(core.wake))
         group.attach(RankExecutor(runner, mover, group.reply))
-        info = self._info(num_blocks, max_model_len, hellos)
-        service = self._service = Service(core, info, resolved.layout, store_address, settings.chunk_tokens)
+        metrics_address = self._serve_metrics(core, mover)
+        info = self._info(num_blocks, max_model_len, hellos, metrics_address)
+        timing = Timing(settings.heartbeat_s, settings.suspect_after_s, settings.dead_after_s)
+        service = self._service = Service(core, info, self._terms(store_address), timing)
         core.attach(group, service)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
@@ -131,6 +143,8 @@ class Leader(_Rank):
         finally:
             if self._service is not None:
                 self._service.stop()
+            if self._metrics_page is not None:
+                self._metrics_page.close()
             if self._group is not None:
                 self._group.close()
 
@@ -163,19 +177,44 @@ class Leader(_Rank):
         return ordered, [hellos[rank] for rank in sorted(hellos)]
 
     def _make_core(self, num_blocks: int, max_model_len: int) -> Core:
-        settings = self._settings
+        settings, config = self._settings, self._resolved.config
         return Core(
             BlockManager(num_blocks, settings.block_size, settings.enable_prefix_cache),
-            Sampler(self._resolved.config.vocab_size),
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
+            Sampler(config.vocab_size),
+            self._metrics,
+            settings,
             max_model_len=max_model_len,
-            num_slots=settings.num_slots,
-            chunk_tokens=settings.chunk_tokens,
+            num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
         )
 
-    def _info(self, num_blocks: int, max_model_len: int, hellos: list[rank_pb2.RankHello]) -> worker_pb2.WorkerInfo:
+    def _serve_metrics(self, core: Core, mover: KvMover) -> str:
+        """The address of this worker's metrics page; empty when it has none."""
+        settings = self._settings
+        if settings.metrics_port is None:
+            return ""
+        self._metrics.watch(lambda: ask(core.post, core.held), mover)
+        page = MetricsPage(self._metrics.registry, settings.host, settings.metrics_port, insecure=settings.insecure)
+        self._metrics_page = page
+        return page.address
+
+    def _terms(self, store_address: str) -> Terms:
+        settings = self._settings
+        return Terms(
+            worker_id=settings.worker_id,
+            incarnation=self._incarnation,
+            layout=self._resolved.layout,
+            store_address=store_address,
+            transports=self._resolved.transports,
+            host_id=host_id(),
+            wire_format=settings.wire_format,
+            chunk_tokens=settings.chunk_tokens,
+            num_slots=settings.num_slots,
+        )
+
+    def _info(
+        self, num_blocks: int, max_model_len: int, hellos: list[rank_pb2.RankHello], metrics_address: str
+    ) -> worker_pb2.WorkerInfo:
         settings = self._settings
         ranks = [worker_pb2.RankInfo(tp_rank=h.tp_rank, pid=h.pid, host=h.host, device=h.device) for h in hellos]
         return worker_pb2.WorkerInfo(
@@ -190,8 +229,9 @@ class Leader(_Rank):
             num_blocks=num_blocks,
             max_model_len=max_model_len,
             max_num_seqs=settings.max_num_seqs,
-            transport=self._resolved.transport,
+            transport=",".join(self._resolved.transports),
             dtype=self._resolved.dtype,
+            metrics_address=metrics_address,
         )
 
     def _run_engine(self) -> None:
@@ -204,9 +244,9 @@ class Leader(_Rank):
         else:
             self._end()
 
-    def _command_done(self, number: int, error: str, size_bytes: int) -> None:
+    def _command_done(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
         assert self._core is not None
-        self._core.post(self._core.carrier.command_done, number, error, size_bytes)
+        self._core.post(self._core.carrier.command_done, number, error, kind, size_bytes)
 
     def _rank_lost(self, message: str) -> None:
         logger.error("%s", message)
@@ -221,7 +261,7 @@ class Follower(_Rank):
         self._resolved = resolved
         self._report = report
         self._sock: socket.socket | None = None
-        self._steps: queue.SimpleQueue[tuple[int, bytes] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._executor: RankExecutor | None = None
         self._write_lock = threading.Lock()
 
@@ -260,7 +300,7 @@ class Follower(_Rank):
                 command = read_frame(self._sock, rank_pb2.RankCommand)
                 match command.WhichOneof("command"):
                     case "step":
-                        self._steps.put((command.number, command.step))
+                        self._steps.put(command.step)
                     case "stop":
                         self._end()
                         return
@@ -273,13 +313,16 @@ class Follower(_Rank):
         assert self._executor is not None
         try:
             while (step := self._steps.get()) is not None:
-                number, data = step
-                self._executor.step(number, StepInput.from_bytes(data))
+                self._executor.step(StepInput.from_bytes(step))
         except Exception as error:
             logger.exception("a step failed")
             self._end(InternalError(f"tensor-parallel rank {self._resolved.settings.tp_rank} failed: {error}"))
 
-    def _reply(self, number: int, error: str, size_bytes: int) -> None:
+    def _reply(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
         assert self._sock is not None
-        with self._write_lock:
-            write_frame(self._sock, rank_pb2.RankReply(number=number, error=error, size_bytes=size_bytes))
+        reply = rank_pb2.RankReply(number=number, error=error, error_kind=kind, size_bytes=size_bytes)
+        try:
+            with self._write_lock:
+                write_frame(self._sock, reply)
+        except OSError as broken:
+            self._end(Unavailable(f"rank 0 is gone: {broken}"))

@@ -1,32 +1,47 @@
 """Carries out rank commands on one tensor-parallel rank, the leader's and the followers' alike.
 
-Steps run on the caller's thread. KV operations are issued by one transfer thread in the order of the command log;
-landings are waited for on a thread of their own, so that a slow sender never delays the next receive from being posted.
-Pairs open on short-lived threads: two workers that open several pairs in different orders never wait in a circle.
+Steps run on the caller's thread. KV operations run beside them, on threads that never wait for one another's peers:
+
+    kv-gather       copies pages to send slots, each as soon as the steps and layers that it names are written
+    kv-issue        posts sends and receives in the order of the command log, and waits for nothing
+    kv-wait EPOCH   one for each pair: opens it, then waits for its sends and landings in their order
+    kv-close EPOCH  closes a pair at once, which wakes its kv-wait thread; both end with the pair
+
+So a peer that stalls holds up its own pair only. Every command is answered exactly once, whatever happens to its pair.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any
 
 import torch
 
+from cluster.errors import Cancelled
 from cluster.pb import rank_pb2
 from engine.runner import ModelRunner
 from engine.step import StepInput
+from kv_transfer.actions import Range
+from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover, Landing
+from kv_transfer.mover import KvMover, PairSpec, SlotRange
+from worker.progress import Progress, leave_cuda_event
 
 logger = logging.getLogger(__name__)
 
-Reply = Callable[[int, str, int], None]
-"""Called once for each command with (number, error or "", bytes moved), from any thread."""
-Job = Callable[[], None]
-T = TypeVar("T")
+OVERLAP_TOKENS = 64
+"""A step of so many tokens is long: it tells of its layers, and the leader's engine thread does not wait for it."""
+
+ErrorKind = rank_pb2.RankReply.Kind
+Reply = Callable[[int, str, ErrorKind, int], None]
+"""Called once for each command with (number, error or "", kind of the error, bytes moved), from any thread."""
+Job = Callable[[], int]
+"""An operation; returns the bytes that it moved."""
 
 
 class RankExecutor:
@@ -36,101 +51,205 @@ class RankExecutor:
         self._runner = runner
         self._mover = mover
         self._reply = reply
-        self._last_step = 0
-        self._step_done = threading.Condition()
-        self._transfers: SimpleQueue[Job | None] = SimpleQueue()
-        self._landings: SimpleQueue[Job | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True)
-            for name, jobs in (("kv-transfer", self._transfers), ("kv-landing", self._landings))
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._progress = Progress(leave_cuda_event if runner.device.type == "cuda" else None)
+        self._gathers: list[tuple[int, int, int, rank_pb2.PageRange]] = []  # heap: (step, layer, command number, what)
+        self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._pairs: dict[str, _PairThread] = {}
+        self._lock = threading.Lock()  # of _pairs
+        _start("kv-gather", self._run_gathers)
+        _start("kv-issue", self._run_issues)
 
-    def step(self, number: int, step: StepInput) -> torch.Tensor:
-        """Runs one forward pass; logits [R, V]."""
-        logits = self._runner.forward(step)
-        with self._step_done:
-            self._last_step = number
-            self._step_done.notify_all()
+    def step(self, step: StepInput) -> torch.Tensor:
+        """Runs one forward pass; logits [R, V]. Steps are counted from 1 in the order of these calls."""
+        is_long = len(step.token_ids) >= OVERLAP_TOKENS
+        with self._on_device():
+            logits = self._runner.forward(step, on_layer=self._progress.layer_done if is_long else None)
+            self._progress.step_done()
         return logits
 
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Makes the rank's GPU the current one: which one that is differs from thread to thread."""
+        device = self._runner.device
+        return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
     def execute(self, command: rank_pb2.RankCommand) -> None:
-        """Queues any command but a step; its reply comes when it is done."""
+        """Sets any command but a step off; its reply comes when it is done."""
         number = command.number
         match command.WhichOneof("command"):
             case "open_pair":
-                opening = threading.Thread(
-                    target=self._answer, args=(number, self._open_pair, command.open_pair), name="kv-open", daemon=True
-                )
-                opening.start()
+                self._open_pair(number, command.open_pair)
             case "close_pair":
-                self._transfers.put(lambda: self._answer(number, self._close_pair, command.close_pair))
+                epoch = command.close_pair.pair_epoch
+                _start(f"kv-close {epoch}", lambda: self._answer(number, lambda: self._close_pair(epoch)))
             case "gather":
-                self._transfers.put(lambda: self._answer(number, self._gather, command.gather))
+                what = command.gather
+                entry = (what.after_step, what.layer_end, number, what)
+                self._progress.notify(lambda: heapq.heappush(self._gathers, entry))
             case "send":
-                self._transfers.put(lambda: self._answer(number, self._send, command.send))
+                self._issues.put(lambda: self._send(number, command.send))
             case "receive":
-                self._transfers.put(lambda: self._post(number, command.receive))
+                self._issues.put(lambda: self._receive(number, command.receive))
             case other:
                 raise ValueError(f"rank command {number} is a {other}, which does not run here")
 
     def close(self) -> None:
-        """Ends the threads and closes every pair."""
+        """Ends the threads and closes every pair; what has not begun is answered with an error."""
+        self._progress.close()
+        self._issues.put(None)
+        with self._lock:
+            pairs, self._pairs = self._pairs, {}
+        for pair in pairs.values():
+            pair.end()
         self._mover.close()
-        self._transfers.put(None)
-        self._landings.put(None)
 
-    def _work(self, jobs: SimpleQueue[Job | None]) -> None:
-        while (job := jobs.get()) is not None:
-            job()
+    # Pairs
 
-    def _answer(self, number: int, operation: Callable[[T], int], argument: T) -> None:
+    def _open_pair(self, number: int, command: rank_pb2.OpenPair) -> None:
+        epoch = command.pair_epoch
+        with self._lock:
+            is_new = epoch not in self._pairs
+            if is_new:
+                self._pairs[epoch] = pair = _PairThread(epoch, self._answer)
+        if is_new:
+            pair.put(number, lambda: self._meet(pair, command))
+        else:
+            self._fail(number, ValueError(f"pair {epoch} is open already; every pair needs an epoch of its own"))
+
+    def _meet(self, pair: _PairThread, command: rank_pb2.OpenPair) -> int:
+        spec = PairSpec(
+            pair_epoch=command.pair_epoch,
+            store_address=command.store_address,
+            is_sender=command.is_sender,
+            remote=KvLayout.from_proto(command.remote),
+            transport=command.transport,
+            wire_format=command.wire_format,
+            chunk_tokens=command.chunk_tokens,
+            num_slots=command.num_slots,
+        )
+        if not pair.has_ended:
+            self._mover.open_pair(spec)
+        if pair.has_ended:  # closed before it was known to the mover, or since
+            self._mover.close_pair(spec.pair_epoch)
+            raise TransferFailed(f"pair {spec.pair_epoch} was closed while it opened")
+        return 0
+
+    def _close_pair(self, epoch: str) -> int:
+        with self._lock:
+            pair = self._pairs.pop(epoch, None)
+        if pair is not None:
+            pair.end()
+        self._mover.close_pair(epoch)
+        return 0
+
+    def _put(self, epoch: str, number: int, job: Job) -> None:
+        """Has a pair's thread wait for something that was posted on it."""
+        with self._lock:
+            pair = self._pairs.get(epoch)
+        if pair is None or not pair.put(number, job):
+            self._fail(number, TransferFailed(f"pair {epoch} was closed"))
+
+    # Operations
+
+    def _run_gathers(self) -> None:
         try:
-            size_bytes = operation(argument)
+            while True:
+                _, _, number, what = self._progress.wait_for(self._next_gather)
+                self._answer(number, lambda what=what: self._gather(what))  # type: ignore[misc]
+        except Cancelled as error:
+            while self._gathers:
+                self._fail(heapq.heappop(self._gathers)[2], error)
+
+    def _next_gather(self) -> tuple[int, int, int, rank_pb2.PageRange] | None:
+        """Of those that wait, the one whose pages are written first, once they are."""
+        if self._gathers and self._progress.has_written(*self._gathers[0][:2]):
+            return heapq.heappop(self._gathers)
+        return None
+
+    def _gather(self, what: rank_pb2.PageRange) -> int:
+        ready = self._progress.event_of(what.after_step, what.layer_end)
+        return self._mover.gather(_slot_range(what), list(what.block_table), ready=ready)
+
+    def _run_issues(self) -> None:
+        while (issue := self._issues.get()) is not None:
+            issue()
+
+    def _send(self, number: int, command: rank_pb2.Send) -> None:
+        def complete() -> int:
+            self._mover.complete_send(sending)
+            return 0
+
+        try:
+            sending = self._mover.send(command.pair_epoch, command.slot)
         except Exception as error:
             self._fail(number, error)
         else:
-            self._reply(number, "", size_bytes)
+            self._put(command.pair_epoch, number, complete)
 
-    def _open_pair(self, command: rank_pb2.OpenPair) -> int:
-        remote = KvLayout.from_proto(command.remote)
-        self._mover.open_pair(command.pair_epoch, command.store_address, command.is_sender, remote)
-        return 0
+    def _receive(self, number: int, command: rank_pb2.PageRange) -> None:
+        def complete() -> int:
+            self._progress.wait_for_steps(command.after_step)
+            return self._mover.complete_receive(landing)
 
-    def _close_pair(self, command: rank_pb2.ClosePair) -> int:
-        self._mover.close_pair(command.pair_epoch)
-        return 0
-
-    def _gather(self, command: rank_pb2.PageRange) -> int:
-        self._await_step(command.after_step)
-        table = list(command.block_table)
-        return self._mover.gather(command.pair_epoch, command.slot, command.token_start, command.token_end, table)
-
-    def _send(self, command: rank_pb2.Send) -> int:
-        self._mover.send(command.pair_epoch, command.slot, command.num_tokens)
-        return 0
-
-    def _post(self, number: int, command: rank_pb2.PageRange) -> None:
-        table = list(command.block_table)
         try:
-            landing = self._mover.post_receive(
-                command.pair_epoch, command.slot, command.token_start, command.token_end, table
-            )
+            landing = self._mover.post_receive(_slot_range(command), list(command.block_table))
         except Exception as error:
             self._fail(number, error)
-            return
-        self._landings.put(lambda: self._answer(number, self._land, (landing, command.after_step)))
+        else:
+            self._put(command.pair_epoch, number, complete)
 
-    def _land(self, posted: tuple[Landing, int]) -> int:
-        landing, after_step = posted
-        self._await_step(after_step)
-        return self._mover.complete_receive(landing)
+    def _answer(self, number: int, job: Job) -> None:
+        try:
+            size_bytes = job()
+        except Exception as error:
+            self._fail(number, error)
+        else:
+            self._reply(number, "", rank_pb2.RankReply.KIND_UNSPECIFIED, size_bytes)
 
     def _fail(self, number: int, error: Exception) -> None:
         logger.warning("rank command %d failed: %s", number, error)
-        self._reply(number, str(error) or type(error).__name__, 0)
+        self._reply(number, str(error) or type(error).__name__, _kind_of(error), 0)
 
-    def _await_step(self, number: int) -> None:
-        with self._step_done:
-            self._step_done.wait_for(lambda: self._last_step >= number)
+
+class _PairThread:
+    """One pair's waiting: jobs in their order, until `end`."""
+
+    def __init__(self, epoch: str, answer: Callable[[int, Job], None]) -> None:
+        self._answer = answer
+        self._jobs: SimpleQueue[tuple[int, Job] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self.has_ended = False
+        _start(f"kv-wait {epoch}", self._run)
+
+    def put(self, number: int, job: Job) -> bool:
+        """False: it has ended, and nobody would answer."""
+        with self._lock:
+            if not self.has_ended:
+                self._jobs.put((number, job))
+            return not self.has_ended
+
+    def end(self) -> None:
+        """What is queued is still done, or fails, since its pair is being closed; nothing is queued after it."""
+        with self._lock:
+            self.has_ended = True
+            self._jobs.put(None)
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            self._answer(*entry)
+
+
+def _slot_range(what: rank_pb2.PageRange) -> SlotRange:
+    where = Range(what.token_start, what.token_end, what.layer_start, what.layer_end)
+    return SlotRange(pair_epoch=what.pair_epoch, slot=what.slot, tag=what.tag, range=where)
+
+
+def _kind_of(error: Exception) -> ErrorKind:
+    if isinstance(error, Corrupted):
+        return rank_pb2.RankReply.KIND_CORRUPT
+    if isinstance(error, TransferFailed):
+        return rank_pb2.RankReply.KIND_TRANSFER
+    return rank_pb2.RankReply.KIND_UNSPECIFIED
+
+
+def _start(name: str, target: Callable[[], Any]) -> None:
+    threading.Thread(target=target, name=name, daemon=True).start()

@@ -10,16 +10,32 @@ from cluster.pb import rank_pb2
 from engine.step import StepInput
 
 
+class Launched(Protocol):
+    """A step that was set off."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `result` returns at once."""
+        ...
+
+    def result(self) -> torch.Tensor:
+        """Waits for the step: logits [R, V], or raises what made it fail."""
+        ...
+
+
 class Ranks(Protocol):
     """The tensor-parallel ranks of this worker, as one; `worker.group.RankGroup` for real ones."""
 
     @property
-    def last_step(self) -> int:
-        """Number of the newest step; pages that it touched are safe to move after it."""
+    def num_steps(self) -> int:
+        """How many steps were launched: a transfer command may name the newest, or the next, as the one it follows."""
         ...
 
-    def step(self, step: StepInput) -> torch.Tensor:
-        """Runs one forward pass on every rank; logits [R, V]."""
+    def launch(self, step: StepInput) -> Launched:
+        """Sets one forward pass off on every rank; the one before it must be done.
+
+        A short step is done when this returns. When a long one ends, whoever made the ranks is woken.
+        """
         ...
 
     def issue(self, command: rank_pb2.RankCommand) -> int:

@@ -1,7 +1,8 @@
 """The speaking side of a worker: its gRPC server on an asyncio loop of its own, between routers, peers and the core.
 
 Decides nothing: every message heard is posted to the engine thread, everything told is queued to its stream. Streams
-end when their client goes; the core then cancels what they brought.
+end when their client goes; the core then cancels what they brought. The loop beats whatever the engine does: it says
+that this worker is alive, finds silent peers, and has the engine thread look at its deadlines.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import contextlib
 import itertools
 import logging
 import threading
-import uuid
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -19,52 +19,58 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster import rpc
-from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
-from kv_transfer.layout import KvLayout, check_compatible
+from cluster.pulse import TICKS_PER_HEARTBEAT, Timing
 from worker.core import Core
-from worker.links import Links
+from worker.links import AnyMessage, Links
+from worker.terms import Terms
 
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
 
-EventQueue = asyncio.Queue[list[worker_pb2.Event] | None]
-ReceiverQueue = asyncio.Queue[handoff_pb2.ReceiverMessage | None]
+
+class _Session:
+    """What waits to be told to one router, and for how long nothing was."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[list[worker_pb2.Event] | None] = asyncio.Queue()
+        self._quiet_s = 0.0
+        self._has_spoken = False
+
+    def put(self, events: list[worker_pb2.Event] | None) -> None:
+        """None: the session ends."""
+        self._queue.put_nowait(events)
+
+    def tick(self, elapsed_s: float, timing: Timing) -> None:
+        """Says that this worker is alive, but not before it has said who it is."""
+        self._quiet_s += elapsed_s
+        if self._has_spoken and self._quiet_s + timing.tick_s > timing.heartbeat_s:
+            self.put([])
+
+    async def next(self) -> worker_pb2.EventBatch | None:
+        """All that waits, as one; None at the end."""
+        events = await self._queue.get()
+        while events is not None and not self._queue.empty():
+            more = self._queue.get_nowait()
+            if more is None:
+                self.put(None)
+                break
+            events = events + more
+        self._has_spoken, self._quiet_s = True, 0.0
+        return None if events is None else worker_pb2.EventBatch(events=events)
 
 
 class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
     """Implements both services and the core's `Speaker`."""
 
-    def __init__(
-        self, core: Core, info: worker_pb2.WorkerInfo, layout: KvLayout, store_address: str, chunk_tokens: int
-    ):
+    def __init__(self, core: Core, info: worker_pb2.WorkerInfo, terms: Terms, timing: Timing) -> None:
         self._core = core
         self._info = info
-        self._layout = layout
-        self._receiver_hello = handoff_pb2.ReceiverHello(
-            worker_id=info.worker_id,
-            incarnation=info.incarnation,
-            layout=layout.to_proto(),
-            store_address=store_address,
-            chunk_tokens=chunk_tokens,
-        )
-        sender_hello = handoff_pb2.SenderHello(
-            worker_id=info.worker_id,
-            incarnation=info.incarnation,
-            layout=layout.to_proto(),
-            transport=info.transport,
-            chunk_tokens=chunk_tokens,
-        )
-        self._links = Links(
-            sender_hello,
-            up=lambda peer, hello: core.post(core.carrier.link_up, peer, hello),
-            heard=lambda peer, message: core.post(core.carrier.link_heard, message),
-            down=lambda peer: core.post(core.carrier.link_down, peer),
-        )
-        self._sessions: dict[str, EventQueue] = {}
+        self._timing = timing
+        self._links = Links(terms, timing, core.carrier, core.post)
+        self._sessions: dict[str, _Session] = {}
         self._session_names = itertools.count(1)
-        self._senders: dict[str, ReceiverQueue] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="speak", daemon=True)
 
@@ -91,44 +97,51 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
+        self._heart = asyncio.create_task(self._beat(), name="heart")
         return bound
 
     async def _stop(self) -> None:
-        for events in self._sessions.values():
-            events.put_nowait(None)
-        for messages in self._senders.values():
-            messages.put_nowait(None)
+        if hasattr(self, "_heart"):
+            self._heart.cancel()
+        for session in self._sessions.values():
+            session.put(None)
         await self._links.close_all()
         await self._server.stop(STOP_GRACE_S)
+
+    async def _beat(self) -> None:
+        before = self._loop.time()
+        for number in itertools.count(1):
+            await asyncio.sleep(self._timing.tick_s)
+            now = self._loop.time()
+            elapsed_s, before = now - before, now
+            self._links.tick(elapsed_s)
+            for session in self._sessions.values():
+                session.tick(elapsed_s, self._timing)
+            if number % TICKS_PER_HEARTBEAT == 0:
+                self._core.post(self._core.carrier.tick)
 
     # Speaker: called on the engine thread
 
     def events(self, session: str, events: list[worker_pb2.Event]) -> None:
-        self._on_loop(self._put, self._sessions, session, events)
+        self._on_loop(self._tell_session, session, events)
 
-    def tell_sender(self, epoch: str, message: handoff_pb2.ReceiverMessage) -> None:
-        self._on_loop(self._put, self._senders, epoch, message)
+    def open_link(self, epoch: str, address: str, incarnation: str) -> None:
+        self._on_loop(self._links.open, epoch, address, incarnation)
 
-    def tell_receiver(self, peer: str, message: handoff_pb2.SenderMessage) -> None:
-        self._on_loop(self._links.tell, peer, message)
+    def tell(self, epoch: str, message: AnyMessage) -> None:
+        self._on_loop(self._links.tell, epoch, message)
 
-    def open_link(self, peer: str, address: str, incarnation: str) -> None:
-        self._on_loop(self._links.open, peer, address, incarnation)
-
-    def close_link(self, peer: str) -> None:
-        """Closes a link either way: to a decode worker, or from a prefill worker (then `peer` is the pair's epoch)."""
-        self._on_loop(self._links.close, peer)
-        self._on_loop(self._put, self._senders, peer, None)
+    def close_link(self, epoch: str) -> None:
+        self._on_loop(self._links.close, epoch)
 
     def _on_loop(self, function: Callable[..., object], *arguments: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the worker is stopping
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    @staticmethod
-    def _put(queues: dict[str, asyncio.Queue[Any]], name: str, item: object) -> None:
-        queue = queues.get(name)
-        if queue is not None:
-            queue.put_nowait(item)
+    def _tell_session(self, name: str, events: list[worker_pb2.Event]) -> None:
+        session = self._sessions.get(name)
+        if session is not None:
+            session.put(events)
 
     # Services: called on the loop
 
@@ -136,14 +149,12 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         self, request_iterator: AsyncIterator[worker_pb2.Command], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.EventBatch]:
         name = f"session-{next(self._session_names)}"
-        queue = self._sessions[name] = asyncio.Queue()
+        session = self._sessions[name] = _Session()
         self._core.post(self._core.session_opened, name, self._info)
         reader = asyncio.create_task(self._read_commands(name, request_iterator))
         try:
-            while (events := await queue.get()) is not None:
-                while not queue.empty() and (more := queue.get_nowait()) is not None:
-                    events = events + more
-                yield worker_pb2.EventBatch(events=events)
+            while (batch := await session.next()) is not None:
+                yield batch
         finally:
             reader.cancel()
             del self._sessions[name]
@@ -154,40 +165,9 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
             self._core.post(self._core.command, name, command)
 
     async def Connect(
-        self, request_iterator: AsyncIterator[handoff_pb2.SenderMessage], context: grpc.aio.ServicerContext[Any, Any]
+        self,
+        request_iterator: AsyncIterator[handoff_pb2.SenderMessage],
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[handoff_pb2.ReceiverMessage]:
-        first = await anext(aiter(request_iterator), None)
-        if first is None or first.WhichOneof("message") != "hello":
-            await rpc.abort(context, BatonError("the first message of a hand-off stream must be hello"))
-        try:
-            self._check(first.hello)
-        except BatonError as error:
-            await rpc.abort(context, error)
-        epoch = f"{first.hello.worker_id}-{self._info.worker_id}-{uuid.uuid4().hex[:12]}"
-        queue = self._senders[epoch] = asyncio.Queue()
-        hello = handoff_pb2.ReceiverHello()
-        hello.CopyFrom(self._receiver_hello)
-        hello.pair_epoch = epoch
-        self._core.post(self._core.carrier.peer_up, epoch, hello.store_address, first.hello)
-        reader = asyncio.create_task(self._read_sender(epoch, request_iterator, queue))
-        try:
-            yield handoff_pb2.ReceiverMessage(hello=hello)
-            while (message := await queue.get()) is not None:
-                yield message
-        finally:
-            reader.cancel()
-            del self._senders[epoch]
-            self._core.post(self._core.carrier.peer_down, epoch)
-
-    def _check(self, hello: handoff_pb2.SenderHello) -> None:
-        check_compatible(KvLayout.from_proto(hello.layout), self._layout)
-        if hello.transport != self._info.transport:
-            both = f"{hello.worker_id} uses {hello.transport}, {self._info.worker_id} uses {self._info.transport}"
-            raise FailedPrecondition(f"the transports differ: {both}; set the same transfer.transport on both")
-
-    async def _read_sender(
-        self, epoch: str, messages: AsyncIterator[handoff_pb2.SenderMessage], queue: ReceiverQueue
-    ) -> None:
-        async for message in messages:
-            self._core.post(self._core.carrier.peer_heard, epoch, message)
-        queue.put_nowait(None)
+        async for message in self._links.serve(request_iterator, context):
+            yield message

@@ -1,0 +1,54 @@
+"""Whether a peer is alive, judged by how long it has been silent.
+
+Silence is counted in the listener's own ticks, and one tick counts for little more than it should have taken: a process
+that was itself stopped or starved finds old messages waiting to be read, and must not take its own absence for the
+peer's. Pure: the clock is the caller's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+TICKS_PER_HEARTBEAT = 4
+"""Silence is looked at so often: a peer is found dead at most a quarter of a heartbeat late."""
+MOST_TICKS_AT_ONCE = 2
+"""A tick that came late counts for so many at most."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When silence means what, in seconds."""
+
+    heartbeat_s: float
+    suspect_after_s: float
+    dead_after_s: float
+
+    @property
+    def tick_s(self) -> float:
+        return self.heartbeat_s / TICKS_PER_HEARTBEAT
+
+
+class Verdict(Enum):
+    ALIVE = "alive"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+
+
+class Pulse:
+    """Of one peer."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self.silence_s = 0.0
+
+    def heard(self) -> None:
+        """Anything at all came from the peer."""
+        self.silence_s = 0.0
+
+    def tick(self, elapsed_s: float) -> Verdict:
+        """`elapsed_s` after the tick before."""
+        self.silence_s += min(elapsed_s, MOST_TICKS_AT_ONCE * self._timing.tick_s)
+        if self.silence_s >= self._timing.dead_after_s:
+            return Verdict.DEAD
+        return Verdict.SUSPECT if self.silence_s >= self._timing.suspect_after_s else Verdict.ALIVE

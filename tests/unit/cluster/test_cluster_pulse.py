@@ -1,0 +1,43 @@
+"""Silence means suspicion and then death, but not when it was the listener that was away."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.pulse import Pulse, Timing, Verdict
+
+TIMING = Timing(heartbeat_s=0.5, suspect_after_s=1.5, dead_after_s=3.0)
+
+
+def verdicts(pulse: Pulse, seconds: float) -> list[Verdict]:
+    return [pulse.tick(TIMING.tick_s) for _ in range(round(seconds / TIMING.tick_s))]
+
+
+def test_a_silent_peer_is_suspected_and_then_dead() -> None:
+    seen = verdicts(Pulse(TIMING), 3.25)
+    times = {verdict: (seen.index(verdict) + 1) * TIMING.tick_s for verdict in Verdict}
+    assert times[Verdict.SUSPECT] == pytest.approx(1.5, abs=TIMING.tick_s)
+    assert times[Verdict.DEAD] == pytest.approx(3.0, abs=TIMING.tick_s)
+    assert seen == sorted(seen, key=list(Verdict).index), "a verdict got better although nothing was heard"
+
+
+def test_a_peer_that_is_heard_in_time_stays_alive() -> None:
+    pulse = Pulse(TIMING)
+    for _ in range(20):
+        assert set(verdicts(pulse, 1.25)) == {Verdict.ALIVE}
+        pulse.heard()
+
+
+def test_a_suspect_that_speaks_is_alive_again() -> None:
+    pulse = Pulse(TIMING)
+    assert verdicts(pulse, 2.0)[-1] is Verdict.SUSPECT
+    pulse.heard()
+    assert pulse.tick(TIMING.tick_s) is Verdict.ALIVE
+
+
+def test_a_listener_that_was_away_for_an_hour_does_not_take_that_for_the_peers_silence() -> None:
+    pulse = Pulse(TIMING)
+    verdicts(pulse, 1.0)
+    assert pulse.tick(3600.0) is Verdict.ALIVE
+    assert pulse.silence_s == pytest.approx(1.25)
+    assert verdicts(pulse, 2.0)[-1] is Verdict.DEAD, "and it still notices a peer that is really gone"

@@ -1,0 +1,205 @@
+"""Steps long and short on rank 0, and the replies of several ranks taken as one. The ranks here are socket ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from engine_steps import make_runner
+from workers import ROOT
+
+from cluster.pb import rank_pb2
+from engine.step import SequenceSlice, StepInput, build_step
+from worker.frames import read_frame, write_frame
+from worker.group import RankGroup
+from worker.rank import OVERLAP_TOKENS
+
+NO_KIND = rank_pb2.RankReply.KIND_UNSPECIFIED
+TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
+CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
+SOON_S = 10.0
+
+
+class FakeExecutor:
+    """Rank 0's own share: it notes where steps run, and answers nothing by itself."""
+
+    def __init__(self) -> None:
+        self.ran_on: list[str] = []
+        self.num_threads: list[int] = []
+        self.may_end = threading.Event()
+        self.may_end.set()
+        self.error: Exception | None = None
+
+    def step(self, step: StepInput) -> torch.Tensor:
+        self.ran_on.append(threading.current_thread().name)
+        self.num_threads.append(torch.get_num_threads())
+        assert self.may_end.wait(SOON_S)
+        if self.error is not None:
+            raise self.error
+        return torch.tensor(step.token_ids)
+
+    def execute(self, command: rank_pb2.RankCommand) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Bench:
+    def __init__(self, num_followers: int = 0) -> None:
+        pairs = [socket.socketpair() for _ in range(num_followers)]
+        self.followers = [theirs for _, theirs in pairs]
+        self.sockets = [end for pair in pairs for end in pair]
+        self.done: list[tuple[int, str, int, int]] = []
+        self.lost: list[str] = []
+        self.changed = threading.Condition()
+        self.woken = threading.Semaphore(0)
+        self.executor = FakeExecutor()
+        self.group = RankGroup([ours for ours, _ in pairs], self.note_done, self.note_lost, self.woken.release)
+        self.group.attach(self.executor)  # type: ignore[arg-type]
+
+    def note_done(self, *reply: Any) -> None:
+        with self.changed:
+            self.done.append(reply)
+            self.changed.notify_all()
+
+    def note_lost(self, why: str) -> None:
+        with self.changed:
+            self.lost.append(why)
+            self.changed.notify_all()
+
+    def wait_for(self, condition: Any) -> None:
+        with self.changed:
+            assert self.changed.wait_for(condition, SOON_S)
+
+    def answer(self, follower: int, number: int, error: str = "", kind: int = NO_KIND, size_bytes: int = 0) -> None:
+        reply = rank_pb2.RankReply(number=number, error=error, error_kind=kind, size_bytes=size_bytes)  # type: ignore[arg-type]
+        write_frame(self.followers[follower], reply)
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(getattr(request, "param", 0))
+    yield bench
+    bench.group.close()
+    for end in bench.sockets:
+        end.close()
+
+
+def a_step(num_tokens: int) -> StepInput:
+    table = tuple(range(-(-num_tokens // 16)))
+    return build_step([SequenceSlice(tuple(range(4, 4 + num_tokens)), 0, table, wants_logits=True)], 16)
+
+
+def test_a_short_step_runs_where_it_is_launched_and_wakes_nobody(bench: Bench) -> None:
+    launched = bench.group.launch(a_step(OVERLAP_TOKENS - 1))
+    assert launched.is_done
+    assert bench.executor.ran_on == [threading.current_thread().name]
+    assert len(launched.result()) == OVERLAP_TOKENS - 1
+    assert not bench.woken.acquire(blocking=False)
+
+
+def test_a_long_step_runs_beside_its_launcher_and_wakes_it(bench: Bench) -> None:
+    bench.executor.may_end.clear()
+    launched = bench.group.launch(a_step(OVERLAP_TOKENS))
+    assert not launched.is_done
+    assert bench.group.num_steps == 1
+    bench.executor.may_end.set()
+    assert bench.woken.acquire(timeout=SOON_S)
+    assert launched.is_done, "woken before there was a result"
+    assert len(launched.result()) == OVERLAP_TOKENS
+    assert bench.executor.ran_on == ["compute"]
+    assert bench.executor.num_threads == [torch.get_num_threads()]
+
+
+def test_two_steps_never_run_at_one_time(bench: Bench) -> None:
+    bench.executor.may_end.clear()
+    bench.group.launch(a_step(OVERLAP_TOKENS))
+    with pytest.raises(AssertionError, match="before the one before it was done"):
+        bench.group.launch(a_step(1))
+    bench.executor.may_end.set()
+    assert bench.woken.acquire(timeout=SOON_S)
+    assert bench.group.launch(a_step(1)).is_done
+
+
+@pytest.mark.parametrize("num_tokens", [1, OVERLAP_TOKENS])
+def test_what_makes_a_step_fail_comes_out_of_its_result(bench: Bench, num_tokens: int) -> None:
+    bench.executor.error = ValueError("no such block")
+    launched = bench.group.launch(a_step(num_tokens))
+    with pytest.raises(ValueError, match="no such block"):
+        launched.result()
+
+
+@pytest.mark.parametrize("bench", [2], indirect=True)
+def test_every_rank_gets_the_log_in_its_order(bench: Bench) -> None:
+    command = rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch="e", slot=3))
+    bench.group.launch(a_step(2))
+    number = bench.group.issue(command)
+    bench.group.launch(a_step(OVERLAP_TOKENS)).result()
+    assert bench.group.num_steps == 2
+    for follower in bench.followers:
+        log = [read_frame(follower, rank_pb2.RankCommand) for _ in range(3)]
+        assert [c.number for c in log] == [1, 2, 3]
+        assert [c.WhichOneof("command") for c in log] == ["step", "send", "step"]
+        assert log[1].number == number
+        assert len(StepInput.from_bytes(log[2].step).token_ids) == OVERLAP_TOKENS
+
+
+@pytest.mark.parametrize("bench", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        (["", "", ""], ("", NO_KIND)),
+        (["", "gone", "gone"], ("gone", TRANSFER)),
+        (["", "gone", "damaged"], ("damaged", CORRUPT)),
+        (["damaged", "gone", ""], ("damaged", CORRUPT)),
+    ],
+)
+def test_a_command_is_done_when_every_rank_is(bench: Bench, errors: list[str], told: tuple[str, int]) -> None:
+    number = bench.group.issue(rank_pb2.RankCommand(send=rank_pb2.Send()))
+    kinds = [{"": NO_KIND, "damaged": CORRUPT}.get(error, TRANSFER) for error in errors]
+    bench.group.reply(number, errors[0], kinds[0], 10)
+    bench.answer(0, number, errors[1], kinds[1], 20)
+    assert bench.done == []
+    bench.answer(1, number, errors[2], kinds[2], 30)
+    bench.wait_for(lambda: bench.done)
+    assert bench.done == [(number, *told, 60)]
+    assert not bench.group._pending
+
+
+@pytest.mark.parametrize("bench", [1], indirect=True)
+def test_a_rank_whose_socket_closes_is_named(bench: Bench) -> None:
+    bench.followers[0].close()
+    bench.wait_for(lambda: bench.lost)
+    assert "rank 1 is gone" in bench.lost[0]
+
+
+def test_a_real_model_computes_the_same_on_either_thread_and_tells_of_every_layer() -> None:
+    runner = make_runner(ROOT / "models" / "tiny-shakespeare", num_blocks=8)
+    layers: list[int] = []
+    pages: list[torch.Tensor] = []
+
+    def on_layer(num_layers: int) -> None:
+        layers.append(num_layers)
+        pages.append(runner.kv[num_layers - 1].clone())
+
+    step = a_step(OVERLAP_TOKENS)
+    expected = runner.forward(step, on_layer=on_layer)
+    assert layers == list(range(1, runner.config.num_hidden_layers + 1))
+    for layer, when_told in enumerate(pages):
+        assert when_told[:, :4].abs().sum() > 0
+        assert torch.equal(when_told, runner.kv[layer]), f"layer {layer} was written after it was told of"
+
+    executor = FakeExecutor()
+    executor.step = runner.forward  # type: ignore[method-assign]
+    woken = threading.Event()
+    group = RankGroup([], lambda *reply: None, lambda why: None, woken.set)
+    group.attach(executor)  # type: ignore[arg-type]
+    launched = group.launch(step)
+    assert woken.wait(SOON_S)
+    assert torch.equal(launched.result(), expected)
+    group.close()

@@ -1,0 +1,129 @@
+"""The speaking side towards routers: who speaks first, what silence looks like, and how a session ends."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from link_harness import SOON_S, terms
+
+from cluster import rpc
+from cluster.pb import worker_pb2, worker_pb2_grpc
+from cluster.pulse import Timing
+from worker.service import Service
+
+TIMING = Timing(heartbeat_s=0.1, suspect_after_s=20.0, dead_after_s=60.0)
+INFO = worker_pb2.WorkerInfo(worker_id="d")
+
+
+class FakeCore:
+    """Notes what is posted; its `carrier` has every handler."""
+
+    def __init__(self) -> None:
+        self.posted: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
+        self.carrier = self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return name
+
+    def post(self, handler: Any, *arguments: Any) -> None:
+        self.posted.put((handler, arguments))
+
+    def expect(self, name: str) -> tuple[Any, ...]:
+        """The next thing posted, but for ticks, which must be this."""
+        while True:
+            handler, arguments = self.posted.get(timeout=SOON_S)
+            if handler == name:
+                return arguments
+            assert handler == "tick", f"{handler} was posted instead of {name}"
+
+
+class Router:
+    """One session of a router."""
+
+    def __init__(self, address: str) -> None:
+        self.channel = rpc.create_blocking_channel(address)
+        self.commands: queue.SimpleQueue[worker_pb2.Command | None] = queue.SimpleQueue()
+        stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.batches = stub.Session(iter(self.commands.get, None), timeout=SOON_S)
+
+    def close(self) -> None:
+        self.batches.cancel()
+        self.commands.put(None)
+        self.channel.close()
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[FakeCore, Service, Router]]:
+    core = FakeCore()
+    service = Service(core, INFO, terms("d"), TIMING)  # type: ignore[arg-type]
+    port = service.start("127.0.0.1", 0, insecure=False)
+    router = Router(f"127.0.0.1:{port}")
+    yield core, service, router
+    router.close()
+    service.stop()
+
+
+def stats(number: int) -> worker_pb2.Event:
+    return worker_pb2.Event(stats=worker_pb2.WorkerStats(num_steps=number))
+
+
+def test_the_first_batch_is_the_engines_however_long_it_takes(served: tuple[FakeCore, Service, Router]) -> None:
+    core, service, router = served
+    session, info = core.expect("session_opened")
+    assert info == INFO
+    for _ in range(3):  # heartbeats pass
+        core.expect("tick")
+    service.events(session, [worker_pb2.Event(info=INFO)])
+    assert next(router.batches).events[0].info == INFO
+
+
+def test_a_session_with_nothing_to_tell_says_so(served: tuple[FakeCore, Service, Router]) -> None:
+    core, service, router = served
+    (session, _) = core.expect("session_opened")
+    service.events(session, [stats(1)])
+    assert len(next(router.batches).events) == 1
+    asked_at = time.monotonic()
+    assert [len(next(router.batches).events) for _ in range(5)] == [0] * 5
+    assert time.monotonic() - asked_at > 2.5 * TIMING.heartbeat_s, "it said so without a pause"
+    service.events(session, [stats(2)])
+    told = next(batch for batch in router.batches if batch.events)
+    assert told.events == [stats(2)]
+
+
+def test_the_engine_thread_is_told_of_every_heartbeat(served: tuple[FakeCore, Service, Router]) -> None:
+    core, _, _ = served
+    core.expect("session_opened")
+    for _ in range(3):
+        core.expect("tick")
+
+
+def test_commands_and_the_end_of_a_session_reach_the_engine_thread(served: tuple[FakeCore, Service, Router]) -> None:
+    core, _, router = served
+    (session, _) = core.expect("session_opened")
+    command = worker_pb2.Command(cancel=worker_pb2.Cancel(sequence_index=3))
+    router.commands.put(command)
+    assert core.expect("command") == (session, command)
+    router.close()
+    assert core.expect("session_closed") == (session,)
+
+
+def test_a_worker_that_stops_ends_its_sessions_with_all_that_was_told(
+    served: tuple[FakeCore, Service, Router],
+) -> None:
+    core, service, router = served
+    (session, _) = core.expect("session_opened")
+    for number in range(100):
+        service.events(session, [stats(number)])
+    service.stop()
+    try:
+        told = [event.stats.num_steps for batch in router.batches for event in batch.events]
+    except grpc.RpcError as error:
+        pytest.fail(f"the session broke: {error.details()}")
+    assert told == list(range(100))
