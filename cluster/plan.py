@@ -103,9 +103,16 @@ def _plan_worker(config: ServingConfig, role: RoleName, number: int, device: str
             threads=threads,
             attention=engine.attention,
             transport=transfer.transport,
+            wire_format=transfer.wire_format,
+            digest=transfer.digest,
             chunk_tokens=transfer.chunk_tokens,
             num_slots=transfer.num_slots,
+            max_pairs=transfer.max_pairs,
             transfer_timeout_s=transfer.timeout_s,
+            heartbeat_s=transfer.heartbeat_s,
+            suspect_after_s=transfer.suspect_after_s,
+            dead_after_s=transfer.dead_after_s,
+            metrics_port=0 if config.metrics.workers else None,
             step_log=step_log if tp_rank == 0 else None,
             insecure=config.router.insecure,
         )
@@ -127,5 +134,6 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         max_queued_requests=router.max_queued_requests,
         queue_timeout_s=router.queue_timeout_s,
         max_message_bytes=router.max_message_bytes,
+        dead_after_s=config.transfer.dead_after_s,
         insecure=router.insecure,
     )

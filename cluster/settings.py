@@ -72,13 +72,30 @@ class WorkerSettings(JsonSettings):
     attention: str = "auto"
     """`auto`, `flash_attn`, `varlen` or `cpu`."""
     transport: str = "auto"
-    """`auto`, `gloo` or `nccl`."""
+    """`auto`, `shm`, `gloo`, `cuda_ipc` or `nccl`; auto picks for each pair and says why."""
+    wire_format: str = "native"
+    """`native` (the sender's dtype), `int8` or `fp8`: what KV is turned into on its way."""
+    digest: str = "auto"
+    """`on`: each slot carries a digest that is checked on landing; `sampled`: every 16th; `off`; auto: on for CPU
+    memory, sampled for GPU memory."""
     chunk_tokens: int = 256
     """Most tokens of one hand-off chunk, that is, of one slot."""
     num_slots: int = 4
-    """Send slots and landing slots of each worker."""
-    transfer_timeout_s: float = 30.0
-    """A chunk that has not arrived by then fails its request and retires the pair."""
+    """Slots of each pair: chunks in flight between two workers."""
+    max_pairs: int = 16
+    """Pairs of workers held open; one more closes the least recently used that is idle."""
+    transfer_timeout_s: float = 5.0
+    """A chunk that makes no progress for so long fails its request and retires the pair."""
+    heartbeat_s: float = 0.5
+    """Two workers of a pair, and a worker and a router, hear of one another at least so often."""
+    suspect_after_s: float = 1.5
+    """A peer silent for so long gets nothing new."""
+    dead_after_s: float = 3.0
+    """A peer silent for so long is given up: its pair is retired."""
+    transfer_faults: float = 0.0
+    """For tests: the share of transfers that fail on purpose, in ways that are drawn at random."""
+    metrics_port: int | None = None
+    """Port of the Prometheus page; 0: any free one; None: no page."""
     step_log: str | None = None
     """File that gets one JSON line for each step: who joined, ran and left."""
     insecure: bool = False
@@ -111,6 +128,8 @@ class RouterSettings(JsonSettings):
     """A request that waited this long for a worker is refused, unless the client set its own."""
     max_message_bytes: int = 4 * 1024 * 1024
     """Largest gRPC message accepted."""
+    dead_after_s: float = 3.0
+    """A worker whose session is silent for so long is taken as lost."""
     drain_timeout_s: float = 5.0
     """At shutdown, running requests get this long to end."""
     insecure: bool = False

@@ -65,6 +65,7 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
         ],
         "dtype": info.dtype,
         "transport": info.transport,
+        "metrics_address": info.metrics_address or None,
         "block_size": info.block_size,
         "max_model_len": info.max_model_len,
         "max_num_seqs": info.max_num_seqs,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from cluster.config.load import load_config, parse_config
 from cluster.config.schema import (
     EngineSection,
+    MetricsSection,
     ModelSection,
     RebalanceSection,
     RoleSection,
@@ -20,6 +21,7 @@ from cluster.config.schema import (
 
 __all__ = [
     "EngineSection",
+    "MetricsSection",
     "ModelSection",
     "RebalanceSection",
     "RoleSection",

@@ -30,6 +30,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
         yield from _check_role(config, role)
     yield from _check_engine(config)
     yield from _check_device(config)
+    yield from _check_timers(config)
     router = config.router
     if not router.insecure and not is_loopback(router.host):
         yield Finding(
@@ -80,16 +81,40 @@ def _check_engine(config: ServingConfig) -> Iterator[Finding]:
 
 
 def _check_device(config: ServingConfig) -> Iterator[Finding]:
-    if config.engine.device == "cpu" and config.transfer.transport == "nccl":
-        yield Finding(
-            "transfer.transport",
-            "nccl moves tensors between GPUs, and engine.device is cpu; use gloo or auto",
-            ("engine.device",),
-        )
-    wanted, device = config.engine.attention, config.engine.device
+    device, transport = config.engine.device, config.transfer.transport
+    for kind, unfit, memory, fitting in (
+        ("cpu", ("cuda_ipc", "nccl"), "GPU", "shm or gloo"),
+        ("cuda", ("shm",), "CPU", "cuda_ipc, nccl or gloo"),
+    ):
+        if device == kind and transport in unfit:
+            yield Finding(
+                "transfer.transport",
+                f"{transport} moves {memory} memory, and engine.device is {device}; use auto, {fitting}",
+                ("engine.device",),
+            )
+    wanted = config.engine.attention
     if device == "cpu" and wanted in ("flash_attn", "varlen"):
         yield Finding(
             "engine.attention",
             f"{wanted} runs on a GPU only, and engine.device is cpu; use cpu or auto",
             ("engine.device",),
+        )
+
+
+def _check_timers(config: ServingConfig) -> Iterator[Finding]:
+    """A peer must be able to miss a heartbeat before it is suspect, and to be suspect before it is given up."""
+    transfer = config.transfer
+    if transfer.heartbeat_s >= transfer.suspect_after_s:
+        yield Finding(
+            "transfer.suspect_after_s",
+            f"must be longer than heartbeat_s ({transfer.heartbeat_s:g}), since a healthy peer is silent for that long "
+            f"(got {transfer.suspect_after_s:g})",
+            ("transfer.heartbeat_s",),
+        )
+    if transfer.suspect_after_s >= transfer.dead_after_s:
+        yield Finding(
+            "transfer.dead_after_s",
+            f"must be longer than suspect_after_s ({transfer.suspect_after_s:g}), since a peer is suspect before it is "
+            f"given up (got {transfer.dead_after_s:g})",
+            ("transfer.suspect_after_s",),
         )

@@ -12,7 +12,9 @@ from typing import Any, Literal
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
-TransportName = Literal["auto", "gloo", "nccl"]
+TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
+WireFormatName = Literal["native", "int8", "fp8"]
+DigestName = Literal["auto", "on", "sampled", "off"]
 RebalanceMode = Literal["fixed"]
 RoleName = Literal["prefill", "decode"]
 
@@ -23,6 +25,10 @@ ALIASES = {
     "fp16": "float16",
     "half": "float16",
     "bf16": "bfloat16",
+    "float8": "fp8",
+    "cuda-ipc": "cuda_ipc",
+    "true": "on",
+    "false": "off",
 }
 """What people write elsewhere for a value: offered in the error, never accepted."""
 DAY_S = 86_400.0
@@ -116,13 +122,28 @@ class TransferSection:
     """How KV travels from a prefill worker to a decode worker."""
 
     transport: TransportName = "auto"
-    """What carries it; auto: nccl between GPUs, gloo between CPUs."""
+    """What carries it: shm (CPU workers of one host), gloo (any workers, through host memory), cuda_ipc (GPU workers of
+    one host) or nccl (GPU workers); auto: the best that both workers of a pair can use."""
+    wire_format: WireFormatName = "native"
+    """What KV is turned into on its way; int8 and fp8 move half of bfloat16's bytes, a quarter of float32's, and
+    round."""
+    digest: DigestName = "auto"
+    """Whether chunks carry a digest that is checked where they land; sampled: every 16th chunk; auto: on between CPUs,
+    sampled between GPUs."""
     chunk_tokens: int = bounded(256, at_least=1, at_most=65_536)
     """Most tokens of one chunk; a slot holds one chunk."""
     num_slots: int = bounded(4, at_least=1, at_most=16)
-    """Chunks in flight on each worker; 1 means that transfer never overlaps compute."""
-    timeout_s: float = bounded(30.0, above=0, at_most=DAY_S)
-    """A chunk that has not arrived by then fails its request."""
+    """Chunks in flight between two workers; 1: a chunk is read only when the one before it has arrived."""
+    max_pairs: int = bounded(16, at_least=1, at_most=1024)
+    """Pairs with other workers that one worker keeps open; one more closes the idle one that was used longest ago."""
+    timeout_s: float = bounded(5.0, above=0, at_most=DAY_S)
+    """A chunk that makes no progress for this long fails its request and closes the pair."""
+    heartbeat_s: float = bounded(0.5, above=0, at_most=DAY_S)
+    """Two workers of a pair, and the router and a worker, tell one another at least this often that they are there."""
+    suspect_after_s: float = bounded(1.5, above=0, at_most=DAY_S)
+    """A peer that is silent for this long gets nothing new; must be longer than `heartbeat_s`."""
+    dead_after_s: float = bounded(3.0, above=0, at_most=DAY_S)
+    """A peer that is silent for this long is given up: its pair is closed, its requests go elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +175,15 @@ class RebalanceSection:
 
 
 @dataclass(frozen=True)
+class MetricsSection:
+    """What can be watched with Prometheus; docs/metrics.md names every metric."""
+
+    workers: bool = True
+    """Each worker serves a page of its metrics at a free port of the address it listens on; `baton status --json` says
+    where."""
+
+
+@dataclass(frozen=True)
 class ServingConfig:
     """Everything under `metadata.serving`."""
 
@@ -169,6 +199,8 @@ class ServingConfig:
     """The public front door."""
     rebalance: RebalanceSection = field(default_factory=RebalanceSection)
     """Whether the ratio moves by itself."""
+    metrics: MetricsSection = field(default_factory=MetricsSection)
+    """What can be watched."""
     log_dir: str | None = None
     """Folder for the logs of every process, relative to the folder of this file; null: only the console."""
 

@@ -24,6 +24,7 @@ from cluster.pb import admin_pb2, worker_pb2
 
 def cluster_status() -> admin_pb2.GetStatusResponse:
     info = worker_pb2.WorkerInfo(worker_id="prefill-0", role=worker_pb2.ROLE_PREFILL, node="node-a", block_size=16)
+    info.metrics_address = "127.0.0.1:9400"
     info.ranks.add(tp_rank=0, pid=4242, host="127.0.0.1", device="cpu")
     stats = worker_pb2.WorkerStats(blocks_free=1000, blocks_held=20, blocks_cached=4, blocks_total=1024)
     stats.num_running_seqs = 7
@@ -50,6 +51,7 @@ def test_status_json_names_each_worker_with_its_ranks_and_blocks(router: Scripte
     assert ready["ranks"] == [{"tp_rank": 0, "pid": 4242, "host": "127.0.0.1", "device": "cpu"}]
     assert ready["kv_blocks"] == {"free": 1000, "held": 20, "cached": 4, "total": 1024}
     assert ready["running_sequences"] == 7
+    assert (ready["metrics_address"], connecting["metrics_address"]) == ("127.0.0.1:9400", None)
     assert (connecting["worker_id"], connecting["state"], connecting["role"]) == ("decode-0", "connecting", "unknown")
     assert (document["router"]["queued"], document["router"]["running"], document["router"]["pid"]) == (3, 5, 99)
 

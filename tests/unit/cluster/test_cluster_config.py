@@ -15,6 +15,7 @@ from cluster.config.reference import field_docs, reference, render_reference
 from cluster.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
+TRANSPORTS = "auto, shm, gloo, cuda_ipc or nccl"
 HEAD = "cluster_name: x\nmetadata:\n  serving:\n"
 
 
@@ -62,7 +63,7 @@ def test_every_problem_is_reported_in_the_order_of_the_file(folder: Path) -> Non
         "    model: {dtype: fp32}\n",
     )
     dtypes = "auto, float32, bfloat16 or float16"
-    sections = "model, roles, engine, transfer, router, rebalance, log_dir"
+    sections = "model, roles, engine, transfer, router, rebalance, metrics, log_dir"
     assert [line.replace(" metadata.serving.", " ") for line in found] == [
         "4:12: model.path: is missing",
         f'4:20: model.dtype: must be {dtypes} (got fp32); did you mean "float32"?',
@@ -108,13 +109,31 @@ def test_a_whole_number_is_nothing_else(folder: Path, line: str, expected: str) 
         ("timeout_s: true", "must be a number (got true, a boolean)"),
         ("chunk_tokens: 0", "must be at least 1 (got 0)"),
         ("num_slots: 17", "must be at most 16 (got 17)"),
-        ("transport: glo", 'must be auto, gloo or nccl (got glo); did you mean "gloo"?'),
-        ("transport: carrier-pigeon", "must be auto, gloo or nccl (got carrier-pigeon)"),
+        ("num_slots: 0", "must be at least 1 (got 0)"),
+        ("max_pairs: 0", "must be at least 1 (got 0)"),
+        ("heartbeat_s: 0", "must be above 0 (got 0)"),
+        ("suspect_after_s: -1", "must be above 0 (got -1)"),
+        ("dead_after_s: 1e9", "must be at most 86400 (got 1e9)"),
+        ("transport: glo", f'must be {TRANSPORTS} (got glo); did you mean "gloo"?'),
+        ("transport: cuda-ipc", f'must be {TRANSPORTS} (got cuda-ipc); did you mean "cuda_ipc"?'),
+        ("transport: carrier-pigeon", f"must be {TRANSPORTS} (got carrier-pigeon)"),
+        ("wire_format: float8", 'must be native, int8 or fp8 (got float8); did you mean "fp8"?'),
+        ("digest: true", 'must be auto, on, sampled or off (got true, a boolean); did you mean "on"?'),
     ],
 )
 def test_limits_of_the_transfer_are_kept(folder: Path, line: str, expected: str) -> None:
     (found,) = problems(folder, f"    transfer:\n      {line}\n")
     assert found.endswith(expected)
+
+
+@pytest.mark.parametrize("value", ["on", "off", "'on'", "sampled", "auto"])
+def test_a_digest_may_be_on_or_off_although_yaml_takes_these_for_booleans(folder: Path, value: str) -> None:
+    assert parse(folder, f"    transfer: {{digest: {value}}}\n").transfer.digest == value.strip("'")
+
+
+def test_one_slot_and_one_pair_are_enough(folder: Path) -> None:
+    transfer = parse(folder, "    transfer: {num_slots: 1, max_pairs: 1}\n").transfer
+    assert (transfer.num_slots, transfer.max_pairs) == (1, 1)
 
 
 @pytest.mark.parametrize(("line", "value"), [("30", 30.0), ("1e1", 10.0), ("0.5", 0.5), ("1_000", 1000.0)])
@@ -160,7 +179,27 @@ def test_a_wrong_type_or_key_says_what_was_expected(folder: Path, serving: str, 
             "32 tokens do not make one block of the decode workers, which has 64",
         ),
         ("    engine: {max_num_seqs: 4096}\n", "engine.max_num_batched_tokens", "at least max_num_seqs (4096)"),
-        ("    engine: {device: cpu}\n    transfer: {transport: nccl}\n", "transfer.transport", "use gloo or auto"),
+        ("    engine: {device: cpu}\n    transfer: {transport: nccl}\n", "transfer.transport", "use auto, shm or gloo"),
+        (
+            "    engine: {device: cpu}\n    transfer: {transport: cuda_ipc}\n",
+            "transfer.transport",
+            "cuda_ipc moves GPU memory, and engine.device is cpu",
+        ),
+        (
+            "    engine: {device: cuda}\n    transfer: {transport: shm}\n",
+            "transfer.transport",
+            "shm moves CPU memory, and engine.device is cuda; use auto, cuda_ipc, nccl or gloo",
+        ),
+        (
+            "    transfer: {heartbeat_s: 1.5}\n",
+            "transfer.suspect_after_s",
+            "must be longer than heartbeat_s (1.5), since a healthy peer is silent for that long (got 1.5)",
+        ),
+        (
+            "    transfer: {dead_after_s: 1}\n",
+            "transfer.dead_after_s",
+            "must be longer than suspect_after_s (1.5), since a peer is suspect before it is given up (got 1)",
+        ),
         ("    engine: {device: cpu, attention: varlen}\n", "engine.attention", "runs on a GPU only"),
         ("    router: {host: 0.0.0.0}\n", "router.host", "refusing to listen on 0.0.0.0 without TLS"),
     ],
@@ -180,6 +219,11 @@ def test_a_contradiction_is_not_reported_where_one_of_its_values_is_wrong_anyway
 def test_a_contradiction_with_a_default_points_at_the_key_that_is_there(folder: Path) -> None:
     (found,) = problems(folder, "    engine:\n      max_num_seqs: 4096\n")
     assert found.startswith("6:21: metadata.serving.engine.max_num_batched_tokens: must be at least")
+
+
+def test_timers_in_their_order_are_allowed(folder: Path) -> None:
+    timers = parse(folder, "    transfer: {heartbeat_s: 1, suspect_after_s: 2, dead_after_s: 2.5}\n").transfer
+    assert (timers.heartbeat_s, timers.suspect_after_s, timers.dead_after_s) == (1.0, 2.0, 2.5)
 
 
 def test_another_address_is_allowed_when_insecure_is_said(folder: Path) -> None:

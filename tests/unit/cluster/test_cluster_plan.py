@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 
 import pytest
 
-from cluster.config import EngineSection, ModelSection, RoleSection, RolesSection, RouterSection, ServingConfig
+from cluster.config import (
+    EngineSection,
+    MetricsSection,
+    ModelSection,
+    RoleSection,
+    RolesSection,
+    RouterSection,
+    ServingConfig,
+    TransferSection,
+)
 from cluster.errors import ConfigError
 from cluster.plan import plan_cluster
 from cluster.settings import WorkerSettings
@@ -94,6 +104,46 @@ def test_what_the_operator_wrote_reaches_worker_and_router_unchanged() -> None:
     assert (rank.model_path, rank.model_name, rank.dtype, rank.max_model_len) == ("models/m", "m", "float32", 100)
     assert (router.port, router.queue_timeout_s, router.max_queued_requests) == (1234, 7.5, 3)
     assert (router.model_path, router.max_model_len, router.max_num_seqs) == ("models/m", 100, 64)
+
+
+def test_every_key_of_the_transfer_reaches_each_rank() -> None:
+    wanted = TransferSection(
+        transport="gloo",
+        wire_format="int8",
+        digest="sampled",
+        chunk_tokens=32,
+        num_slots=1,
+        max_pairs=3,
+        timeout_s=4.5,
+        heartbeat_s=0.1,
+        suspect_after_s=0.2,
+        dead_after_s=0.3,
+    )
+    default = TransferSection()
+    plan = plan_cluster(replace(config_of(), transfer=wanted), num_gpus=0, num_cores=2)
+    rank = plan.workers[1].ranks[0]
+    assert plan.router.dead_after_s == wanted.dead_after_s
+    for field in dataclasses.fields(TransferSection):
+        value = getattr(wanted, field.name)
+        assert value != getattr(default, field.name), f"{field.name} is not told apart from its default"
+        setting = "transfer_timeout_s" if field.name == "timeout_s" else field.name
+        assert getattr(rank, setting) == value, field.name
+
+
+def test_what_the_schema_says_by_default_is_what_a_worker_does_by_default() -> None:
+    rank = plan_cluster(config_of(), num_gpus=0, num_cores=2).workers[0].ranks[0]
+    alone = WorkerSettings(worker_id="a", role="prefill", model_path="m")
+    for field in dataclasses.fields(TransferSection):
+        setting = "transfer_timeout_s" if field.name == "timeout_s" else field.name
+        assert getattr(rank, setting) == getattr(alone, setting), field.name
+    assert rank.transfer_faults == 0.0
+
+
+@pytest.mark.parametrize(("is_wanted", "port"), [(True, 0), (False, None)])
+def test_workers_serve_their_metrics_unless_told_not_to(is_wanted: bool, port: int | None) -> None:
+    config = replace(config_of(), metrics=MetricsSection(workers=is_wanted))
+    plan = plan_cluster(config, num_gpus=0, num_cores=2)
+    assert {rank.metrics_port for worker in plan.workers for rank in worker.ranks} == {port}
 
 
 def test_settings_survive_the_way_to_a_process() -> None:
