@@ -20,6 +20,11 @@ def admit_prefill(live: LiveRequest, decode: WorkerClient) -> worker_pb2.Command
     return _admit(live, worker_pb2.ROLE_PREFILL, decode_peer=peer)
 
 
+def admit_local(live: LiveRequest) -> worker_pb2.Command:
+    """Compute the prompt, or what of it is not here yet, and decode."""
+    return _admit(live, worker_pb2.ROLE_DECODE)
+
+
 def cancel_command(key: RequestKey, sequence_index: int | None = None) -> worker_pb2.Command:
     return worker_pb2.Command(cancel=worker_pb2.Cancel(key=key.to_proto(), sequence_index=sequence_index))
 
@@ -42,5 +47,10 @@ def _admit(
             expect_handoff=expect_handoff,
             cache_salt=request.cache_salt,
             bypass_prefix_cache=request.bypass_prefix_cache,
+            known_tokens=[
+                worker_pb2.KnownTokens(sequence_index=s.index, token_ids=s.known_ids)
+                for s in live.sequences
+                if s.known_ids
+            ],
         )
     )

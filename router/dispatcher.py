@@ -2,7 +2,8 @@
 
     submit -> [queue] -> dispatch (Admit to decode, then to prefill) -> events -> end
       a full queue, a queue timeout, a deadline -> REJECTED
-      a lost worker or a failure on one         -> FAILED, and the other worker is told to drop it
+      a lost worker or a failed hand-off        -> placed again (`retry`) while another path can save it
+      a lost worker or a failure on one         -> FAILED otherwise, and the other worker is told to drop it
       the client                                -> CANCELLED, and both are told
 
 Runs on one event loop; nothing here awaits but `idle`. Owns the tables of queued and running requests and the counters;
@@ -14,19 +15,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.errors import BatonError, DeadlineExceeded, InternalError
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router import failures
-from router.commands import admit_decode, admit_prefill, cancel_command
+from router.commands import admit_decode, admit_local, admit_prefill, cancel_command
 from router.fleet import DECODE, PREFILL, Fleet
-from router.policy import Charge, Ledger
+from router.policy import Charge, Ledger, Placement
 from router.request import Effect, LiveRequest
+from router.retry import MAX_ATTEMPTS, RETRYABLE, Setback, Trail, next_placement
 from router.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -43,16 +45,21 @@ class Limits:
     max_running_requests: int
     max_queued_requests: int
     queue_timeout_s: float
+    dead_after_s: float = 3.0
+    """A worker silent for so long is lost."""
 
 
 @dataclass
 class Counters:
-    """Requests that ended, by how."""
+    """Requests that ended, by how, and attempts that took another way."""
 
     finished: int = 0
     cancelled: int = 0
     failed: int = 0
     rejected: int = 0
+    retried: Counter[str] = field(default_factory=Counter)
+    """By what ended the attempt before."""
+    local_prefills: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,13 @@ class _Queued:
 @dataclass
 class _Running:
     live: LiveRequest
+    placement: Placement
     charge: Charge
-    prefill: WorkerClient
+    prefill: WorkerClient | None
+    """None: the decode worker computes the prompt."""
     workers: list[WorkerClient]
     """Those that hold something for it: at first both, then the decode worker."""
+    trail: Trail
 
 
 class Dispatcher:
@@ -80,9 +90,11 @@ class Dispatcher:
         self.clock = clock
         self.counters = Counters()
         self.ledger = Ledger()
-        self.fleet = Fleet(self, lambda worker: len(self._on_worker.get(worker, ())))
+        self.fleet = Fleet(self, lambda worker: len(self._on_worker.get(worker, ())), limits.dead_after_s)
         self._on_change = on_change
         self._queue: OrderedDict[str, _Queued] = OrderedDict()
+        self._trails: dict[str, Trail] = {}
+        """Of queued requests that have run before."""
         self._running: dict[str, _Running] = {}
         self._on_worker: dict[WorkerClient, set[str]] = {}
         self._is_draining = False
@@ -101,8 +113,7 @@ class Dispatcher:
         """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
         if self._is_draining:
             return self._reject(live, failures.shutting_down())
-        timeout_s = live.request.queue_timeout_s
-        timeout_s = self.limits.queue_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._queue_timeout_s(live)
         generation_id = live.key.request_id
         loop = asyncio.get_running_loop()
         if time_left_s is not None and time_left_s <= timeout_s:
@@ -125,6 +136,7 @@ class Dispatcher:
         queued = self._queue.pop(generation_id, None)
         if queued is not None:
             queued.timer.cancel()
+            self._trails.pop(generation_id, None)
             live = queued.live
         else:
             running = self._running.get(generation_id)
@@ -159,8 +171,9 @@ class Dispatcher:
         self._pump()
 
     def on_lost(self, worker: WorkerClient) -> None:
+        setback = Setback("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
         for generation_id in list(self._on_worker.get(worker, ())):
-            self._fail(self._running[generation_id], failures.worker_lost(worker.worker_id), by=worker)
+            self._set_back(self._running[generation_id], setback, by=worker)
         self.fleet.let_go()
         self._on_change()
 
@@ -186,9 +199,17 @@ class Dispatcher:
         elif kind == "phase":
             live.on_phase(message, now)
         else:
-            self._fail(running, failures.error_of(message, worker.worker_id), by=worker)
-        if len(running.workers) > 1 and not live.is_over and live.has_left_prefill:
+            self._on_failed(running, worker, message)
+        if running.prefill in running.workers and not live.is_over and live.has_left_prefill:
             self._part(running, running.prefill)
+
+    def _on_failed(self, running: _Running, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
+        error = failures.error_of(failed, worker.worker_id)
+        if failed.reason not in RETRYABLE:
+            self._fail(running, error, by=worker)
+        else:
+            reason = worker_pb2.Failed.Reason.Name(failed.reason).removeprefix("REASON_")
+            self._set_back(running, Setback(reason, error), by=worker)
 
     def _on_tokens(self, running: _Running, tokens: worker_pb2.Tokens, now: float) -> None:
         live = running.live
@@ -221,16 +242,57 @@ class Dispatcher:
             self._became_idle.set()
 
     def _dispatch(self, live: LiveRequest) -> None:
-        """Decode first, as it has to reserve before prefill can send."""
         placement = self.ledger.choose(self.fleet.ready_ids(PREFILL), self.fleet.ready_ids(DECODE))
-        prefill, decode = self.fleet[placement.prefill_id], self.fleet[placement.decode_id]
+        self._place(live, placement, self._trails.pop(live.key.request_id, Trail()))
+
+    def _place(self, live: LiveRequest, placement: Placement, trail: Trail) -> None:
+        """Decode first, as it has to reserve before prefill can send."""
+        decode = self.fleet[placement.decode_id]
+        prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
         live.placement = placement
-        running = _Running(live, Charge(self.ledger, placement, live.work), prefill, [prefill, decode])
+        workers = [decode] if prefill is None else [prefill, decode]
+        charge = Charge(self.ledger, placement, live.work)
+        running = _Running(live, placement, charge, prefill, workers, trail)
         self._running[live.key.request_id] = running
-        for worker in running.workers:
+        for worker in workers:
             self._on_worker.setdefault(worker, set()).add(live.key.request_id)
-        decode.send(admit_decode(live))
-        prefill.send(admit_prefill(live, decode))
+        if prefill is None:
+            self.counters.local_prefills += 1
+            decode.send(admit_local(live))
+        else:
+            decode.send(admit_decode(live))
+            prefill.send(admit_prefill(live, decode))
+        for sequence in live.sequences:
+            if sequence.end is not None:  # by an earlier attempt
+                self._tell_to_drop(running, sequence.index)
+
+    def _set_back(self, running: _Running, setback: Setback, *, by: WorkerClient) -> None:
+        """An attempt cannot go on: places the request again where that can help, else fails it."""
+        live, trail = running.live, running.trail
+        if not live.can_restart or trail.num_attempts >= MAX_ATTEMPTS or self._is_draining:
+            self._fail(running, setback.error, by=by)
+            return
+        log.warning("%s is placed again: %s", live.key.request_id, setback.error.message)
+        self._tell_to_drop(running, by=by)
+        self._leave(running)
+        self.counters.retried[setback.reason] += 1
+        trail.note(running.placement, setback)
+        live.restart(self.clock(), setback.reason)
+        prefill_ids, decode_ids = self.fleet.ready_ids(PREFILL), self.fleet.ready_ids(DECODE)
+        placement = next_placement(trail, running.placement, setback, prefill_ids, decode_ids, self.ledger)
+        if placement is not None:
+            self._place(live, placement, trail)
+        else:
+            self._queue_again(live, trail)
+        self._pump()
+
+    def _queue_again(self, live: LiveRequest, trail: Trail) -> None:
+        """At the head: it has waited before."""
+        generation_id, timeout_s = live.key.request_id, self._queue_timeout_s(live)
+        timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, generation_id, timeout_s)
+        self._queue[generation_id] = _Queued(live, timer)
+        self._queue.move_to_end(generation_id, last=False)
+        self._trails[generation_id] = trail
 
     def _find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> _Running | None:
         """None for what comes late: of a request or an attempt that is over, or of a worker that has left it."""
@@ -255,15 +317,23 @@ class Dispatcher:
         running.live.fail(error, self.clock())
         self._pump()
 
+    def _queue_timeout_s(self, live: LiveRequest) -> float:
+        wanted = live.request.queue_timeout_s
+        return self.limits.queue_timeout_s if wanted is None else wanted
+
     def _time_out(self, generation_id: str, timeout_s: float) -> None:
         error = failures.waited_too_long(timeout_s) if self.fleet.can_serve else failures.no_worker()
         self._turn_away(generation_id, error)
 
     def _turn_away(self, generation_id: str, error: BatonError) -> None:
-        """A queued request leaves without having run."""
+        """A queued request leaves."""
         queued = self._queue.pop(generation_id)
         queued.timer.cancel()
-        self._reject(queued.live, error)
+        if self._trails.pop(generation_id, None) is None:
+            self._reject(queued.live, error)
+        else:  # it has run before
+            self.counters.failed += 1
+            queued.live.fail(error, self.clock())
         self._pump()
 
     def _reject(self, live: LiveRequest, error: BatonError) -> None:

@@ -22,6 +22,7 @@ _Failed = worker_pb2.Failed
 _KINDS: dict[worker_pb2.Failed.Reason, type[BatonError]] = {
     _Failed.REASON_PEER_LOST: Unavailable,
     _Failed.REASON_TRANSFER_FAILED: Unavailable,
+    _Failed.REASON_CORRUPT: Unavailable,
     _Failed.REASON_CAPACITY: Overloaded,
     _Failed.REASON_INCOMPATIBLE: FailedPrecondition,
     _Failed.REASON_INVALID: InvalidRequest,

@@ -38,10 +38,11 @@ class WorkerAddress:
 
 
 class Fleet:
-    """`num_requests(worker)` tells how many requests are on a worker now."""
+    """`num_requests(worker)` tells how many requests are on a worker now; one silent for `dead_after_s` is lost."""
 
-    def __init__(self, listener: Listener, num_requests: Callable[[WorkerClient], int]) -> None:
+    def __init__(self, listener: Listener, num_requests: Callable[[WorkerClient], int], dead_after_s: float) -> None:
         self._listener = listener
+        self._dead_after_s = dead_after_s
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
         self._leaving: set[WorkerClient] = set()
@@ -73,7 +74,9 @@ class Fleet:
                 worker.role = address.role
         for address in wanted.values():
             if address.worker_id not in self._workers:
-                worker = WorkerClient(address.worker_id, address.address, address.role, self._listener)
+                worker = WorkerClient(
+                    address.worker_id, address.address, address.role, self._listener, self._dead_after_s
+                )
                 self._workers[address.worker_id] = worker
                 worker.start()
         self.let_go()

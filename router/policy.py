@@ -23,7 +23,8 @@ class Work:
 class Placement:
     """Two worker ids, and why they were chosen, in words for Timing.placement."""
 
-    prefill_id: str
+    prefill_id: str | None
+    """None: the decode worker computes the prompt itself."""
     decode_id: str
     reason: str
 
@@ -44,7 +45,8 @@ class Ledger:
 
     def add(self, placement: Placement, *, prefill_tokens: int = 0, sequences: int = 0, decode_tokens: int = 0) -> None:
         """Use `Charge`; negative amounts give work back; a worker at zero is forgotten."""
-        _bump(self._prefill_tokens, placement.prefill_id, prefill_tokens)
+        if placement.prefill_id is not None:
+            _bump(self._prefill_tokens, placement.prefill_id, prefill_tokens)
         _bump(self._decode_sequences, placement.decode_id, sequences)
         _bump(self._decode_tokens, placement.decode_id, decode_tokens)
 

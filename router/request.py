@@ -93,6 +93,15 @@ class LiveRequest:
         return self.lifecycle.state is RequestState.DECODING and all(s.num_tokens for s in self.sequences)
 
     @property
+    def can_restart(self) -> bool:
+        """Whether another attempt can still take it over: no more than its first tokens are with the client."""
+        state = self.lifecycle.state
+        is_early = state in _LADDER and state is not RequestState.DECODING
+        # Decode has begun, but a first token was lost with the prefill worker: what comes after it never counted.
+        is_cut_off = state is RequestState.DECODING and any(not s.num_tokens for s in self.sequences)
+        return (is_early or is_cut_off) and not self.is_complete
+
+    @property
     def work(self) -> Work:
         num_prompt, sampling = len(self.request.prompt_token_ids), self.request.sampling
         return Work(num_prompt, sampling.n, num_prompt + sampling.n * sampling.max_output_tokens)
@@ -124,6 +133,14 @@ class LiveRequest:
         self._ended.append(sequence)
         self._notify()
         return Effect.STOPPED if is_stopped else Effect.ENDED
+
+    def restart(self, now: float, why: str) -> None:
+        """The attempt is over and another begins: what is still told of the last one is not its own any more."""
+        if self.lifecycle.state is not RequestState.QUEUED:
+            self.lifecycle.advance(RequestState.QUEUED, now, why)
+        self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
+        for sequence in self.sequences:
+            sequence.restart()
 
     def beat(self) -> None:
         """Has the client told in which phase the request is."""
@@ -186,7 +203,8 @@ class LiveRequest:
         timing = generation_pb2.Timing(placement=self.placement.reason if self.placement else "not placed")
         timing.arrival_time.FromNanoseconds(round(self.arrival_time_s * 1e9))
         arrived, prefill = story.instant(RequestState.QUEUED), story.instant(RequestState.PREFILLING)
-        transfer, decode = story.instant(RequestState.TRANSFERRING), story.instant(RequestState.DECODING)
+        # Of an attempt that failed, no time counts as transfer.
+        transfer, decode = (story.instant(s, last=True) for s in (RequestState.TRANSFERRING, RequestState.DECODING))
         for duration, begin, end in (
             (timing.queue, arrived, prefill),
             (timing.prefill, prefill, self.first_token_at),

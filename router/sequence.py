@@ -25,6 +25,8 @@ class SequenceOutput:
         self.index = index
         self.num_tokens = 0
         """Tokens of this sequence that are here and in order."""
+        self.known_ids: list[int] = []
+        """Those tokens: what another attempt must not change any more."""
         self.end: generation_pb2.SequenceEnd | None = None
         self._request = request
         self._detokenizer = detokenizer
@@ -80,6 +82,10 @@ class SequenceOutput:
         self._token_ids, self._texts, self._logprobs = [], [], []
         return delta
 
+    def restart(self) -> None:
+        """Another attempt goes on from the tokens that are known: what came early from the last one is void."""
+        self._early.clear()
+
     def close(self, reason: generation_pb2.FinishReason) -> None:
         """Ends it from outside, by a cancel; no effect on one that has ended."""
         if self.end is None:
@@ -97,6 +103,7 @@ class SequenceOutput:
         if stop is None:
             num_kept = len(token_ids)
         self.num_tokens += num_kept
+        self.known_ids.extend(token_ids[:num_kept])
         if self._request.wants_token_ids:
             self._token_ids.extend(token_ids[:num_kept])
         if self._request.wants_logprobs:

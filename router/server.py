@@ -62,7 +62,12 @@ class RouterServer:
         self._tokenizer = Tokenizer.from_folder(folder)
         self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
         self._fleet_changed = asyncio.Event()
-        limits = Limits(settings.max_running_requests, settings.max_queued_requests, settings.queue_timeout_s)
+        limits = Limits(
+            settings.max_running_requests,
+            settings.max_queued_requests,
+            settings.queue_timeout_s,
+            settings.dead_after_s,
+        )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []

@@ -3,6 +3,7 @@
     CONNECTING -> READY (WorkerInfo came) -> LOST (the stream broke) -> CONNECTING ...
 
 A broken stream loses everything that was admitted on it: the worker cancels those requests, the listener is told once.
+So does a silent one: a worker says something twice a second, if only that it lives.
 Knows no request: it sends commands and hands events on.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections import deque
 from typing import Any, Protocol
 
@@ -19,9 +21,12 @@ import grpc
 from cluster import rpc
 from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
+from cluster.pulse import Pulse, Timing, Verdict
 
 log = logging.getLogger(__name__)
 
+HEARTBEAT_S = 0.5
+DEAD_AFTER_S = 3.0
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 2.0
 
@@ -50,7 +55,14 @@ class Listener(Protocol):
 class WorkerClient:
     """`close` it in the loop in which it was started."""
 
-    def __init__(self, worker_id: str, address: str, role: worker_pb2.Role, listener: Listener) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        address: str,
+        role: worker_pb2.Role,
+        listener: Listener,
+        dead_after_s: float = DEAD_AFTER_S,
+    ) -> None:
         self.worker_id = worker_id
         self.address = address
         self.role = role
@@ -61,6 +73,9 @@ class WorkerClient:
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._timing = Timing(heartbeat_s=HEARTBEAT_S, suspect_after_s=dead_after_s, dead_after_s=dead_after_s)
+        self._pulse = Pulse(self._timing)
+        self._is_silent = False
 
     @property
     def is_ready(self) -> bool:
@@ -83,7 +98,7 @@ class WorkerClient:
 
     async def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        async with rpc.create_channel(self.address) as channel:
+        async with rpc.create_channel(self.address, is_alone=True) as channel:
             while True:
                 try:
                     await self._session(channel)
@@ -103,14 +118,35 @@ class WorkerClient:
         """Until the stream ends, or raises AioRpcError when it breaks."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call: Any = stub.Session(wait_for_ready=True)
-        writer = asyncio.create_task(self._write(call))
+        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch(call))]
         try:
             async for batch in call:
+                self._pulse.heard()
                 self._read(batch)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_silent or task is None or task.cancelling():
+                raise
+            log.warning("worker %s has been silent for %.1f s: taken as lost", self.worker_id, self._pulse.silence_s)
         finally:
-            writer.cancel()
+            for helper in helpers:
+                helper.cancel()
             call.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _watch(self, call: Any) -> None:
+        """Ends the call when the worker falls silent; one that has not said who it is may take its time."""
+        self._pulse.heard()
+        self._is_silent = False
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(self._timing.tick_s)
+            now = time.monotonic()
+            if self._pulse.tick(now - last) is Verdict.DEAD and self.is_ready:
+                self._is_silent = True
+                call.cancel()
+                return
+            last = now
 
     async def _write(self, call: Any) -> None:
         """Ends by an error when the stream breaks; the reader sees the same break and tells it."""

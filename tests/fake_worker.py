@@ -21,6 +21,7 @@ DECODE = generation_pb2.Heartbeat.PHASE_DECODE
 STOP = generation_pb2.FINISH_REASON_STOP
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 
+HEARTBEAT_S = 0.5
 Key = worker_pb2.RequestKey
 Outputs = Callable[[worker_pb2.Admit], Sequence[Sequence[int]]]
 """What the model would have written: the tokens of each sequence."""
@@ -58,6 +59,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.incarnation = uuid.uuid4().hex
         self.admits: list[worker_pb2.Admit] = []
         self.cancels: list[worker_pb2.Cancel] = []
+        self.is_silent = False
+        """Says nothing but what is emitted, as a stopped process says nothing at all."""
         self._heard: asyncio.Queue[worker_pb2.Command] = asyncio.Queue()
         self._sessions: set[asyncio.Queue[worker_pb2.EventBatch]] = set()
         self._server: grpc.aio.Server | None = None
@@ -101,7 +104,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         reader = asyncio.create_task(self._listen(request_iterator))
         try:
             while True:
-                yield await session.get()
+                try:
+                    batch = await asyncio.wait_for(session.get(), HEARTBEAT_S)
+                except TimeoutError:
+                    batch = worker_pb2.EventBatch()
+                if batch.events or not self.is_silent:
+                    yield batch
         finally:
             reader.cancel()
             self._sessions.discard(session)
