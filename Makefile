@@ -3,6 +3,7 @@
 #   make test           every test
 #   make check          what must hold before a commit: ruff, mypy, architecture
 #   make proto          regenerates cluster/pb from proto/
+#   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -17,7 +18,7 @@ TORCH_CPU_INDEX ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto bench clean
+.PHONY: setup serve test check format proto model-check bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -57,6 +58,9 @@ format: $(READY)
 
 proto: $(READY)
 	$(PY) -m grpc_tools.protoc -Icluster/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
+
+model-check: $(READY)
+	PYTHONPATH=.:tests $(PY) tests/model_check.py $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)

@@ -41,6 +41,9 @@ class Process:
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             text=True,
         )
+        self._watch()
+
+    def _watch(self) -> None:
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -102,17 +105,20 @@ class Worker:
     def __init__(self, **settings: Any) -> None:
         base = WorkerSettings(**{"threads": 1, "device": "cpu", "dtype": "float32", **settings})
         self.settings = base
-        leader = Process("worker", base.to_json())
+        leader = self.start_rank(base.to_json())
         self.ranks = [leader]
         card = leader.expect("prepared")
         for rank in range(1, base.tp_size):
             follower = {**base.as_dict(), "tp_rank": rank, "leader": card["rank_address"]}
-            self.ranks.append(Process("worker", json.dumps(follower)))
+            self.ranks.append(self.start_rank(json.dumps(follower)))
         self.outputs: dict[RequestKey, Output] = defaultdict(Output)
         self.stats = worker_pb2.WorkerStats()
         self.changed = threading.Condition()
         self.is_lost = False
         self.end: str | None = None
+
+    def start_rank(self, settings_json: str) -> Process:
+        return Process("worker", settings_json)
 
     def connect(self) -> Worker:
         """Waits until the worker serves and opens a session."""

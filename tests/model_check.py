@@ -1,0 +1,130 @@
+"""Explores the two hand-off machines against each other, every interleaving within bounds: `make model-check`.
+
+Depth first over all states of `handoff_model.Model`; a state is explored once. Each of these would be a violation, and
+is printed with the moves that led to it:
+
+    a page is released, or read, or written, while an operation may touch it or nobody holds it
+    a slot is used by two chunks, or on a link that is down; a chunk is sent twice, or lands where another was expected
+    a request is ready without all of its prompt, or ends twice on one side
+    a machine raises
+    nothing but faults could happen any more, and a request has no outcome, or a page or slot is not back
+    the system can go round in a circle
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from handoff_model import Model, Move
+from handoff_state import Bounds, Violation
+
+import prefill_worker.sender as sender_module
+
+TWO_SENDERS: dict[str, Any] = {"num_attempts": 2, "other_sender": True}
+CONFIGURATIONS = (
+    Bounds("1 request, 3 chunks, 2 slots, 1 fault", num_faults=1),
+    Bounds("1 request, 3 chunks, 1 slot, 2 faults", num_slots=1),
+    Bounds("1 request, 2 chunks, 2 slots, 2 faults", num_tokens=2),
+    Bounds("layers sent during the last step, 1 fault", num_tokens=2, num_layers=3, is_layered=True, num_faults=1),
+    Bounds("2 attempts, 1 sender, 3 chunks, 1 slot, 1 fault", num_attempts=2, num_slots=1, num_faults=1),
+    Bounds("2 attempts, 2 senders, 3 chunks, 1 slot, 1 fault", **TWO_SENDERS, num_slots=1, num_faults=1),
+    Bounds("2 attempts, 1 sender, 1 chunk, 2 faults", num_attempts=2, num_tokens=1, num_slots=1),
+    Bounds("2 attempts, 2 senders, 1 chunk, 2 faults", **TWO_SENDERS, num_tokens=1, num_slots=1),
+    Bounds("2 requests on one link, 1 chunk, 1 slot, 1 fault", num_requests=2, num_tokens=1, num_slots=1, num_faults=1),
+)
+DEEP = (
+    Bounds("1 request, 3 chunks, 2 slots, 3 faults", num_faults=3),
+    Bounds("2 attempts, 1 sender, 3 chunks, 2 slots, 2 faults", num_attempts=2),
+    Bounds("2 attempts, 2 senders, 3 chunks, 2 slots, 2 faults", **TWO_SENDERS),
+    Bounds(
+        "2 requests on one link, 2 chunks, 1 slot, 1 fault", num_requests=2, num_tokens=2, num_slots=1, num_faults=1
+    ),
+)
+"""Hours, for `--deep`."""
+
+
+@dataclass
+class Result:
+    """What one exploration found."""
+
+    bounds: Bounds
+    num_states: int = 0
+    num_moves: int = 0
+    num_ends: int = 0
+    violation: str = ""
+    trace: tuple[Move, ...] = ()
+    seconds: float = 0.0
+
+
+def explore(bounds: Bounds, machines: tuple[Callable[..., object], Callable[..., object]] | None = None) -> Result:
+    """Every state within the bounds, or the first violation."""
+    result, begun = Result(bounds), time.monotonic()
+    sender_module.MIN_LAYERED_TOKENS = 1  # prompts here are short
+    first = Model(bounds) if machines is None else Model(bounds, machines)  # type: ignore[arg-type]
+    seen = {first.freeze()}
+    on_path = {first.freeze()}
+    stack = [(first, iter(first.fair_moves() + first.faults()), first.freeze())]
+    path: list[Move] = []
+    while stack:
+        world, moves, name = stack[-1]
+        move = next(moves, None)
+        if move is None:
+            stack.pop()
+            on_path.discard(name)
+            if path:
+                path.pop()
+            continue
+        result.num_moves += 1
+        try:
+            after = world.after(move)
+            frozen = after.freeze()
+            if frozen in on_path and frozen != name:
+                raise Violation("the system can go round in a circle")
+            if frozen in seen:
+                continue
+            seen.add(frozen)
+            fair = after.fair_moves()
+            if not fair:
+                result.num_ends += 1
+                after.check_end()
+        except Violation as violation:
+            result.violation, result.trace = str(violation), (*path, move)
+            break
+        path.append(move)
+        on_path.add(frozen)
+        stack.append((after, iter(fair + after.faults()), frozen))
+    result.num_states, result.seconds = len(seen), time.monotonic() - begun
+    return result
+
+
+def report(result: Result) -> None:
+    found = "no violation" if not result.violation else f"VIOLATION: {result.violation}"
+    print(
+        f"{result.bounds.name:<55} {result.num_states:>9,} states {result.num_moves:>10,} moves "
+        f"{result.num_ends:>7,} ends {result.seconds:6.1f} s  {found}",
+        flush=True,
+    )
+    for number, move in enumerate(result.trace, start=1):
+        print(f"  {number:>3}. {' '.join(str(part) for part in move)}")
+
+
+def main(configurations: Sequence[Bounds]) -> int:
+    results = []
+    with multiprocessing.get_context("spawn").Pool(min(len(configurations), os.cpu_count() or 1)) as pool:
+        for result in pool.imap_unordered(explore, configurations):
+            report(result)
+            results.append(result)
+    states, moves = sum(r.num_states for r in results), sum(r.num_moves for r in results)
+    violations = sum(bool(r.violation) for r in results)
+    print(f"{states:,} states, {moves:,} moves, {violations} violations")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(DEEP if "--deep" in sys.argv[1:] else CONFIGURATIONS))

@@ -1,0 +1,143 @@
+"""The model checker finds nothing in the real machines within small bounds, and finds what is broken on purpose."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from handoff_state import Bounds
+from model_check import explore
+
+from cluster.keys import RequestKey
+from decode_worker import receiver as receiver_module
+from decode_worker.receiver import Incoming, Receiver
+from kv_transfer.actions import Actions, Ready
+from prefill_worker import sender as sender_module
+from prefill_worker.sender import Outgoing, Sender
+
+ONE_FAULT = Bounds("1 fault", num_tokens=2, num_slots=1, num_faults=1)
+
+
+@pytest.fixture(autouse=True)
+def layered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exploring sets it; afterwards it is as it was."""
+    monkeypatch.setattr(sender_module, "MIN_LAYERED_TOKENS", sender_module.MIN_LAYERED_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        ONE_FAULT,
+        Bounds("no fault", num_faults=0),
+        Bounds("two slots", num_tokens=2, num_faults=1),
+        Bounds("two attempts", num_attempts=2, num_tokens=1, num_slots=1, num_faults=1, other_sender=True),
+    ],
+    ids=lambda bounds: bounds.name,
+)
+def test_every_interleaving_within_small_bounds_keeps_every_rule(bounds: Bounds) -> None:
+    result = explore(bounds)
+    assert not result.violation, (result.violation, result.trace)
+    assert result.num_states > 500 and result.num_ends > 10
+
+
+def release_while_gathering(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Outgoing, "is_gathering", property(lambda self: False))
+
+
+def release_while_landing(patch: pytest.MonkeyPatch) -> None:
+    def close(self: Receiver, incoming: Incoming) -> Actions:
+        landing, incoming.landing = incoming.landing, {}
+        actions = original(self, incoming)
+        incoming.landing = landing
+        return actions
+
+    original = Receiver._close_if_drained
+    patch.setattr(Receiver, "_close_if_drained", close)
+
+
+def accept_a_commit_with_a_chunk_missing(patch: pytest.MonkeyPatch) -> None:
+    def finish(self: Receiver, incoming: Incoming) -> Actions:
+        if incoming.commit is None:
+            return []
+        incoming.advance(receiver_module.Event.COMPLETED)
+        del self._incoming[incoming.key]
+        return [Ready(incoming.key, ())]
+
+    patch.setattr(Receiver, "_finish_if_complete", finish)
+
+
+def leave_an_abort_unanswered(patch: pytest.MonkeyPatch) -> None:
+    original = Receiver.peer_aborted
+    patch.setattr(Receiver, "peer_aborted", lambda self, epoch, key: original(self, epoch, key)[1:])
+
+
+def grant_a_slot_twice(patch: pytest.MonkeyPatch) -> None:
+    original = Receiver._pump
+
+    def pump(self: Receiver, inlet: receiver_module.Inlet) -> Actions:
+        actions = original(self, inlet)
+        inlet.free_slots = set(range(inlet.num_slots))
+        return actions
+
+    patch.setattr(Receiver, "_pump", pump)
+
+
+def reuse_the_slot_of_an_offer_after_an_abort(patch: pytest.MonkeyPatch) -> None:
+    original = Sender.abort
+
+    def abort(self: Sender, key: RequestKey, reason: str) -> Actions:
+        out = self._outgoing.get(key)
+        for chunk, stage in out.chunks.values() if out is not None else ():
+            if stage is sender_module.Stage.OFFERED:
+                self._free_slot(chunk)
+        return original(self, key, reason)
+
+    patch.setattr(Sender, "abort", abort)
+
+
+def send_without_a_grant(patch: pytest.MonkeyPatch) -> None:
+    original = Sender.gathered
+
+    def gathered(self: Sender, chunk: sender_module.Chunk) -> Actions:
+        return original(self, chunk) + self.granted(chunk.epoch, chunk.key, chunk.index)
+
+    patch.setattr(Sender, "gathered", gathered)
+
+
+def keep_a_dead_link(patch: pytest.MonkeyPatch) -> None:
+    original = Sender.link_down
+
+    def link_down(self: Sender, epoch: str) -> Actions:
+        outlet = self._outlets.get(epoch)
+        actions = original(self, epoch)
+        if outlet is not None:
+            self._outlets[epoch] = outlet
+        return actions
+
+    patch.setattr(Sender, "link_down", link_down)
+
+
+TWO_REQUESTS = Bounds("2 requests", num_requests=2, num_tokens=1, num_slots=1, num_faults=1)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "bounds", "found"),
+    [
+        (release_while_gathering, ONE_FAULT, "while .* may touch them"),
+        (release_while_landing, ONE_FAULT, "while .* may touch them"),
+        (accept_a_commit_with_a_chunk_missing, ONE_FAULT, "is ready with"),
+        (leave_an_abort_unanswered, ONE_FAULT, "not idle at the end"),
+        (grant_a_slot_twice, ONE_FAULT, "not idle at the end|would land over"),
+        (reuse_the_slot_of_an_offer_after_an_abort, TWO_REQUESTS, "is gathered over|not idle at the end"),
+        (send_without_a_grant, ONE_FAULT, "not idle at the end|is sent twice|KeyError"),
+        (keep_a_dead_link, TWO_REQUESTS, "link that is down|not idle at the end"),
+    ],
+)
+def test_a_machine_that_is_broken_on_purpose_is_found_out(
+    break_it: Callable[[pytest.MonkeyPatch], None], bounds: Bounds, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it(monkeypatch)
+    result = explore(bounds)
+    assert result.trace
+    assert re.search(found, result.violation), result.violation
