@@ -209,7 +209,9 @@ class Dispatcher:
             self._fail(running, error, by=worker)
         else:
             reason = worker_pb2.Failed.Reason.Name(failed.reason).removeprefix("REASON_")
-            self._set_back(running, Setback(reason, error), by=worker)
+            is_unheard = failed.reason == worker_pb2.Failed.REASON_PEER_LOST and worker is running.prefill
+            unheard_id = running.placement.decode_id if is_unheard else None
+            self._set_back(running, Setback(reason, error, unheard_id=unheard_id), by=worker)
 
     def _on_tokens(self, running: _Running, tokens: worker_pb2.Tokens, now: float) -> None:
         live = running.live

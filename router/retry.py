@@ -3,6 +3,7 @@
     another prefill worker, to the same decode worker, which keeps what has landed
     -> no prefill worker is left, or it is the last attempt: the decode worker computes what is missing itself
     the decode worker is lost -> another one; none is ready -> back to the head of the queue
+    the prefill worker does not hear it any more -> another one, if there is one
 
 Knows no connection and no clock; `Ledger` says who has least to do.
 """
@@ -40,21 +41,27 @@ class Setback:
     """What the client is told when no attempt is left."""
     lost_id: str | None = None
     """The worker that is gone; None when all are there, and only the way between two failed."""
+    unheard_id: str | None = None
+    """The decode worker that the prefill worker does not hear: it is lost, or the way to it."""
 
 
 @dataclass
 class Trail:
     """What has been tried for one request."""
 
-    tried_prefill_ids: set[str] = field(default_factory=set)
-    """Prefill workers from which the KV did not arrive."""
+    tried: set[tuple[str, str]] = field(default_factory=set)
+    """Prefill workers from which the KV did not arrive, each with the decode worker where it did not."""
+    unheard_ids: set[str] = field(default_factory=set)
+    """Decode workers that were not heard any more."""
     num_attempts: int = 1
 
     def note(self, placement: Placement, setback: Setback) -> None:
         """An attempt has failed. A lost decode worker says nothing against the prefill worker."""
         self.num_attempts += 1
         if placement.prefill_id is not None and setback.lost_id != placement.decode_id:
-            self.tried_prefill_ids.add(placement.prefill_id)
+            self.tried.add((placement.prefill_id, placement.decode_id))
+        if setback.unheard_id is not None:
+            self.unheard_ids.add(setback.unheard_id)
 
 
 def next_placement(
@@ -69,13 +76,12 @@ def next_placement(
     decode_ids = [d for d in decode_ids if d != setback.lost_id]
     if not decode_ids:
         return None
-    stays = last.decode_id in decode_ids
-    untried = [p for p in prefill_ids if p not in trail.tried_prefill_ids and p != setback.lost_id]
+    heard = [d for d in decode_ids if d not in trail.unheard_ids] or decode_ids
+    decode_id = last.decode_id if last.decode_id in heard else ledger.choose(["-"], heard).decode_id
+    untried = [p for p in prefill_ids if (p, decode_id) not in trail.tried and p != setback.lost_id]
     after = f"after {setback.reason} on {last.prefill_id or last.decode_id}"
-    chosen = ledger.choose(untried or ["-"], [last.decode_id] if stays else decode_ids)
     if untried and trail.num_attempts < MAX_ATTEMPTS:
-        return Placement(
-            chosen.prefill_id, chosen.decode_id, f"retried {after}: {chosen.prefill_id} -> {chosen.decode_id}"
-        )
+        prefill_id = ledger.choose(untried, [decode_id]).prefill_id
+        return Placement(prefill_id, decode_id, f"retried {after}: {prefill_id} -> {decode_id}")
     why = "no other prefill worker" if not untried else "the last attempt"
-    return Placement(None, chosen.decode_id, f"local prefill on {chosen.decode_id} {after}: {why}")
+    return Placement(None, decode_id, f"local prefill on {decode_id} {after}: {why}")

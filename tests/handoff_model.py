@@ -72,7 +72,7 @@ class Model(World):
                 if attempt > 1 and not self._has_failed(RequestKey(f"q{request}", attempt - 1)):
                     break
                 if f"s{self._sender_of(key)}" in self.dead or "r" in self.dead:
-                    break
+                    continue
                 if key not in self.announced:
                     yield ("announce", key)
                 if key not in self.opened:

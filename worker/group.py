@@ -1,7 +1,8 @@
 """Rank 0's view of its tensor-parallel group: one numbered command log that every rank follows.
 
 A command is done when every rank has replied; steps need no reply, their collectives keep the ranks together. A rank
-whose connection closes ends the whole worker: a tensor-parallel group lives and dies as one.
+whose connection closes ends the whole worker: a tensor-parallel group lives and dies as one. A rank that is only silent
+(stopped, say) makes the worker look dead until it is heard again: whoever speaks for the worker asks `tick`.
 
 Long steps run on a compute thread, so that the engine thread goes on hearing; short ones where they are launched, since
 handing them over would cost more than it frees. One step runs at a time.
@@ -19,6 +20,7 @@ import torch
 
 from cluster.errors import BatonError
 from cluster.pb import rank_pb2
+from cluster.pulse import Pulse, Timing, Verdict
 from engine.step import StepInput
 from worker.frames import read_frame, write_frame
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
@@ -57,10 +59,16 @@ class RankGroup:
     """The real `worker.ranks.Ranks`: the local executor, and a socket for each rank from 1 on."""
 
     def __init__(
-        self, followers: list[socket.socket], done: Done, lost: Callable[[str], None], wake: Callable[[], None]
+        self,
+        followers: list[socket.socket],
+        done: Done,
+        lost: Callable[[str], None],
+        wake: Callable[[], None],
+        timing: Timing,
     ) -> None:
         """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended."""
         self._followers = followers
+        self._pulses = [Pulse(timing) for _ in followers]
         self._done = done
         self._lost = lost
         self._wake = wake
@@ -86,6 +94,12 @@ class RankGroup:
         threading.Thread(target=self._compute, args=(local, num_threads), name="compute", daemon=True).start()
         for rank, sock in enumerate(self._followers, start=1):
             threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
+
+    def tick(self, elapsed_s: float) -> str:
+        """From the speaking thread, every `timing.tick_s`: why the worker cannot go on now, or nothing."""
+        verdicts = [pulse.tick(elapsed_s) for pulse in self._pulses]
+        silent = [str(rank) for rank, verdict in enumerate(verdicts, start=1) if verdict is Verdict.DEAD]
+        return f"tensor-parallel rank {', '.join(silent)} of this worker is silent" if silent else ""
 
     def launch(self, step: StepInput) -> LaunchedStep:
         assert self._local is not None
@@ -151,6 +165,9 @@ class RankGroup:
         try:
             while True:
                 reply = read_frame(sock, rank_pb2.RankReply)
+                self._pulses[rank - 1].heard()
+                if not reply.number:
+                    continue
                 self.reply(reply.number, reply.error, reply.error_kind, reply.size_bytes)
         except (OSError, BatonError, ValueError, KeyError) as error:
             if not self._is_closing:

@@ -82,6 +82,10 @@ class Links:
             elif stream.is_greeted and verdict is Verdict.SUSPECT and not stream.is_suspect:
                 self._suspect(stream, True)
 
+    def end_all(self, why: str) -> None:
+        for stream in list(self._streams.values()):
+            self._end(stream, why)
+
     async def close_all(self) -> None:
         """Ends every link; returns when those that were opened here have let go of their connections."""
         for epoch in list(self._streams):

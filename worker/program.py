@@ -115,12 +115,14 @@ class Leader(_Rank):
             f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
         )
         core = self._core = self._make_core(num_blocks, max_model_len)
-        group = self._group = RankGroup(followers, self._command_done, self._rank_lost, lambda: core.post(core.wake))
+        timing = _timing_of(settings)
+        group = self._group = RankGroup(
+            followers, self._command_done, self._rank_lost, lambda: core.post(core.wake), timing
+        )
         group.attach(RankExecutor(runner, mover, group.reply))
         metrics_address = self._serve_metrics(core, mover)
         info = self._info(num_blocks, max_model_len, hellos, metrics_address)
-        timing = Timing(settings.heartbeat_s, settings.suspect_after_s, settings.dead_after_s)
-        service = self._service = Service(core, info, self._terms(store_address), timing)
+        service = self._service = Service(core, info, self._terms(store_address), timing, group.tick)
         core.attach(group, service)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
@@ -279,6 +281,7 @@ class Follower(_Rank):
         self._executor = RankExecutor(runner, mover, self._reply)
         threading.Thread(target=self._compute, name="engine", daemon=True).start()
         threading.Thread(target=self._listen, name="command-log", daemon=True).start()
+        threading.Thread(target=self._beat, args=(settings.heartbeat_s,), name="heart", daemon=True).start()
         card = {"worker_id": settings.worker_id, "address": "", "tp_rank": settings.tp_rank, "pid": os.getpid()}
         return json.dumps(card)
 
@@ -318,11 +321,21 @@ class Follower(_Rank):
             logger.exception("a step failed")
             self._end(InternalError(f"tensor-parallel rank {self._resolved.settings.tp_rank} failed: {error}"))
 
+    def _beat(self, heartbeat_s: float) -> None:
+        while not self._ended.wait(heartbeat_s):
+            self._write(rank_pb2.RankReply())
+
     def _reply(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
+        self._write(rank_pb2.RankReply(number=number, error=error, error_kind=kind, size_bytes=size_bytes))
+
+    def _write(self, reply: rank_pb2.RankReply) -> None:
         assert self._sock is not None
-        reply = rank_pb2.RankReply(number=number, error=error, error_kind=kind, size_bytes=size_bytes)
         try:
             with self._write_lock:
                 write_frame(self._sock, reply)
         except OSError as broken:
             self._end(Unavailable(f"rank 0 is gone: {broken}"))
+
+
+def _timing_of(settings: WorkerSettings) -> Timing:
+    return Timing(settings.heartbeat_s, settings.suspect_after_s, settings.dead_after_s)

@@ -2,7 +2,8 @@
 
 Decides nothing: every message heard is posted to the engine thread, everything told is queued to its stream. Streams
 end when their client goes; the core then cancels what they brought. The loop beats whatever the engine does: it says
-that this worker is alive, finds silent peers, and has the engine thread look at its deadlines.
+that this worker is alive, finds silent peers, and has the engine thread look at its deadlines. A worker is as alive as
+its ranks: while one of them is silent, every stream is closed and none is accepted.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster import rpc
+from cluster.errors import Unavailable
 from cluster.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.pulse import TICKS_PER_HEARTBEAT, Timing
 from worker.core import Core
@@ -64,8 +66,19 @@ class _Session:
 class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
     """Implements both services and the core's `Speaker`."""
 
-    def __init__(self, core: Core, info: worker_pb2.WorkerInfo, terms: Terms, timing: Timing) -> None:
+    def __init__(
+        self,
+        core: Core,
+        info: worker_pb2.WorkerInfo,
+        terms: Terms,
+        timing: Timing,
+        tick_ranks: Callable[[float], str] = lambda elapsed_s: "",
+    ) -> None:
+        """`tick_ranks` is told how much time has passed; it says why the ranks cannot go on now, or nothing."""
         self._core = core
+        self._tick_ranks = tick_ranks
+        self._frozen = ""
+        """Why the ranks cannot go on; empty while they can."""
         self._info = info
         self._timing = timing
         self._links = Links(terms, timing, core.carrier, core.post)
@@ -114,11 +127,27 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
             await asyncio.sleep(self._timing.tick_s)
             now = self._loop.time()
             elapsed_s, before = now - before, now
+            self._look_at_ranks(elapsed_s)
             self._links.tick(elapsed_s)
             for session in self._sessions.values():
                 session.tick(elapsed_s, self._timing)
             if number % TICKS_PER_HEARTBEAT == 0:
                 self._core.post(self._core.carrier.tick)
+
+    def _look_at_ranks(self, elapsed_s: float) -> None:
+        why = self._tick_ranks(elapsed_s)
+        if why and not self._frozen:
+            logger.error("%s: nobody is served until it is heard again", why)
+            for session in self._sessions.values():
+                session.put(None)
+            self._links.end_all(why)
+        elif self._frozen and not why:
+            logger.warning("every tensor-parallel rank is heard again")
+        self._frozen = why
+
+    async def _refuse_if_frozen(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self._frozen:
+            await rpc.abort(context, Unavailable(self._frozen))
 
     # Speaker: called on the engine thread
 
@@ -148,6 +177,7 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
     async def Session(
         self, request_iterator: AsyncIterator[worker_pb2.Command], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[worker_pb2.EventBatch]:
+        await self._refuse_if_frozen(context)
         name = f"session-{next(self._session_names)}"
         session = self._sessions[name] = _Session()
         self._core.post(self._core.session_opened, name, self._info)
@@ -169,5 +199,6 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         request_iterator: AsyncIterator[handoff_pb2.SenderMessage],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[handoff_pb2.ReceiverMessage]:
+        await self._refuse_if_frozen(context)
         async for message in self._links.serve(request_iterator, context):
             yield message

@@ -53,6 +53,17 @@ def test_a_lost_decode_worker_says_nothing_against_the_prefill_worker() -> None:
     assert next_placement(trail, last, lost, ["p0"], ["d0"], Ledger()) is None
 
 
+def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another() -> None:
+    """Its own session may take as long to be missed: three attempts at it would be spent by then."""
+    unheard = Setback("PEER_LOST", Unavailable("silent"), unheard_id="d0")
+    trail, last = Trail(), Placement("p0", "d0", "")
+    trail.note(last, unheard)
+    elsewhere = next_placement(trail, last, unheard, ["p0", "p1"], ["d0", "d1"], Ledger())
+    assert elsewhere is not None and (elsewhere.prefill_id, elsewhere.decode_id) == ("p0", "d1")
+    alone = next_placement(trail, last, unheard, ["p0", "p1"], ["d0"], Ledger())
+    assert alone is not None and (alone.prefill_id, alone.decode_id) == ("p1", "d0")
+
+
 @given(
     prefill_ids=st.sets(st.sampled_from(["p0", "p1", "p2", "p3"])),
     decode_ids=st.sets(st.sampled_from(["d0", "d1"])),
@@ -64,7 +75,8 @@ def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
     trail, placement = Trail(), Placement("p0", "d0", "")
     used = []
     for lost_id in lost:
-        used.append(placement.prefill_id if lost_id != placement.decode_id else None)
+        if lost_id != placement.decode_id:
+            used.append((placement.prefill_id, placement.decode_id))
         setback = Setback("X", Unavailable("x"), lost_id)
         trail.note(placement, setback)
         found = next_placement(trail, placement, setback, prefill_ids, decode_ids, Ledger())
@@ -73,7 +85,7 @@ def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
             return
         assert found.decode_id in decode_ids and found.decode_id != lost_id
         assert found.prefill_id is None or (
-            found.prefill_id in prefill_ids - {lost_id} and found.prefill_id not in used
+            found.prefill_id in prefill_ids - {lost_id} and (found.prefill_id, found.decode_id) not in used
         )
         if trail.num_attempts == MAX_ATTEMPTS:
             assert found.prefill_id is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_steps import make_runner
 from workers import ROOT
 
 from cluster.pb import rank_pb2
+from cluster.pulse import Timing
 from engine.step import SequenceSlice, StepInput, build_step
 from worker.frames import read_frame, write_frame
 from worker.group import RankGroup
@@ -22,6 +24,7 @@ NO_KIND = rank_pb2.RankReply.KIND_UNSPECIFIED
 TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 SOON_S = 10.0
+TIMING = Timing(heartbeat_s=0.1, suspect_after_s=0.3, dead_after_s=0.6)
 
 
 class FakeExecutor:
@@ -59,7 +62,7 @@ class Bench:
         self.changed = threading.Condition()
         self.woken = threading.Semaphore(0)
         self.executor = FakeExecutor()
-        self.group = RankGroup([ours for ours, _ in pairs], self.note_done, self.note_lost, self.woken.release)
+        self.group = RankGroup([ours for ours, _ in pairs], self.note_done, self.note_lost, self.woken.release, TIMING)
         self.group.attach(self.executor)  # type: ignore[arg-type]
 
     def note_done(self, *reply: Any) -> None:
@@ -197,9 +200,23 @@ def test_a_real_model_computes_the_same_on_either_thread_and_tells_of_every_laye
     executor = FakeExecutor()
     executor.step = runner.forward  # type: ignore[method-assign]
     woken = threading.Event()
-    group = RankGroup([], lambda *reply: None, lambda why: None, woken.set)
+    group = RankGroup([], lambda *reply: None, lambda why: None, woken.set, TIMING)
     group.attach(executor)  # type: ignore[arg-type]
     launched = group.launch(step)
     assert woken.wait(SOON_S)
     assert torch.equal(launched.result(), expected)
     group.close()
+
+
+@pytest.mark.parametrize("bench", [2], indirect=True)
+def test_a_rank_that_says_nothing_makes_the_worker_unfit_until_it_is_heard(bench: Bench) -> None:
+    assert bench.group.tick(TIMING.tick_s) == ""
+    for _ in range(20):
+        why = bench.group.tick(2 * TIMING.tick_s)
+    assert why == "tensor-parallel rank 1, 2 of this worker is silent"
+    for follower, left in ((0, "tensor-parallel rank 2 of this worker is silent"), (1, "")):
+        bench.answer(follower, 0)  # a sign of life
+        deadline = time.monotonic() + SOON_S
+        while bench.group.tick(0.0) != left:
+            assert time.monotonic() < deadline
+    assert not bench.lost and not bench.done

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.asyncio
 
 PATIENT = Timing(heartbeat_s=0.5, suspect_after_s=20.0, dead_after_s=60.0)
 """For tests in which silence must not be what ends a link."""
-AT_ONCE_S = 0.1
-"""For the median of several: one may be late on a busy machine."""
+AT_ONCE_S = 2.0
+"""On a machine however busy; no silence ends a link before 60 s in these tests."""
 
 
 def to_receiver(reason: str) -> handoff_pb2.SenderMessage:
