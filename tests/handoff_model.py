@@ -1,9 +1,9 @@
 """Everything that may happen to a hand-off, one move at a time, for the model checker.
 
 The router announces, opens and takes back attempts; an engine computes prompts chunk by chunk; messages are heard,
-operations end. Faults (a message lost, doubled or late, an operation that fails, a link that breaks, a worker that dies,
-a cancel) are moves like others, out of one budget. Each move is carried out on a copy of the world. What must hold in the
-end is checked where nothing but faults could still happen.
+operations end. Faults are moves like others, out of one budget: a message lost, doubled or late, an operation that
+fails, a link that breaks, a worker that dies, a cancel. Each move is carried out on a copy of the world. What must hold
+in the end is checked where nothing but faults could still happen.
 """
 
 from __future__ import annotations

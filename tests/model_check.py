@@ -1,7 +1,7 @@
 """Explores the two hand-off machines against each other, every interleaving within bounds: `make model-check`.
 
-Depth first over all states of `handoff_model.Model`; a state is explored once. Each of these would be a violation, and
-is printed with the moves that led to it:
+Depth first over all states of `handoff_model.Model`; a state is explored once, and known by a hash of 64 bits. Each of
+these would be a violation, and is printed with the moves that led to it:
 
     a page is released, or read, or written, while an operation may touch it or nobody holds it
     a slot is used by two chunks, or on a link that is down; a chunk is sent twice, or lands where another was expected
@@ -67,9 +67,9 @@ def explore(bounds: Bounds, machines: tuple[Callable[..., object], Callable[...,
     result, begun = Result(bounds), time.monotonic()
     sender_module.MIN_LAYERED_TOKENS = 1  # prompts here are short
     first = Model(bounds) if machines is None else Model(bounds, machines)  # type: ignore[arg-type]
-    seen = {first.freeze()}
-    on_path = {first.freeze()}
-    stack = [(first, iter(first.fair_moves() + first.faults()), first.freeze())]
+    name = hash(first.freeze())
+    seen, on_path = {name}, {name}
+    stack = [(first, iter(first.fair_moves() + first.faults()), name)]
     path: list[Move] = []
     while stack:
         world, moves, name = stack[-1]
@@ -83,12 +83,12 @@ def explore(bounds: Bounds, machines: tuple[Callable[..., object], Callable[...,
         result.num_moves += 1
         try:
             after = world.after(move)
-            frozen = after.freeze()
-            if frozen in on_path and frozen != name:
+            reached = hash(after.freeze())
+            if reached in on_path and reached != name:
                 raise Violation("the system can go round in a circle")
-            if frozen in seen:
+            if reached in seen:
                 continue
-            seen.add(frozen)
+            seen.add(reached)
             fair = after.fair_moves()
             if not fair:
                 result.num_ends += 1
@@ -97,8 +97,8 @@ def explore(bounds: Bounds, machines: tuple[Callable[..., object], Callable[...,
             result.violation, result.trace = str(violation), (*path, move)
             break
         path.append(move)
-        on_path.add(frozen)
-        stack.append((after, iter(fair + after.faults()), frozen))
+        on_path.add(reached)
+        stack.append((after, iter(fair + after.faults()), reached))
     result.num_states, result.seconds = len(seen), time.monotonic() - begun
     return result
 

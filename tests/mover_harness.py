@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
 from kv_transfer.actions import Range
+from kv_transfer.failures import TransferFailed
 from kv_transfer.faults import Faults
 from kv_transfer.layout import KvLayout, Route, routes
-from kv_transfer.mover import KvMover, PairSpec, SlotRange
+from kv_transfer.mover import KvMover, Landing, PairSpec, SlotRange
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[1]
@@ -183,3 +190,60 @@ def move(
     jobs += [lambda m=m: receive(m) for m in receiver.movers]  # type: ignore[misc]
     done = [size for size in run_all(jobs) if isinstance(size, int)]
     return sum(done[: len(sender.movers)]), sum(done[len(sender.movers) :])
+
+
+def make_workers(workers: list[Worker], receiver_timeout_s: float = 10.0, tp_size: int = 1) -> tuple[Worker, Worker]:
+    sender, receiver = Worker(make_layout()), Worker(make_layout(tp_size), timeout_s=receiver_timeout_s)
+    workers += [sender, receiver]
+    sender.load(make_truth())
+    return sender, receiver
+
+
+@contextmanager
+def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has opened a pair towards the receiver and gathered a chunk for it."""
+    command = [sys.executable, "-c", PEER, epoch, address, transport]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            receiver.mover.open_pair(receiver.spec(epoch, address, make_layout(), is_sender=False, transport=transport))
+            assert peer.stdout is not None and peer.stdout.readline() == "open\n"
+            yield peer
+        finally:
+            peer.kill()
+
+
+class Completing:
+    """Completes a landing on a thread of its own."""
+
+    def __init__(self, mover: KvMover, landing: Landing) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._is_waiting = threading.Event()
+        self._future = self._pool.submit(self._complete, mover, landing)
+        assert self._is_waiting.wait(5)
+
+    def failure(self) -> tuple[TransferFailed, float]:
+        """The failure, and when it was raised."""
+        try:
+            return self._future.result(60)
+        finally:
+            self._pool.shutdown()
+
+    def _complete(self, mover: KvMover, landing: Landing) -> tuple[TransferFailed, float]:
+        self._is_waiting.set()
+        with pytest.raises(TransferFailed) as caught:
+            mover.complete_receive(landing)
+        return caught.value, time.monotonic()
+
+
+def assert_untouched(worker: Worker) -> None:
+    assert not any(cache.ne(POISON).any() for cache in worker.caches)
+
+
+def assert_nothing_is_held(*workers: Worker) -> None:
+    for worker in workers:
+        for mover in worker.movers:
+            assert (mover.quarantined_bytes, mover.num_quarantined_slots) == (0, 0)
+
+
+def mapped_rings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")

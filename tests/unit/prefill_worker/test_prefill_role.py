@@ -11,55 +11,129 @@ from cluster.pb import handoff_pb2, worker_pb2
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, SamplingParams
 from engine.sequence import Job, Sequence
-from kv_transfer.actions import Gather, Transmit
+from kv_transfer.actions import Chunk
 from prefill_worker.role import PrefillRole
 
 KEY = RequestKey("r", 1)
-PEER = "decode-0@1"
+EPOCH = "prefill-0-decode-0-1"
+PROMPT = tuple(range(40))
 
 
 class Surroundings:
     """What the role tells and carries, kept for the test to read; gathers end when the test says so."""
 
     def __init__(self) -> None:
-        self.gathers: list[Gather] = []
+        self.gathers: list[tuple[Chunk, int]] = []
+        self.heard: list[worker_pb2.Event] = []
+        self.told: list[handoff_pb2.SenderMessage] = []
+        self.tokens: list[tuple[int, int]] = []
+        self.blocks = BlockManager(16, 4)
+        self.role = PrefillRole(self, self, self.blocks, num_layers=1)
 
-    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
+    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
+        self.heard.append(event)
 
-    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
+    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
+        self.tokens.append((sequence.index, sampled.token_id))
 
     def close_request(self, key: RequestKey) -> None: ...
 
-    def tell(self, peer: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
+    def prompt_done(self, key: RequestKey) -> None: ...
 
-    def gather(self, action: Gather, block_table: list[int]) -> None:
-        self.gathers.append(action)
+    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
+        assert isinstance(message, handoff_pb2.SenderMessage)
+        self.told.append(message)
 
-    def transmit(self, action: Transmit) -> None: ...
+    def gather(self, chunk: Chunk, block_table: list[int], after_step: int) -> None:
+        self.gathers.append((chunk, after_step))
+
+    def transmit(self, chunk: Chunk) -> None: ...
+
+    def begin(self, job: Job) -> None:
+        """The hand-off is reserved and its link is up."""
+        self.role.link_up(EPOCH, 8, 2)
+        self.role.admit(job, EPOCH)
+        reserved = handoff_pb2.Reserved(key=job.key.to_proto())
+        self.role.hear(EPOCH, handoff_pb2.ReceiverMessage(reserved=reserved))
+
+    def step(self, budget: int, sampled: list[SampledToken]) -> None:
+        (planned,) = self.role.plan(budget, 0)
+        self.role.launching(planned, 1)
+        self.role.absorb(planned, sampled, 1)
+
+    def gathered(self) -> None:
+        while self.gathers:
+            self.role.gathered(self.gathers.pop(0)[0])
 
 
 def aborted_by_peer(role: PrefillRole) -> None:
-    role.hear(handoff_pb2.ReceiverMessage(abort=handoff_pb2.Abort(key=KEY.to_proto())))
+    role.hear(EPOCH, handoff_pb2.ReceiverMessage(abort=handoff_pb2.Abort(key=KEY.to_proto())))
 
 
 @pytest.mark.parametrize(
-    "give_up", [lambda role: role.cancel(KEY, "cancelled"), aborted_by_peer, lambda role: role.peer_lost(PEER)]
+    "give_up",
+    [
+        lambda role: role.cancel(KEY, "cancelled"),
+        aborted_by_peer,
+        lambda role: role.link_down(EPOCH, worker_pb2.Failed.REASON_PEER_LOST, "gone"),
+    ],
+    ids=["cancel", "abort", "link down"],
 )
 def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
     give_up: Callable[[PrefillRole], None],
 ) -> None:
-    around, blocks = Surroundings(), BlockManager(16, 4)
-    role = PrefillRole(around, around, blocks, num_slots=2, chunk_tokens=8)
-    role.admit(Job(KEY, tuple(range(40)), SamplingParams()), PEER)
-    role.peer_ready(PEER, 8)
-    role.hear(handoff_pb2.ReceiverMessage(reserved=handoff_pb2.Reserved(key=KEY.to_proto())))
-    (planned,) = role.plan(8)
-    role.absorb(planned, [])
-    (gather,) = around.gathers
+    around = Surroundings()
+    around.begin(Job(KEY, PROMPT, SamplingParams()))
+    around.step(8, [])
+    ((gather, after_step),) = around.gathers
+    assert after_step == 1
 
-    give_up(role)
+    give_up(around.role)
 
-    assert role.plan(8) == []
-    assert blocks.num_held == 10, "the gather may still read them"
-    role.gathered(gather)
-    assert blocks.num_held == 0
+    assert around.role.plan(8, 1) == []
+    assert around.blocks.num_held == 10, "the gather may still read them"
+    around.role.gathered(gather)
+    assert around.blocks.num_held == 0
+
+
+def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
+    around = Surroundings()
+    around.begin(Job(KEY, PROMPT, SamplingParams()))
+    (planned,) = around.role.plan(40, 0)
+    around.role.cancel(KEY, "cancelled")
+    around.role.absorb(planned, [SampledToken(3)], 1)
+    assert not around.tokens and not around.gathers
+    assert around.blocks.num_held == 0
+
+
+def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> None:
+    around = Surroundings()
+    around.begin(Job(RequestKey("earlier", 1), PROMPT[:8], SamplingParams()))
+    around.step(8, [SampledToken(3)])
+    around.gathered()
+    around.gathers.clear()
+    around.begin(Job(KEY, PROMPT, SamplingParams()))
+    around.role.plan(8, 1)
+    ((chunk, after_step),) = around.gathers
+    assert (chunk.range.token_start, chunk.range.token_end, after_step) == (0, 8, 1)
+
+
+def test_tokens_that_the_client_has_are_handed_over_and_not_told_again() -> None:
+    around = Surroundings()
+    job = Job(RequestKey("r", 2), PROMPT[:8], SamplingParams(n=2), known_tokens={1: (77,)})
+    around.begin(job)
+    around.step(8, [SampledToken(3), SampledToken(4)])
+    around.gathered()
+    commit = around.told[-1].commit
+    assert [(t.sequence_index, t.token_id) for t in commit.first_tokens] == [(0, 3), (1, 77)]
+    assert around.tokens == [(0, 3)]
+
+
+def test_a_lost_link_says_how_much_of_the_prompt_another_attempt_finds_here() -> None:
+    for use_prefix_cache, kept in ((True, 8), (False, 0)):
+        around = Surroundings()
+        around.begin(Job(KEY, PROMPT, SamplingParams(), use_prefix_cache=use_prefix_cache))
+        around.step(8, [])
+        around.role.link_down(EPOCH, worker_pb2.Failed.REASON_PEER_LOST, "gone")
+        failed = around.heard[-1].failed
+        assert (failed.reason, failed.num_kept_tokens) == (worker_pb2.Failed.REASON_PEER_LOST, kept)

@@ -1,4 +1,4 @@
-"""A hand-off that fails costs its client nothing while another path is left: where requests go, and what they are told."""
+"""A hand-off that fails costs its client nothing while another path is left: where requests go, what they are told."""
 
 from __future__ import annotations
 
