@@ -4,6 +4,7 @@
 #   make check          what must hold before a commit: ruff, mypy, architecture
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
+#   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -18,7 +19,7 @@ TORCH_CPU_INDEX ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check bench clean
+.PHONY: setup serve test check format proto model-check chaos bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -61,6 +62,9 @@ proto: $(READY)
 
 model-check: $(READY)
 	PYTHONPATH=.:tests $(PY) tests/model_check.py $(ARGS)
+
+chaos: $(READY)
+	@.ci/chaos $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)

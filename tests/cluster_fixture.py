@@ -251,6 +251,16 @@ class Stream:
             raise self.error
         return self.events
 
+    def wait_for_events(self, count: int) -> None:
+        """Until so many have come or the stream has ended."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.is_over or len(self.events) >= count, WAIT_S), self.events
+
+    def ends_within(self, bound_s: float) -> bool:
+        """Whether it has ended, well or not, before the bound."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.is_over, bound_s)
+
     def join(self) -> None:
         """Until the stream has ended, well or not."""
         self._thread.join(WAIT_S)
@@ -259,6 +269,10 @@ class Stream:
     def cancel(self) -> None:
         """What a client does that leaves."""
         self._call.cancel()
+
+    def timing(self) -> generation_pb2.Timing:
+        """Of one that has completed, if it was asked for."""
+        return next(event.completed.timing for event in self.events if event.HasField("completed"))
 
     @property
     def generation_id(self) -> str:

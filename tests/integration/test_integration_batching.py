@@ -116,7 +116,8 @@ def test_sixteen_sequences_of_a_request_share_its_prompt(cluster: PlainCluster) 
     assert max(step.blocks["held"] for step in steps) <= shared + n * most_own
     cluster.wait_for(lambda _: cluster.stats(PREFILL).kv_bytes_sent > before.kv_bytes_sent)
     after = cluster.stats(PREFILL)
-    assert after.kv_bytes_sent - before.kv_bytes_sent == len(prompt) * KV_BYTES_PER_TOKEN, "sent more than once"
+    sent, whole = after.kv_bytes_sent - before.kv_bytes_sent, len(prompt) * KV_BYTES_PER_TOKEN
+    assert whole < sent < 1.01 * whole, "sent more than once"  # each chunk has a header
     assert after.num_prefill_tokens - before.num_prefill_tokens == len(prompt)
 
 
