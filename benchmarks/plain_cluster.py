@@ -1,4 +1,4 @@
-"""The cluster that a cluster.yaml names, as plain processes here, without Ray, for as long as it is measured.
+"""Plain processes here, without Ray, for as long as they are measured: any program, or the cluster of a cluster.yaml.
 
 Settings are those that `baton serve` would give each process; only ports are free ones. What the processes say goes to
 a log file, which is shown when one of them does not start.
@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,54 +29,69 @@ START_S = 120.0
 STOP_S = 20.0
 
 
-class StartFailed(Exception):
-    """A process ended before it served; the text holds what it said."""
+class ProgramFailed(Exception):
+    """A process ended, or was lost, before it did what it should; the text holds what it said."""
 
 
-class _Program:
-    """One `python -m MODULE`, and the lines of JSON that it prints."""
+class Program:
+    """One `python -m MODULE`: the lines of JSON that it prints, and those that it reads."""
 
-    def __init__(self, module: str, settings: JsonSettings) -> None:
+    def __init__(self, module: str, settings: JsonSettings, pass_fds: Sequence[int] = ()) -> None:
         self._module = module
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, "--settings", settings.to_json()],
             cwd=ROOT,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            pass_fds=pass_fds,
             text=True,
         )
         self.pid = self._process.pid
 
+    def tell(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which `expect` tells better
+            print(json.dumps(command), file=self._process.stdin, flush=True)
+
     def expect(self, event: str) -> dict[str, Any]:
+        """The next line, which must be this event. Raises ProgramFailed."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         told: dict[str, Any] = json.loads(line) if line else {}
         if told.get("event") != event:
-            self._log.seek(0)
-            raise StartFailed(f"python -m {self._module} did not start:\n{self._log.read().decode()}")
+            raise self.failure(f"no {event!r} came")
         return told
 
+    def failure(self, what: str) -> ProgramFailed:
+        """What happened, with what the process said."""
+        self._log.seek(0)
+        return ProgramFailed(f"python -m {self._module}: {what}\n{self._log.read().decode(errors='replace')}")
+
     def stop(self) -> None:
+        """SIGTERM, and SIGKILL when that is not enough; returns when the process has ended."""
         self._process.terminate()
         try:
             self._process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.stdout.close()
         self._log.close()
 
 
 @contextlib.contextmanager
 def running_cluster(config_file: Path, num_gpus: int = 0) -> Iterator[str]:
-    """The router's address, once it serves. Raises ConfigError for a bad file, StartFailed for a bad start."""
+    """The router's address, once it serves. Raises ConfigError for a bad file, ProgramFailed for a bad start."""
     plan = plan_cluster(load_config(config_file), num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
     with contextlib.ExitStack() as stack:
 
-        def start(module: str, settings: JsonSettings) -> _Program:
-            program = _Program(module, settings)
+        def start(module: str, settings: JsonSettings) -> Program:
+            program = Program(module, settings)
             stack.callback(program.stop)
             return program
 
@@ -92,9 +107,9 @@ def running_cluster(config_file: Path, num_gpus: int = 0) -> Iterator[str]:
         yield address
 
 
-def _start_group(worker: WorkerPlan, start: Any) -> _Program:
+def _start_group(worker: WorkerPlan, start: Any) -> Program:
     """Starts every rank; rank 0 answers when the whole group is ready."""
-    leader: _Program = start("worker", worker.ranks[0])
+    leader: Program = start("worker", worker.ranks[0])
     card = leader.expect("prepared")
     for rank in worker.ranks[1:]:
         start("worker", replace(rank, leader=card["rank_address"]))

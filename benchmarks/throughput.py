@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.plain_cluster import ROOT, StartFailed, running_cluster
+from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
 from cluster import rpc
 from cluster.client import make_spec
 from cluster.errors import BatonError
@@ -123,7 +123,7 @@ def main(
     try:
         with contextlib.nullcontext(address) if address else running_cluster(config, num_gpus) as where:
             measured = asyncio.run(measure(where, rounds, streams, tokens))
-    except (StartFailed, BatonError, grpc.RpcError) as error:
+    except (ProgramFailed, BatonError, grpc.RpcError) as error:
         told = rpc.from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
         typer.echo(f"error: {told}", err=True)
         raise typer.Exit(ExitCode.FAILED) from None

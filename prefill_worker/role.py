@@ -210,12 +210,14 @@ class PrefillRole:
     def _fail(self, action: Fail) -> None:
         task = self._tasks.get(action.key)
         sequence = task.sequence if task is not None else None
-        is_kept = sequence is not None and sequence.job.use_prefix_cache
+        num_kept_tokens = 0
+        if sequence is not None and sequence.job.use_prefix_cache:
+            num_kept_tokens = sequence.num_computed_tokens // self._blocks.block_size * self._blocks.block_size
         failed = worker_pb2.Failed(
             key=action.key.to_proto(),
             reason=action.reason,
             message=action.message,
-            num_kept_tokens=sequence.num_computed_tokens if sequence is not None and is_kept else 0,
+            num_kept_tokens=num_kept_tokens,
         )
         self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
 

@@ -38,7 +38,7 @@ LONG_TOKENS = 600
 SHORT_TOKENS = 120
 """One step, whose layers leave in four chunks."""
 OUTPUT_TOKENS = 24
-LONG_OUTPUT_TOKENS = 120
+LONG_OUTPUT_TOKENS = 80
 
 WORKERS = {
     "chunk_tokens": CHUNK_TOKENS,

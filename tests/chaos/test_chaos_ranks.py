@@ -15,7 +15,7 @@ from cluster.errors import Unavailable
 from cluster.pb import generation_pb2
 
 DEAD_S = float(FAST["dead_after_s"])
-BYSTANDER_TOKENS = 150
+BYSTANDER_TOKENS = 100
 SUBSET = {
     (State.GRANTED, PREFILL, 1),
     (State.OFFERED, DECODE, 0),

@@ -1,0 +1,230 @@
+"""One rank of one worker without a model: `python -m benchmarks.kv_peer`, the sender or the receiver of a benchmark.
+
+Has a paged KV cache, the real mover, and the rank's threads for it (gather, issue, wait), so that what is measured is
+the path of a worker's data without its control plane: one byte on a socket stands for a grant. Does what it is told on
+stdin, one JSON line each, answers with one on stdout, and ends when stdin does.
+
+For comparison it also copies its cache within its own memory, and sends it as it is through a plain TCP socket.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from cluster.errors import BatonError
+from cluster.settings import JsonSettings
+from kv_transfer.actions import Range
+from kv_transfer.layout import KvLayout
+from kv_transfer.mover import KvMover, Landing, PairSpec, Sending, SlotRange
+
+TIMEOUT_S = 20.0
+BLOCK_SIZE = 16
+SPARE_BLOCKS = 8
+LAYOUT = KvLayout(
+    num_layers=12, num_kv_heads=12, head_dim=64, dtype="float32", tp_size=1, block_size=BLOCK_SIZE, model="benchmark"
+)
+TOKEN_BYTES = 2 * LAYOUT.num_layers * LAYOUT.num_kv_heads * LAYOUT.head_dim * 4
+
+
+@dataclass(frozen=True)
+class PeerSettings(JsonSettings):
+    """One side of the benchmark."""
+
+    is_sender: bool
+    device: str
+    num_tokens: int
+    """Tokens of the prompt that lies in the cache, a multiple of the block size."""
+    num_slots: int
+    digest: str
+    store_address: str
+    grants_fd: int
+    """One end of a socket pair: the receiver writes a byte for each chunk that may come."""
+    tcp_fd: int
+    """One end of a TCP connection over loopback."""
+
+
+class Peer:
+    """The rank, and what it is told to do. Times are of the machine's one monotonic clock, in seconds."""
+
+    def __init__(self, settings: PeerSettings) -> None:
+        self._settings = settings
+        num_blocks = settings.num_tokens // BLOCK_SIZE
+        # Sender and receiver scatter the same prompt differently over pools of the same size.
+        order = list(range(num_blocks + SPARE_BLOCKS))
+        random.Random(settings.is_sender).shuffle(order)
+        self._table = order[:num_blocks]
+        shape = (LAYOUT.num_layers, 2, len(order), BLOCK_SIZE, LAYOUT.num_kv_heads, LAYOUT.head_dim)
+        self._kv = torch.zeros(shape, device=settings.device)
+        self._copy = torch.zeros_like(self._kv)
+        self._grants = socket.socket(fileno=settings.grants_fd)
+        self._tcp = socket.socket(fileno=settings.tcp_fd)
+        for connection in (self._grants, self._tcp):
+            connection.settimeout(TIMEOUT_S)
+        self._mover = KvMover(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host="127.0.0.1", digest=settings.digest)
+        if settings.is_sender:
+            self._kv[:, :, self._table] = self._prompt()
+
+    def do(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Carries out one command; returns its answer."""
+        match command["do"]:
+            case "open":
+                self._open(command["pair"], command["transport"], command["chunk_tokens"])
+            case "move":
+                move = self._send if self._settings.is_sender else self._receive
+                return move(command["pair"], self._ranges(command["chunk_tokens"], command["passes"]))
+            case "check":
+                return {"is_whole": bool((self._kv[:, :, self._table] == self._prompt()).all())}
+            case "copy":
+                return self._copy_cache(command["passes"])
+            case "stream":
+                return self._stream(command["chunk_tokens"], command["passes"])
+        return {}
+
+    def _open(self, pair: str, transport: str, chunk_tokens: int) -> None:
+        self._mover.open_pair(
+            PairSpec(
+                pair_epoch=pair,
+                store_address=self._settings.store_address,
+                is_sender=self._settings.is_sender,
+                remote=LAYOUT,
+                transport=transport,
+                wire_format="native",
+                chunk_tokens=chunk_tokens,
+                num_slots=self._settings.num_slots,
+            )
+        )
+
+    def _ranges(self, chunk_tokens: int, passes: int) -> list[Range]:
+        """The prompt in chunks of all layers, several times over."""
+        end = self._settings.num_tokens
+        starts = range(0, end, chunk_tokens)
+        return [Range(t, min(t + chunk_tokens, end), 0, LAYOUT.num_layers) for t in starts] * passes
+
+    def _prompt(self) -> torch.Tensor:
+        """What the prompt's KV is: each element tells its layer and token. [L, 1, T / B, B, 1, 1]."""
+        numbers = torch.arange(LAYOUT.num_layers * self._settings.num_tokens, device=self._settings.device)
+        return numbers.view(LAYOUT.num_layers, 1, -1, BLOCK_SIZE, 1, 1).to(torch.float32)
+
+    # Moving. Slots are used in turn, and their operations end in the order in which they were posted.
+
+    def _send(self, pair: str, ranges: list[Range]) -> dict[str, Any]:
+        num_slots = self._settings.num_slots
+        free = threading.Semaphore(num_slots)
+        gathered: SimpleQueue[int | None] = SimpleQueue()
+        posted: SimpleQueue[Sending | None] = SimpleQueue()
+
+        def issue() -> None:
+            try:
+                while (slot := gathered.get()) is not None:
+                    if not self._grants.recv(1):
+                        raise ConnectionError("the receiver has gone")
+                    posted.put(self._mover.send(pair, slot))
+            finally:
+                posted.put(None)
+
+        def complete() -> None:
+            while (sending := posted.get()) is not None:
+                self._mover.complete_send(sending)
+                free.release()
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [pool.submit(issue), pool.submit(complete)]
+            try:
+                for number, where in enumerate(ranges):
+                    if not free.acquire(timeout=TIMEOUT_S):
+                        break  # one of the jobs has failed and tells why
+                    slot = number % num_slots
+                    self._mover.gather(SlotRange(pair, slot, number, where), self._table)
+                    gathered.put(slot)
+            finally:
+                gathered.put(None)
+        for job in jobs:
+            job.result()
+        return {"began": began, "ended": time.monotonic()}
+
+    def _receive(self, pair: str, ranges: list[Range]) -> dict[str, Any]:
+        num_slots = self._settings.num_slots
+        free = threading.Semaphore(num_slots)
+        posted: SimpleQueue[Landing | None] = SimpleQueue()
+
+        def complete() -> None:
+            while (landing := posted.get()) is not None:
+                self._mover.complete_receive(landing)
+                free.release()
+
+        began = time.monotonic()
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(complete)
+            try:
+                for number, where in enumerate(ranges):
+                    if not free.acquire(timeout=TIMEOUT_S):
+                        break
+                    what = SlotRange(pair, number % num_slots, number, where)
+                    posted.put(self._mover.post_receive(what, self._table))
+                    self._grants.send(b"\1")
+            finally:
+                posted.put(None)
+        job.result()
+        return {"began": began, "ended": time.monotonic()}
+
+    # What it is compared with
+
+    def _copy_cache(self, passes: int) -> dict[str, Any]:
+        """Plain copies of as much memory as the prompt fills; on the CPU by one thread."""
+        num_elements = self._settings.num_tokens * TOKEN_BYTES // self._kv.itemsize
+        source, target = self._kv.flatten()[:num_elements], self._copy.flatten()[:num_elements]
+        began = time.monotonic()
+        for _ in range(passes):
+            target.copy_(source)
+        if self._kv.is_cuda:
+            torch.cuda.synchronize()
+        return {"began": began, "ended": time.monotonic()}
+
+    def _stream(self, chunk_tokens: int, passes: int) -> dict[str, Any]:
+        """The bytes of the prompt, as they lie in the sender's cache, to the receiver's memory, in chunks."""
+        memory = self._kv if self._settings.is_sender else self._copy
+        whole = memory.flatten().view(torch.uint8).numpy().data[: self._settings.num_tokens * TOKEN_BYTES]
+        size = chunk_tokens * TOKEN_BYTES
+        began = time.monotonic()
+        for _ in range(passes):
+            for start in range(0, len(whole), size):
+                piece = whole[start : start + size]
+                if self._settings.is_sender:
+                    self._tcp.sendall(piece)
+                    continue
+                while piece:
+                    num_bytes = self._tcp.recv_into(piece)
+                    if not num_bytes:
+                        raise ConnectionError("the sender has gone")
+                    piece = piece[num_bytes:]
+        return {"began": began, "ended": time.monotonic()}
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    peer = Peer(PeerSettings.from_json(sys.argv[sys.argv.index("--settings") + 1]))
+    print(json.dumps({"event": "ready"}), flush=True)
+    for line in sys.stdin:
+        try:
+            answer = peer.do(json.loads(line))
+        except (BatonError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            return 1
+        print(json.dumps({"event": "done", **answer}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

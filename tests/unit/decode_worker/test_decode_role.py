@@ -1,0 +1,118 @@
+"""The decode role between its scheduler and its receiver: attempts of one request follow one another."""
+
+from __future__ import annotations
+
+from cluster.keys import RequestKey
+from cluster.pb import handoff_pb2, worker_pb2
+from decode_worker.role import DecodeRole
+from engine.block_manager import BlockManager
+from engine.sampling import SampledToken, SamplingParams
+from engine.sequence import Job, Sequence
+from kv_transfer.actions import Chunk
+
+FIRST, SECOND = RequestKey("r", 1), RequestKey("r", 2)
+PROMPT = tuple(range(16))
+PEER_LOST = worker_pb2.Failed.REASON_PEER_LOST
+
+
+class Surroundings:
+    """What the role tells and lands, kept for the test to read."""
+
+    def __init__(self) -> None:
+        self.heard: list[worker_pb2.Event] = []
+        self.told: list[tuple[str, handoff_pb2.ReceiverMessage]] = []
+        self.landings: list[Chunk] = []
+        self.blocks = BlockManager(16, 4)
+        self.role = DecodeRole(self, self, self.blocks, max_num_seqs=4, num_layers=1)
+
+    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
+        self.heard.append(event)
+
+    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
+
+    def close_request(self, key: RequestKey) -> None: ...
+
+    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
+        assert isinstance(message, handoff_pb2.ReceiverMessage)
+        self.told.append((epoch, message))
+
+    def land(self, chunk: Chunk, block_table: list[int]) -> None:
+        self.landings.append(chunk)
+
+    def open(self, key: RequestKey, epoch: str) -> None:
+        self.role.link_called(epoch, 8, 2)
+        self.role.link_up(epoch)
+        message = handoff_pb2.Open(key=key.to_proto(), num_prompt_tokens=len(PROMPT))
+        self.role.hear(epoch, handoff_pb2.SenderMessage(open=message))
+
+    def offer(self, key: RequestKey, epoch: str, index: int, token_start: int, token_end: int) -> None:
+        where = {"token_start": token_start, "token_end": token_end, "layer_start": 0, "layer_end": 1}
+        offer = handoff_pb2.Offer(key=key.to_proto(), chunk_index=index, slot=index, **where)
+        self.role.hear(epoch, handoff_pb2.SenderMessage(offer=offer))
+
+    def reserved(self, key: RequestKey) -> list[int]:
+        """Cached tokens of each reservation that was told for a key."""
+        told = [m.reserved for _, m in self.told if m.HasField("reserved")]
+        return [r.num_cached_tokens for r in told if RequestKey.of(r.key) == key]
+
+
+def job(key: RequestKey, *, use_prefix_cache: bool = True) -> Job:
+    return Job(key, PROMPT, SamplingParams(max_output_tokens=4), use_prefix_cache=use_prefix_cache)
+
+
+def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_left() -> None:
+    for use_prefix_cache in (True, False):
+        around = Surroundings()
+        role = around.role
+        role.admit(job(FIRST, use_prefix_cache=use_prefix_cache), expect_handoff=True)
+        around.open(FIRST, "one")
+        role.plan(100)
+        for index in range(2):
+            around.offer(FIRST, "one", index, 8 * index, 8 * index + 8)
+        landed, under_way = around.landings
+        role.landed(landed, "", PEER_LOST)
+        role.link_down("one", PEER_LOST, "gone")
+        role.admit(job(SECOND, use_prefix_cache=use_prefix_cache), expect_handoff=True)
+        around.open(SECOND, "two")
+        role.plan(100)
+        assert around.reserved(SECOND) == [], "a transfer of the first attempt may still write its pages"
+        assert not around.heard and role.num_waiting == 1
+        role.landed(under_way, "the pair was closed", PEER_LOST)
+        (failed,) = [event.failed for event in around.heard]
+        assert (failed.reason, failed.num_kept_tokens) == (PEER_LOST, 8)
+        role.plan(100)
+        assert around.reserved(SECOND) == [8]
+
+
+def test_an_attempt_that_is_held_back_can_be_cancelled() -> None:
+    around = Surroundings()
+    role = around.role
+    role.admit(job(FIRST), expect_handoff=True)
+    around.open(FIRST, "one")
+    role.plan(100)
+    around.offer(FIRST, "one", 0, 0, 8)
+    role.admit(job(SECOND), expect_handoff=False)
+    assert SECOND in role
+    role.cancel(SECOND, "cancelled")
+    assert SECOND not in role
+    role.cancel(FIRST, "cancelled")
+    role.landed(around.landings[0], "", PEER_LOST)
+    assert role.num_waiting == role.num_running == 0
+    assert around.blocks.num_held == 0
+
+
+def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
+    around = Surroundings()
+    role = around.role
+    role.admit(job(FIRST, use_prefix_cache=False), expect_handoff=True)
+    around.open(FIRST, "one")
+    role.plan(100)
+    around.offer(FIRST, "one", 0, 0, 8)
+    role.landed(around.landings[0], "", PEER_LOST)
+    role.link_down("one", PEER_LOST, "gone")
+    other = RequestKey("other", 2)
+    for key, use_prefix_cache in ((other, True), (RequestKey("third", 2), False)):
+        role.admit(job(key, use_prefix_cache=use_prefix_cache), expect_handoff=True)
+        around.open(key, f"link of {key.request_id}")
+        role.plan(100)
+        assert around.reserved(key) == [0]

@@ -1,0 +1,308 @@
+"""Every way in which an attempt can fail, in every state, with every number of other workers: what is sent to whom.
+
+The expected way is said here once more, from the design's failure contract, not from the code that chooses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+from fake_worker import DECODE, LENGTH, PREFILL, STOP, TRANSFER, failed, phase, tokens
+from router_harness import EOS, ids
+from wired_router import Client, ManualClock, WiredRouter, WiredWorker, run
+
+from cluster.errors import BatonError, InternalError, InvalidRequest, Overloaded, Unavailable
+from cluster.keys import RequestKey
+from cluster.lifecycle import TRANSITIONS, RequestState
+from cluster.pb import generation_pb2 as pb
+from cluster.pb import worker_pb2
+
+Failed = worker_pb2.Failed
+S = RequestState
+
+REASONS = {"PEER_LOST": 1, "TRANSFER_FAILED": 2, "INCOMPATIBLE": 5, "CORRUPT": 7}
+SETBACKS = [*product(REASONS, ("p0", "d0", "p0 d0", "d0 p0")), ("WORKER_LOST", "p0"), ("WORKER_LOST", "d0")]
+"""Each with those who tell it, in their order, or with who is lost."""
+STATES = ("dispatched", "prefilling", "first token", "transferring")
+FLEETS = [[*others, "p0", "d0"] for others in product(["p1", ""], ["p2", ""], ["d1", ""])]
+
+
+def logged(key: worker_pb2.RequestKey, first: int, text: str, **fields: Any) -> worker_pb2.Event:
+    logprobs = [pb.TokenLogprob(token_id=i, logprob=-1.0) for i in ids(text)]
+    return tokens(key, first, ids(text), logprobs=logprobs, **fields)
+
+
+def admit_of(worker: WiredWorker) -> worker_pb2.Admit:
+    (admit,) = worker.take_admits()
+    return admit
+
+
+def known(admit: worker_pb2.Admit) -> dict[int, list[int]]:
+    return {k.sequence_index: list(k.token_ids) for k in admit.known_tokens}
+
+
+def cancelled(worker: WiredWorker, key: worker_pb2.RequestKey) -> list[int | None]:
+    """What was taken back of an attempt: sequences, or None for all of it. Commands must have been taken."""
+    cancels = [c.cancel for c in worker.heard if c.HasField("cancel") and c.cancel.key == key]
+    return [c.sequence_index if c.HasField("sequence_index") else None for c in cancels]
+
+
+def reach(router: WiredRouter, state: str, **request: Any) -> tuple[Client, worker_pb2.RequestKey]:
+    """A request on p0 and d0, with its first token in the later states."""
+    client = router.submit(**request)
+    p0, d0 = router.workers["p0"], router.workers["d0"]
+    key = admit_of(p0).key
+    assert admit_of(d0).key == key
+    events = [phase(key, PREFILL), logged(key, 0, "a"), phase(key, TRANSFER)]
+    p0.tell(*events[: STATES.index(state)])
+    assert client.live.lifecycle.state is [S.QUEUED, S.PREFILLING, S.PREFILLING, S.TRANSFERRING][STATES.index(state)]
+    return client, key
+
+
+def go_on(router: WiredRouter, client: Client, placement: tuple[str, str]) -> None:
+    """The attempt that runs there now goes well. Tokens that are known are not told again."""
+    prefill_id, decode_id = placement
+    prefill, decode = router.workers.get(prefill_id), router.workers[decode_id]
+    key, first = client.live.key.to_proto(), logged(client.live.key.to_proto(), 0, "a")
+    is_known = client.live.sequences[0].num_tokens > 0
+    if prefill is None:
+        decode.tell(phase(key, PREFILL), phase(key, DECODE), *([] if is_known else [first]))
+    else:
+        prefill.tell(phase(key, PREFILL), *([] if is_known else [first]), phase(key, TRANSFER))
+        decode.tell(phase(key, DECODE))
+    decode.tell(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
+    client.take()
+    assert client.tokens == [ids("abc")] and client.texts == ["abc"]
+    assert client.live.lifecycle.state is S.FINISHED and client.completed is not None
+    assert client.completed.usage.completion_tokens == 3
+    story = [entry.state for entry in client.live.lifecycle.history]
+    assert [state for state in story if not TRANSITIONS[state]] == [S.FINISHED]
+    router.check_idle()
+
+
+def expected_placement(reason: str, where: str, worker_ids: Sequence[str]) -> tuple[str, str] | None:
+    """(prefill or "", decode); None: it has to wait. p0 and d0 had it."""
+    has_other_decode, other_prefill = "d1" in worker_ids, min({"p1", "p2"} & set(worker_ids), default="")
+    if (reason, where) == ("WORKER_LOST", "d0"):
+        return ("p0", "d1") if has_other_decode else None
+    if reason == "PEER_LOST" and where.startswith("p0") and has_other_decode:
+        return "p0", "d1"  # the prefill worker does not hear d0, which need not be the prefill worker's fault
+    return other_prefill, "d0"
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("reason", "where"), SETBACKS, ids=" ".join)
+def test_a_setback_leads_another_way(reason: str, where: str, state: str) -> None:
+    async def scenario(clock: ManualClock, worker_ids: list[str]) -> None:
+        router = WiredRouter(clock, worker_ids)
+        client, key = reach(router, state)
+        p0, d0 = router.workers["p0"], router.workers["d0"]
+        if reason == "WORKER_LOST":
+            router.workers[where].lose()
+            healthy = {"p0": d0, "d0": p0}[where]
+        else:
+            first, *second = where.split()
+            router.workers[first].tell(failed(key, REASONS[reason]))
+            for teller in second:
+                router.workers[teller].tell(failed(key, REASONS[reason]))
+            healthy = {"p0": d0, "d0": p0}[first]
+        placement = expected_placement(reason, where, worker_ids)
+        if placement is None:
+            assert (router.dispatcher.num_queued, router.dispatcher.num_running) == (1, 0)
+            d0.open()
+            placement = ("p0", "d0")
+        for worker in (p0, d0):
+            worker.tell(logged(key, 1, "late"), phase(key, DECODE), failed(key, Failed.REASON_INTERNAL))
+        admits = {w.worker_id: admits for w in router.workers.values() if (admits := w.take_admits())}
+        assert cancelled(healthy, key) == [None]
+        assert set(admits) == set(placement) - {""}
+        for worker_id, (admit,) in admits.items():
+            assert RequestKey.of(admit.key) == (key.request_id, 2)
+            assert known(admit) == ({0: ids("a")} if state in STATES[2:] else {})
+            assert admit.role == (worker_pb2.ROLE_PREFILL if worker_id[0] == "p" else worker_pb2.ROLE_DECODE)
+            assert admit.expect_handoff == (worker_id[0] == "d" and placement[0] != "")
+            if worker_id[0] == "p":
+                decode_info = router.workers[placement[1]].info
+                assert decode_info is not None and admit.decode_peer.incarnation == decode_info.incarnation
+        counters = router.dispatcher.counters
+        assert (counters.retried, counters.local_prefills) == ({reason: 1}, int(placement[0] == ""))
+        go_on(router, client, placement)
+        assert client.completed is not None
+        told = client.completed.timing.placement
+        assert all(worker_id in told for worker_id in placement)
+        assert reason in told or "queue" in told or (reason, where) == ("WORKER_LOST", "d0")
+
+    for worker_ids in FLEETS:
+        run(lambda clock, ids=worker_ids: scenario(clock, [i for i in ids if i]))
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("teller", ["p0", "d0"])
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (Failed.REASON_CAPACITY, Overloaded),
+        (Failed.REASON_INTERNAL, InternalError),
+        (Failed.REASON_INVALID, InvalidRequest),
+        (Failed.REASON_UNSPECIFIED, InternalError),
+    ],
+)
+def test_what_would_happen_anywhere_is_told_at_once(
+    reason: Any, kind: type[BatonError], teller: str, state: str
+) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
+        client, key = reach(router, state)
+        router.workers[teller].tell(failed(key, reason))
+        assert type(client.live.error) is kind and client.live.lifecycle.state is S.FAILED
+        other = router.workers["d0" if teller == "p0" else "p0"]
+        assert not [w for w in router.workers.values() if w.take_admits()]
+        assert cancelled(other, key) == [None]
+        router.check_idle()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("reason", [*REASONS, "WORKER_LOST"])
+def test_once_decode_has_begun_a_decode_workers_failure_is_told(reason: str) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
+        client, key = reach(router, "transferring")
+        d0 = router.workers["d0"]
+        d0.tell(phase(key, DECODE), logged(key, 1, "b"))
+        if reason == "WORKER_LOST":
+            d0.lose()
+        else:
+            d0.tell(failed(key, REASONS[reason]))
+        client.take()
+        assert client.live.lifecycle.state is S.FAILED and client.texts == ["ab"]
+        if reason != "INCOMPATIBLE":
+            assert isinstance(client.live.error, Unavailable) and client.live.error.retry_after_s == 1.0
+        assert not [w for w in router.workers.values() if w.take_admits()]
+        router.check_idle()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("reason", [*REASONS, "WORKER_LOST"])
+def test_once_decode_has_begun_nothing_that_happens_to_the_prefill_worker_counts(reason: str) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0"])
+        client, key = reach(router, "transferring")
+        p0, d0 = router.workers["p0"], router.workers["d0"]
+        d0.tell(phase(key, DECODE))
+        if reason == "WORKER_LOST":
+            p0.lose()
+        else:
+            p0.tell(failed(key, REASONS[reason]))
+        d0.tell(logged(key, 1, "bc", finish_reason=LENGTH))
+        client.take()
+        assert client.texts == ["abc"] and client.live.key.attempt == 1
+        assert router.dispatcher.counters.retried == {}
+        router.check_idle()
+
+    run(scenario)
+
+
+def test_after_the_third_attempt_the_client_is_told() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "p2", "p3", "d0"])
+        client, key = reach(router, "first token")
+        router.workers["p0"].tell(failed(key, Failed.REASON_TRANSFER_FAILED))
+        again = admit_of(router.workers["p1"])
+        router.workers["p1"].tell(failed(again.key, Failed.REASON_CORRUPT))
+        *_, last = router.workers["d0"].take_admits()
+        assert RequestKey.of(last.key).attempt == 3 and not last.expect_handoff
+        router.workers["d0"].lose()
+        assert isinstance(client.live.error, Unavailable)
+        assert router.dispatcher.counters.retried == {"TRANSFER_FAILED": 1, "CORRUPT": 1}
+        router.check_idle()
+
+    run(scenario)
+
+
+def test_a_host_that_takes_both_workers_with_it_costs_two_attempts() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0", "p1", "d1"])
+        client, _ = reach(router, "transferring")
+        router.workers["d0"].lose()
+        router.workers["p0"].lose()
+        last = router.workers["d1"].take_admits()[-1]
+        assert RequestKey.of(last.key).attempt == 3 and not last.expect_handoff
+        go_on(router, client, ("", "d1"))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("by", ["stop string", "length", "stop token"])
+def test_a_sequence_that_has_ended_is_known_and_dropped_and_told_no_more(by: str) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0"])
+        client = router.submit(n=2, stop=["s"])
+        p0, p1, d0 = (router.workers[i] for i in ("p0", "p1", "d0"))
+        key = admit_of(p0).key
+        first = {"stop string": ids("s"), "length": ids("z"), "stop token": [EOS]}[by]
+        end: dict[str, Any] = {
+            "stop string": {},
+            "length": {"finish_reason": LENGTH},
+            "stop token": {"finish_reason": STOP, "stop_token_id": EOS},
+        }[by]
+        logprobs = [pb.TokenLogprob(token_id=first[0], logprob=-1)]
+        p0.tell(phase(key, PREFILL), tokens(key, 0, first, logprobs=logprobs, **end))
+        p0.tell(logged(key, 0, "a", sequence_index=1), failed(key, Failed.REASON_TRANSFER_FAILED))
+        again = admit_of(p1)
+        assert known(again) == {0: first, 1: ids("a")}
+        d0.take()
+        assert cancelled(p1, again.key) == cancelled(d0, again.key) == [0]
+        d0.tell(logged(again.key, 1, "x"), phase(again.key, DECODE))  # it had not heard yet that 0 is over
+        d0.tell(logged(again.key, 1, "b", sequence_index=1, finish_reason=LENGTH))
+        client.take()
+        assert client.tokens == [first, ids("ab")] and client.texts == ["z" if by == "length" else "", "ab"]
+        assert client.ends[0].finish_reason == (LENGTH if by == "length" else STOP)
+        assert client.ends[0].stop_string == ("s" if by == "stop string" else "")
+        assert client.completed is not None and client.completed.usage.completion_tokens == 3
+        router.check_idle()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("where", ["p0", "d0"])
+def test_when_every_sequence_has_ended_a_lost_worker_costs_nothing(where: str) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
+        client = router.submit(n=2, stop=["s"])
+        p0 = router.workers["p0"]
+        key = admit_of(p0).key
+        p0.tell(phase(key, PREFILL), logged(key, 0, "s"), logged(key, 0, "a", sequence_index=1, finish_reason=LENGTH))
+        router.workers[where].lose()
+        client.take()
+        assert client.completed is not None and client.live.key.attempt == 1
+        router.check_idle()
+
+    run(scenario)
+
+
+def test_of_one_sequence_every_token_is_known_of_the_other_none() -> None:
+    """Decode runs, but the other sequence's first token was lost with the prefill worker."""
+
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client = router.submit(n=2)
+        p0, d0 = router.workers["p0"], router.workers["d0"]
+        key = admit_of(p0).key
+        d0.take()
+        p0.tell(phase(key, PREFILL), logged(key, 0, "a"))
+        d0.tell(phase(key, DECODE), logged(key, 1, "bc"), logged(key, 1, "lost", sequence_index=1))
+        p0.lose()
+        again = admit_of(d0)
+        assert known(again) == {0: ids("abc")} and not again.expect_handoff
+        d0.tell(phase(again.key, DECODE), logged(again.key, 0, "xy", sequence_index=1, finish_reason=LENGTH))
+        d0.tell(logged(again.key, 3, "d", finish_reason=LENGTH))
+        client.take()
+        assert client.texts == ["abcd", "xy"]
+        router.check_idle()
+
+    run(scenario)

@@ -1,0 +1,93 @@
+"""What the engine thread hears while a long step runs changes what that step leads to, not how it is read."""
+
+from __future__ import annotations
+
+import torch
+
+from cluster.pb import rank_pb2, worker_pb2
+from cluster.settings import WorkerSettings
+from engine.block_manager import BlockManager
+from engine.sampling import Sampler
+from engine.step import StepInput
+from worker.core import Core
+from worker.metrics import HandoffMetrics
+from worker.step_log import StepLog
+
+VOCABULARY = 16
+SESSION = "router"
+
+
+class PendingStep:
+    """A step that ends when it is told to."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.is_done = False
+        self._num_rows = num_rows
+
+    def result(self) -> torch.Tensor:
+        return torch.zeros(self._num_rows, VOCABULARY)
+
+
+class PendingRanks:
+    """Ranks whose steps stay under way."""
+
+    def __init__(self) -> None:
+        self.steps: list[PendingStep] = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.steps)
+
+    def launch(self, step: StepInput) -> PendingStep:
+        self.steps.append(PendingStep(len(step.logits_indices)))
+        return self.steps[-1]
+
+    def issue(self, command: rank_pb2.RankCommand) -> int:
+        raise AssertionError("nothing is handed over here")
+
+
+class Ear:
+    """Keeps what a router is told."""
+
+    def __init__(self) -> None:
+        self.told: list[worker_pb2.Event] = []
+
+    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
+        self.told += events
+
+    def of(self, request_id: str) -> list[int]:
+        tokens = [e.tokens for e in self.told if e.HasField("tokens") and e.tokens.key.request_id == request_id]
+        return [token for each in tokens for token in each.token_ids]
+
+
+def make_core() -> tuple[Core, PendingRanks, Ear]:
+    settings = WorkerSettings(worker_id="decode-0", role="decode", model_path="")
+    blocks, sampler = BlockManager(16, 16), Sampler(VOCABULARY)
+    core = Core(blocks, sampler, HandoffMetrics(), settings, max_model_len=256, num_layers=2, step_log=StepLog(None))
+    ranks, ear = PendingRanks(), Ear()
+    core.attach(ranks, ear)  # type: ignore[arg-type]
+    core.session_opened(SESSION, worker_pb2.WorkerInfo())
+    return core, ranks, ear
+
+
+def admit(core: Core, name: str) -> worker_pb2.RequestKey:
+    key = worker_pb2.RequestKey(request_id=name, attempt=1)
+    sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=2)
+    admit = worker_pb2.Admit(key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling)
+    core.command(SESSION, worker_pb2.Command(admit=admit))
+    return key
+
+
+def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_their_tokens() -> None:
+    core, ranks, ear = make_core()
+    gone = admit(core, "gone")
+    admit(core, "stays")
+    assert not core.turn(wait=False)
+    ranks.steps[0].is_done = True
+    assert core.turn(wait=False)
+    assert not core.turn(wait=False)
+    core.command(SESSION, worker_pb2.Command(cancel=worker_pb2.Cancel(key=gone)))
+    ranks.steps[1].is_done = True
+    assert core.turn(wait=False)
+    assert len(ear.of("gone")) == 1 and len(ear.of("stays")) == 2
+    assert core.blocks.num_held == 0

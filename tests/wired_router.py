@@ -1,0 +1,199 @@
+"""The router's dispatcher without a socket: sessions that a test opens, speaks on and breaks, a clock that it moves.
+
+Everything from the worker's events to the client's messages is the router's own code; only gRPC is left out. `run` gives
+a scenario an event loop whose time stands still until `ManualClock.advance`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+from unittest.mock import patch
+
+from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
+
+from cluster.pb import generation_pb2 as pb
+from cluster.pb import worker_pb2
+from router import fleet
+from router.chat_template import ChatTemplate
+from router.dispatcher import Dispatcher, Limits
+from router.fleet import WorkerAddress
+from router.model import ServedModel
+from router.request import LiveRequest
+from router.tokenizer import Tokenizer
+from router.validate import validate
+from router.worker_client import WorkerClient
+
+T = TypeVar("T")
+
+ROLES = {"p": worker_pb2.ROLE_PREFILL, "d": worker_pb2.ROLE_DECODE}
+QUEUE_TIMEOUT_S = 30.0
+
+_MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
+_TOKENIZER = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))
+
+
+class ManualClock:
+    """The time of one scenario, in seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def advance(self, seconds: float) -> None:
+        """Everything that is due by then has run when this returns, and the tasks that it started have begun."""
+        self.now += seconds
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
+class _ManualLoop(asyncio.SelectorEventLoop):
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def time(self) -> float:
+        return self._clock()
+
+
+def run(scenario: Callable[[ManualClock], Awaitable[T]]) -> T:
+    clock = ManualClock()
+
+    async def play() -> T:
+        return await scenario(clock)
+
+    with asyncio.Runner(loop_factory=lambda: _ManualLoop(clock)) as runner:
+        return runner.run(play())
+
+
+class WiredWorker(WorkerClient):
+    """A worker's connection, of which the test is the other end. It is not ready until `open`."""
+
+    num_lives = 0
+
+    def start(self) -> None:
+        self.heard: list[worker_pb2.Command] = []
+
+    async def close(self) -> None:
+        self.lose()
+
+    def open(self) -> None:
+        """A session with a worker that has just started."""
+        WiredWorker.num_lives += 1
+        info = worker_pb2.WorkerInfo(worker_id=self.worker_id, incarnation=str(self.num_lives), role=self.role)
+        self.tell(worker_pb2.Event(info=info))
+
+    def lose(self) -> None:
+        """The session breaks; commands under way are lost with it."""
+        self._lose()
+
+    def tell(self, *events: worker_pb2.Event) -> None:
+        self._read(worker_pb2.EventBatch(events=events))
+
+    def take(self) -> list[worker_pb2.Command]:
+        """The commands sent since the last take, in their order; `heard` keeps all that were taken."""
+        commands = list(self._commands)
+        self._commands.clear()
+        self.heard += commands
+        return commands
+
+    def take_admits(self) -> list[worker_pb2.Admit]:
+        return [command.admit for command in self.take() if command.HasField("admit")]
+
+
+class WiredRouter:
+    """A dispatcher over workers named `p0`, `d1`, ...: the letter is the role."""
+
+    def __init__(self, clock: ManualClock, worker_ids: Sequence[str], *, max_running: int = 100) -> None:
+        self.clock = clock
+        self.num_submitted = 0
+        limits = Limits(max_running, 100, QUEUE_TIMEOUT_S)
+        self.dispatcher = Dispatcher(limits, lambda: None, clock)
+        self.workers: dict[str, WiredWorker] = {}
+        """Those that are named now."""
+        self.name(worker_ids)
+        for worker in self.workers.values():
+            worker.open()
+
+    def name(self, worker_ids: Sequence[str]) -> None:
+        """Makes these the complete set; new ones are not ready yet."""
+        with patch.object(fleet, "WorkerClient", WiredWorker):
+            self.dispatcher.fleet.set_workers(WorkerAddress(i, f"{i}:1", ROLES[i[0]]) for i in worker_ids)
+        self.workers = {worker.worker_id: worker for worker in self.dispatcher.fleet}  # type: ignore[misc]
+
+    def submit(self, *, n: int = 1, max_output_tokens: int = 16, stop: Sequence[str] = ()) -> Client:
+        self.num_submitted += 1
+        spec = pb.GenerationSpec(
+            text="hello",
+            sampling=pb.SamplingParams(n=n, temperature=1, seed=1),
+            output=pb.OutputOptions(text=True, token_ids=True, top_logprobs=0, include_timing=True),
+            stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
+        )
+        request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
+        live = LiveRequest(
+            f"gen-{self.num_submitted}",
+            request,
+            [_TOKENIZER.new_detokenizer(request.prompt_token_ids) for _ in range(n)],
+            model="m",
+            now=self.clock(),
+            arrival_time_s=1e9,
+            is_streaming=True,
+        )
+        client = Client(live)
+        self.dispatcher.submit(live, time_left_s=None)
+        return client
+
+    def check_idle(self) -> None:
+        """Nothing is left of any request."""
+        dispatcher = self.dispatcher
+        assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
+        assert not dispatcher._on_worker and not dispatcher._trails
+        for worker_id in ("p0", "p1", "p2", "d0", "d1", "d2", *self.workers):
+            assert dispatcher.ledger.outstanding(worker_id) == (0, 0, 0), worker_id
+        counters = dispatcher.counters
+        ended = counters.finished + counters.cancelled + counters.failed + counters.rejected
+        assert ended == self.num_submitted, counters
+
+
+class Client:
+    """Takes what the router has for it, as a stream would, and checks that nothing is missing or told twice."""
+
+    def __init__(self, live: LiveRequest) -> None:
+        n = live.request.sampling.n
+        self.live = live
+        self.tokens: list[list[int]] = [[] for _ in range(n)]
+        self.texts = [""] * n
+        self.ends: dict[int, pb.SequenceEnd] = {}
+        self.completed: pb.Completed | None = None
+        self.num_started = 0
+
+    @property
+    def request_id(self) -> str:
+        return self.live.key.request_id
+
+    def take(self) -> None:
+        for event in self.live.take():
+            assert self.completed is None, "something came after the end"
+            if event.HasField("delta"):
+                self._add(event.delta)
+            elif event.HasField("sequence_end"):
+                end = event.sequence_end
+                assert end.index not in self.ends and end.token_count == len(self.tokens[end.index])
+                self.ends[end.index] = end
+            elif event.HasField("completed"):
+                self.completed = event.completed
+            elif event.HasField("started"):
+                self.num_started += 1
+                assert self.num_started == 1
+
+    def _add(self, delta: pb.SequenceDelta) -> None:
+        told = self.tokens[delta.index]
+        assert delta.index not in self.ends
+        assert delta.first_token_index == len(told)
+        assert delta.token_count == len(delta.token_ids) == len(delta.logprobs)
+        assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
+        told.extend(delta.token_ids)
+        self.texts[delta.index] += delta.text
