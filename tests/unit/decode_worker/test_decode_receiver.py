@@ -333,9 +333,6 @@ def test_an_abort_is_always_answered() -> None:
     assert told(receiver.peer_aborted("e", KEY)) == ["abort"]
 
 
-# What the protocol rules out
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -353,19 +350,13 @@ def test_an_offer_that_was_not_reserved_is_refused(bad: handoff_pb2.Offer) -> No
     receiver = receiving()
     actions = receiver.offered("e", bad)
     assert failures(actions) and told(actions) == ["abort"] and not landings(actions)
-
-
-def test_an_offer_of_what_is_here_already_is_refused() -> None:
-    assert failures(receiving(cached=8).offered("e", offer(0, 0, 8)))
+    assert failures(receiving(cached=8).offered("e", offer(0, 0, 8))), "it is here already"
 
 
 def test_a_chunk_offered_twice_is_refused_while_the_first_waits_or_lands() -> None:
     receiver = receiving(num_slots=1)
     receiver.offered("e", offer(0, 0, 8, slot=0))
     assert told(receiver.offered("e", offer(0, 0, 8, slot=0))) == ["abort"]
-
-
-# Identity
 
 
 def test_another_link_or_attempt_cannot_speak_for_the_hand_off() -> None:
