@@ -1,7 +1,7 @@
 """The router's dispatcher without a socket: sessions that a test opens, speaks on and breaks, a clock that it moves.
 
-Everything from the worker's events to the client's messages is the router's own code; only gRPC is left out. `run` gives
-a scenario an event loop whose time stands still until `ManualClock.advance`.
+Everything from the worker's events to the client's messages is the router's own code; only gRPC is left out. `run`
+gives a scenario an event loop whose time stands still until `ManualClock.advance`.
 """
 
 from __future__ import annotations
@@ -169,12 +169,16 @@ class Client:
         self.ends: dict[int, pb.SequenceEnd] = {}
         self.completed: pb.Completed | None = None
         self.num_started = 0
+        self.has_all = False
 
     @property
     def request_id(self) -> str:
         return self.live.key.request_id
 
     def take(self) -> None:
+        if self.has_all:
+            return
+        self.has_all = self.live.is_over
         for event in self.live.take():
             assert self.completed is None, "something came after the end"
             if event.HasField("delta"):
