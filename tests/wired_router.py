@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 from unittest.mock import patch
 
+from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, phase, tokens
 from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 
+from cluster.lifecycle import TRANSITIONS, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from router import fleet
@@ -26,9 +28,12 @@ from router.validate import validate
 from router.worker_client import WorkerClient
 
 T = TypeVar("T")
+S = RequestState
 
 ROLES = {"p": worker_pb2.ROLE_PREFILL, "d": worker_pb2.ROLE_DECODE}
 QUEUE_TIMEOUT_S = 30.0
+STATES = ("dispatched", "prefilling", "first token", "transferring")
+"""How far an attempt has come."""
 
 _MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 _TOKENIZER = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))
@@ -201,3 +206,56 @@ class Client:
         assert [logprob.token_id for logprob in delta.logprobs] == list(delta.token_ids)
         told.extend(delta.token_ids)
         self.texts[delta.index] += delta.text
+
+
+def logged(key: worker_pb2.RequestKey, first: int, text: str, **fields: Any) -> worker_pb2.Event:
+    logprobs = [pb.TokenLogprob(token_id=i, logprob=-1.0) for i in ids(text)]
+    return tokens(key, first, ids(text), logprobs=logprobs, **fields)
+
+
+def admit_of(worker: WiredWorker) -> worker_pb2.Admit:
+    (admit,) = worker.take_admits()
+    return admit
+
+
+def known(admit: worker_pb2.Admit) -> dict[int, list[int]]:
+    return {k.sequence_index: list(k.token_ids) for k in admit.known_tokens}
+
+
+def cancelled(worker: WiredWorker, key: worker_pb2.RequestKey) -> list[int | None]:
+    """What was taken back of an attempt: sequences, or None for all of it. Commands must have been taken."""
+    cancels = [c.cancel for c in worker.heard if c.HasField("cancel") and c.cancel.key == key]
+    return [c.sequence_index if c.HasField("sequence_index") else None for c in cancels]
+
+
+def reach(router: WiredRouter, state: str, **request: Any) -> tuple[Client, worker_pb2.RequestKey]:
+    """A request on p0 and d0, with its first token in the later states."""
+    client = router.submit(**request)
+    p0, d0 = router.workers["p0"], router.workers["d0"]
+    key = admit_of(p0).key
+    assert admit_of(d0).key == key
+    events = [phase(key, PREFILL), logged(key, 0, "a"), phase(key, TRANSFER)]
+    p0.tell(*events[: STATES.index(state)])
+    assert client.live.lifecycle.state is [S.QUEUED, S.PREFILLING, S.PREFILLING, S.TRANSFERRING][STATES.index(state)]
+    return client, key
+
+
+def go_on(router: WiredRouter, client: Client, placement: tuple[str, str]) -> None:
+    """The attempt that runs there now goes well. Tokens that are known are not told again."""
+    prefill_id, decode_id = placement
+    prefill, decode = router.workers.get(prefill_id), router.workers[decode_id]
+    key, first = client.live.key.to_proto(), logged(client.live.key.to_proto(), 0, "a")
+    is_known = client.live.sequences[0].num_tokens > 0
+    if prefill is None:
+        decode.tell(phase(key, PREFILL), phase(key, DECODE), *([] if is_known else [first]))
+    else:
+        prefill.tell(phase(key, PREFILL), *([] if is_known else [first]), phase(key, TRANSFER))
+        decode.tell(phase(key, DECODE))
+    decode.tell(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
+    client.take()
+    assert client.tokens == [ids("abc")] and client.texts == ["abc"]
+    assert client.live.lifecycle.state is S.FINISHED and client.completed is not None
+    assert client.completed.usage.completion_tokens == 3
+    story = [entry.state for entry in client.live.lifecycle.history]
+    assert [state for state in story if not TRANSITIONS[state]] == [S.FINISHED]
+    router.check_idle()

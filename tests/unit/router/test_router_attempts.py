@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, STOP, TRANSFER, failed, phase, tokens
 from router_harness import EOS, ids
-from wired_router import Client, ManualClock, WiredRouter, WiredWorker, run
+from wired_router import STATES, ManualClock, WiredRouter, admit_of, cancelled, go_on, known, logged, reach, run
 
 from cluster.errors import BatonError, InternalError, InvalidRequest, Overloaded, Unavailable
 from cluster.keys import RequestKey
-from cluster.lifecycle import TRANSITIONS, RequestState
+from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 
@@ -26,61 +26,7 @@ S = RequestState
 REASONS = {"PEER_LOST": 1, "TRANSFER_FAILED": 2, "INCOMPATIBLE": 5, "CORRUPT": 7}
 SETBACKS = [*product(REASONS, ("p0", "d0", "p0 d0", "d0 p0")), ("WORKER_LOST", "p0"), ("WORKER_LOST", "d0")]
 """Each with those who tell it, in their order, or with who is lost."""
-STATES = ("dispatched", "prefilling", "first token", "transferring")
 FLEETS = [[*others, "p0", "d0"] for others in product(["p1", ""], ["p2", ""], ["d1", ""])]
-
-
-def logged(key: worker_pb2.RequestKey, first: int, text: str, **fields: Any) -> worker_pb2.Event:
-    logprobs = [pb.TokenLogprob(token_id=i, logprob=-1.0) for i in ids(text)]
-    return tokens(key, first, ids(text), logprobs=logprobs, **fields)
-
-
-def admit_of(worker: WiredWorker) -> worker_pb2.Admit:
-    (admit,) = worker.take_admits()
-    return admit
-
-
-def known(admit: worker_pb2.Admit) -> dict[int, list[int]]:
-    return {k.sequence_index: list(k.token_ids) for k in admit.known_tokens}
-
-
-def cancelled(worker: WiredWorker, key: worker_pb2.RequestKey) -> list[int | None]:
-    """What was taken back of an attempt: sequences, or None for all of it. Commands must have been taken."""
-    cancels = [c.cancel for c in worker.heard if c.HasField("cancel") and c.cancel.key == key]
-    return [c.sequence_index if c.HasField("sequence_index") else None for c in cancels]
-
-
-def reach(router: WiredRouter, state: str, **request: Any) -> tuple[Client, worker_pb2.RequestKey]:
-    """A request on p0 and d0, with its first token in the later states."""
-    client = router.submit(**request)
-    p0, d0 = router.workers["p0"], router.workers["d0"]
-    key = admit_of(p0).key
-    assert admit_of(d0).key == key
-    events = [phase(key, PREFILL), logged(key, 0, "a"), phase(key, TRANSFER)]
-    p0.tell(*events[: STATES.index(state)])
-    assert client.live.lifecycle.state is [S.QUEUED, S.PREFILLING, S.PREFILLING, S.TRANSFERRING][STATES.index(state)]
-    return client, key
-
-
-def go_on(router: WiredRouter, client: Client, placement: tuple[str, str]) -> None:
-    """The attempt that runs there now goes well. Tokens that are known are not told again."""
-    prefill_id, decode_id = placement
-    prefill, decode = router.workers.get(prefill_id), router.workers[decode_id]
-    key, first = client.live.key.to_proto(), logged(client.live.key.to_proto(), 0, "a")
-    is_known = client.live.sequences[0].num_tokens > 0
-    if prefill is None:
-        decode.tell(phase(key, PREFILL), phase(key, DECODE), *([] if is_known else [first]))
-    else:
-        prefill.tell(phase(key, PREFILL), *([] if is_known else [first]), phase(key, TRANSFER))
-        decode.tell(phase(key, DECODE))
-    decode.tell(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
-    client.take()
-    assert client.tokens == [ids("abc")] and client.texts == ["abc"]
-    assert client.live.lifecycle.state is S.FINISHED and client.completed is not None
-    assert client.completed.usage.completion_tokens == 3
-    story = [entry.state for entry in client.live.lifecycle.history]
-    assert [state for state in story if not TRANSITIONS[state]] == [S.FINISHED]
-    router.check_idle()
 
 
 def expected_placement(reason: str, where: str, worker_ids: Sequence[str]) -> tuple[str, str] | None:
@@ -94,7 +40,7 @@ def expected_placement(reason: str, where: str, worker_ids: Sequence[str]) -> tu
 
 
 @pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize(("reason", "where"), SETBACKS, ids=" ".join)
+@pytest.mark.parametrize(("reason", "where"), SETBACKS)
 def test_a_setback_leads_another_way(reason: str, where: str, state: str) -> None:
     async def scenario(clock: ManualClock, worker_ids: list[str]) -> None:
         router = WiredRouter(clock, worker_ids)
@@ -299,10 +245,91 @@ def test_of_one_sequence_every_token_is_known_of_the_other_none() -> None:
         p0.lose()
         again = admit_of(d0)
         assert known(again) == {0: ids("abc")} and not again.expect_handoff
-        d0.tell(phase(again.key, DECODE), logged(again.key, 0, "xy", sequence_index=1, finish_reason=LENGTH))
+        d0.tell(phase(again.key, DECODE), logged(again.key, 0, "x", sequence_index=1))
+        d0.tell(logged(again.key, 1, "y", sequence_index=1, finish_reason=LENGTH))
         d0.tell(logged(again.key, 3, "d", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcd", "xy"]
         router.check_idle()
+
+    run(scenario)
+
+
+def test_what_a_stop_string_cut_off_is_not_known() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client = router.submit(n=2, stop=["s"])
+        p0, d0 = router.workers["p0"], router.workers["d0"]
+        key = admit_of(p0).key
+        d0.take()
+        d0.tell(phase(key, DECODE), logged(key, 1, "bsz"))
+        p0.tell(phase(key, PREFILL), logged(key, 0, "a"))
+        p0.lose()
+        again = admit_of(d0)
+        assert known(again) == {0: ids("abs")}
+        d0.tell(phase(again.key, DECODE), logged(again.key, 0, "x", sequence_index=1, finish_reason=LENGTH))
+        client.take()
+        assert client.texts == ["ab", "x"] and client.ends[0].stop_string == "s"
+        router.check_idle()
+
+    run(scenario)
+
+
+def test_times_are_those_of_the_attempt_that_went_well_and_the_first_token_that_came() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0"])
+        client, key = reach(router, "dispatched")
+        p0, p1, d0 = (router.workers[i] for i in ("p0", "p1", "d0"))
+        await clock.advance(1)
+        p0.tell(phase(key, PREFILL))
+        await clock.advance(2)
+        p0.tell(logged(key, 0, "a"), phase(key, TRANSFER))
+        await clock.advance(4)
+        p0.tell(failed(key, Failed.REASON_TRANSFER_FAILED))
+        again = admit_of(p1)
+        await clock.advance(8)
+        p1.tell(phase(again.key, PREFILL))
+        await clock.advance(16)
+        p1.tell(phase(again.key, TRANSFER))
+        await clock.advance(32)
+        d0.tell(phase(again.key, DECODE))
+        await clock.advance(64)
+        d0.tell(logged(again.key, 1, "b", finish_reason=LENGTH))
+        client.take()
+        assert client.completed is not None
+        timing = client.completed.timing
+        names = ("queue", "prefill", "time_to_first_token", "kv_transfer", "decode")
+        assert [getattr(timing, name).ToMilliseconds() / 1000 for name in names] == [1, 2, 3, 32, 64]
+
+    run(scenario)
+
+
+def test_local_prefill_transfers_nothing() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client, _ = reach(router, "transferring")
+        await clock.advance(4)
+        router.workers["p0"].lose()
+        await clock.advance(8)
+        go_on(router, client, ("", "d0"))
+        assert client.completed is not None and client.completed.timing.kv_transfer.ToNanoseconds() == 0
+
+    run(scenario)
+
+
+def test_a_decode_worker_that_leaves_finishes_what_it_has_and_gets_no_second_attempt() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
+        client, key = reach(router, "first token")
+        leaving = router.workers["d0"]
+        router.name(["p0", "p1", "d1"])
+        await clock.advance(0.0)
+        assert leaving.is_ready
+        leaving.tell(failed(key, Failed.REASON_TRANSFER_FAILED))
+        await clock.advance(0.0)
+        assert not leaving.is_ready
+        again = admit_of(router.workers["d1"])
+        assert known(again) == {0: ids("a")} and again.expect_handoff
+        go_on(router, client, ("p0", "d1"))
 
     run(scenario)
