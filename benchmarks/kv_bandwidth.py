@@ -6,7 +6,8 @@ each transport. Rates are bytes of KV per second from the first gather to the la
 is not measured, and what it brought is compared with what was sent.
 
 A transport through memory is held against the plain copy of one process, and counted twice: each byte is gathered once
-and scattered once. A transport through a network is held against the socket, and counted once.
+and scattered once. A transport through a network is held against the socket, which moves as many bytes from memory to
+memory: by itself, from slot to slot, and once more as a whole, with gather, digest and scatter.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from kv_transfer.transport import serve_store
 HOST = "127.0.0.1"
 NUM_SLOTS = 4
 THROUGH_MEMORY = ("shm", "cuda_ipc", "nccl")
+THROUGH_NETWORK = ("gloo",)
 
 
 @dataclass
@@ -36,11 +38,17 @@ class Rates:
     def note(self, name: str, chunk_tokens: int, rate: float) -> None:
         self.by_name.setdefault(name, {})[chunk_tokens] = rate
 
-    def ratio(self, transport: str, chunk_tokens: int) -> float:
-        rate = self.by_name[transport][chunk_tokens]
-        if transport in THROUGH_MEMORY:
+    def ratio(self, name: str, chunk_tokens: int) -> float:
+        """Of a transport, or of `slots_name` of it."""
+        rate = self.by_name[name][chunk_tokens]
+        if name in THROUGH_MEMORY:
             return 2 * rate / self.by_name["copy"][chunk_tokens]
         return rate / self.by_name["socket"][chunk_tokens]
+
+
+def slots_name(transport: str) -> str:
+    """What a transport by itself is called."""
+    return f"{transport}_slots"
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,10 @@ class Peers:
                 self._receiver.tell({"do": "check"})
                 if not self._receiver.expect("done")["is_whole"]:
                     raise self._receiver.failure(f"{name} did not bring what was sent")
+                if transport in THROUGH_NETWORK:
+                    name = _pair_name(slots_name(transport), chunk_tokens)
+                    self._both("open slots", pair=name, transport=transport, chunk_tokens=chunk_tokens)
+                    self._both("move slots", pair=name, chunk_tokens=chunk_tokens, passes=1)
 
     def run(self) -> Rates:
         """One run."""
@@ -92,6 +104,11 @@ class Peers:
                 name = _pair_name(transport, chunk_tokens)
                 moved = self._both("move", pair=name, chunk_tokens=chunk_tokens, passes=plan.passes)
                 rates.note(transport, chunk_tokens, self._rate(moved))
+                if transport in THROUGH_NETWORK:
+                    name = slots_name(transport)
+                    pair = _pair_name(name, chunk_tokens)
+                    moved = self._both("move slots", pair=pair, chunk_tokens=chunk_tokens, passes=plan.passes)
+                    rates.note(name, chunk_tokens, self._rate(moved))
         return rates
 
     def _both(self, do: str, **what: Any) -> list[dict[str, Any]]:

@@ -4,7 +4,8 @@ Has a paged KV cache, the real mover, and the rank's threads for it (gather, iss
 the path of a worker's data without its control plane: one byte on a socket stands for a grant. Does what it is told on
 stdin, one JSON line each, answers with one on stdout, and ends when stdin does.
 
-For comparison it also copies its cache within its own memory, and sends it as it is through a plain TCP socket.
+For comparison it also copies its cache within its own memory, sends it as it is through a plain TCP socket, and sends
+a transport's slots as they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -27,7 +29,10 @@ from cluster.settings import JsonSettings
 from kv_transfer.actions import Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.mover import KvMover, Landing, PairSpec, Sending, SlotRange
+from kv_transfer.pairs import make_pair
+from kv_transfer.transport import Meeting, Pair, StoreClients, Work
 
+HOST = "127.0.0.1"
 TIMEOUT_S = 20.0
 BLOCK_SIZE = 16
 SPARE_BLOCKS = 8
@@ -71,7 +76,9 @@ class Peer:
         self._tcp = socket.socket(fileno=settings.tcp_fd)
         for connection in (self._grants, self._tcp):
             connection.settimeout(TIMEOUT_S)
-        self._mover = KvMover(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host="127.0.0.1", digest=settings.digest)
+        self._mover = KvMover(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host=HOST, digest=settings.digest)
+        self._stores = StoreClients(TIMEOUT_S)
+        self._pairs: dict[str, Pair] = {}
         if settings.is_sender:
             self._kv[:, :, self._table] = self._prompt()
 
@@ -85,6 +92,10 @@ class Peer:
                 return move(command["pair"], self._ranges(command["chunk_tokens"], command["passes"]))
             case "check":
                 return {"is_whole": bool((self._kv[:, :, self._table] == self._prompt()).all())}
+            case "open slots":
+                self._open_slots(command["pair"], command["transport"], command["chunk_tokens"])
+            case "move slots":
+                return self._move_slots(command["pair"], command["chunk_tokens"], command["passes"])
             case "copy":
                 return self._copy_cache(command["passes"])
             case "stream":
@@ -177,6 +188,43 @@ class Peer:
             finally:
                 posted.put(None)
         job.result()
+        return {"began": began, "ended": time.monotonic()}
+
+    # The transport by itself: slots are sent as they are, again and again
+
+    def _open_slots(self, pair: str, transport: str, chunk_tokens: int) -> None:
+        meeting = Meeting(
+            store_address=self._settings.store_address,
+            stores=self._stores,
+            prefix=pair,
+            is_sender=self._settings.is_sender,
+            host=HOST,
+            device=self._kv.device,
+            num_slots=self._settings.num_slots,
+            slot_bytes=chunk_tokens * TOKEN_BYTES,
+            timeout_s=TIMEOUT_S,
+            is_wanted=lambda: True,
+        )
+        self._pairs[pair] = make_pair(transport, meeting)
+        for slot in self._pairs[pair].slots:
+            slot.fill_(1)
+
+    def _move_slots(self, name: str, chunk_tokens: int, passes: int) -> dict[str, Any]:
+        pair, num_slots, posted = self._pairs[name], self._settings.num_slots, deque[Work]()
+        began = time.monotonic()
+        for number, where in enumerate(self._ranges(chunk_tokens, passes)):
+            if len(posted) == num_slots:
+                posted.popleft().wait(TIMEOUT_S)
+            slot, num_bytes = number % num_slots, where.num_tokens * TOKEN_BYTES
+            if self._settings.is_sender:
+                if not self._grants.recv(1):
+                    raise ConnectionError("the receiver has gone")
+                posted.append(pair.send(slot, num_bytes))
+            else:
+                posted.append(pair.receive(slot, num_bytes))
+                self._grants.send(b"\1")
+        while posted:
+            posted.popleft().wait(TIMEOUT_S)
         return {"began": began, "ended": time.monotonic()}
 
     # What it is compared with

@@ -73,19 +73,21 @@ class Results:
         names = list(measured[0].by_name)
         gb_s = {n: {c: round(kv_bandwidth.median_rate(measured, n, c), 2) for c in plan.chunk_sizes} for n in names}
         ratios: dict[str, dict[int, float]] = {}
-        for transport in plan.transports:
-            key = f"{transport}.of_{REFERENCES[transport]}"
-            of_each = {c: round(kv_bandwidth.median_ratio(measured, transport, c), 3) for c in plan.chunk_sizes}
+        for key, name in _ratios(plan.transports).items():
+            of_each = {c: round(kv_bandwidth.median_ratio(measured, name, c), 3) for c in plan.chunk_sizes}
             ratios[key] = of_each
             self.values[key] = of_each[standing]
         where = "gpu" if "cuda_ipc" in plan.transports else "cpu"
         self.values[f"{where}_gb_s"] = gb_s
         self.values[f"{where}_ratios"] = ratios
         title = f"KV between two ranks, GB/s by tokens of a chunk, medians of {len(measured)} runs"
-        table = _table(title, "chunk", *names, *ratios)
-        for chunk in plan.chunk_sizes:
-            rates = [f"{gb_s[name][chunk]:.2f}" for name in names]
-            table.add_row(str(chunk), *rates, *(f"{of_each[chunk]:.0%}" for of_each in ratios.values()))
+        self._add_by_chunk(title, gb_s, "{:.2f}")
+        self._add_by_chunk("of what this machine does at best", ratios, "{:.0%}")
+
+    def _add_by_chunk(self, title: str, columns: dict[str, dict[int, float]], form: str) -> None:
+        table = _table(title, "chunk", *columns)
+        for chunk in next(iter(columns.values())):
+            table.add_row(str(chunk), *(form.format(values[chunk]) for values in columns.values()))
         self.tables.append(table)
 
     def add_exposed(self, measured: dict[int, list[HandedOff]]) -> None:
@@ -118,6 +120,18 @@ class Results:
             self.values["cancels"][state] = {"count": len(seconds), "ms_p50": p50, "ms_p99": p99}
             table.add_row(f"cancel while {state}", str(len(seconds)), f"{p50:.2f}", f"{p99:.2f}")
         self.tables.append(table)
+
+
+def _ratios(transports: tuple[str, ...]) -> dict[str, str]:
+    """What is told of each transport, and of which rate. A network's own rate and that of the whole way are two."""
+    told = {}
+    for transport in transports:
+        key = f"{transport}.of_{REFERENCES[transport]}"
+        if transport in kv_bandwidth.THROUGH_NETWORK:
+            told[key] = kv_bandwidth.slots_name(transport)
+            key = f"{transport}.whole_of_{REFERENCES[transport]}"
+        told[key] = transport
+    return told
 
 
 def _table(title: str, *columns: str) -> Table:
