@@ -36,18 +36,23 @@ class Verdict(Enum):
 
 
 class Pulse:
-    """Of one peer."""
+    """Of one peer. `heard` from any thread, the rest from one: only `tick` changes how long the silence is."""
 
     def __init__(self, timing: Timing) -> None:
         self._timing = timing
+        self._was_heard = False
         self.silence_s = 0.0
+        """As of the latest tick."""
 
     def heard(self) -> None:
         """Anything at all came from the peer."""
-        self.silence_s = 0.0
+        self._was_heard = True
 
     def tick(self, elapsed_s: float) -> Verdict:
         """`elapsed_s` after the tick before."""
+        if self._was_heard:
+            self._was_heard = False
+            self.silence_s = 0.0
         self.silence_s += min(elapsed_s, MOST_TICKS_AT_ONCE * self._timing.tick_s)
         if self.silence_s >= self._timing.dead_after_s:
             return Verdict.DEAD

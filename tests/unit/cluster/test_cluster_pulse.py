@@ -41,3 +41,20 @@ def test_a_listener_that_was_away_for_an_hour_does_not_take_that_for_the_peers_s
     assert pulse.tick(3600.0) is Verdict.ALIVE
     assert pulse.silence_s == pytest.approx(1.25)
     assert verdicts(pulse, 2.0)[-1] is Verdict.DEAD, "and it still notices a peer that is really gone"
+
+
+def test_what_is_heard_in_the_middle_of_a_tick_counts() -> None:
+    class Interrupting(Timing):
+        """Another thread hears the peer just when a tick looks at the clock's step."""
+
+        @property
+        def tick_s(self) -> float:
+            pulse.heard()
+            return 0.125
+
+    pulse = Pulse(TIMING)
+    verdicts(pulse, 4.0)
+    pulse._timing = Interrupting(0.5, 1.5, 3.0)
+    pulse.tick(0.1)
+    pulse._timing = TIMING
+    assert pulse.tick(0.0) is Verdict.ALIVE
