@@ -31,8 +31,8 @@ from rich.table import Table
 from benchmarks import kv_bandwidth
 from benchmarks.kv_handoff import OUTPUT_TOKENS, Cancels, HandedOff, HandOffs
 from benchmarks.kv_peer import BLOCK_SIZE
+from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT, ProgramFailed
-from benchmarks.random_model import make_random_model
 from benchmarks.worker_pair import running_pair
 from cluster.errors import BatonError
 from cluster.program import ExitCode
@@ -220,7 +220,7 @@ def main(
             Progress(console=console, disable=as_json and not console.is_terminal) as progress,
         ):
             if Part.EXPOSED in part:
-                model = make_random_model(model_dir or Path(folder))
+                model = make_model(Shape.MHA, model_dir or Path(folder))
                 _check_prompts(model, prompt_tokens)
             if Part.BANDWIDTH in part:
                 measure_bandwidth(plan, runs, progress, results)

@@ -1,0 +1,146 @@
+"""Random models in Hugging Face's own format: as slow as real ones of their size, and of no other use.
+
+    python benchmarks/make_model.py {S,M,L,MHA} DIR
+
+S, M and L are Llamas whose query heads share key heads. MHA is one whose heads share nothing, as in the caches that
+`kv_bandwidth` moves: of its size, the model with the most KV. The tokenizer knows bytes and made-up words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+import typer
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from cluster.program import ExitCode
+
+
+class Shape(StrEnum):
+    """What can be made."""
+
+    S = "S"
+    M = "M"
+    L = "L"
+    MHA = "MHA"
+
+
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_SHAPES: dict[Shape, dict[str, int]] = {
+    shape: dict(zip((*_SIZES, *_HEADS), values, strict=True))
+    for shape, values in {
+        Shape.S: (8192, 384, 2304, 6, 6, 2),  # 25 million parameters
+        Shape.M: (32000, 1024, 2304, 10, 16, 4),  # 160 million
+        Shape.L: (32000, 2048, 5632, 22, 32, 4),  # 1.1 billion
+        Shape.MHA: (32000, 768, 3072, 12, 12, 12),  # 160 million
+    }.items()
+}
+_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+
+
+def make_model(shape: Shape, folder: Path) -> Path:
+    """Writes the model into `folder`, which is made; one that lies there already is kept. Raises OSError."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    config = _config(shape)
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: _random(size, generator) for name, size in _tensors(config)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2))
+    unfinished = folder / "config.json.part"  # a folder with a config is whole
+    unfinished.write_text(json.dumps(config, indent=2))
+    os.replace(unfinished, folder / "config.json")
+    return folder
+
+
+def _config(shape: Shape) -> dict[str, Any]:
+    return _SHAPES[shape] | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Products keep the size of their inputs; norms change nothing."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5).to(torch.bfloat16)
+
+
+def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    num_kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, num_outputs in {"q": hidden, "k": num_kv, "v": num_kv, "o": hidden}.items():
+            yield f"{prefix}.self_attn.{name}_proj.weight", (num_outputs, hidden)
+        for name in ("gate", "up"):
+            yield f"{prefix}.mlp.{name}_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (config["vocab_size"], hidden)
+
+
+def _tokenizer(vocab_size: int) -> Tokenizer:
+    """Byte-level BPE over made-up words; it may know fewer tokens than the model, never more."""
+    choices = random.Random(0)
+    syllables = [consonant + vowel for consonant in "bcdfghjklmnprstvwxz" for vowel in "aeiou"]
+    words = sorted({"".join(choices.choices(syllables, k=3)) for _ in range(vocab_size)})
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((f" {word}" for word in words), trainer)
+    return tokenizer
+
+
+def main(
+    shape: Annotated[Shape, typer.Argument(help="25 M, 160 M or 1.1 B parameters; MHA: 160 M and much KV.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to; a model that is there is kept.")],
+) -> None:
+    """Makes a random model."""
+    is_there = (folder / "config.json").exists()
+    try:
+        make_model(shape, folder)
+    except OSError as error:
+        typer.echo(f"error: {folder} cannot be written: {error.strerror}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+    size = (folder / "model.safetensors").stat().st_size
+    typer.echo(f"{folder} {'is there already' if is_there else 'made'}: {size / 1e6:,.0f} MB of weights")
+
+
+if __name__ == "__main__":
+    typer.run(main)
