@@ -42,6 +42,8 @@ class WorkerSettings(JsonSettings):
     """Name that clients use; empty: the folder's name."""
     dtype: str = "auto"
     """`auto` (the checkpoint's), `float32`, `bfloat16` or `float16`."""
+    quantization: str = "none"
+    """`none`, `int8` or `int4`: what weights are rounded to when they are loaded."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
     device: str = "auto"
@@ -60,6 +62,8 @@ class WorkerSettings(JsonSettings):
     """Name of the machine, for status; empty: the host name."""
     block_size: int = 16
     """Tokens of one KV block."""
+    kv_cache_dtype: str = "auto"
+    """`auto` (what is computed in) or `int8`: what the KV pool holds."""
     kv_cache_tokens: int | None = None
     """Tokens the KV pool holds; None: what fits (GPU), or 4 requests of max_model_len (CPU)."""
     max_num_batched_tokens: int = 2048
@@ -71,6 +75,8 @@ class WorkerSettings(JsonSettings):
     """CPU threads of torch for this rank; None: cores divided by the ranks on this machine."""
     attention: str = "auto"
     """`auto`, `flash_attn`, `varlen` or `cpu`."""
+    kernels: str = "auto"
+    """`auto`, `native` or `torch`: who computes on a CPU."""
     transport: str = "auto"
     """`auto`, `shm`, `gloo`, `cuda_ipc` or `nccl`; auto picks for each pair and says why."""
     wire_format: str = "native"

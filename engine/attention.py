@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from cluster.errors import ConfigError
+from engine.native import Native
 from engine.step import IntArray, StepInput
 
 Derived = TypeVar("Derived")
@@ -111,10 +112,13 @@ class Attention(Protocol):
         ...
 
 
-def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> tuple[Attention, str]:
+def choose_attention(
+    wanted: str, device: torch.device, dtype: torch.dtype, kernels: Native | None = None
+) -> tuple[Attention, str]:
     """A backend and, in a few words, why it is this one. `auto` takes the fastest that works here.
 
-    Raises ConfigError when the wanted one cannot run, naming why and what to use.
+    `kernels` as `engine.ops.choose_native` gives them. Raises ConfigError when the wanted one cannot run, naming why
+    and what to use.
     """
     from engine.attention_cpu import CpuAttention
     from engine.attention_gpu import flash_attn_backend, varlen_backend
@@ -122,7 +126,7 @@ def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> t
     if wanted not in ATTENTION_NAMES:
         raise ConfigError(f"attention: {wanted!r} is unknown; use {', '.join(ATTENTION_NAMES)}")
     if wanted == "cpu":
-        return CpuAttention(), "asked for"
+        return CpuAttention(kernels), "asked for"
     obstacle = _flash_obstacle(device, dtype)
     makers = {"flash_attn": flash_attn_backend, "varlen": varlen_backend}
     if wanted in makers:
@@ -131,7 +135,7 @@ def choose_attention(wanted: str, device: torch.device, dtype: torch.dtype) -> t
             raise ConfigError(f"attention: {wanted} cannot run: {backend}; use auto or cpu")
         return backend, "asked for"
     if obstacle:
-        return CpuAttention(), obstacle
+        return CpuAttention(kernels), obstacle
     reasons: list[str] = []
     for make in makers.values():
         backend = make()

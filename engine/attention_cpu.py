@@ -1,9 +1,10 @@
-"""Attention in plain torch: the backend of CPUs, and of GPUs where no FlashAttention kernel fits (float32, say).
+"""Attention on CPUs, and in plain torch on GPUs where no FlashAttention kernel fits (float32, say).
 
-Sequences with one new token are gathered into a few groups of similar length and each group is one call of
-scaled_dot_product_attention; longer ones (prefill) are computed one by one. Query heads that share a KV head are laid
-side by side, so that no key is copied for grouped-query attention. Gathered pages go to memory that is kept between
-calls: fresh pages from the system cost more than the attention itself.
+Sequences with one new token are read where they lie by Baton's own kernel. Where there is none, they are gathered into
+a few groups of similar length and each group is one call of scaled_dot_product_attention. Longer ones (prefill) are
+computed one by one. Query heads that share a KV head are laid side by side, so that no key is copied for grouped-query
+attention. Gathered pages go to memory that is kept between calls: fresh pages from the system cost more than the
+attention itself.
 
 Legend: n sequences of a group, M keys (padded), Q queries and J keys of one sequence, H KV heads, G query heads of
 each, D head_dim.
@@ -19,6 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import AttentionBatch
+from engine.kv_cache import decode
+from engine.native import Native
 
 IntegerArray = np.typing.NDArray[np.integer[Any]]
 _SMALLEST_BUCKET = 8  # blocks; below this, padding costs less than another call
@@ -37,6 +40,15 @@ class _DecodeGroup:
 
 
 @dataclass(frozen=True)
+class _Alone:
+    """Sequences of one new token, for the kernel."""
+
+    rows: torch.Tensor  # int64 [n] of the batch's tokens
+    tables: torch.Tensor  # int32 [n, B]
+    lengths: torch.Tensor  # int32 [n]
+
+
+@dataclass(frozen=True)
 class _Prefill:
     """One sequence of several new tokens. `mask` None: plain causal over as many keys as queries."""
 
@@ -52,7 +64,9 @@ class CpuAttention:
 
     name = "cpu"
 
-    def __init__(self) -> None:
+    def __init__(self, kernels: Native | None = None) -> None:
+        """`kernels` as `engine.ops.choose_native` gives them for the type that is to be computed in."""
+        self._kernels = kernels
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(
@@ -67,11 +81,19 @@ class CpuAttention:
         window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
         window = (window_size[0], 0 if causal else window_size[1])
-        groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
+        if self._kernels is not None and window[1] == 0:
+            alone = batch.once("cpu alone", lambda: _alone(batch))
+            out = torch.empty(q.shape, dtype=q.dtype)
+            if alone is not None:
+                args = (alone.tables, alone.lengths, alone.rows, out, softmax_scale, window[0])
+                self._kernels.paged_attention(q, (k, v), *args)
+            groups = []
+        else:
+            groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
+            out = torch.empty_like(q)
         prefills = batch.once(("cpu prefill", window), lambda: _prefills(batch, window, q.dtype))
         if len(groups) == 1 and groups[0].is_whole_batch:
             return self._attend_group(q, k, v, groups[0], softmax_scale)
-        out = torch.empty_like(q)
         for group in groups:
             result = self._attend_group(q.index_select(0, group.rows), k, v, group, softmax_scale)
             out.index_copy_(0, group.rows, result)
@@ -82,9 +104,11 @@ class CpuAttention:
     def _attend_group(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scale: float
     ) -> torch.Tensor:
-        num_kv_heads, head_dim = k.shape[2:]
+        num_kv_heads, head_dim = k.shape[2], q.shape[2]
         shape = (group.size, -1, num_kv_heads, head_dim)
-        keys, values = (t.view(shape).transpose(1, 2) for t in self._gather(k, v, group.blocks))  # [n, H, M, D]
+        keys, values = (
+            t.view(shape).transpose(1, 2) for t in self._gather(k, v, group.blocks, q.dtype)
+        )  # [n, H, M, D]
         queries = q.view(group.size, num_kv_heads, -1, head_dim)  # [n, H, G, D]
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=group.mask, scale=scale)
         return out.reshape(q.shape)
@@ -99,7 +123,7 @@ class CpuAttention:
         shared = (num_kv_heads, group, one.num_keys, head_dim)
         keys, values = (
             pages.flatten(0, 1)[: one.num_keys].transpose(0, 1).unsqueeze(1).expand(shared)
-            for pages in self._gather(k, v, one.blocks)
+            for pages in self._gather(k, v, one.blocks, q.dtype)
         )
         is_causal = one.mask is None
         out = F.scaled_dot_product_attention(
@@ -107,15 +131,31 @@ class CpuAttention:
         )
         return out.permute(2, 0, 1, 3).reshape(q.shape)
 
-    def _gather(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Pages of keys and values in the order of `blocks`; valid until the next call."""
+    def _gather(
+        self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pages of keys and values in the order of `blocks`, as floating numbers; valid until the next call."""
         count = blocks.shape[0]
         if self._kept is None or self._kept[0].shape[0] < count or self._kept[0].shape[1:] != k.shape[1:]:
             self._kept = (k.new_empty((count, *k.shape[1:])), v.new_empty((count, *v.shape[1:])))
         keys, values = self._kept[0][:count], self._kept[1][:count]
         torch.index_select(k, 0, blocks, out=keys)
         torch.index_select(v, 0, blocks, out=values)
+        if k.dtype == torch.int8:
+            return decode(keys, dtype), decode(values, dtype)
         return keys, values
+
+
+def _alone(batch: AttentionBatch) -> _Alone | None:
+    step = batch.step
+    members = np.flatnonzero(batch.seqlens_q == 1)
+    if not len(members):
+        return None
+    return _Alone(
+        rows=torch.from_numpy(step.cu_seqlens_q[members].astype(np.int64)),
+        tables=torch.from_numpy(step.block_tables[members]),
+        lengths=torch.from_numpy(step.seqlens_k[members]),
+    )
 
 
 def _decode_groups(batch: AttentionBatch, window: tuple[int, int], dtype: torch.dtype) -> list[_DecodeGroup]:

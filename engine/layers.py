@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.matmul import Matrix
+from engine.matmul import Matrix, make_matrix
+from engine.native import Native
+from engine.ops import Ops
 from engine.tp import TPGroup
 
 
@@ -28,6 +30,9 @@ class Loader:
     tp: TPGroup
     device: torch.device
     dtype: torch.dtype
+    ops: Ops
+    kernels: Native | None
+    quantization: str
 
     def stack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
         """One tensor of all parts, one after another along dim 0."""
@@ -39,6 +44,10 @@ class Loader:
             self.checkpoint.read(part, out[start:stop])
             start = stop
         return out
+
+    def matrix(self, weight: torch.Tensor) -> Matrix:
+        """A weight that is multiplied with, in the form that this rank's machine multiplies fastest."""
+        return make_matrix(weight, self.kernels, self.quantization)
 
     def equal_share(self, total: int) -> range:
         """This rank's part of `total` columns or rows that the ranks divide evenly."""
@@ -52,9 +61,11 @@ class RmsNorm:
     def __init__(self, loader: Loader, name: str, size: int, eps: float) -> None:
         self.weight = loader.stack([TensorSlice(f"{name}.weight", (size,))])
         self._eps = eps
+        self._ops = loader.ops
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """With `add`, x += add comes first, in place."""
+        return self._ops.rms_norm(x, self.weight, self._eps, add)
 
 
 @dataclass(frozen=True)
@@ -73,7 +84,7 @@ class ColumnParallelLinear:
         parts = [
             TensorSlice(f"{p.name}.weight", (p.total, num_inputs), 0, p.own.start, p.own.stop) for p in projections
         ]
-        self._weight = Matrix(loader.stack(parts))
+        self._weight = loader.matrix(loader.stack(parts))
         biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
         self._bias = loader.stack(biases) if bias else None
 
@@ -87,7 +98,7 @@ class RowParallelLinear:
     def __init__(self, loader: Loader, name: str, num_inputs: int, num_outputs: int, bias: bool) -> None:
         own = loader.equal_share(num_inputs)
         part = TensorSlice(f"{name}.weight", (num_outputs, num_inputs), 1, own.start, own.stop)
-        self._weight = Matrix(loader.stack([part]))
+        self._weight = loader.matrix(loader.stack([part]))
         self._bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
         self._tp = loader.tp
 
@@ -129,11 +140,11 @@ class VocabParallelEmbedding:
 class VocabParallelHead:
     """[R, E] to float32 logits [R, V], whole on every rank."""
 
-    def __init__(self, shard: VocabShard, vocab_size: int, tp: TPGroup) -> None:
-        self._weight = Matrix(shard.weight)
+    def __init__(self, shard: VocabShard, vocab_size: int, loader: Loader) -> None:
+        self._weight = loader.matrix(shard.weight)
         self._vocab_size = vocab_size
-        self._tp = tp
+        self._tp = loader.tp
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._weight(hidden).float()
+        logits = self._weight(hidden, dtype=torch.float32)
         return self._tp.all_gather(logits, dim=-1)[:, : self._vocab_size]

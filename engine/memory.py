@@ -12,9 +12,11 @@ import torch
 
 from cluster.errors import ConfigError
 from engine.config import DTYPES, ModelConfig
+from engine.kv_cache import KV_CACHE_DTYPES, cell_size
 
 _USABLE_SHARE = 0.9
 _CPU_DEFAULT_REQUESTS = 4
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 32}
 _GPU_WORKSPACE_BYTES = 1 << 30  # activations of one step, communicators, the allocator's slack
 
 
@@ -40,6 +42,15 @@ def resolve_dtype(config: ModelConfig, wanted: str, device: str) -> str:
     return name
 
 
+def resolve_kv_dtype(wanted: str, dtype: str, device: str) -> str:
+    """The KV pool's type: `auto` becomes the one that is computed in. Raises ConfigError."""
+    if wanted not in KV_CACHE_DTYPES:
+        raise ConfigError(f"kv_cache_dtype: {wanted!r} is unknown; use {', '.join(KV_CACHE_DTYPES)}")
+    if wanted == "int8" and device.startswith("cuda"):
+        raise ConfigError("kv_cache_dtype: int8 is for CPUs; use auto on a GPU")
+    return dtype if wanted == "auto" else wanted
+
+
 def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
     """None becomes max_position_embeddings, which is also the most that can be asked for."""
     most = config.max_position_embeddings
@@ -62,6 +73,8 @@ def plan_num_blocks(
     kv_cache_tokens: int | None,
     max_model_len: int,
     max_num_seqs: int,
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
     free_bytes: int | None = None,
 ) -> int:
     """Blocks of this rank's KV pool: `kv_cache_tokens` if given, else what fits (GPU) or four long requests (CPU).
@@ -71,9 +84,10 @@ def plan_num_blocks(
     """
     free = available_bytes(device) if free_bytes is None else free_bytes
     is_cuda = device.startswith("cuda")
-    reserved = weight_bytes(config, tp_size, dtype) + 2 * 4 * max_num_seqs * config.vocab_size
+    reserved = weight_bytes(config, tp_size, dtype, quantization) + 2 * 4 * max_num_seqs * config.vocab_size
     room = int(free * _USABLE_SHARE) - reserved - (_GPU_WORKSPACE_BYTES if is_cuda else 0)
-    fitting = max(0, room // kv_bytes_per_token(config, tp_size, dtype)) // block_size
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype, device)
+    fitting = max(0, room // kv_bytes_per_token(config, tp_size, kv_dtype)) // block_size
     if kv_cache_tokens is not None:
         wanted = kv_cache_tokens // block_size
     elif is_cuda:
@@ -95,19 +109,29 @@ def plan_num_blocks(
     return wanted
 
 
-def kv_bytes_per_token(config: ModelConfig, tp_size: int, dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers on one rank."""
+def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers on one rank, in a pool of this type."""
     heads = len(config.kv_head_range(0, tp_size))
-    return 2 * config.num_hidden_layers * heads * config.head_dim * _element_bytes(dtype)
+    head_bytes = cell_size(config.head_dim, getattr(torch, kv_dtype)) * _element_bytes(kv_dtype)
+    return 2 * config.num_hidden_layers * heads * head_bytes
 
 
-def weight_bytes(config: ModelConfig, tp_size: int, dtype: str) -> int:
-    """Bytes of one rank's weights, to within the few that norms and biases take."""
+def weight_bytes(config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none") -> int:
+    """Bytes of one rank's weights, to within the few that norms, biases and scales take."""
+    embedding = -(-config.vocab_size // tp_size) * config.hidden_size * _element_bytes(dtype)
+    # A head that is tied to the embedding shares its memory only while both are of one type.
+    is_shared = config.tie_word_embeddings and quantization == "none"
+    return multiplied_bytes(config, tp_size, dtype, quantization) + (0 if is_shared else embedding)
+
+
+def multiplied_bytes(config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none") -> int:
+    """Bytes of those that every step multiplies with: all but the embedding, which is looked up."""
     attended = config.num_attention_heads * config.head_dim // tp_size
     kv = len(config.kv_head_range(0, tp_size)) * config.head_dim
     layer = config.hidden_size * (2 * attended + 2 * kv + 3 * config.intermediate_size // tp_size)
-    vocab = -(-config.vocab_size // tp_size) * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return (config.num_hidden_layers * layer + vocab) * _element_bytes(dtype)
+    head = -(-config.vocab_size // tp_size) * config.hidden_size
+    element_bytes = _QUANTIZED_BYTES.get(quantization, _element_bytes(dtype))
+    return int((config.num_hidden_layers * layer + head) * element_bytes)
 
 
 def available_bytes(device: str) -> int:
@@ -136,4 +160,5 @@ def _container_bytes() -> int | None:
 
 
 def _element_bytes(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.itemsize

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from engine.attention import Attention, AttentionBatch
 from engine.config import ModelConfig
@@ -27,7 +26,6 @@ from engine.layers import (
     VocabParallelHead,
     VocabShard,
 )
-from engine.rope import RopeTable
 
 UNUSED_TENSORS = ("rotary_emb.inv_freq",)
 """Endings of tensors that some checkpoints carry and that are computed here instead."""
@@ -39,7 +37,6 @@ class StepContext:
 
     batch: AttentionBatch
     slots: torch.Tensor  # int64 [T]
-    rope: RopeTable
     rope_rows: tuple[torch.Tensor, torch.Tensor]
     kv: KvCache
     attention: Attention
@@ -75,24 +72,22 @@ class SelfAttention:
         )
         self._head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
         self._eps = config.rms_norm_eps
+        self._ops = loader.ops
         self._layer = layer
         window = config.layer_windows[layer]
         self._window_size = (-1, -1) if window is None else (window - 1, 0)
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        num_rotated = self._num_heads + self._num_kv_heads
-        heads = self._qkv(x).view(x.shape[0], num_rotated + self._num_kv_heads, self._head_dim)
-        qk, v = heads[:, :num_rotated], heads[:, num_rotated:]
-        if self._head_norm is not None:
-            qk = F.rms_norm(qk, (self._head_dim,), eps=self._eps) * self._head_norm
-        qk = context.rope.rotate(qk, context.rope_rows)
-        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        context.kv.write(self._layer, context.slots, k, v)
+        pages = context.kv.pages(self._layer)
+        qkv = self._qkv(x).view(x.shape[0], self._num_heads + 2 * self._num_kv_heads, self._head_dim)
+        q = self._ops.rotate_and_store(
+            qkv, self._head_norm, self._eps, context.rope_rows, context.slots, pages, self._num_heads
+        )
         if context.on_layer is not None:
             context.on_layer(self._layer + 1)
         out = context.attention(
             q,
-            *context.kv.pages(self._layer),
+            *pages,
             context.batch,
             softmax_scale=self._head_dim**-0.5,
             window_size=self._window_size,
@@ -120,15 +115,14 @@ class GatedMlp:
         self._down = RowParallelLinear(
             loader, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
         )
-        self._width = len(own)
+        self._ops = loader.ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate_up = self._gate_up(x)
-        return self._down(F.silu(gate_up[:, : self._width]).mul_(gate_up[:, self._width :]))
+        return self._down(self._ops.silu_mul(self._gate_up(x)))
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and beside a residual."""
+    """Attention and MLP, each behind a norm and beside a residual; what one adds to it, the next norm takes in."""
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         name = f"model.layers.{layer}"
@@ -137,9 +131,10 @@ class DecoderLayer:
         self._mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self._mlp = GatedMlp(config, layer, loader)
 
-    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        x = x + self._attention(self._input_norm(x), context)
-        return x.add_(self._mlp(self._mlp_norm(x)))
+    def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
+        """Brings the residual [T, E] up to date by `add`, the layer's before; returns what is to be added next."""
+        add = self._attention(self._input_norm(residual, add), context)
+        return self._mlp(self._mlp_norm(residual, add))
 
 
 class Decoder:
@@ -156,11 +151,12 @@ class Decoder:
         head = embedding
         if not config.tie_word_embeddings:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
-        self._head = VocabParallelHead(head, config.vocab_size, loader.tp)
+        self._head = VocabParallelHead(head, config.vocab_size, loader)
 
     def __call__(self, token_ids: torch.Tensor, logits_indices: torch.Tensor, context: StepContext) -> torch.Tensor:
         """[T] ids and [R] rows to [R, V]."""
-        x = self._embedding(token_ids)  # [T, E]
+        residual, add = self._embedding(token_ids), None  # [T, E]
         for layer in self._layers:
-            x = layer(x, context)
-        return self._head(self._norm(x.index_select(0, logits_indices)))
+            add = layer(residual, add, context)
+        last = residual.index_select(0, logits_indices)
+        return self._head(self._norm(last, None if add is None else add.index_select(0, logits_indices)))

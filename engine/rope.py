@@ -20,7 +20,6 @@ class RopeTable:
         frequencies, scale = rope_frequencies(rope, head_dim)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # [P, D/2]
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._half = head_dim // 2
         self._cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D]
         self._sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D], signed for the rotation
 
@@ -28,10 +27,11 @@ class RopeTable:
         """The rows of [T] positions, to be passed to `rotate`: two of [T, 1, D]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
-    def rotate(self, heads: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Rotates [T, H, D] query or key heads."""
-        cos, sin = rows
-        return torch.addcmul(heads * cos, heads.roll(self._half, -1), sin)
+
+def rotate(heads: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotates [T, H, D] query or key heads by a table's rows."""
+    cos, sin = rows
+    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -17,8 +17,10 @@ from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
 from engine.kv_cache import KvCache
 from engine.layers import Loader
-from engine.memory import resolve_device, resolve_dtype
+from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model import UNUSED_TENSORS, Decoder, StepContext
+from engine.native import Native
+from engine.ops import NativeOps, Ops, TorchOps, choose_native
 from engine.rope import RopeTable
 from engine.step import IntArray, StepInput
 from engine.tp import TPGroup
@@ -37,6 +39,9 @@ class ModelRunner:
         num_blocks: int,
         block_size: int,
         attention: str = "auto",
+        quantization: str = "none",
+        kv_cache_dtype: str = "auto",
+        kernels: str = "auto",
         report: Callable[[str], None] | None = None,
     ) -> None:
         self.config = ModelConfig.from_folder(model_path)
@@ -46,8 +51,10 @@ class ModelRunner:
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
         self.block_size = block_size
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
-        self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype)
-        self._model = self._load(Path(model_path), tp, torch_dtype, report or (lambda line: None))
+        native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
+        """Where Baton's own kernels come from, or why they are not used."""
+        self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype, native)
+        self._model = self._load(Path(model_path), tp, torch_dtype, native, quantization, report or (lambda line: None))
         longest = min(self.config.max_position_embeddings, num_blocks * block_size)
         self._rope = RopeTable(self.config.rope, self.config.head_dim, longest, self.device, torch_dtype)
         self._kv = KvCache(
@@ -56,7 +63,7 @@ class ModelRunner:
             block_size,
             len(self.config.kv_head_range(tp.rank, tp.size)),
             self.config.head_dim,
-            torch_dtype,
+            getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device))),
             self.device,
         )
 
@@ -66,7 +73,7 @@ class ModelRunner:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim]."""
+        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv_cache` says."""
         return self._kv.pool
 
     @torch.inference_mode()
@@ -77,6 +84,7 @@ class ModelRunner:
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
         """
         assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
+        self._check_blocks(step)
         if len(step.block_copies):
             self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
         if len(step.token_ids) == 0:
@@ -85,7 +93,6 @@ class ModelRunner:
         context = StepContext(
             batch=AttentionBatch(step, self.block_size, self.device),
             slots=self._to_device(step.slot_mapping, np.int64),
-            rope=self._rope,
             rope_rows=self._rope.at(positions),
             kv=self._kv,
             attention=self._attention,
@@ -94,13 +101,30 @@ class ModelRunner:
         token_ids = self._to_device(step.token_ids, np.int32)
         return self._model(token_ids, self._to_device(step.logits_indices, np.int32), context)
 
+    def _check_blocks(self, step: StepInput) -> None:
+        """Kernels write where they are told: a block that is not there must not reach them."""
+        num_blocks, block_size = self.kv.shape[2:4]
+        for array, limit in ((step.block_tables, num_blocks), (step.slot_mapping, num_blocks * block_size)):
+            if array.size and not 0 <= array.min() <= array.max() < limit:
+                raise IndexError(f"a step names block or slot {array.min()} to {array.max()}; there are {limit}")
+
     def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
         """A copy, since arrays that came as bytes cannot be written and torch would warn."""
         return torch.from_numpy(array.astype(dtype)).to(self.device, non_blocking=True)
 
-    def _load(self, path: Path, tp: TPGroup, dtype: torch.dtype, report: Callable[[str], None]) -> Decoder:
+    def _load(
+        self,
+        path: Path,
+        tp: TPGroup,
+        dtype: torch.dtype,
+        native: Native | None,
+        quantization: str,
+        report: Callable[[str], None],
+    ) -> Decoder:
+        ops: Ops = TorchOps() if native is None else NativeOps(native)
         with Checkpoint(path) as checkpoint:
-            model = Decoder(self.config, Loader(checkpoint, tp, self.device, dtype), report)
+            loader = Loader(checkpoint, tp, self.device, dtype, ops, native, quantization)
+            model = Decoder(self.config, loader, report)
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)
         return model

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from cluster.errors import BatonError
 from cluster.pb import handoff_pb2
 
-DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = (*FLOAT_DTYPES, "int8")
 WIRE_FORMATS = ("native", "int8", "fp8")
 _CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
@@ -37,8 +38,9 @@ class KvLayout:
     num_kv_heads: int
     """KV heads of the whole model, not of one rank."""
     head_dim: int
+    """Values of one head; with int8, those and the bytes of their scale."""
     dtype: str
-    """`float32`, `bfloat16` or `float16`."""
+    """`float32`, `bfloat16`, `float16`, or `int8`: rounded already, bytes that are moved as they are."""
     tp_size: int
     block_size: int
     """Tokens of one block."""
@@ -118,8 +120,13 @@ class Route:
 def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
     """Raises LayoutMismatch, naming both, unless they differ in tp_size, block_size and a dtype that can be bridged.
 
-    float16 receives float16 only: the other two reach beyond its range, in every wire format.
+    float16 receives float16 only: the other two reach beyond its range, in every wire format. int8 goes to int8 only.
     """
+    if sender.dtype != receiver.dtype and "int8" in (sender.dtype, receiver.dtype):
+        raise LayoutMismatch(
+            f"KV cannot be handed over: the KV cache is of {sender.dtype} at the sender and of {receiver.dtype} at the "
+            f"receiver; start both workers with the same kv_cache_dtype (sender: {sender}; receiver: {receiver})"
+        )
     for name in ("model", "num_layers", "num_kv_heads", "head_dim"):
         ours, theirs = getattr(sender, name), getattr(receiver, name)
         if ours != theirs:
@@ -146,8 +153,10 @@ def check_wire_format(sender: str, receiver: str) -> None:
 
 
 def wire_dtype(sender: KvLayout, wire_format: str) -> str:
-    """The torch dtype, by name, of the values of a payload. Raises LayoutMismatch for an unknown wire format."""
+    """The torch dtype, by name, of the values of a payload. Raises LayoutMismatch for a wire format that cannot be."""
     _check_known("wire_format", wire_format)
+    if sender.dtype == "int8" and wire_format != "native":
+        raise LayoutMismatch(f"KV of int8 is not rounded to {wire_format} once more; use wire_format native")
     return _CODE_DTYPES.get(wire_format, sender.dtype)
 
 

@@ -27,6 +27,9 @@ def make_runner(
     device: str = "cpu",
     dtype: str = "float32",
     attention: str = "auto",
+    kernels: str = "auto",
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -36,6 +39,9 @@ def make_runner(
         num_blocks=num_blocks,
         block_size=block_size,
         attention=attention,
+        kernels=kernels,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
 
 

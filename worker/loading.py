@@ -15,7 +15,8 @@ from cluster.pb import rank_pb2
 from cluster.program import Report
 from cluster.settings import WorkerSettings
 from engine.config import ModelConfig
-from engine.memory import resolve_device, resolve_dtype
+from engine.kv_cache import cell_size
+from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.runner import ModelRunner
 from engine.tp import make_process_group
 from kv_transfer.choose import supported
@@ -36,6 +37,7 @@ class Resolved:
     model: str
     device: str
     dtype: str
+    kv_dtype: str
     transports: tuple[str, ...]
     """That this worker can use, best first."""
     weights_revision: str
@@ -49,14 +51,15 @@ class Resolved:
 
     @property
     def layout(self) -> KvLayout:
+        rounded = "" if self.settings.quantization == "none" else f"+{self.settings.quantization}"
         return KvLayout(
             num_layers=self.config.num_hidden_layers,
             num_kv_heads=self.config.num_key_value_heads,
-            head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            head_dim=cell_size(self.config.head_dim, getattr(torch, self.kv_dtype)),
+            dtype=self.kv_dtype,
             tp_size=self.settings.tp_size,
             block_size=self.settings.block_size,
-            model=f"{self.model}@{self.weights_revision}",
+            model=f"{self.model}@{self.weights_revision}{rounded}",
         )
 
 
@@ -64,12 +67,14 @@ def resolve(settings: WorkerSettings) -> Resolved:
     """Raises ConfigError and CheckpointError for what could not be served; cheap, before any weight is read."""
     device = resolve_device(settings.device)
     config = ModelConfig.from_folder(settings.model_path)
+    dtype = resolve_dtype(config, settings.dtype, device)
     return Resolved(
         settings=settings,
         config=config,
         model=settings.model_name or Path(settings.model_path).resolve().name,
         device=f"cuda:{settings.tp_rank}" if device == "cuda" and torch.cuda.device_count() > 1 else device,
-        dtype=resolve_dtype(config, settings.dtype, device),
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(settings.kv_cache_dtype, dtype, device),
         transports=supported(device, settings.transport),
         weights_revision=_revision(Path(settings.model_path)),
     )
@@ -91,6 +96,9 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         num_blocks=start.num_blocks,
         block_size=settings.block_size,
         attention=settings.attention,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kernels=settings.kernels,
         report=report,
     )
     mover = KvMover(

@@ -103,6 +103,8 @@ class Leader(_Rank):
             kv_cache_tokens=settings.kv_cache_tokens,
             max_model_len=max_model_len,
             max_num_seqs=settings.max_num_seqs,
+            quantization=settings.quantization,
+            kv_cache_dtype=settings.kv_cache_dtype,
         )
         self._store, store_address = serve_store(settings.host)
         start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address, num_blocks=num_blocks)
@@ -111,6 +113,7 @@ class Leader(_Rank):
         self._report(
             f"KV pool: {num_blocks} blocks of {settings.block_size} tokens; attention: {runner.attention_name}"
         )
+        self._report(f"Baton's own kernels: {runner.kernels_reason}")
         self._report(
             f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
         )

@@ -99,6 +99,22 @@ def _check_device(config: ServingConfig) -> Iterator[Finding]:
             f"{wanted} runs on a GPU only, and engine.device is cpu; use cpu or auto",
             ("engine.device",),
         )
+    if config.engine.kv_cache_dtype == "int8" and config.transfer.wire_format != "native":
+        yield Finding(
+            "transfer.wire_format",
+            f"KV of engine.kv_cache_dtype int8 is not rounded to {config.transfer.wire_format} once more; use native",
+            ("engine.kv_cache_dtype",),
+        )
+    if device == "cuda" and config.engine.kv_cache_dtype == "int8":
+        yield Finding(
+            "engine.kv_cache_dtype", "int8 is for CPUs, and engine.device is cuda; use auto", ("engine.device",)
+        )
+    if device == "cuda" and config.engine.kernels == "native":
+        yield Finding(
+            "engine.kernels",
+            "native are for the CPU, and engine.device is cuda; use auto",
+            ("engine.device",),
+        )
 
 
 def _check_timers(config: ServingConfig) -> Iterator[Finding]:

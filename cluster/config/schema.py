@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+QuantizationName = Literal["none", "int8", "int4"]
 DeviceName = Literal["auto", "cpu", "cuda"]
+KvCacheDtypeName = Literal["auto", "int8"]
 AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
+KernelsName = Literal["auto", "native", "torch"]
 TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 WireFormatName = Literal["native", "int8", "fp8"]
 DigestName = Literal["auto", "on", "sampled", "off"]
@@ -26,6 +29,10 @@ ALIASES = {
     "half": "float16",
     "bf16": "bfloat16",
     "float8": "fp8",
+    "w8": "int8",
+    "w4": "int4",
+    "int8_wo": "int8",
+    "int4_wo": "int4",
     "cuda-ipc": "cuda_ipc",
     "true": "on",
     "false": "off",
@@ -61,6 +68,9 @@ class ModelSection:
     """Name that clients use; null: the folder's name."""
     dtype: DtypeName = "auto"
     """Type of the weights and of the KV cache while serving; auto: the checkpoint's own."""
+    quantization: QuantizationName = "none"
+    """What weights are rounded to when they are loaded; int8 takes half of bfloat16's memory, int4 little more than a
+    quarter."""
     max_model_len: int | None = bounded(None, at_least=1, at_most=2**24)
     """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
 
@@ -103,6 +113,9 @@ class EngineSection:
     """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
     block_size: int = bounded(16, at_least=1, at_most=4096)
     """Tokens of one KV block."""
+    kv_cache_dtype: KvCacheDtypeName = "auto"
+    """What the KV pool holds; auto: the type that is computed in; int8: rounded, with a scale for each head of each
+    token, in little more than half of bfloat16's memory."""
     kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
     """Tokens that one worker's KV pool holds; null: what fits (GPU), or four requests of max_model_len (CPU)."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24)
@@ -115,6 +128,9 @@ class EngineSection:
     """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
     attention: AttentionName = "auto"
     """Attention kernel; auto: flash_attn where it is installed, else torch's own, else the CPU's."""
+    kernels: KernelsName = "auto"
+    """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
+    compiler; auto: those where they can be had, else torch."""
 
 
 @dataclass(frozen=True)

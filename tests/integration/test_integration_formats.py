@@ -120,3 +120,22 @@ def test_decoded_tokens_are_those_of_one_process_as_far_as_the_format_is_exact(
             assert off_by <= TOLERANCE.get(wire_format, 1e-4)
     same = sum(o.sequence()[1] == c.token_ids[1] for o, c in zip(outputs, reference, strict=True))
     assert same >= len(PROMPTS) - 1, "rounding may tip a close choice, but not several"
+
+
+@pytest.mark.parametrize("rounded", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}])
+def test_rounded_weights_and_pools_give_the_tokens_of_one_process_that_rounds(rounded: dict[str, str]) -> None:
+    """KV of int8 is moved as it lies, whatever the blocks; weights are rounded alike on both sides."""
+    sizes = {"num_blocks": 64, "block_size": 16, "dtype": "bfloat16", **rounded}
+    runner = ModelRunner(MODEL, tp=SingleGroup(), device="cpu", **sizes)  # type: ignore[arg-type]
+    engine = Engine(runner, BlockManager(64, 16), runner.config.vocab_size)
+    params = SamplingParams(temperature=0.0, max_output_tokens=NUM_TOKENS, top_logprobs=0)
+    (expected,) = (completions[0] for completions in engine.generate(PROMPTS[:1], [params]))
+    common = {"model_path": str(MODEL), "dtype": "bfloat16", "kv_cache_tokens": 2048, "chunk_tokens": 24, **rounded}
+    prefill = Worker(worker_id="prefill-0", role="prefill", block_size=16, **common)
+    decode = Worker(worker_id="decode-0", role="decode", block_size=8, **common)
+    with running(prefill, decode) as (sender, receiver):
+        key = run(str(rounded), PROMPTS[0], sender, receiver)
+        output = merged(key, sender, receiver)
+    assert tuple(output.sequence()) == expected.token_ids
+    logprobs = dict(enumerate(token.logprob for token in expected.sampled))
+    assert output.logprobs[0] == pytest.approx(logprobs, abs=1e-3)

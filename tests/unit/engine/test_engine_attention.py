@@ -15,6 +15,7 @@ from cluster.errors import ConfigError
 from engine.attention import AttentionBatch, choose_attention
 from engine.attention_cpu import CpuAttention
 from engine.attention_gpu import FlashAttention, VarlenAttention
+from engine.native import DTYPES, Native, native
 from engine.step import SequenceSlice, build_step
 
 CPU = torch.device("cpu")
@@ -79,24 +80,35 @@ def _by_definition(problem: Problem, scale: float, causal: bool, window: tuple[i
     return out
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def kernels(request: pytest.FixtureRequest) -> Native | None:
+    """Those of this machine, and none."""
+    own, why_not = native()
+    if request.param == "torch":
+        return None
+    if own is None:
+        pytest.skip(f"no kernels here: {why_not}")
+    return own
+
+
 @pytest.mark.parametrize("block_size", [16, 5])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES.keys())
 def test_the_cpu_backend_computes_the_definition(
-    lengths: list[tuple[int, int]], window: tuple[int, int], block_size: int
+    kernels: Native | None, lengths: list[tuple[int, int]], window: tuple[int, int], block_size: int
 ) -> None:
     problem = _problem(lengths, block_size)
 
-    out = CpuAttention()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
+    out = CpuAttention(kernels)(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
 
     assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (3, 2)])
-def test_without_causality_a_window_reaches_to_the_right_too(window: tuple[int, int]) -> None:
+def test_without_causality_a_window_reaches_to_the_right_too(kernels: Native | None, window: tuple[int, int]) -> None:
     problem = _problem(BATCHES["everything at once"], 16)
 
-    out = CpuAttention()(
+    out = CpuAttention(kernels)(
         problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, causal=False, window_size=window
     )
 
@@ -104,28 +116,32 @@ def test_without_causality_a_window_reaches_to_the_right_too(window: tuple[int, 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_cpu_backend_computes_in_sixteen_bits(dtype: torch.dtype) -> None:
+def test_the_cpu_backend_computes_in_sixteen_bits(kernels: Native | None, dtype: torch.dtype) -> None:
     problem = _problem(BATCHES["everything at once"], 16, dtype)
 
-    out = CpuAttention()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.35)
+    out = CpuAttention(kernels if dtype in DTYPES else None)(
+        problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.35
+    )
 
     assert out.dtype == dtype
     assert torch.allclose(out.float(), _by_definition(problem, 0.35, True, (-1, -1)), atol=0.03)
 
 
-def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(
+    kernels: Native | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.attention_cpu._MOST_GATHERED", 4)
     problem = _problem([(1, 30), (1, 20), (1, 31), (1, 25), (1, 9)], 16)
-    backend = CpuAttention()
+    backend = CpuAttention(kernels)
 
     out = backend(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4)
 
     assert torch.allclose(out, _by_definition(problem, 0.4, True, (-1, -1)), atol=1e-5)
 
 
-def test_one_backend_serves_batches_and_layers_of_different_windows_in_turn() -> None:
+def test_one_backend_serves_batches_and_layers_of_different_windows_in_turn(kernels: Native | None) -> None:
     """What is kept of one call must not leak into the next."""
-    backend = CpuAttention()
+    backend = CpuAttention(kernels)
     small, large = _problem(BATCHES["decode of one"], 16), _problem(BATCHES["everything at once"], 16)
 
     for problem, window in [(small, (-1, -1)), (large, (4, 0)), (small, (4, 0)), (large, (-1, -1))]:

@@ -1,26 +1,113 @@
-"""A weight in either of its forms gives the same product."""
+"""A weight in any of its forms gives the same product, at any number of rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from engine.matmul import Matrix
+from engine import matmul
+from engine.matmul import make_matrix
+from engine.native import native
+from engine.quantization import quantize
+
+KERNELS, WHY_NOT = native()
+HAS_PRODUCTS = KERNELS is not None and KERNELS.has_products
+NUM_ROWS = [0, 1, 5, 6, 7, 33, 64, 65, 130]
+needs_products = pytest.mark.skipif(not HAS_PRODUCTS, reason=f"no kernels for products here: {WHY_NOT}")
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 6, 33])
-@pytest.mark.parametrize("shape", [(24, 40), (2100, 2048)], ids=["both forms", "packed only"])
-def test_the_product_is_the_same_at_any_number_of_rows(num_rows: int, shape: tuple[int, int]) -> None:
+def problem(num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(3)
-    weight, bias = torch.randn(shape, generator=generator), torch.randn(shape[0], generator=generator)
-    x = torch.randn(num_rows, shape[1], generator=generator)
-    matrix = Matrix(weight.clone())
+    sizes = (shape, (shape[0],), (num_rows, shape[1]))
+    weight, bias, x = (torch.randn(size, generator=generator).to(dtype) for size in sizes)
+    return weight, bias, x
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("shape", [(24, 40), (2100, 2048)], ids=["both forms", "packed only"])
+def test_in_float32(num_rows: int, shape: tuple[int, int]) -> None:
+    weight, bias, x = problem(num_rows, shape, torch.float32)
+    matrix = make_matrix(weight.clone(), KERNELS)
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(matrix(x).double(), exact, atol=1e-3, rtol=1e-5)
     torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=1e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_other_types_stay_as_they_are(dtype: torch.dtype) -> None:
-    weight, x = torch.ones(8, 16, dtype=dtype), torch.ones(7, 16, dtype=dtype)
-    assert torch.equal(Matrix(weight)(x), torch.full((7, 8), 16, dtype=dtype))
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("shape", [(24, 40), (13, 71), (130, 2048), (3, 32), (1, 1)], ids=str)
+@pytest.mark.parametrize("uses_kernels", [pytest.param(True, marks=needs_products), False])
+def test_in_bfloat16(num_rows: int, shape: tuple[int, int], uses_kernels: bool) -> None:
+    weight, bias, x = problem(num_rows, shape, torch.bfloat16)
+    matrix = make_matrix(weight.clone(), KERNELS if uses_kernels else None)
+    exact = x.double() @ weight.double().T
+    product = matrix(x)
+    assert product.dtype == torch.bfloat16
+    torch.testing.assert_close(product.double(), exact, atol=0.05, rtol=0.01)
+    torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=0.05, rtol=0.01)
+    whole = matrix(x, dtype=torch.float32)
+    assert whole.dtype == torch.float32 and matrix.nbytes == weight.nbytes
+    if uses_kernels and num_rows <= 64:
+        torch.testing.assert_close(whole.double(), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("wanted", ["int8", "int4"])
+@pytest.mark.parametrize("shape", [(24, 64), (13, 71), (130, 2048)], ids=str)
+@pytest.mark.parametrize(
+    ("uses_kernels", "dtype"),
+    [
+        pytest.param(True, torch.bfloat16, marks=needs_products),
+        pytest.param(True, torch.float32, marks=needs_products),
+        (False, torch.bfloat16),
+        (False, torch.float32),
+    ],
+)
+def test_in_fewer_bits(
+    num_rows: int, wanted: str, shape: tuple[int, int], uses_kernels: bool, dtype: torch.dtype
+) -> None:
+    """The product is that of the weight as it was stored."""
+    weight, bias, x = problem(num_rows, shape, dtype)
+    matrix = make_matrix(weight.clone(), KERNELS if uses_kernels else None, wanted)
+    stored = quantize(weight, wanted).dequantize(torch.float32)
+    exact = x.double() @ stored.double().T
+    largest = exact.abs().max().item() if num_rows else 0.0
+    tolerance = largest * (1e-5 if dtype == torch.float32 and not uses_kernels else 0.01)
+    torch.testing.assert_close(matrix(x).double(), exact, atol=tolerance, rtol=0.01)
+    torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=tolerance, rtol=0.01)
+    assert matrix.nbytes < weight.nbytes * (0.55 if dtype == torch.bfloat16 and shape[1] > 64 else 0.75)
+
+
+@needs_products
+def test_a_product_does_not_depend_on_how_many_rows_there_are() -> None:
+    """What a sequence says must not depend on who decodes beside it."""
+    weight, bias, x = problem(64, (130, 2048), torch.bfloat16)
+    for wanted in ("none", "int8", "int4"):
+        matrix = make_matrix(weight.clone(), KERNELS, wanted)
+        whole = matrix(x, bias)
+        for count in (1, 2, 5, 6, 13):
+            assert torch.equal(matrix(x[:count].contiguous(), bias), whole[:count])
+
+
+@pytest.mark.parametrize(("wanted", "bound"), [("int8", 1 / 254), ("int4", 1 / 8)])
+def test_what_is_stored_is_near_the_weight(wanted: str, bound: float) -> None:
+    weight = torch.randn(50, 256, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    weight[4] *= 1e-4
+    stored = quantize(weight, wanted)
+    span = 256 if wanted == "int8" else 32
+    largest = weight.abs().view(50, -1, span).amax(2, keepdim=True).expand(-1, -1, span).reshape(50, 256)
+    error = (stored.dequantize(torch.float32) - weight).abs()
+    assert bool((error <= 1.02 * bound * largest).all())
+    assert bool((error[3] == 0).all())
+    assert stored.nbytes == {"int8": 50 * 256 + 50 * 4, "int4": 50 * 128 + 50 * 8 * 2}[wanted]
+
+
+def test_inputs_that_fill_no_group_stay_at_eight_bits() -> None:
+    assert quantize(torch.ones(4, 40), "int4").data.shape == (4, 40)
+
+
+def test_other_types_stay_as_they_are() -> None:
+    weight, x = torch.ones(8, 16, dtype=torch.float16), torch.ones(7, 16, dtype=torch.float16)
+    matrix = make_matrix(weight, KERNELS)
+    assert isinstance(matrix, matmul.TorchMatrix)
+    assert torch.equal(matrix(x), torch.full((7, 8), 16, dtype=torch.float16))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -57,21 +58,23 @@ class Case:
     expected: torch.Tensor  # [NUM_TOKENS, VOCAB_SIZE], of transformers
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=product(CASES, ("auto", "torch")), ids=" ".join)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    kind, overrides = CASES[request.param]
-    folder = make_checkpoint(kind, tmp_path_factory.mktemp(request.param), **overrides)
+    """Computed by Baton's own kernels where they can be had, and by torch."""
+    name, kernels = request.param
+    kind, overrides = CASES[name]
+    folder = make_checkpoint(kind, tmp_path_factory.mktemp(name), **overrides)
     token_ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
-    return Case(make_runner(folder), token_ids, _reference_logits(folder, token_ids))
+    return Case(make_runner(folder, kernels=kernels), token_ids, _reference_logits(folder, token_ids))
 
 
-def _reference_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+def _reference_logits(folder: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         logits: torch.Tensor = model(torch.tensor([token_ids])).logits[0]
-    return logits
+    return logits.float()
 
 
 def test_logits_equal_those_of_transformers_at_every_position(case: Case) -> None:
@@ -154,6 +157,15 @@ def test_a_step_that_came_as_bytes_runs(case: Case) -> None:
     assert (logits - case.expected[8:9]).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("block", [32, 2**31 - 1, -1])
+def test_a_block_that_is_not_there_is_refused(case: Case, block: int) -> None:
+    decode = SequenceSlice((3,), 20, (0, 1), wants_logits=True)
+    step = build_step([decode], case.runner.block_size)
+    for wrong in ({"block_tables": step.block_tables * 0 + block}, {"slot_mapping": step.slot_mapping * 0 + 512}):
+        with pytest.raises(IndexError, match="there are"):
+            case.runner.forward(replace(step, **wrong))
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bit_types_stay_near_float32(tmp_path: Path, dtype: str) -> None:
     folder = make_checkpoint("qwen3", tmp_path, dtype=dtype)
@@ -166,3 +178,41 @@ def test_sixteen_bit_types_stay_near_float32(tmp_path: Path, dtype: str) -> None
     assert runner.dtype == dtype and runner.kv.dtype == getattr(torch, dtype)
     assert logits.dtype == torch.float32
     assert (logits - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "mistral"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path: Path, kind: str, kernels: str) -> None:
+    """However the same work is cut: 90 tokens at once, and ten alone."""
+    folder = make_checkpoint(kind, tmp_path, dtype="bfloat16")
+    ids = torch.randint(0, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    exact, theirs = (_reference_logits(folder, ids, dtype) for dtype in (torch.float32, torch.bfloat16))
+
+    ours = run_in_chunks(make_runner(folder, dtype="auto", kernels=kernels), ids, [NUM_TOKENS - 10] + [1] * 10)
+
+    for part in (slice(0, NUM_TOKENS - 10), slice(NUM_TOKENS - 10, None)):
+        error, allowed = ((logits - exact)[part].abs() for logits in (ours, theirs))
+        assert error.mean() <= 1.15 * allowed.mean()
+        assert error.max() <= 1.5 * allowed.max()
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("int8", 0.06), ("int4", 0.6)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_in_fewer_bits_stay_near(tmp_path: Path, quantization: str, bound: float, dtype: str) -> None:
+    folder = make_checkpoint("llama", tmp_path, dtype="bfloat16")
+    ids = list(range(1, 41))
+    exact = run_in_chunks(make_runner(folder), ids, [40])
+    logits = run_in_chunks(make_runner(folder, dtype=dtype, quantization=quantization), ids, [30] + [1] * 10)
+    assert 0 < (logits - exact).pow(2).mean().sqrt() < bound * exact.pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_a_pool_of_int8_stays_near(tmp_path: Path, kind: str, kernels: str) -> None:
+    folder = make_checkpoint(kind, tmp_path)
+    ids = list(range(1, 61))
+    exact = run_in_chunks(make_runner(folder), ids, [60])
+    runner = make_runner(folder, kv_cache_dtype="int8", kernels=kernels)
+    logits = run_in_chunks(runner, ids, [30, 20] + [1] * 10)
+    assert runner.kv.dtype == torch.int8
+    assert 0 < (logits - exact).pow(2).mean().sqrt() < 0.02 * exact.pow(2).mean().sqrt()

@@ -18,7 +18,7 @@ from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
 from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.header import HEADER_BYTES
-from kv_transfer.layout import DTYPES, WIRE_FORMATS, KvLayout, LayoutMismatch, routes
+from kv_transfer.layout import FLOAT_DTYPES, WIRE_FORMATS, KvLayout, LayoutMismatch, routes
 
 LAYOUT = KvLayout(num_layers=3, num_kv_heads=8, head_dim=4, dtype="bfloat16", tp_size=1, block_size=4, model="m")
 TOKENS = 21
@@ -110,8 +110,8 @@ def test_every_pair_of_tensor_parallel_sizes_ends_with_the_senders_kv(
 
 
 @every_format
-@pytest.mark.parametrize("sender_dtype", DTYPES)
-@pytest.mark.parametrize("receiver_dtype", DTYPES)
+@pytest.mark.parametrize("sender_dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("receiver_dtype", FLOAT_DTYPES)
 def test_dtypes_are_bridged_in_every_format_or_refused(
     wire_format: str, sender_dtype: str, receiver_dtype: str
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_prompt_cut_into_any_rectangles_arrives_whole(
     torch.testing.assert_close(receiver.held(TOKENS), due, rtol=0 if wire_format == "native" else 2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_nan_and_infinity_survive_the_native_format_bit_for_bit(dtype: str) -> None:
     layout = replace(LAYOUT, dtype=dtype)
     integer = torch.int32 if dtype == "float32" else torch.int16

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.pb import handoff_pb2
 from kv_transfer.layout import (
-    DTYPES,
+    FLOAT_DTYPES,
     KvLayout,
     LayoutMismatch,
     Route,
@@ -130,8 +130,8 @@ def test_anything_else_that_differs_is_refused_naming_both(change: dict[str, obj
     assert caught.value.grpc_code == "FAILED_PRECONDITION"
 
 
-@pytest.mark.parametrize("sender", DTYPES)
-@pytest.mark.parametrize("receiver", DTYPES)
+@pytest.mark.parametrize("sender", FLOAT_DTYPES)
+@pytest.mark.parametrize("receiver", FLOAT_DTYPES)
 def test_dtypes_are_bridged_unless_values_might_leave_the_receivers_range(sender: str, receiver: str) -> None:
     ours, theirs = replace(LAYOUT, dtype=sender), replace(LAYOUT, dtype=receiver)
     if receiver != "float16" or sender == "float16":
@@ -144,10 +144,24 @@ def test_dtypes_are_bridged_unless_values_might_leave_the_receivers_range(sender
     assert str(ours) in message and str(theirs) in message
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_the_wire_dtype_is_the_senders_or_the_formats_own(dtype: str) -> None:
     found = [wire_dtype(replace(LAYOUT, dtype=dtype), wire_format) for wire_format in ("native", "int8", "fp8")]
     assert found == [dtype, "int8", "float8_e4m3fn"]
+
+
+@pytest.mark.parametrize("other", FLOAT_DTYPES)
+def test_int8_goes_to_int8_and_as_it_is(other: str) -> None:
+    rounded, plain = replace(LAYOUT, dtype="int8", head_dim=68), replace(LAYOUT, dtype=other)
+    check_compatible(rounded, rounded)
+    assert wire_dtype(rounded, "native") == "int8"
+    for sender, receiver in ((rounded, plain), (plain, rounded)):
+        with pytest.raises(LayoutMismatch, match="start both workers with the same kv_cache_dtype") as caught:
+            routes(sender, receiver)
+        assert str(sender) in str(caught.value) and str(receiver) in str(caught.value)
+    for wire_format in ("int8", "fp8"):
+        with pytest.raises(LayoutMismatch, match=f"not rounded to {wire_format} once more; use wire_format native"):
+            wire_dtype(rounded, wire_format)
 
 
 def test_both_sides_must_speak_one_wire_format() -> None:

@@ -1,0 +1,205 @@
+"""Baton's own kernels for the CPU: products with few rows, attention over pages, and what lies between products.
+
+`native()` compiles and loads them once for each process; where that cannot be, it says why and the engine computes the
+same in plain torch. Tensors are rows of contiguous memory in float32 or bfloat16, and everything a call is given must
+have one type; this is checked by whoever calls, once, when a model is loaded.
+
+Legend: T tokens, I inputs, O outputs, S sequences, B blocks in the longest table, N blocks of the pool, K block_size,
+Hq/H query/KV heads, D head_dim, W width of an MLP.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.native.build import BuildFailed, build
+
+DTYPES = (torch.float32, torch.bfloat16)
+MAX_HEAD_DIM = 512
+BF16, INT8, INT4 = 0, 1, 2
+"""What a weight consists of: bfloat16 [O, I]; int8 [O, I] with float32 [O] scales; uint8 [O, I / 2] with bfloat16
+[O, I / group] scales, where byte i of each 32 inputs holds input i in its low half and input i + 16 in its high one,
+each plus 8."""
+INT4_SPAN = 32
+"""Inputs that lie together; a group is a multiple of it."""
+
+_POINTER, _COUNT, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_SIGNATURES: dict[str, list[Any]] = {
+    "rms_norm": [_POINTER, _COUNT, *[_POINTER] * 3, _COUNT, _COUNT, _FLOAT],
+    "silu_mul": [_POINTER, _POINTER, _COUNT, _COUNT],
+}
+_PAGE_SIGNATURES: dict[str, list[Any]] = {
+    "rotate_and_store": [_POINTER, _POINTER, _FLOAT, *[_POINTER] * 5, *[_COUNT] * 4],
+    "paged_attention": [
+        *[_POINTER, _COUNT, _POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _POINTER, _POINTER],
+        *[*[_COUNT] * 5, _FLOAT, _COUNT],
+    ],
+}
+
+
+class Native:
+    """The loaded library. Calls let other threads run; they compute with torch's number of threads."""
+
+    def __init__(self, library: str) -> None:
+        self._library = ctypes.CDLL(library)
+        self._functions: dict[tuple[str | torch.dtype, ...], Any] = {}
+        """By name, type that is computed in and, where pages are read or written, theirs."""
+        for dtype in DTYPES:
+            of_type = str(dtype).removeprefix("torch.")
+            for name, arguments in _SIGNATURES.items():
+                self._functions[name, dtype] = self._bind(f"{name}_{of_type}", arguments)
+            for name, arguments in _PAGE_SIGNATURES.items():
+                self._functions[name, dtype, dtype] = self._bind(f"{name}_{of_type}", arguments)
+                self._functions[name, dtype, torch.int8] = self._bind(f"{name}_{of_type}_int8", arguments)
+        self.has_products = bool(self._library.baton_has_bf16_dot())
+        """Whether this processor multiplies bfloat16; without it, `linear` and `unpack` are not there."""
+        if self.has_products:
+            products = [_POINTER, _POINTER, _POINTER, _FLAG, _COUNT]
+            self._linear = self._bind("linear", [*products, _POINTER, _POINTER, _FLAG, *[_COUNT] * 3])
+            self._unpack = self._bind("unpack", [_POINTER, _POINTER, _FLAG, _COUNT, _POINTER, _COUNT, _COUNT])
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        """[T, E] normalised; with `add`, x += add first, in place."""
+        num_tokens, width = x.shape
+        out = torch.empty((num_tokens, width), dtype=x.dtype)
+        self._functions["rms_norm", x.dtype](
+            x.data_ptr(), x.stride(0), _address(add), weight.data_ptr(), out.data_ptr(), num_tokens, width, eps
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up of [T, 2 W]: [T, W]."""
+        num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((num_tokens, width), dtype=gate_up.dtype)
+        self._functions["silu_mul", gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), num_tokens, width)
+        return out
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        head_norm: Tensor | None,
+        eps: float,
+        rope_rows: tuple[Tensor, Tensor],
+        slots: Tensor,
+        pages: tuple[Tensor, Tensor],
+        num_heads: int,
+    ) -> None:
+        """Normalises (if asked to) and turns the query and key heads of [T, Hq + 2 H, D], and stores keys and values.
+
+        In place; `head_norm` is [Hq + H, D], `slots` int64 [T]. Pages are as computed, or `engine.kv_cache.encode`d.
+        """
+        num_tokens, all_heads, head_dim = qkv.shape
+        num_kv_heads = (all_heads - num_heads) // 2
+        cos, sin = rope_rows
+        self._functions["rotate_and_store", qkv.dtype, pages[0].dtype](
+            qkv.data_ptr(),
+            _address(head_norm),
+            eps,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            slots.data_ptr(),
+            pages[0].data_ptr(),
+            pages[1].data_ptr(),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        )
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        pages: tuple[Tensor, Tensor],
+        tables: Tensor,
+        lengths: Tensor,
+        rows: Tensor,
+        out: Tensor,
+        scale: float,
+        window: int,
+    ) -> None:
+        """Writes, for S sequences, what token `rows[s]` of q sees: its own and the keys before it.
+
+        q and out are [T, Hq, D], tables int32 [S, B], lengths int32 [S] in tokens, rows int64 [S]; `window` is how many
+        keys before its own it sees, -1 for all. Pages may be `engine.kv_cache.encode`d. Reads no key that is not asked
+        for.
+        """
+        k, v = pages
+        _, block_size, num_kv_heads, _ = k.shape
+        self._functions["paged_attention", q.dtype, k.dtype](
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            v.data_ptr(),
+            tables.data_ptr(),
+            tables.shape[1],
+            lengths.data_ptr(),
+            rows.data_ptr(),
+            out.data_ptr(),
+            lengths.shape[0],
+            q.shape[1],
+            num_kv_heads,
+            q.shape[2],
+            block_size,
+            scale,
+            window,
+        )
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor | None,
+        kind: int,
+        group: int,
+        bias: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> Tensor:
+        """bfloat16 [T, I] times a weight of one of the kinds: [T, O] in `dtype`, bfloat16 or float32."""
+        num_tokens, num_inputs = x.shape
+        num_outputs = weight.shape[0]
+        out = torch.empty((num_tokens, num_outputs), dtype=dtype)
+        is_float32 = dtype == torch.float32
+        self._linear(
+            x.data_ptr(),
+            weight.data_ptr(),
+            _address(scales),
+            kind,
+            group,
+            _address(bias),
+            out.data_ptr(),
+            is_float32,
+            num_tokens,
+            num_inputs,
+            num_outputs,
+        )
+        return out
+
+    def unpack(self, weight: Tensor, scales: Tensor, kind: int, group: int, out: Tensor) -> None:
+        """A weight of int8 or int4 as bfloat16 [O, I]."""
+        self._unpack(weight.data_ptr(), scales.data_ptr(), kind, group, out.data_ptr(), out.shape[1], out.shape[0])
+
+    def _bind(self, name: str, arguments: list[Any]) -> Any:
+        function = getattr(self._library, f"baton_{name}")
+        function.argtypes, function.restype = arguments, None
+        return function
+
+
+@cache
+def native() -> tuple[Native | None, str]:
+    """The kernels, and where they come from; or None, and why there are none."""
+    try:
+        path = build()
+        return Native(str(path)), f"compiled for this processor ({path.name})"
+    except BuildFailed as error:
+        return None, str(error)
+    except OSError as error:
+        return None, f"the library cannot be loaded: {error}"
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,91 @@
+"""Compiles kernels.cpp for the processor that it runs on, once, and keeps the library in the user's cache.
+
+The library is named by everything that it depends on: source, flags, compiler and processor. Several processes may
+build it at once; each ends with a whole file of the same content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+COMPILERS = ("g++", "clang++", "c++")
+TIMEOUT_S = 120.0
+# Sums may be reordered. The flags are not for the linker: it would make the whole process treat denormals as zeros.
+COMPILE_FLAGS = ("-std=c++17", "-O3", "-ffast-math", "-fopenmp", "-fPIC", "-march=native")
+WIDE_FLAGS = ("-mprefer-vector-width=512",)
+
+
+class BuildFailed(Exception):
+    """There is no library; its text says why, in one line."""
+
+
+def build() -> Path:
+    """The library's path, compiled if need be. Raises BuildFailed."""
+    compiler = _compiler()
+    flags = (*COMPILE_FLAGS, *(WIDE_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()))
+    key = "\0".join([SOURCE.read_text(encoding="utf-8"), *flags, _version(compiler), _processor()])
+    library = _cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        _compile(compiler, flags, library)
+    return library
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    for name in (wanted,) if wanted else COMPILERS:
+        if found := shutil.which(name):
+            return found
+    raise BuildFailed(f"no C++ compiler was found ({wanted or ', '.join(COMPILERS)}); install g++")
+
+
+def _version(compiler: str) -> str:
+    return compiler + _run([compiler, "--version"])
+
+
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        return platform.machine() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    lines = cpuinfo.read_text().splitlines()
+    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def _cache_folder() -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "baton"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise BuildFailed(f"{folder} cannot be made: {error.strerror}; set XDG_CACHE_HOME") from None
+    return folder
+
+
+def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    try:
+        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
+            compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
+            _run([compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
+            _run([compiler, "-shared", "-fopenmp", str(compiled), "-o", str(linked)])
+            os.replace(linked, library)
+    except OSError as error:
+        raise BuildFailed(f"{library.parent} cannot be written: {error.strerror}; set XDG_CACHE_HOME") from None
+
+
+def _run(command: list[str]) -> str:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildFailed(f"{command[0]} failed: {error}") from None
+    if ended.returncode:
+        said = [line for line in ended.stderr.splitlines() if "error" in line] or ["it says nothing"]
+        raise BuildFailed(f"{command[0]} failed with {ended.returncode}: {said[0]}")
+    return ended.stdout

@@ -1,0 +1,484 @@
+// What a step on the CPU spends its time in, for engine.native, which says what each function computes.
+//
+// Plain C at the outside; raw pointers to contiguous rows unless a stride is given. Nothing is allocated but scratch of
+// a thread, nothing is kept. Sums are in float32. Threads are OpenMP's, which torch's library shares.
+//
+// Legend: T tokens, I inputs, O outputs, Hq/H query/KV heads, G query heads of a KV head, D head_dim, K block_size.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#define HAS_BF16_DOT 1
+#include <immintrin.h>
+#endif
+
+namespace {
+
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(bfloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void store(float* to, float x) { *to = x; }
+
+// To nearest, ties to even.
+inline void store(bfloat16* to, float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to->bits = static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float rounded(float x, float) { return x; }
+
+inline float rounded(float x, bfloat16) {
+  bfloat16 stored;
+  store(&stored, x);
+  return to_float(stored);
+}
+
+template <typename T>
+inline void widen(const T* from, float* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+// Pages hold heads as they are computed, or as int8 followed by the float32 that each value is times.
+
+template <typename P>
+inline int64_t cell(int64_t dim) {
+  return dim;
+}
+
+template <>
+inline int64_t cell<int8_t>(int64_t dim) {
+  return dim + sizeof(float);
+}
+
+template <typename P>
+inline void load_head(const P* from, float* to, int64_t dim) {
+  widen(from, to, dim);
+}
+
+template <>
+inline void load_head(const int8_t* from, float* to, int64_t dim) {
+  float scale;
+  std::memcpy(&scale, from + dim, sizeof scale);
+#pragma omp simd
+  for (int64_t i = 0; i < dim; ++i) to[i] = from[i] * scale;
+}
+
+template <typename T>
+inline void store_head(const T* from, T* to, int64_t dim) {
+  std::memcpy(to, from, dim * sizeof(T));
+}
+
+template <typename T>
+inline void store_head(const T* from, int8_t* to, int64_t dim) {
+  float most = 1e-30f;
+#pragma omp simd reduction(max : most)
+  for (int64_t i = 0; i < dim; ++i) most = std::max(most, std::fabs(to_float(from[i])));
+  const float scale = most / 127.0f;
+  const float steps = 127.0f / most;
+#pragma omp simd
+  for (int64_t i = 0; i < dim; ++i) to[i] = static_cast<int8_t>(std::nearbyint(to_float(from[i]) * steps));
+  std::memcpy(to + dim, &scale, sizeof scale);
+}
+
+inline float dot(const float* a, const float* b, int64_t n) {
+  float sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// Work below this many elements is not worth waking other threads for.
+constexpr int64_t kWorthThreads = 32768;
+
+// ------------------------------------------------------------------------------------------------ norms, MLP, rope
+
+template <typename T>
+void rms_norm(T* x, int64_t x_stride, const T* add, const T* weight, T* out, int64_t tokens, int64_t width, float eps) {
+#pragma omp parallel for if (tokens * width >= kWorthThreads && tokens > 1)
+  for (int64_t t = 0; t < tokens; ++t) {
+    T* row = x + t * x_stride;
+    float sum = 0;
+    if (add) {
+      const T* other = add + t * width;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < width; ++i) {
+        store(row + i, to_float(row[i]) + to_float(other[i]));
+        const float value = to_float(row[i]);
+        sum += value * value;
+      }
+    } else {
+#pragma omp simd reduction(+ : sum)
+      for (int64_t i = 0; i < width; ++i) sum += to_float(row[i]) * to_float(row[i]);
+    }
+    const float scale = 1.0f / std::sqrt(sum / width + eps);
+    T* to = out + t * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) store(to + i, rounded(to_float(row[i]) * scale, T{}) * to_float(weight[i]));
+  }
+}
+
+template <typename T>
+void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t width) {
+#pragma omp parallel for if (tokens * width >= kWorthThreads)
+  for (int64_t t = 0; t < tokens; ++t) {
+    const T* gate = gate_up + 2 * t * width;
+    const T* up = gate + width;
+    T* to = out + t * width;
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+      const float x = to_float(gate[i]);
+      store(to + i, rounded(x / (1.0f + std::exp(-x)), T{}) * to_float(up[i]));
+    }
+  }
+}
+
+// cos and sin are [T, D], the first half of sin negative: dimension i turns with i + D/2.
+template <typename T, typename P>
+void rotate_and_store(T* qkv, const T* head_norm, float eps, const T* cos, const T* sin, const int64_t* slots, P* k_pages,
+                      P* v_pages, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dim) {
+  const int64_t half = dim / 2;
+#pragma omp parallel for if (tokens * (q_heads + kv_heads) * dim >= kWorthThreads)
+  for (int64_t t = 0; t < tokens; ++t) {
+    float turned[512], plain[512];
+    T* token = qkv + t * (q_heads + 2 * kv_heads) * dim;
+    const T* c = cos + t * dim;
+    const T* s = sin + t * dim;
+    for (int64_t h = 0; h < q_heads + kv_heads; ++h) {
+      T* head = token + h * dim;
+      widen(head, plain, dim);
+      if (head_norm) {
+        const T* weight = head_norm + h * dim;
+        const float scale = 1.0f / std::sqrt(dot(plain, plain, dim) / dim + eps);
+        for (int64_t i = 0; i < dim; ++i)
+          plain[i] = rounded(rounded(plain[i] * scale, T{}) * to_float(weight[i]), T{});
+      }
+#pragma omp simd
+      for (int64_t i = 0; i < half; ++i) {
+        turned[i] = plain[i] * to_float(c[i]) + plain[i + half] * to_float(s[i]);
+        turned[i + half] = plain[i + half] * to_float(c[i + half]) + plain[i] * to_float(s[i + half]);
+      }
+#pragma omp simd
+      for (int64_t i = 0; i < dim; ++i) store(head + i, turned[i]);
+    }
+    for (int64_t h = 0; h < kv_heads; ++h) {
+      const int64_t at = (slots[t] * kv_heads + h) * cell<P>(dim);
+      store_head(token + (q_heads + h) * dim, k_pages + at, dim);
+      store_head(token + (q_heads + kv_heads + h) * dim, v_pages + at, dim);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ paged attention
+
+constexpr int64_t kChunk = 64;  // keys whose scores are taken at once
+
+// One query token of one sequence and the query heads of one KV head, over keys [first, end).
+template <typename T, typename P>
+void attend(const T* q, const P* k_pages, const P* v_pages, const int32_t* table, T* out, int64_t first, int64_t end,
+            int64_t group, int64_t kv_heads, int64_t head, int64_t dim, int64_t block_size, float scale, float* scratch) {
+  float* query = scratch;                  // [G, D]
+  float* sum = query + group * dim;        // [G, D]
+  float* scores = sum + group * dim;       // [G, kChunk]
+  float* row = scores + group * kChunk;    // [D]
+  float* best = row + dim;                 // [G]
+  float* total = best + group;             // [G]
+  for (int64_t i = 0; i < group * dim; ++i) query[i] = to_float(q[i]) * scale;
+  std::fill(sum, sum + group * dim, 0.0f);
+  std::fill(best, best + group, -1e30f);
+  std::fill(total, total + group, 0.0f);
+  const int64_t token_stride = kv_heads * cell<P>(dim);
+  for (int64_t start = first; start < end; start += kChunk) {
+    const int64_t count = std::min(kChunk, end - start);
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = start + j;
+      const int64_t slot = table[at / block_size] * block_size + at % block_size;
+      load_head(k_pages + slot * token_stride + head * cell<P>(dim), row, dim);
+      for (int64_t g = 0; g < group; ++g) scores[g * kChunk + j] = dot(query + g * dim, row, dim);
+    }
+    for (int64_t g = 0; g < group; ++g) {
+      float* of = scores + g * kChunk;
+      float most = best[g];
+#pragma omp simd reduction(max : most)
+      for (int64_t j = 0; j < count; ++j) most = std::max(most, of[j]);
+      float added = 0;
+#pragma omp simd reduction(+ : added)
+      for (int64_t j = 0; j < count; ++j) {
+        of[j] = std::exp(of[j] - most);
+        added += of[j];
+      }
+      const float shrink = std::exp(best[g] - most);
+      best[g] = most;
+      total[g] = total[g] * shrink + added;
+      if (shrink != 1.0f) {
+        float* so_far = sum + g * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; ++i) so_far[i] *= shrink;
+      }
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t at = start + j;
+      const int64_t slot = table[at / block_size] * block_size + at % block_size;
+      load_head(v_pages + slot * token_stride + head * cell<P>(dim), row, dim);
+      for (int64_t g = 0; g < group; ++g) {
+        const float weight = scores[g * kChunk + j];
+        float* so_far = sum + g * dim;
+#pragma omp simd
+        for (int64_t i = 0; i < dim; ++i) so_far[i] += weight * row[i];
+      }
+    }
+  }
+  for (int64_t g = 0; g < group; ++g) {
+    const float scale_out = 1.0f / total[g];
+#pragma omp simd
+    for (int64_t i = 0; i < dim; ++i) store(out + g * dim + i, sum[g * dim + i] * scale_out);
+  }
+}
+
+template <typename T, typename P>
+void paged_attention(const T* q, int64_t q_stride, const P* k_pages, const P* v_pages, const int32_t* tables,
+                     int64_t table_width, const int32_t* lengths, const int64_t* rows, T* out, int64_t sequences,
+                     int64_t q_heads, int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window) {
+  const int64_t group = q_heads / kv_heads;
+#pragma omp parallel if (sequences * kv_heads > 1)
+  {
+    std::vector<float> scratch(group * (2 * dim + kChunk + 2) + dim);
+#pragma omp for collapse(2) schedule(dynamic, 1)
+    for (int64_t s = 0; s < sequences; ++s) {
+      for (int64_t h = 0; h < kv_heads; ++h) {
+        const int64_t end = lengths[s];
+        const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, end - 1 - window);
+        attend(q + rows[s] * q_stride + h * group * dim, k_pages, v_pages, tables + s * table_width,
+               out + (rows[s] * q_heads + h * group) * dim, first, end, group, kv_heads, h, dim, block_size, scale,
+               scratch.data());
+      }
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------------ products
+
+#ifdef HAS_BF16_DOT
+
+constexpr int kRows = 4;     // of the weight, whose bytes are read once for
+constexpr int kColumns = 6;  // tokens: 24 sums, 4 weights and a token's vector fit 32 registers
+
+inline __m512bh load(const bfloat16* from, __mmask32 mask) {
+  return (__m512bh)_mm512_maskz_loadu_epi16(mask, from);
+}
+
+template <int C>
+void dot_tile(const bfloat16* w, int64_t w_stride, const bfloat16* x, int64_t inputs, float sums[kRows][kColumns]) {
+  __m512 acc[kRows][C];
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
+  const int64_t whole = inputs & ~int64_t{31};
+  for (int64_t i = 0; i < whole; i += 32) {
+    __m512bh weights[kRows];
+    for (int r = 0; r < kRows; ++r) weights[r] = (__m512bh)_mm512_loadu_si512(w + r * w_stride + i);
+    for (int c = 0; c < C; ++c) {
+      const __m512bh token = (__m512bh)_mm512_loadu_si512(x + c * inputs + i);
+      for (int r = 0; r < kRows; ++r) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], weights[r], token);
+    }
+  }
+  if (whole < inputs) {
+    const __mmask32 mask = (uint32_t{1} << (inputs - whole)) - 1;
+    for (int c = 0; c < C; ++c) {
+      const __m512bh token = load(x + c * inputs + whole, mask);
+      for (int r = 0; r < kRows; ++r)
+        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], load(w + r * w_stride + whole, mask), token);
+    }
+  }
+  for (int r = 0; r < kRows; ++r)
+    for (int c = 0; c < C; ++c) sums[r][c] = _mm512_reduce_add_ps(acc[r][c]);
+}
+
+void dot_tiles(int columns, const bfloat16* w, int64_t w_stride, const bfloat16* x, int64_t inputs,
+               float sums[kRows][kColumns]) {
+  switch (columns) {
+    case 1: return dot_tile<1>(w, w_stride, x, inputs, sums);
+    case 2: return dot_tile<2>(w, w_stride, x, inputs, sums);
+    case 3: return dot_tile<3>(w, w_stride, x, inputs, sums);
+    case 4: return dot_tile<4>(w, w_stride, x, inputs, sums);
+    case 5: return dot_tile<5>(w, w_stride, x, inputs, sums);
+    default: return dot_tile<6>(w, w_stride, x, inputs, sums);
+  }
+}
+
+// A row of integers is exact in bfloat16; its scale is applied to the sum.
+void unpack_int8(const int8_t* from, bfloat16* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+  for (; i < n; ++i) store(to + i, static_cast<float>(from[i]));
+}
+
+// Groups of 32 inputs: byte i of a group holds input i in its low half and input i + 16 in its high one, each plus 8.
+void unpack_int4(const uint8_t* from, const bfloat16* scales, int64_t group, bfloat16* to, int64_t n) {
+  const __m128i low_half = _mm_set1_epi8(0x0f);
+  for (int64_t i = 0; i < n; i += 32) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i / 2));
+    const __m512 scale = _mm512_set1_ps(to_float(scales[i / group]));
+    const __m512 eight = _mm512_set1_ps(8.0f);
+    const __m128i low = _mm_and_si128(bytes, low_half);
+    const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_half);
+    const __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(low)), eight), scale);
+    const __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(high)), eight), scale);
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  }
+}
+
+enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+
+struct Weight {
+  const void* data;
+  const void* scales;  // int8: float32 [O]; int4: bfloat16 [O, I / group]
+  int format;
+  int64_t group, outputs, inputs;
+
+  int64_t row_bytes() const { return format == kBf16 ? 2 * inputs : format == kInt8 ? inputs : inputs / 2; }
+
+  void unpack(int64_t row, bfloat16* to) const {
+    const uint8_t* from = static_cast<const uint8_t*>(data) + row * row_bytes();
+    if (format == kInt8) {
+      unpack_int8(reinterpret_cast<const int8_t*>(from), to, inputs);
+    } else {
+      const auto* of_row = static_cast<const bfloat16*>(scales) + row * (inputs / group);
+      unpack_int4(from, of_row, group, to, inputs);
+    }
+  }
+
+  float scale(int64_t row) const { return format == kInt8 ? static_cast<const float*>(scales)[row] : 1.0f; }
+};
+
+template <typename Out>
+void linear(const bfloat16* x, const Weight& weight, const bfloat16* bias, Out* out, int64_t tokens) {
+  const int64_t inputs = weight.inputs, outputs = weight.outputs;
+  const int64_t tiles = (outputs + kRows - 1) / kRows;
+#pragma omp parallel if (inputs * outputs >= kWorthThreads)
+  {
+    std::vector<bfloat16> rows(weight.format == kBf16 && outputs % kRows == 0 ? 0 : kRows * inputs);
+#pragma omp for schedule(static)
+    for (int64_t tile = 0; tile < tiles; ++tile) {
+      const int64_t first = tile * kRows;
+      const int64_t count = std::min<int64_t>(kRows, outputs - first);
+      const bfloat16* w = static_cast<const bfloat16*>(weight.data) + first * inputs;
+      if (weight.format != kBf16) {
+        for (int64_t r = 0; r < count; ++r) weight.unpack(first + r, rows.data() + r * inputs);
+        w = rows.data();
+      } else if (count < kRows) {
+        std::memcpy(rows.data(), w, count * inputs * sizeof(bfloat16));
+        w = rows.data();
+      }
+      for (int64_t t = 0; t < tokens; t += kColumns) {
+        float sums[kRows][kColumns];
+        const int columns = static_cast<int>(std::min<int64_t>(kColumns, tokens - t));
+        dot_tiles(columns, w, inputs, x + t * inputs, inputs, sums);
+        for (int64_t r = 0; r < count; ++r) {
+          const float scale = weight.scale(first + r);
+          const float shift = bias ? to_float(bias[first + r]) : 0.0f;
+          for (int c = 0; c < columns; ++c) store(out + (t + c) * outputs + first + r, sums[r][c] * scale + shift);
+        }
+      }
+    }
+  }
+}
+
+void unpack_weight(const Weight& weight, bfloat16* out) {
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < weight.outputs; ++row) {
+    bfloat16* to = out + row * weight.inputs;
+    weight.unpack(row, to);
+    const float scale = weight.scale(row);
+    if (scale != 1.0f)
+      for (int64_t i = 0; i < weight.inputs; ++i) store(to + i, to_float(to[i]) * scale);
+  }
+}
+
+#endif
+
+}  // namespace
+
+extern "C" {
+
+int baton_has_bf16_dot() {
+#ifdef HAS_BF16_DOT
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw");
+#else
+  return 0;
+#endif
+}
+
+#define BATON_FLOATING(NAME, T)                                                                                        \
+  void baton_rms_norm_##NAME(void* x, int64_t x_stride, const void* add, const void* weight, void* out,               \
+                             int64_t tokens, int64_t width, float eps) {                                              \
+    rms_norm(static_cast<T*>(x), x_stride, static_cast<const T*>(add), static_cast<const T*>(weight),                 \
+             static_cast<T*>(out), tokens, width, eps);                                                               \
+  }                                                                                                                    \
+  void baton_silu_mul_##NAME(const void* gate_up, void* out, int64_t tokens, int64_t width) {                         \
+    silu_mul(static_cast<const T*>(gate_up), static_cast<T*>(out), tokens, width);                                    \
+  }
+
+// NAME: of the type that is computed in, T, and of the pages', P.
+#define BATON_PAGES(NAME, T, P)                                                                                        \
+  void baton_rotate_and_store_##NAME(void* qkv, const void* head_norm, float eps, const void* cos, const void* sin,   \
+                                     const int64_t* slots, void* k_pages, void* v_pages, int64_t tokens,              \
+                                     int64_t q_heads, int64_t kv_heads, int64_t dim) {                                \
+    rotate_and_store(static_cast<T*>(qkv), static_cast<const T*>(head_norm), eps, static_cast<const T*>(cos),         \
+                     static_cast<const T*>(sin), slots, static_cast<P*>(k_pages), static_cast<P*>(v_pages), tokens,   \
+                     q_heads, kv_heads, dim);                                                                         \
+  }                                                                                                                    \
+  void baton_paged_attention_##NAME(const void* q, int64_t q_stride, const void* k_pages, const void* v_pages,        \
+                                    const int32_t* tables, int64_t table_width, const int32_t* lengths,               \
+                                    const int64_t* rows, void* out, int64_t sequences, int64_t q_heads,               \
+                                    int64_t kv_heads, int64_t dim, int64_t block_size, float scale, int64_t window) { \
+    paged_attention(static_cast<const T*>(q), q_stride, static_cast<const P*>(k_pages),                               \
+                    static_cast<const P*>(v_pages), tables, table_width, lengths, rows, static_cast<T*>(out),         \
+                    sequences, q_heads, kv_heads, dim, block_size, scale, window);                                    \
+  }
+
+BATON_FLOATING(float32, float)
+BATON_FLOATING(bfloat16, bfloat16)
+BATON_PAGES(float32, float, float)
+BATON_PAGES(bfloat16, bfloat16, bfloat16)
+BATON_PAGES(float32_int8, float, int8_t)
+BATON_PAGES(bfloat16_int8, bfloat16, int8_t)
+
+#ifdef HAS_BF16_DOT
+void baton_linear(const void* x, const void* data, const void* scales, int format, int64_t group, const void* bias,
+                  void* out, int is_out_float32, int64_t tokens, int64_t inputs, int64_t outputs) {
+  const Weight weight{data, scales, format, group, outputs, inputs};
+  const auto* tokens_in = static_cast<const bfloat16*>(x);
+  const auto* shift = static_cast<const bfloat16*>(bias);
+  if (is_out_float32) {
+    linear(tokens_in, weight, shift, static_cast<float*>(out), tokens);
+  } else {
+    linear(tokens_in, weight, shift, static_cast<bfloat16*>(out), tokens);
+  }
+}
+
+void baton_unpack(const void* data, const void* scales, int format, int64_t group, void* out, int64_t inputs,
+                  int64_t outputs) {
+  unpack_weight(Weight{data, scales, format, group, outputs, inputs}, static_cast<bfloat16*>(out));
+}
+#endif
+}

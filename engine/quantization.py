@@ -1,0 +1,67 @@
+"""Weights in fewer bits: what is stored, and how it is made from a weight and turned into one again.
+
+Symmetric and to nearest. int8 has one scale for each output (its rows stay exact integers until the sum is scaled);
+int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. The layouts are those
+that `engine.native` multiplies.
+
+Legend: O outputs, I inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.native import INT4, INT4_SPAN, INT8
+
+FORMATS = ("none", "int8", "int4")
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O] or bfloat16 [O, I / group]."""
+
+    data: Tensor
+    scales: Tensor
+    kind: int
+    """INT8 or INT4 of `engine.native`."""
+    group: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scales.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[O, I], as near to the weight as the format gets."""
+        if self.kind == INT8:
+            return (self.data.float() * self.scales[:, None]).to(dtype)
+        num_outputs = self.data.shape[0]
+        spans = self.data.view(num_outputs, -1, INT4_SPAN // 2)
+        steps = torch.cat([spans & 15, spans >> 4], dim=2).float() - 8
+        steps = steps.view(num_outputs, -1, self.group)
+        return (steps * self.scales.float()[:, :, None]).view(num_outputs, -1).to(dtype)
+
+
+def quantize(weight: Tensor, wanted: str) -> Quantized:
+    """`wanted` is int8 or int4. Inputs that do not fill whole groups stay at int8, in either case."""
+    if wanted == "int4" and weight.shape[1] % INT4_GROUP == 0:
+        return _int4(weight.float(), INT4_GROUP)
+    rows = weight.float()
+    scales = (rows.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
+    return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales, INT8, 0)
+
+
+def _int4(rows: Tensor, group: int) -> Quantized:
+    num_outputs = rows.shape[0]
+    groups = rows.view(num_outputs, -1, group)
+    # The value of largest size becomes -8, the one step that has no opposite: that uses all sixteen.
+    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = (extreme / -8).to(torch.bfloat16)
+    step = scales.float()
+    steps = torch.where(step == 0, 0, groups / step).round_().clamp_(-8, 7) + 8
+    spans = steps.to(torch.uint8).view(num_outputs, -1, INT4_SPAN)
+    data = spans[:, :, : INT4_SPAN // 2] | (spans[:, :, INT4_SPAN // 2 :] << 4)
+    return Quantized(data.view(num_outputs, -1).contiguous(), scales[:, :, 0].contiguous(), INT4, group)
