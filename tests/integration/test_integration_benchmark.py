@@ -1,4 +1,4 @@
-"""The benchmark of the hand-off, run as others run it, with sizes that say nothing but take seconds."""
+"""Benchmarks, run as others run them, with sizes that say nothing but take seconds."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from checkpoints import make_checkpoint
+from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "BATON_TEST_BENCHMARK"
@@ -101,3 +102,45 @@ def test_a_worker_that_cannot_start_is_shown_with_what_it_said(model: Path, tmp_
     assert "python -m worker" in ended.stderr
     assert "safetensors" in ended.stderr
     assert left == []
+
+
+def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
+    sizes = ("--batch", "1", "--batch", "8", "--batch", "32", "--prompt", "20", "--prompt", "100", "--rounds", "1")
+    ended, left = run("benchmarks/engine.py", "--json", "--model", str(model), "--quantization", "int8", *sizes)
+    assert ended.returncode == 0, ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    for size in ("1", "8", "32"):
+        assert told["decode"][size]["tok_s"] > 0 and told["decode"][size]["of_bandwidth"] > 0
+    for size in ("20", "100"):
+        assert told["prefill"][size]["tok_s"] > 0 and told["prefill"][size]["of_gemm"] > 0
+    assert 0 < told["overhead_share"] < 1
+    assert sum(told["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert told["prefix"]["tokens"] == 100 and told["quantization"] == "int8"
+
+
+def test_the_formats_benchmark_compares_them_all() -> None:
+    model = ROOT / "models" / "tiny-shakespeare"
+    text = model / "README.md"
+    ended, left = run("benchmarks/formats.py", "--json", "--model", str(model), "--text", str(text), "--rounds", "1")
+    assert ended.returncode == 0, ended.stderr
+    assert left == []
+    rows = json.loads(ended.stdout)["tiny-shakespeare"]
+    sizes = [rows[name]["weight_bytes"] for name in ("float32", "bfloat16", "int8", "int4")]
+    assert sizes == sorted(sizes, reverse=True)
+    exact = rows["float32"]["perplexity"]
+    for name, row in rows.items():
+        assert row["perplexity"] == pytest.approx(exact, rel=0.1 if name == "int4" else 0.01), name
+
+
+def test_a_model_is_made_once_and_can_be_served(tmp_path: Path) -> None:
+    first, _ = run("benchmarks/make_model.py", "S", str(tmp_path / "S"))
+    again, _ = run("benchmarks/make_model.py", "S", str(tmp_path / "S"))
+    assert first.returncode == again.returncode == 0, first.stderr
+    assert "made: 49 MB" in first.stdout and "is there already" in again.stdout
+    config = json.loads((tmp_path / "S" / "config.json").read_text())
+    assert Tokenizer.from_file(str(tmp_path / "S" / "tokenizer.json")).get_vocab_size() <= config["vocab_size"]
+    sizes = ("--batch", "1", "--prompt", "32", "--rounds", "1")
+    ended, _ = run("benchmarks/engine.py", "--model", str(tmp_path / "S"), *sizes)
+    assert ended.returncode == 0, ended.stderr
+    assert "bfloat16" in ended.stdout

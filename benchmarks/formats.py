@@ -1,0 +1,142 @@
+"""What each numeric format takes, gives and costs: bytes, tokens a second, and how much worse the model predicts.
+
+    python benchmarks/formats.py --json [--model DIR]
+
+The bundled model is asked to predict the part of its text that it was not trained on; M is random and predicts nothing,
+so only its size and its speed say something. benchmarks/README.md says how to read it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.engine import BLOCK_SIZE, CONTEXT, Bench, steps_per_second
+from benchmarks.make_model import Shape, make_model
+from benchmarks.plain_cluster import ROOT
+from cluster.errors import BatonError
+from cluster.program import ExitCode
+from engine.memory import kv_bytes_per_token, weight_bytes
+from engine.step import SequenceSlice, build_step
+
+BUNDLED_MODEL = ROOT / "models" / "tiny-shakespeare"
+HELD_OUT = BUNDLED_MODEL / "held_out.txt"
+WINDOW = 1024
+"""Tokens that are predicted from their own beginning only."""
+BATCH_SIZES = (1, 8, 32)
+FORMATS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "kv int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int8, kv int8": {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+}
+
+
+def perplexity(bench: Bench, token_ids: Sequence[int]) -> float:
+    """exp of the mean loss over the text, in windows that each begin without context."""
+    loss = 0.0
+    for start in range(0, len(token_ids) - 1, WINDOW):
+        window = token_ids[start : start + WINDOW + 1]
+        logits = all_logits(bench, window[:-1])
+        loss += torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="sum").item()
+    return math.exp(loss / (len(token_ids) - 1))
+
+
+def all_logits(bench: Bench, token_ids: Sequence[int]) -> torch.Tensor:
+    """Of every token of one sequence: [T, V]."""
+    table = tuple(range(-(-len(token_ids) // BLOCK_SIZE)))
+    step = build_step([SequenceSlice(tuple(token_ids), 0, table, True)], BLOCK_SIZE)
+    return bench.runner.forward(replace(step, logits_indices=np.arange(len(token_ids), dtype=np.int32)))
+
+
+def held_out_tokens(model: Path, text: Path) -> list[int]:
+    """The text as the model reads it, after one end of text."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids: list[int] = tokenizer.encode(text.read_text(encoding="utf-8")).ids
+    return [0, *ids]
+
+
+def measure(model: Path, token_ids: list[int] | None, rounds: int, show: Callable[..., Any]) -> dict[str, Any]:
+    """One row for each format."""
+    rows: dict[str, Any] = {}
+    for name, wanted in show(FORMATS.items(), description=model.name):
+        bench = Bench(model, max_tokens=max(max(BATCH_SIZES) * (CONTEXT + BLOCK_SIZE), WINDOW), **wanted)
+        config, dtype, kv_dtype = bench.config, bench.runner.dtype, str(bench.runner.kv.dtype).removeprefix("torch.")
+        row: dict[str, Any] = {
+            "weight_bytes": weight_bytes(config, 1, dtype, wanted.get("quantization", "none")),
+            "kv_bytes_per_token": kv_bytes_per_token(config, 1, kv_dtype),
+            "tok_s": {str(n): round(n * steps_per_second(bench, n, rounds), 1) for n in BATCH_SIZES},
+        }
+        if token_ids:
+            row["perplexity"] = round(perplexity(bench, token_ids), 3)
+        rows[name] = row
+    return rows
+
+
+def _table(title: str, rows: dict[str, Any]) -> Table:
+    table = Table(title=f"{title}: weights in MB, bytes of KV a token, tokens a second by sequences")
+    for column in ("format", "MB", "KV, B", *(f"tok/s, {n}" for n in BATCH_SIZES), "perplexity"):
+        table.add_column(column, justify="right")
+    for name, row in rows.items():
+        rates = [f"{row['tok_s'][str(n)]:,.0f}" for n in BATCH_SIZES]
+        sizes = [f"{row['weight_bytes'] / 1e6:,.1f}", f"{row['kv_bytes_per_token']:,}"]
+        table.add_row(name, *sizes, *rates, f"{row['perplexity']:.3f}" if "perplexity" in row else "–")
+    return table
+
+
+def main(
+    model: Annotated[Path | None, typer.Option(help="Hugging Face folder; without it: the bundled one and M.")] = None,
+    text: Annotated[Path, typer.Option(help="What the bundled model, or DIR, is to predict.")] = HELD_OUT,
+    threads: Annotated[int | None, typer.Option(min=1, help="Without it: every core.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rates are medians of so many.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> None:
+    """Compares the numeric formats on this machine's CPU."""
+    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
+    console = Console(stderr=True)
+
+    def show(items: Any, description: str) -> Any:
+        return track(items, description, console=console, disable=as_json and not console.is_terminal)
+
+    values: dict[str, Any] = {}
+    try:
+        if model is not None:
+            values[model.name] = measure(model, held_out_tokens(model, text), rounds, show)
+        else:
+            tokens = held_out_tokens(BUNDLED_MODEL, text)
+            values[BUNDLED_MODEL.name] = measure(BUNDLED_MODEL, tokens, rounds, show)
+            with tempfile.TemporaryDirectory(prefix="baton-benchmark-") as folder:
+                values["M"] = measure(make_model(Shape.M, Path(folder) / "M"), None, rounds, show)
+    except (BatonError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+    if as_json:
+        print(json.dumps(values))
+        return
+    for name, rows in values.items():
+        Console().print(_table(name, rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)
