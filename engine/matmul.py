@@ -1,9 +1,8 @@
 """One weight matrix and the fastest product with it that this machine has. Knows no layer and no rank.
 
-`make_matrix` chooses. On the CPU: in float32 torch multiplies through MKL, which on some processors stays at half of
-their rate, and oneDNN reaches it with a weight that was packed once. In bfloat16, few rows are bound by memory, and
-Baton's own kernel reads a weight once for all of them; many rows go to oneDNN. A weight in fewer bits is read as it is
-for few rows, and unpacked for many, which costs little beside their product.
+`make_matrix` chooses. On the CPU oneDNN with a weight that was packed once is the fastest: torch's own way, MKL in
+float32, stays at half of the rate on some processors, and in bfloat16 reads memory at a third of it. A weight in fewer
+bits is read as it is by Baton's own kernel for few rows, and unpacked for many, which costs little beside the product.
 
 Legend: T rows, I inputs, O outputs.
 """
@@ -16,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native import BF16, Native
+from engine.native import Native
 from engine.quantization import quantize
 
 _PACKED_FROM_ROWS = 6
-"""Fewer rows than this multiply faster unpacked."""
+"""In float32, fewer rows than this multiply faster unpacked."""
 _BOTH_FORMS_BYTES = 16 << 20
 _PACKED_FOR_ROWS = 32
 _NATIVE_UP_TO_ROWS = 64
@@ -46,19 +45,18 @@ def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str
         kernels = None
     if quantization != "none":
         return QuantizedMatrix(weight, quantization, kernels)
-    if kernels is not None and weight.dtype == torch.bfloat16:
-        return NativeMatrix(weight, kernels)
     return TorchMatrix(weight)
 
 
 class TorchMatrix:
     """In torch. In float32 on the CPU a matrix that fits in a cache keeps both forms, a larger one the packed one:
-    a single row is bound by memory and by the cost of the call, and there MKL is quicker."""
+    a single row is bound by memory and by the cost of the call, and there MKL is quicker. In bfloat16 it never is."""
 
     def __init__(self, weight: Tensor) -> None:
         self._num_outputs = weight.shape[0]
         self._packed = _pack(weight)
-        keeps_plain = self._packed is None or weight.nbytes <= _BOTH_FORMS_BYTES
+        is_small = weight.dtype == torch.float32 and weight.nbytes <= _BOTH_FORMS_BYTES
+        keeps_plain = self._packed is None or is_small
         self._plain = weight if keeps_plain else None
         self.nbytes = weight.nbytes * ((self._packed is not None) + keeps_plain)
 
@@ -74,21 +72,6 @@ class TorchMatrix:
             return x.new_empty(0, self._num_outputs)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
         return product
-
-
-class NativeMatrix:
-    """bfloat16 on the CPU."""
-
-    def __init__(self, weight: Tensor, kernels: Native) -> None:
-        self._weight = weight
-        self._kernels = kernels
-        self.nbytes = weight.nbytes
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        if x.shape[0] <= _NATIVE_UP_TO_ROWS:
-            return self._kernels.linear(x, self._weight, None, BF16, 0, bias, dtype or x.dtype)
-        product = F.linear(x, self._weight, bias)
-        return product if dtype is None else product.to(dtype)
 
 
 class QuantizedMatrix:
@@ -118,8 +101,12 @@ class QuantizedMatrix:
 
 def _pack(weight: Tensor) -> Tensor | None:
     """The weight in oneDNN's layout; None where that does not apply or this build of torch lacks it."""
-    is_float32_on_cpu = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not is_float32_on_cpu or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return None
+    if weight.dtype == torch.bfloat16:
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return None
+    elif weight.dtype != torch.float32:
         return None
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return None

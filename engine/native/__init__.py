@@ -21,10 +21,9 @@ from engine.native.build import BuildFailed, build
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
-BF16, INT8, INT4 = 0, 1, 2
-"""What a weight consists of: bfloat16 [O, I]; int8 [O, I] with float32 [O] scales; uint8 [O, I / 2] with bfloat16
-[O, I / group] scales, where byte i of each 32 inputs holds input i in its low half and input i + 16 in its high one,
-each plus 8."""
+INT8, INT4 = 1, 2
+"""What a weight consists of: int8 [O, I] with float32 [O] scales; or uint8 [O, I / 2] with bfloat16 [O, I / group],
+where byte i of each 32 inputs holds input i in its low half and input i + 16 in its high one, each plus 8."""
 INT4_SPAN = 32
 """Inputs that lie together; a group is a multiple of it."""
 
@@ -153,7 +152,7 @@ class Native:
         self,
         x: Tensor,
         weight: Tensor,
-        scales: Tensor | None,
+        scales: Tensor,
         kind: int,
         group: int,
         bias: Tensor | None = None,
@@ -167,7 +166,7 @@ class Native:
         self._linear(
             x.data_ptr(),
             weight.data_ptr(),
-            _address(scales),
+            scales.data_ptr(),
             kind,
             group,
             _address(bias),

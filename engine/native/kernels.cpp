@@ -48,10 +48,14 @@ inline float rounded(float x, bfloat16) {
   return to_float(stored);
 }
 
-template <typename T>
-inline void widen(const T* from, float* to, int64_t n) {
+inline void widen(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+
+inline void widen(const bfloat16* from, float* to, int64_t n) {
+  typedef uint32_t __attribute__((may_alias)) Bits;
+  auto* bits = reinterpret_cast<Bits*>(to);
+  const auto* source = reinterpret_cast<const uint16_t*>(from);
 #pragma omp simd
-  for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+  for (int64_t i = 0; i < n; ++i) bits[i] = static_cast<uint32_t>(source[i]) << 16;
 }
 
 // Pages hold heads as they are computed, or as int8 followed by the float32 that each value is times.
@@ -187,33 +191,128 @@ void rotate_and_store(T* qkv, const T* head_norm, float eps, const T* cos, const
 // ------------------------------------------------------------------------------------------------ paged attention
 
 constexpr int64_t kChunk = 64;  // keys whose scores are taken at once
+constexpr int64_t kAhead = 12;  // keys that are asked of memory before they are needed
+constexpr int kLanes = 16;
+
+typedef float Lanes __attribute__((vector_size(kLanes * sizeof(float)), aligned(sizeof(float))));
+
+inline Lanes at(const float* from) { return *reinterpret_cast<const Lanes*>(from); }
+
+#define BATON_HALVES(A, B, ...) (__builtin_shufflevector(A, B, __VA_ARGS__))
+
+// The sums of 16 vectors as one: halves of two are added side by side until each has one lane.
+inline Lanes sums_of(Lanes* x) {
+  for (int i = 0; i < 8; ++i)
+    x[i] = BATON_HALVES(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           BATON_HALVES(x[2 * i], x[2 * i + 1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int i = 0; i < 4; ++i)
+    x[i] = BATON_HALVES(x[2 * i], x[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           BATON_HALVES(x[2 * i], x[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  for (int i = 0; i < 2; ++i)
+    x[i] = BATON_HALVES(x[2 * i], x[2 * i + 1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           BATON_HALVES(x[2 * i], x[2 * i + 1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  return BATON_HALVES(x[0], x[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         BATON_HALVES(x[0], x[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+// What a thread needs for the query heads of one KV head.
+struct Scratch {
+  std::vector<float> query, sum, scores, keys, best, total;
+
+  Scratch(int64_t group, int64_t dim)
+      : query(group * dim), sum(group * dim), scores(group * kChunk), keys(kChunk * dim), best(group), total(group) {}
+};
+
+// Scores of `count` keys [count, D] for G heads: 16 at once, so that their sums are taken together.
+template <int G>
+void score(const float* query, const float* keys, float* scores, int64_t count, int64_t dim) {
+  constexpr int kKeys = kLanes / G;
+  for (int64_t j = 0; j < count; j += kKeys) {
+    Lanes acc[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= dim; i += kLanes)
+      for (int g = 0; g < G; ++g) {
+        const Lanes head = at(query + g * dim + i);
+        for (int k = 0; k < kKeys; ++k) acc[g * kKeys + k] += head * at(keys + (j + k) * dim + i);
+      }
+    const Lanes sums = sums_of(acc);
+    for (int g = 0; g < G; ++g)
+      for (int k = 0; k < kKeys; ++k) {
+        float sum = sums[g * kKeys + k];
+        for (int64_t d = i; d < dim; ++d) sum += query[g * dim + d] * keys[(j + k) * dim + d];
+        scores[g * kChunk + j + k] = sum;
+      }
+  }
+}
+
+// sum[g] += scores[g] @ values [count, D], for G heads at once, four vectors of D at a time in registers.
+template <int G>
+void mix(const float* scores, const float* values, float* sum, int64_t count, int64_t dim) {
+  constexpr int kWide = 4;
+  int64_t i = 0;
+  for (; i + kWide * kLanes <= dim; i += kWide * kLanes) {
+    Lanes acc[G][kWide];
+    for (int g = 0; g < G; ++g)
+      for (int v = 0; v < kWide; ++v) acc[g][v] = at(sum + g * dim + i + v * kLanes);
+    for (int64_t j = 0; j < count; ++j) {
+      Lanes value[kWide];
+      for (int v = 0; v < kWide; ++v) value[v] = at(values + j * dim + i + v * kLanes);
+      for (int g = 0; g < G; ++g)
+        for (int v = 0; v < kWide; ++v) acc[g][v] += value[v] * scores[g * kChunk + j];
+    }
+    for (int g = 0; g < G; ++g)
+      for (int v = 0; v < kWide; ++v) *reinterpret_cast<Lanes*>(sum + g * dim + i + v * kLanes) = acc[g][v];
+  }
+  for (int g = 0; g < G; ++g)
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t k = i; k < dim; ++k) sum[g * dim + k] += scores[g * kChunk + j] * values[j * dim + k];
+}
+
+// Query heads are taken four at a time, then one by one.
+
+inline void score_all(Scratch& s, int64_t group, int64_t count, int64_t dim) {
+  int64_t g = 0;
+  for (; g + 4 <= group; g += 4) score<4>(&s.query[g * dim], s.keys.data(), &s.scores[g * kChunk], count, dim);
+  for (; g < group; ++g) score<1>(&s.query[g * dim], s.keys.data(), &s.scores[g * kChunk], count, dim);
+}
+
+inline void mix_all(Scratch& s, int64_t group, int64_t count, int64_t dim) {
+  int64_t g = 0;
+  for (; g + 4 <= group; g += 4) mix<4>(&s.scores[g * kChunk], s.keys.data(), &s.sum[g * dim], count, dim);
+  for (; g < group; ++g) mix<1>(&s.scores[g * kChunk], s.keys.data(), &s.sum[g * dim], count, dim);
+}
+
+// Heads of `count` tokens from `start` on, out of the pages, as [count, D].
+template <typename P>
+void load_heads(const P* pages, const int32_t* table, int64_t start, int64_t count, int64_t kv_heads, int64_t head,
+                int64_t dim, int64_t block_size, float* to) {
+  int64_t block = start / block_size, offset = start % block_size;
+  for (int64_t j = 0; j < count; ++block, offset = 0) {
+    const int64_t stop = std::min(count, j + block_size - offset);
+    const P* from = pages + ((table[block] * block_size + offset) * kv_heads + head) * cell<P>(dim);
+    const int64_t stride = kv_heads * cell<P>(dim);
+    for (; j < stop; ++j, from += stride) {
+      for (int64_t i = 0; i < cell<P>(dim); i += 64 / sizeof(P)) __builtin_prefetch(from + kAhead * stride + i);
+      load_head(from, to + j * dim, dim);
+    }
+  }
+}
 
 // One query token of one sequence and the query heads of one KV head, over keys [first, end).
 template <typename T, typename P>
 void attend(const T* q, const P* k_pages, const P* v_pages, const int32_t* table, T* out, int64_t first, int64_t end,
-            int64_t group, int64_t kv_heads, int64_t head, int64_t dim, int64_t block_size, float scale, float* scratch) {
-  float* query = scratch;                  // [G, D]
-  float* sum = query + group * dim;        // [G, D]
-  float* scores = sum + group * dim;       // [G, kChunk]
-  float* row = scores + group * kChunk;    // [D]
-  float* best = row + dim;                 // [G]
-  float* total = best + group;             // [G]
-  for (int64_t i = 0; i < group * dim; ++i) query[i] = to_float(q[i]) * scale;
-  std::fill(sum, sum + group * dim, 0.0f);
-  std::fill(best, best + group, -1e30f);
-  std::fill(total, total + group, 0.0f);
-  const int64_t token_stride = kv_heads * cell<P>(dim);
+            int64_t group, int64_t kv_heads, int64_t head, int64_t dim, int64_t block_size, float scale, Scratch& s) {
+  for (int64_t i = 0; i < group * dim; ++i) s.query[i] = to_float(q[i]) * scale;
+  std::fill(s.sum.begin(), s.sum.end(), 0.0f);
+  std::fill(s.best.begin(), s.best.end(), -1e30f);
+  std::fill(s.total.begin(), s.total.end(), 0.0f);
   for (int64_t start = first; start < end; start += kChunk) {
     const int64_t count = std::min(kChunk, end - start);
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t at = start + j;
-      const int64_t slot = table[at / block_size] * block_size + at % block_size;
-      load_head(k_pages + slot * token_stride + head * cell<P>(dim), row, dim);
-      for (int64_t g = 0; g < group; ++g) scores[g * kChunk + j] = dot(query + g * dim, row, dim);
-    }
+    load_heads(k_pages, table, start, count, kv_heads, head, dim, block_size, s.keys.data());
+    score_all(s, group, count, dim);
     for (int64_t g = 0; g < group; ++g) {
-      float* of = scores + g * kChunk;
-      float most = best[g];
+      float* of = &s.scores[g * kChunk];
+      float most = s.best[g];
 #pragma omp simd reduction(max : most)
       for (int64_t j = 0; j < count; ++j) most = std::max(most, of[j]);
       float added = 0;
@@ -222,31 +321,20 @@ void attend(const T* q, const P* k_pages, const P* v_pages, const int32_t* table
         of[j] = std::exp(of[j] - most);
         added += of[j];
       }
-      const float shrink = std::exp(best[g] - most);
-      best[g] = most;
-      total[g] = total[g] * shrink + added;
-      if (shrink != 1.0f) {
-        float* so_far = sum + g * dim;
+      const float shrink = std::exp(s.best[g] - most);
+      s.best[g] = most;
+      s.total[g] = s.total[g] * shrink + added;
+      float* so_far = &s.sum[g * dim];
 #pragma omp simd
-        for (int64_t i = 0; i < dim; ++i) so_far[i] *= shrink;
-      }
+      for (int64_t i = 0; i < dim; ++i) so_far[i] *= shrink;
     }
-    for (int64_t j = 0; j < count; ++j) {
-      const int64_t at = start + j;
-      const int64_t slot = table[at / block_size] * block_size + at % block_size;
-      load_head(v_pages + slot * token_stride + head * cell<P>(dim), row, dim);
-      for (int64_t g = 0; g < group; ++g) {
-        const float weight = scores[g * kChunk + j];
-        float* so_far = sum + g * dim;
-#pragma omp simd
-        for (int64_t i = 0; i < dim; ++i) so_far[i] += weight * row[i];
-      }
-    }
+    load_heads(v_pages, table, start, count, kv_heads, head, dim, block_size, s.keys.data());
+    mix_all(s, group, count, dim);
   }
   for (int64_t g = 0; g < group; ++g) {
-    const float scale_out = 1.0f / total[g];
+    const float of_total = 1.0f / s.total[g];
 #pragma omp simd
-    for (int64_t i = 0; i < dim; ++i) store(out + g * dim + i, sum[g * dim + i] * scale_out);
+    for (int64_t i = 0; i < dim; ++i) store(out + g * dim + i, s.sum[g * dim + i] * of_total);
   }
 }
 
@@ -257,15 +345,15 @@ void paged_attention(const T* q, int64_t q_stride, const P* k_pages, const P* v_
   const int64_t group = q_heads / kv_heads;
 #pragma omp parallel if (sequences * kv_heads > 1)
   {
-    std::vector<float> scratch(group * (2 * dim + kChunk + 2) + dim);
-#pragma omp for collapse(2) schedule(dynamic, 1)
+    Scratch scratch(group, dim);
+#pragma omp for collapse(2) schedule(dynamic, kv_heads)
     for (int64_t s = 0; s < sequences; ++s) {
       for (int64_t h = 0; h < kv_heads; ++h) {
         const int64_t end = lengths[s];
         const int64_t first = window < 0 ? 0 : std::max<int64_t>(0, end - 1 - window);
         attend(q + rows[s] * q_stride + h * group * dim, k_pages, v_pages, tables + s * table_width,
                out + (rows[s] * q_heads + h * group) * dim, first, end, group, kv_heads, h, dim, block_size, scale,
-               scratch.data());
+               scratch);
       }
     }
   }
@@ -283,14 +371,14 @@ inline __m512bh load(const bfloat16* from, __mmask32 mask) {
 }
 
 template <int C>
-void dot_tile(const bfloat16* w, int64_t w_stride, const bfloat16* x, int64_t inputs, float sums[kRows][kColumns]) {
+void dot_tile(const bfloat16* w, const bfloat16* x, int64_t inputs, float sums[kRows][kColumns]) {
   __m512 acc[kRows][C];
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < C; ++c) acc[r][c] = _mm512_setzero_ps();
   const int64_t whole = inputs & ~int64_t{31};
   for (int64_t i = 0; i < whole; i += 32) {
     __m512bh weights[kRows];
-    for (int r = 0; r < kRows; ++r) weights[r] = (__m512bh)_mm512_loadu_si512(w + r * w_stride + i);
+    for (int r = 0; r < kRows; ++r) weights[r] = (__m512bh)_mm512_loadu_si512(w + r * inputs + i);
     for (int c = 0; c < C; ++c) {
       const __m512bh token = (__m512bh)_mm512_loadu_si512(x + c * inputs + i);
       for (int r = 0; r < kRows; ++r) acc[r][c] = _mm512_dpbf16_ps(acc[r][c], weights[r], token);
@@ -301,22 +389,21 @@ void dot_tile(const bfloat16* w, int64_t w_stride, const bfloat16* x, int64_t in
     for (int c = 0; c < C; ++c) {
       const __m512bh token = load(x + c * inputs + whole, mask);
       for (int r = 0; r < kRows; ++r)
-        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], load(w + r * w_stride + whole, mask), token);
+        acc[r][c] = _mm512_dpbf16_ps(acc[r][c], load(w + r * inputs + whole, mask), token);
     }
   }
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < C; ++c) sums[r][c] = _mm512_reduce_add_ps(acc[r][c]);
 }
 
-void dot_tiles(int columns, const bfloat16* w, int64_t w_stride, const bfloat16* x, int64_t inputs,
-               float sums[kRows][kColumns]) {
+void dot_tiles(int columns, const bfloat16* w, const bfloat16* x, int64_t inputs, float sums[kRows][kColumns]) {
   switch (columns) {
-    case 1: return dot_tile<1>(w, w_stride, x, inputs, sums);
-    case 2: return dot_tile<2>(w, w_stride, x, inputs, sums);
-    case 3: return dot_tile<3>(w, w_stride, x, inputs, sums);
-    case 4: return dot_tile<4>(w, w_stride, x, inputs, sums);
-    case 5: return dot_tile<5>(w, w_stride, x, inputs, sums);
-    default: return dot_tile<6>(w, w_stride, x, inputs, sums);
+    case 1: return dot_tile<1>(w, x, inputs, sums);
+    case 2: return dot_tile<2>(w, x, inputs, sums);
+    case 3: return dot_tile<3>(w, x, inputs, sums);
+    case 4: return dot_tile<4>(w, x, inputs, sums);
+    case 5: return dot_tile<5>(w, x, inputs, sums);
+    default: return dot_tile<6>(w, x, inputs, sums);
   }
 }
 
@@ -347,7 +434,7 @@ void unpack_int4(const uint8_t* from, const bfloat16* scales, int64_t group, bfl
   }
 }
 
-enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2 };
+enum Format { kInt8 = 1, kInt4 = 2 };
 
 struct Weight {
   const void* data;
@@ -355,7 +442,7 @@ struct Weight {
   int format;
   int64_t group, outputs, inputs;
 
-  int64_t row_bytes() const { return format == kBf16 ? 2 * inputs : format == kInt8 ? inputs : inputs / 2; }
+  int64_t row_bytes() const { return format == kInt8 ? inputs : inputs / 2; }
 
   void unpack(int64_t row, bfloat16* to) const {
     const uint8_t* from = static_cast<const uint8_t*>(data) + row * row_bytes();
@@ -376,23 +463,16 @@ void linear(const bfloat16* x, const Weight& weight, const bfloat16* bias, Out* 
   const int64_t tiles = (outputs + kRows - 1) / kRows;
 #pragma omp parallel if (inputs * outputs >= kWorthThreads)
   {
-    std::vector<bfloat16> rows(weight.format == kBf16 && outputs % kRows == 0 ? 0 : kRows * inputs);
+    std::vector<bfloat16> rows(kRows * inputs);
 #pragma omp for schedule(static)
     for (int64_t tile = 0; tile < tiles; ++tile) {
       const int64_t first = tile * kRows;
       const int64_t count = std::min<int64_t>(kRows, outputs - first);
-      const bfloat16* w = static_cast<const bfloat16*>(weight.data) + first * inputs;
-      if (weight.format != kBf16) {
-        for (int64_t r = 0; r < count; ++r) weight.unpack(first + r, rows.data() + r * inputs);
-        w = rows.data();
-      } else if (count < kRows) {
-        std::memcpy(rows.data(), w, count * inputs * sizeof(bfloat16));
-        w = rows.data();
-      }
+      for (int64_t r = 0; r < count; ++r) weight.unpack(first + r, rows.data() + r * inputs);
       for (int64_t t = 0; t < tokens; t += kColumns) {
         float sums[kRows][kColumns];
         const int columns = static_cast<int>(std::min<int64_t>(kColumns, tokens - t));
-        dot_tiles(columns, w, inputs, x + t * inputs, inputs, sums);
+        dot_tiles(columns, rows.data(), x + t * inputs, inputs, sums);
         for (int64_t r = 0; r < count; ++r) {
           const float scale = weight.scale(first + r);
           const float shift = bias ? to_float(bias[first + r]) : 0.0f;
