@@ -60,7 +60,10 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path:
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    try:
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise BuildFailed("this user has no home folder to keep the library in; set XDG_CACHE_HOME") from None
     folder = root / "baton"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -163,6 +163,17 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert list((tmp_path / "baton").iterdir()) == []
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setenv("CXX", "true")
+    with pytest.raises(BuildFailed, match="set XDG_CACHE_HOME"):
+        build()
+
+
 @needs_kernels
 def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
