@@ -1,10 +1,10 @@
 """Attention on CPUs, and in plain torch on GPUs where no FlashAttention kernel fits (float32, say).
 
-Sequences with one new token are read where they lie by Baton's own kernel. Where there is none, they are gathered into
-a few groups of similar length and each group is one call of scaled_dot_product_attention. Longer ones (prefill) are
-computed one by one. Query heads that share a KV head are laid side by side, so that no key is copied for grouped-query
-attention. Gathered pages go to memory that is kept between calls: fresh pages from the system cost more than the
-attention itself.
+Baton's own kernels read sequences with one new token where they lie, and in bfloat16 those with several as well. Where
+there are none, sequences with one new token are gathered into a few groups of similar length, and each group is one
+call of scaled_dot_product_attention; longer ones (prefill) are computed one by one. Query heads that share a KV head
+are laid side by side, so that no key is copied for grouped-query attention. Gathered pages go to memory that is kept
+between calls: fresh pages from the system cost more than the attention itself.
 
 Legend: n sequences of a group, M keys (padded), Q queries and J keys of one sequence, H KV heads, G query heads of
 each, D head_dim.
@@ -49,6 +49,16 @@ class _Alone:
 
 
 @dataclass(frozen=True)
+class _Prompt:
+    """One sequence of several new tokens, for the kernel."""
+
+    start: int
+    stop: int
+    num_keys: int
+    table: torch.Tensor  # int32
+
+
+@dataclass(frozen=True)
 class _Prefill:
     """One sequence of several new tokens. `mask` None: plain causal over as many keys as queries."""
 
@@ -87,6 +97,14 @@ class CpuAttention:
             if alone is not None:
                 args = (alone.tables, alone.lengths, alone.rows, out, softmax_scale, window[0])
                 self._kernels.paged_attention(q, (k, v), *args)
+            if self._kernels.computes_prompts(q.dtype, q.shape[2]):
+                for prompt in batch.once("cpu prompts", lambda: _prompts(batch)):
+                    rows = slice(prompt.start, prompt.stop)
+                    table, num_keys = prompt.table, prompt.num_keys
+                    self._kernels.prompt_attention(
+                        q[rows], (k, v), table, num_keys, out[rows], softmax_scale, window[0]
+                    )
+                return out
             groups = []
         else:
             groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
@@ -156,6 +174,15 @@ def _alone(batch: AttentionBatch) -> _Alone | None:
         tables=torch.from_numpy(step.block_tables[members]),
         lengths=torch.from_numpy(step.seqlens_k[members]),
     )
+
+
+def _prompts(batch: AttentionBatch) -> list[_Prompt]:
+    step = batch.step
+    ends = step.cu_seqlens_q.tolist()
+    return [
+        _Prompt(ends[s], ends[s + 1], int(step.seqlens_k[s]), torch.from_numpy(step.block_tables[s].copy()))
+        for s in np.flatnonzero(batch.seqlens_q > 1)
+    ]
 
 
 def _decode_groups(batch: AttentionBatch, window: tuple[int, int], dtype: torch.dtype) -> list[_DecodeGroup]:

@@ -60,6 +60,8 @@ class Native:
         if self.has_products:
             products = [_POINTER, _POINTER, _POINTER, _FLAG, _COUNT]
             self._linear = self._bind("linear", [*products, _POINTER, _POINTER, _FLAG, *[_COUNT] * 3])
+            pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
+            self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *[_COUNT] * 6, _FLOAT, _COUNT])
             self._unpack = self._bind("unpack", [_POINTER, _POINTER, _FLAG, _COUNT, _POINTER, _COUNT, _COUNT])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
@@ -143,6 +145,45 @@ class Native:
             q.shape[1],
             num_kv_heads,
             q.shape[2],
+            block_size,
+            scale,
+            window,
+        )
+
+    def computes_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether `prompt_attention` is there for heads of this type and size."""
+        return self.has_products and dtype == torch.bfloat16 and head_dim % 64 == 0
+
+    def prompt_attention(
+        self,
+        q: Tensor,
+        pages: tuple[Tensor, Tensor],
+        table: Tensor,
+        num_keys: int,
+        out: Tensor,
+        scale: float,
+        window: int,
+    ) -> None:
+        """Writes what the newest Q tokens of a sequence of `num_keys` see: their own and the keys before them.
+
+        q and out are [Q, Hq, D], table int32 [B]; pages and `window` as for `paged_attention`.
+        """
+        k, v = pages
+        _, block_size, num_kv_heads, _ = k.shape
+        num_queries, num_heads, head_dim = q.shape
+        self._prompt(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            v.data_ptr(),
+            k.dtype == torch.int8,
+            table.data_ptr(),
+            out.data_ptr(),
+            num_queries,
+            num_keys,
+            num_heads,
+            num_kv_heads,
+            head_dim,
             block_size,
             scale,
             window,
