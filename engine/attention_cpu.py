@@ -92,32 +92,50 @@ class CpuAttention:
     ) -> torch.Tensor:
         window = (window_size[0], 0 if causal else window_size[1])
         if self._kernels is not None and window[1] == 0:
-            alone = batch.once("cpu alone", lambda: _alone(batch))
-            out = torch.empty(q.shape, dtype=q.dtype)
-            if alone is not None:
-                args = (alone.tables, alone.lengths, alone.rows, out, softmax_scale, window[0])
-                self._kernels.paged_attention(q, (k, v), *args)
-            if self._kernels.computes_prompts(q.dtype, q.shape[2]):
-                for prompt in batch.once("cpu prompts", lambda: _prompts(batch)):
-                    rows = slice(prompt.start, prompt.stop)
-                    table, num_keys = prompt.table, prompt.num_keys
-                    self._kernels.prompt_attention(
-                        q[rows], (k, v), table, num_keys, out[rows], softmax_scale, window[0]
-                    )
-                return out
-            groups = []
-        else:
-            groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
-            out = torch.empty_like(q)
-        prefills = batch.once(("cpu prefill", window), lambda: _prefills(batch, window, q.dtype))
+            return self._attend_in_place(self._kernels, q, (k, v), batch, softmax_scale, window)
+        groups = batch.once(("cpu decode", window), lambda: _decode_groups(batch, window, q.dtype))
         if len(groups) == 1 and groups[0].is_whole_batch:
             return self._attend_group(q, k, v, groups[0], softmax_scale)
+        out = torch.empty_like(q)
         for group in groups:
             result = self._attend_group(q.index_select(0, group.rows), k, v, group, softmax_scale)
             out.index_copy_(0, group.rows, result)
-        for one in prefills:
-            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, softmax_scale)
+        self._attend_prefills(q, k, v, batch, softmax_scale, window, out)
         return out
+
+    def _attend_in_place(
+        self,
+        kernels: Native,
+        q: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        batch: AttentionBatch,
+        scale: float,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype)
+        alone = batch.once("cpu alone", lambda: _alone(batch))
+        if alone is not None:
+            kernels.paged_attention(q, pages, alone.tables, alone.lengths, alone.rows, out, scale, window[0])
+        if not kernels.computes_prompts(q.dtype, q.shape[2]):
+            self._attend_prefills(q, *pages, batch, scale, window, out)
+            return out
+        for prompt in batch.once("cpu prompts", lambda: _prompts(batch)):
+            rows = slice(prompt.start, prompt.stop)
+            kernels.prompt_attention(q[rows], pages, prompt.table, prompt.num_keys, out[rows], scale, window[0])
+        return out
+
+    def _attend_prefills(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: AttentionBatch,
+        scale: float,
+        window: tuple[int, int],
+        out: torch.Tensor,
+    ) -> None:
+        for one in batch.once(("cpu prefill", window), lambda: _prefills(batch, window, q.dtype)):
+            out[one.start : one.stop] = self._attend_one(q[one.start : one.stop], k, v, one, scale)
 
     def _attend_group(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: _DecodeGroup, scale: float
