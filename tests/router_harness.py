@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster import rpc
-from cluster.pb import admin_pb2_grpc, generation_pb2_grpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
 from router.server import RouterServer
@@ -92,6 +92,17 @@ class Router:
     async def until_serving(self) -> None:
         await asyncio.wait_for(self.until_health(health_pb2.HealthCheckResponse.SERVING), 20)
 
+    async def until_all_ready(self) -> None:
+        """Every worker, not only the one of each role that is enough to serve: which one comes first is chance."""
+
+        async def ask() -> bool:
+            status = await self.admin.GetStatus(admin_pb2.GetStatusRequest())
+            return all(worker.state == admin_pb2.WorkerStatus.STATE_READY for worker in status.workers)
+
+        async with asyncio.timeout(20):
+            while not await ask():
+                pass
+
     async def stream(self, spec: pb.GenerationSpec, **call: Any) -> list[pb.GenerateStreamResponse]:
         """All messages of one stream; raises what the client would see."""
         return [event async for event in self.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec), **call)]
@@ -101,7 +112,7 @@ class Router:
 async def running_router(
     folder: Path, workers: Sequence[FakeWorker] = (), *, chat_template: str | None = CHAT_TEMPLATE, **settings: Any
 ) -> AsyncIterator[Router]:
-    """Starts the workers and a router that knows them, waits until it serves, and ends all of it."""
+    """Starts the workers and a router that knows them, waits until it serves with all of them, and ends all of it."""
     for worker in workers:
         await worker.start()
     given = {"port": 0, "drain_timeout_s": 0.0, "workers": tuple(worker.flag for worker in workers)} | settings
@@ -113,6 +124,7 @@ async def running_router(
             router = Router(server, address, control_address, channel)
             if workers:
                 await router.until_serving()
+                await router.until_all_ready()
             yield router
     finally:
         await server.stop()
