@@ -20,6 +20,7 @@ from cluster.errors import CheckpointError
 
 INDEX_NAME = "model.safetensors.index.json"
 _FLOAT_TYPES = ("F32", "BF16", "F16")
+_WORD_TYPES = ("I32",)
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,10 @@ class Checkpoint:
         return name in self._file_of_tensor
 
     def read(self, part: TensorSlice, out: torch.Tensor) -> None:
-        """Copies one slice into `out` (of `part.local_shape`), converting its type.
+        """Copies one slice into `out` (of `part.local_shape`), converting its type if that is of floating point.
 
-        Raises CheckpointError when the tensor is missing, has another shape or is not of floating point.
+        Raises CheckpointError when the tensor is missing, has another shape, or is not of floating point (not int32,
+        where `out` is).
         """
         file = self._file_of_tensor.get(part.name)
         if file is None:
@@ -86,18 +88,30 @@ class Checkpoint:
                 f"{self._describe_files()}: tensor {part.name} is missing (expected shape {list(part.shape)})"
             )
         source = self._handles[file].get_slice(part.name)
-        where = f"{self._folder / file}: tensor {part.name}"
+        where = self.describe(part.name)
         found = tuple(source.get_shape())
         if found != part.shape:
             raise CheckpointError(f"{where} has shape {list(found)}, but config.json asks for {list(part.shape)}")
-        if source.get_dtype() not in _FLOAT_TYPES:
-            raise CheckpointError(f"{where} has type {source.get_dtype()}; Baton reads {', '.join(_FLOAT_TYPES)}")
+        types = _WORD_TYPES if out.dtype == torch.int32 else _FLOAT_TYPES
+        if source.get_dtype() not in types:
+            raise CheckpointError(f"{where} has type {source.get_dtype()}; Baton reads {', '.join(types)}")
         self._unread.discard(part.name)
         if math.prod(part.local_shape):
             rows = slice(part.start, part.stop)
             data = source[rows] if part.dim == 0 else source[(slice(None),) * part.dim + (rows,)]
             self.bytes_read += data.numel() * data.element_size()
             out.copy_(data)
+
+    def describe(self, name: str) -> str:
+        """A tensor that is there and its file, to begin an error with."""
+        return f"{self._folder / self._file_of_tensor[name]}: tensor {name}"
+
+    def discard_zeros(self, ending: str) -> None:
+        """Counts tensors with this ending as read where they are nothing but zeros: adding them would do nothing."""
+        for name in [name for name in self._unread if name.endswith(ending)]:
+            data = self._handles[self._file_of_tensor[name]].get_tensor(name)
+            if not data.count_nonzero():
+                self._unread.discard(name)
 
     def check_all_read(self, ignored: tuple[str, ...]) -> None:
         """Raises when a tensor was never read: the model would be computed without it.

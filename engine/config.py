@@ -7,12 +7,13 @@ Reads config.json and generation_config.json as transformers 4 and 5 write them,
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError
+from engine.fields import Fields
+from engine.packing import Packing, read_packing
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
@@ -63,6 +64,8 @@ class ModelConfig:
     """For each layer, how many tokens a token sees, itself included; None: all before it."""
     dtype: str
     eos_token_ids: tuple[int, ...]
+    packing: Packing | None = None
+    """How its linear layers are held, where they are not plain weights."""
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -96,6 +99,7 @@ class ModelConfig:
             layer_windows=_layer_windows(fields, architecture, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(folder, fields),
+            packing=read_packing(fields),
         )
         config._check_heads()
         return config
@@ -136,53 +140,6 @@ class ModelConfig:
         return range(tp_rank * count, (tp_rank + 1) * count)
 
 
-class Fields:
-    """Typed look-ups in a JSON object; what is wrong is a CheckpointError that names file, field and value."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self._values = values
-        self._where = where
-
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; a null counts as absent."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self._where}: {name} must be a positive integer (got {value!r})")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number; a null counts as absent."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{self._where}: {name} must be a positive number (got {value!r})")
-        return float(value)
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self._values.get(name) is None else self.number(name)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise CheckpointError(f"{self._where}: {name} must be true or false (got {value!r})")
-        return value
-
-    def within(self, name: str) -> Fields:
-        """The object below `name`; empty when absent."""
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise CheckpointError(f"{self._where}: {name} must be an object (got {value!r})")
-        return Fields(value or {}, f"{self._where}: {name}")
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -201,10 +158,6 @@ def _architecture(fields: Fields) -> str:
     if name not in ARCHITECTURES:
         raise CheckpointError(
             f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(ARCHITECTURES)}"
-        )
-    if fields.get("quantization_config") is not None:
-        raise CheckpointError(
-            "config.json: quantization_config: quantized checkpoints are not supported; use a plain one"
         )
     if (activation := fields.get("hidden_act")) not in (None, "silu"):
         raise CheckpointError(f"config.json: hidden_act {activation!r} is not supported; Baton computes 'silu'")

@@ -9,7 +9,7 @@ Legend: T tokens, I inputs, O outputs of this rank, E hidden_size, V vocab_size,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,8 @@ from engine.checkpoint import Checkpoint, TensorSlice
 from engine.matmul import Matrix, make_matrix
 from engine.native import Native
 from engine.ops import Ops
+from engine.packed import read_codes
+from engine.packing import Packing
 from engine.tp import TPGroup
 
 
@@ -33,15 +35,29 @@ class Loader:
     ops: Ops
     kernels: Native | None
     quantization: str
+    packing: Packing | None
+
+    def linear(self, parts: Sequence[TensorSlice]) -> Matrix:
+        """The matrix of all parts' outputs, one after another, whether a part is there as it is or packed."""
+        return self.matrix(self._join(parts, self._read_weight))
 
     def stack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
         """One tensor of all parts, one after another along dim 0."""
+        return self._join(parts, self.checkpoint.read)
+
+    def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
+        if self.packing is None or part.name in self.checkpoint:
+            self.checkpoint.read(part, out)
+        else:
+            read_codes(self.checkpoint, self.packing, part).decode(out)
+
+    def _join(self, parts: Sequence[TensorSlice], read: Callable[[TensorSlice, torch.Tensor], None]) -> torch.Tensor:
         rows = sum(part.local_shape[0] for part in parts)
         out = torch.empty((rows, *parts[0].local_shape[1:]), dtype=self.dtype, device=self.device)
         start = 0
         for part in parts:
             stop = start + part.local_shape[0]
-            self.checkpoint.read(part, out[start:stop])
+            read(part, out[start:stop])
             start = stop
         return out
 
@@ -84,7 +100,7 @@ class ColumnParallelLinear:
         parts = [
             TensorSlice(f"{p.name}.weight", (p.total, num_inputs), 0, p.own.start, p.own.stop) for p in projections
         ]
-        self._weight = loader.matrix(loader.stack(parts))
+        self._weight = loader.linear(parts)
         biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
         self._bias = loader.stack(biases) if bias else None
 
@@ -98,7 +114,7 @@ class RowParallelLinear:
     def __init__(self, loader: Loader, name: str, num_inputs: int, num_outputs: int, bias: bool) -> None:
         own = loader.equal_share(num_inputs)
         part = TensorSlice(f"{name}.weight", (num_outputs, num_inputs), 1, own.start, own.stop)
-        self._weight = loader.matrix(loader.stack([part]))
+        self._weight = loader.linear([part])
         self._bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
         self._tp = loader.tp
 

@@ -123,8 +123,10 @@ class ModelRunner:
     ) -> Decoder:
         ops: Ops = TorchOps() if native is None else NativeOps(native)
         with Checkpoint(path) as checkpoint:
-            loader = Loader(checkpoint, tp, self.device, dtype, ops, native, quantization)
+            loader = Loader(checkpoint, tp, self.device, dtype, ops, native, quantization, self.config.packing)
             model = Decoder(self.config, loader, report)
+            if self.config.packing is not None:
+                checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)
         return model

@@ -1,0 +1,106 @@
+"""Small random AWQ and GPTQ checkpoints, each with the plain checkpoint that says the same, for transformers.
+
+Packed one word at a time, as the formats' own packers do it, and with none of the code that is tested. Codes, zero
+points and scales are drawn, not fitted: what is packed is exact, and every code and zero point occurs.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLAIN_ORDER = tuple(range(8))
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+"""Two ranks cut the MLP's inputs at 192, within a group of 128."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to write a checkpoint."""
+
+    method: str
+    group_size: int = 128
+    bits: int = 4
+    is_symmetric: bool = False
+    is_shuffled: bool = False
+    """desc_act: each input's group is drawn."""
+    layout: str | None = None
+
+    def config(self) -> dict[str, Any]:
+        values = {"quant_method": self.method, "bits": self.bits, "group_size": self.group_size}
+        if self.method == "awq":
+            return {**values, "version": self.layout or "gemm", "zero_point": True}
+        layout = self.layout or "gptq"
+        return {**values, "desc_act": self.is_shuffled, "sym": self.is_symmetric, "checkpoint_format": layout}
+
+
+def pack(codes: np.ndarray, bits: int, order: tuple[int, ...] = PLAIN_ORDER) -> torch.Tensor:
+    """[rows, columns] of codes to int32 words, those of a word from one row."""
+    per_word = 32 // bits
+    words = np.zeros((codes.shape[0], codes.shape[1] // per_word), dtype=np.uint32)
+    for column in range(words.shape[1]):
+        for place, code in enumerate(order[:per_word]):
+            words[:, column] |= codes[:, column * per_word + code].astype(np.uint32) << np.uint32(bits * place)
+    return torch.from_numpy(words.view(np.int32).copy())
+
+
+def pack_layer(
+    fmt: Format, num_outputs: int, num_inputs: int, seed: int
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The tensors of one linear layer by the end of their names, and the weight [O, I] that they are."""
+    rng = np.random.default_rng(seed)
+    group_size = num_inputs if fmt.group_size == -1 else fmt.group_size
+    num_groups, top = -(-num_inputs // group_size), 1 << fmt.bits
+    groups = np.arange(num_inputs) // group_size
+    if fmt.is_shuffled:
+        groups = rng.permutation(groups)
+    codes = rng.integers(0, top, (num_inputs, num_outputs))
+    zeros = rng.integers(0, top, (num_groups, num_outputs))
+    if fmt.is_symmetric:
+        zeros[:] = top // 2
+    scales = (rng.uniform(0.5, 1.5, (num_groups, num_outputs)) * 4 / top / num_inputs**0.5).astype(np.float16)
+    weight = (codes - zeros[groups]).astype(np.float32) * scales.astype(np.float32)[groups]
+    tensors = {"scales": torch.from_numpy(scales)}
+    if fmt.method == "awq":
+        tensors |= {"qweight": pack(codes, 4, AWQ_ORDER), "qzeros": pack(zeros, 4, AWQ_ORDER)}
+    else:
+        words = pack(zeros, fmt.bits)
+        if fmt.layout in (None, "gptq"):  # as GPTQModel does it: a zero of 0 borrows from its neighbour
+            words -= 0x11111111 if fmt.bits == 4 else 0x01010101
+        tensors |= {"qweight": pack(codes.T, fmt.bits).T.contiguous(), "qzeros": words}
+        tensors["g_idx"] = torch.from_numpy(groups.astype(np.int32))
+    return tensors, torch.from_numpy(weight.T.copy())
+
+
+def make_packed(fmt: Format, folder: Path, kind: str = "llama", **overrides: Any) -> tuple[Path, Path]:
+    """Writes two folders of the same model, packed and plain in float32."""
+    plain = make_checkpoint(kind, folder / "plain", **{**SIZES, **overrides})
+    packed = folder / "packed"
+    shutil.copytree(plain, packed)
+    tensors = load_file(plain / "model.safetensors")
+    held = dict(tensors)
+    for seed, name in enumerate(sorted(tensors)):
+        layer, _, ending = name.rpartition(".")
+        if ending == "weight" and layer.endswith(LINEARS):
+            parts, tensors[name] = pack_layer(fmt, *tensors[name].shape, seed)
+            del held[name]
+            held |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    save_file(held, packed / "model.safetensors", metadata={"format": "pt"})
+    edit_config(packed, quantization_config=fmt.config())
+    return packed, plain
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
