@@ -1,8 +1,8 @@
 """Attention of a ragged batch over paged KV: one interface in flash-attn's terms, and the choice of who computes it.
 
-`AttentionBatch` carries what `flash_attn_varlen_func` takes beside the tensors; a backend derives what else it needs
-once a step (`once`) and reuses it in every layer. The new tokens' KV is in the pages before a backend is called.
-Causal masks and windows align bottom-right: query i of Q sees key j of K when
+`PagedBatch` is what `flash_attn_varlen_func` takes beside the tensors, `AttentionBatch` makes it from a step; a backend
+derives what else it needs once a step (`once`) and reuses it in every layer. The new tokens' KV is in the pages before
+a backend is called. Causal masks and windows align bottom-right: query i of Q sees key j of K when
 i + K - Q - window_size[0] <= j <= i + K - Q + window_size[1], a bound of -1 being none, and causal a right bound of 0.
 
 Legend: S sequences, T query tokens, B blocks in the longest table, N blocks of the pool, K block_size,
@@ -28,12 +28,29 @@ ATTENTION_NAMES = ("auto", "flash_attn", "varlen", "cpu")
 
 
 @dataclass(frozen=True)
+class PagedBatch:
+    """What `flash_attn_varlen_func` takes beside the tensors: on the device, but for the two bounds."""
+
+    cu_seqlens_q: torch.Tensor  # int32 [S+1]
+    cu_seqlens_k: torch.Tensor  # int32 [S+1]
+    seqlens_k: torch.Tensor  # int32 [S]
+    block_table: torch.Tensor  # int32 [S, B]
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
-    """One step's sequences: flash-attn's arguments as device tensors, made when first asked for."""
+    """One step's sequences, and what backends derive from them.
+
+    With `fixed`, which `engine.graphs` gives, the step says no more than how many sequences there are: the rest is in
+    device memory that changes from step to step, and backends with a `static_obstacle` must not be called.
+    """
 
     step: StepInput
     block_size: int
     device: torch.device
+    fixed: PagedBatch | None = None
     _derived: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
@@ -54,28 +71,18 @@ class AttentionBatch:
         return np.concatenate([[0], np.cumsum(self.step.seqlens_k)]).astype(np.int32)
 
     @cached_property
-    def max_seqlen_q(self) -> int:
-        return int(self.seqlens_q.max())
-
-    @cached_property
-    def max_seqlen_k(self) -> int:
-        return int(self.step.seqlens_k.max())
-
-    @cached_property
-    def cu_seqlens_q(self) -> torch.Tensor:  # int32 [S+1]
-        return self.to_device(self.step.cu_seqlens_q.copy())
-
-    @cached_property
-    def cu_seqlens_k(self) -> torch.Tensor:  # int32 [S+1]
-        return self.to_device(self.host_cu_seqlens_k)
-
-    @cached_property
-    def seqlens_k(self) -> torch.Tensor:  # int32 [S]
-        return self.to_device(self.step.seqlens_k.copy())
-
-    @cached_property
-    def block_table(self) -> torch.Tensor:  # int32 [S, B]
-        return self.to_device(self.step.block_tables.copy())
+    def paged(self) -> PagedBatch:
+        """Copies, since arrays that came as bytes cannot be written and torch would warn."""
+        if self.fixed is not None:
+            return self.fixed
+        return PagedBatch(
+            cu_seqlens_q=self.to_device(self.step.cu_seqlens_q.copy()),
+            cu_seqlens_k=self.to_device(self.host_cu_seqlens_k),
+            seqlens_k=self.to_device(self.step.seqlens_k.copy()),
+            block_table=self.to_device(self.step.block_tables.copy()),
+            max_seqlen_q=int(self.seqlens_q.max()),
+            max_seqlen_k=int(self.step.seqlens_k.max()),
+        )
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
@@ -96,6 +103,10 @@ class Attention(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    def static_obstacle(self, block_size: int) -> str:
+        """Why it cannot compute from a batch's `paged` alone, as a captured step must; empty if it can."""
+        ...
 
     def __call__(
         self,
@@ -130,7 +141,7 @@ def choose_attention(
     obstacle = _flash_obstacle(device, dtype)
     makers = {"flash_attn": flash_attn_backend, "varlen": varlen_backend}
     if wanted in makers:
-        backend = obstacle or makers[wanted]()
+        backend = obstacle or makers[wanted](device)
         if isinstance(backend, str):
             raise ConfigError(f"attention: {wanted} cannot run: {backend}; use auto or cpu")
         return backend, "asked for"
@@ -138,7 +149,7 @@ def choose_attention(
         return CpuAttention(kernels), obstacle
     reasons: list[str] = []
     for make in makers.values():
-        backend = make()
+        backend = make(device)
         if not isinstance(backend, str):
             return backend, "; ".join([*reasons, "the fastest here"])
         reasons.append(backend)

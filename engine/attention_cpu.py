@@ -79,6 +79,9 @@ class CpuAttention:
         self._kernels = kernels
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
+    def static_obstacle(self, block_size: int) -> str:
+        return "attention in plain torch is laid out anew for each step"
+
     def __call__(
         self,
         q: torch.Tensor,

@@ -1,8 +1,9 @@
 """FlashAttention on CUDA: the flash-attn package, and torch's own `varlen_attn`.
 
 Both read pages through a block table when the pool's block_size is a multiple of 256 (their kernels' requirement);
-else the keys of the batch are gathered first. Which arguments torch's function takes depends on its version
-(2.11 has no block_table everywhere), so its signature is read once. `*_backend` return a reason where they can't run.
+else the keys of the batch are gathered first. What torch's function takes and can do depends on its version (2.11 has
+no block_table everywhere), so its signature is read and pages are tried once. `*_backend` return a reason where they
+can't run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 
-from engine.attention import Attention, AttentionBatch
+from engine.attention import Attention, AttentionBatch, PagedBatch
+from engine.step import SequenceSlice, build_step
 
 _PAGE_MULTIPLE = 256
 
 
-def flash_attn_backend() -> Attention | str:
+def flash_attn_backend(device: torch.device) -> Attention | str:
     """The flash-attn package's backend, or why there is none."""
     try:
         module = importlib.import_module("flash_attn")
@@ -28,16 +30,15 @@ def flash_attn_backend() -> Attention | str:
     return FlashAttention(module.flash_attn_varlen_func)
 
 
-def varlen_backend() -> Attention | str:
+def varlen_backend(device: torch.device) -> Attention | str:
     """The backend over torch's varlen_attn, or why there is none."""
     try:
         module = importlib.import_module("torch.nn.attention.varlen")
     except ImportError as error:
         return f"this torch has no varlen_attn ({error})"
-    parameters = frozenset(inspect.signature(module.varlen_attn).parameters)
-    if "window_size" not in parameters:
+    if "window_size" not in inspect.signature(module.varlen_attn).parameters:
         return f"varlen_attn of torch {torch.__version__} takes no window_size; install torch 2.11 or newer"
-    return VarlenAttention(module.varlen_attn, parameters)
+    return VarlenAttention(module.varlen_attn, device)
 
 
 class FlashAttention:
@@ -48,6 +49,9 @@ class FlashAttention:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    def static_obstacle(self, block_size: int) -> str:
+        return _page_obstacle(block_size)
+
     def __call__(
         self,
         q: torch.Tensor,
@@ -59,19 +63,19 @@ class FlashAttention:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
-        is_paged = batch.block_size % _PAGE_MULTIPLE == 0
+        is_paged, paged = not _page_obstacle(batch.block_size), batch.paged
         out: torch.Tensor = self._function(
             q,
             k if is_paged else batch.gather(k),
             v if is_paged else batch.gather(v),
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_k,
-            batch.max_seqlen_q,
-            batch.max_seqlen_k,
+            paged.cu_seqlens_q,
+            paged.cu_seqlens_k,
+            paged.max_seqlen_q,
+            paged.max_seqlen_k,
             softmax_scale=softmax_scale,
             causal=causal,
             window_size=window_size,
-            block_table=batch.block_table if is_paged else None,
+            block_table=paged.block_table if is_paged else None,
         )
         return out
 
@@ -81,10 +85,19 @@ class VarlenAttention:
 
     name = "varlen"
 
-    def __init__(self, function: Callable[..., Any], parameters: frozenset[str]) -> None:
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         self._function = function
-        self._has_pages = {"block_table", "seqused_k"} <= parameters
+        parameters = inspect.signature(function).parameters
         self._has_gqa = "enable_gqa" in parameters
+        self._has_splits = "num_splits" in parameters
+        self._paging_obstacle = "its varlen_attn takes no block_table"
+        if {"block_table", "seqused_k"} <= parameters.keys():
+            self._paging_obstacle = self._try_pages(device)
+
+    def static_obstacle(self, block_size: int) -> str:
+        if self._paging_obstacle:
+            return f"torch {torch.__version__} cannot read pages in place: {self._paging_obstacle}"
+        return _page_obstacle(block_size)
 
     def __call__(
         self,
@@ -97,25 +110,66 @@ class VarlenAttention:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
-        options: dict[str, Any] = {}
-        if self._has_pages and batch.block_size % _PAGE_MULTIPLE == 0:
-            options = {"block_table": batch.block_table, "seqused_k": batch.seqlens_k}
-        else:
-            k, v = batch.gather(k), batch.gather(v)
+        window = (window_size[0], 0 if causal else window_size[1])
+        if not self.static_obstacle(batch.block_size):
+            return self._attend_pages(q, k, v, batch.paged, softmax_scale, window)
+        k, v = batch.gather(k), batch.gather(v)
+        if not self._has_gqa and q.shape[1] != k.shape[-2]:
+            k, v = (t.repeat_interleave(q.shape[1] // k.shape[-2], dim=-2) for t in (k, v))
+        return self._call(q, k, v, batch.paged, scale=softmax_scale, window_size=window)
+
+    def _attend_pages(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        paged: PagedBatch,
+        softmax_scale: float,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"block_table": paged.block_table, "seqused_k": paged.seqlens_k}
+        if paged.max_seqlen_q == 1 and window == (-1, 0) and q.shape[1] > k.shape[2]:
+            # The last token sees all keys, causal or not. Told so, the kernel takes query heads that share a KV head
+            # for rows of one sequence, and may then split the keys of long sequences over the whole GPU.
+            window = (-1, -1)
+        elif self._has_splits:
+            # Split in any other case, rows of later sequences stay unwritten: github.com/pytorch/pytorch/issues/194167
+            options["num_splits"] = 1
+        return self._call(q, k, v, paged, scale=softmax_scale, window_size=window, **options)
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: PagedBatch, **options: Any
+    ) -> torch.Tensor:
         if self._has_gqa:
             options["enable_gqa"] = True
-        elif q.shape[1] != k.shape[-2]:
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[-2], dim=-2) for t in (k, v))
-        out: torch.Tensor = self._function(
-            q,
-            k,
-            v,
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_k,
-            batch.max_seqlen_q,
-            batch.max_seqlen_k,
-            scale=softmax_scale,
-            window_size=(window_size[0], 0 if causal else window_size[1]),
-            **options,
-        )
+        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
+        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
         return out
+
+    def _try_pages(self, device: torch.device) -> str:
+        """Why pages cannot be read through a table, empty if they can: some versions know the argument and refuse it.
+
+        Two sequences in two pages, laid out in reverse: what is read in place must equal what is read after a copy.
+        """
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+            for shape in ((2, 4, 64), (2, _PAGE_MULTIPLE, 2, 64), (2, _PAGE_MULTIPLE, 2, 64))
+        )
+        step = build_step([SequenceSlice((0,), 99, (1,), True), SequenceSlice((0,), 199, (0,), True)], _PAGE_MULTIPLE)
+        batch = AttentionBatch(step, _PAGE_MULTIPLE, device)
+        self._paging_obstacle = "not tried yet"
+        copied = self(q, k, v, batch, softmax_scale=0.125)
+        try:
+            in_place = self._attend_pages(q, k, v, batch.paged, 0.125, (-1, 0))
+        except (RuntimeError, ValueError, TypeError) as error:
+            return str(error).partition("\n")[0]
+        difference = (in_place.float() - copied.float()).abs().max().item()
+        return "" if difference < 0.02 else f"it is off by {difference:.2g} in a trial"
+
+
+def _page_obstacle(block_size: int) -> str:
+    """Why pages of this size cannot be read in place; empty if they can."""
+    if block_size % _PAGE_MULTIPLE == 0:
+        return ""
+    return f"blocks of {block_size} tokens are gathered before attention; set block_size to {_PAGE_MULTIPLE}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import plain_kernels
 import pytest
 import torch
 
@@ -149,70 +150,47 @@ def test_one_backend_serves_batches_and_layers_of_different_windows_in_turn(kern
         assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
 
 
-def _packed_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    scale: float,
-    window: tuple[int, int],
-) -> torch.Tensor:
-    """What FlashAttention computes of sequences laid one after another, without a GPU."""
-    out = torch.empty_like(q)
-    for a, b, c, d in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-        keys, values = (t[c:d].repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[a:b], keys) * scale
-        at = torch.arange(d - c - (b - a), d - c)[:, None]
-        j = torch.arange(d - c)[None, :]
-        seen = (j >= at - window[0] if window[0] >= 0 else j >= 0) & (j <= at + window[1] if window[1] >= 0 else j >= 0)
-        out[a:b] = torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -math.inf).softmax(-1), values)
-    return out
-
-
-def _flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any
-) -> Any:
-    assert max_q == int((cu_q[1:] - cu_q[:-1]).max()) and max_k == int((cu_k[1:] - cu_k[:-1]).max())
-    window = (options["window_size"][0], 0 if options["causal"] else options["window_size"][1])
-    if (table := options["block_table"]) is not None:
-        k, v = (_unpage(pages, table, cu_k) for pages in (k, v))
-    return _packed_attention(q, k, v, cu_q, cu_k, options["softmax_scale"], window)
-
-
-def _varlen_attn(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, **options: Any) -> Any:
-    if (table := options.get("block_table")) is not None:
-        assert torch.equal(options["seqused_k"], cu_k[1:] - cu_k[:-1])
-        k, v = (_unpage(pages, table, cu_k) for pages in (k, v))
-    assert options.get("enable_gqa") or k.shape[1] == q.shape[1]
-    return _packed_attention(q, k, v, cu_q, cu_k, options["scale"], options["window_size"])
-
-
-def _unpage(pages: torch.Tensor, table: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
-    lengths = (cu_k[1:] - cu_k[:-1]).tolist()
-    return torch.cat([pages[row.long()].flatten(0, 1)[:n] for row, n in zip(table, lengths, strict=True)])
-
-
 GPU_BACKENDS: dict[str, Callable[[], Any]] = {
-    "flash_attn": lambda: FlashAttention(_flash_attn_varlen_func),
-    "varlen with pages": lambda: VarlenAttention(
-        _varlen_attn, frozenset({"window_size", "enable_gqa", "seqused_k", "block_table"})
-    ),
-    "varlen without pages": lambda: VarlenAttention(_varlen_attn, frozenset({"window_size", "enable_gqa"})),
-    "varlen without groups": lambda: VarlenAttention(_varlen_attn, frozenset({"window_size"})),
+    "flash_attn": lambda: FlashAttention(plain_kernels.flash_attn_varlen_func),
+    "varlen with splits": lambda: VarlenAttention(plain_kernels.varlen_attn_with_splits, CPU),
+    "varlen with pages": lambda: VarlenAttention(plain_kernels.varlen_attn_with_pages, CPU),
+    "varlen that refuses pages": lambda: VarlenAttention(plain_kernels.varlen_attn_that_refuses_pages, CPU),
+    "varlen with wrong pages": lambda: VarlenAttention(plain_kernels.varlen_attn_with_wrong_pages, CPU),
+    "varlen without pages": lambda: VarlenAttention(plain_kernels.varlen_attn_without_pages, CPU),
+    "varlen without groups": lambda: VarlenAttention(plain_kernels.varlen_attn_without_groups, CPU),
 }
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
 @pytest.mark.parametrize("window", [(-1, -1), (4, 0)])
+@pytest.mark.parametrize("lengths", ["everything at once", "decode of very different lengths"])
 @pytest.mark.parametrize("name", GPU_BACKENDS)
-def test_gpu_backends_hand_their_kernels_the_right_keys(name: str, window: tuple[int, int], block_size: int) -> None:
+def test_gpu_backends_hand_their_kernels_the_right_keys(
+    name: str, lengths: str, window: tuple[int, int], block_size: int
+) -> None:
     """The kernels' place is taken by a plain computation of the same arguments; the kernels run in tests/gpu."""
-    problem = _problem(BATCHES["everything at once"], block_size)
+    problem = _problem(BATCHES[lengths], block_size)
 
     out = GPU_BACKENDS[name]()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
 
     assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("flash_attn", ""),
+        ("varlen with splits", ""),
+        ("varlen that refuses pages", "cannot read pages in place: block_table is not supported"),
+        ("varlen with wrong pages", "cannot read pages in place: it is off by .* in a trial"),
+        ("varlen without pages", "its varlen_attn takes no block_table"),
+    ],
+)
+def test_a_backend_says_whether_it_reads_pages_in_place(name: str, why: str) -> None:
+    backend = GPU_BACKENDS[name]()
+
+    assert re.search(why, backend.static_obstacle(256)) if why else backend.static_obstacle(256) == ""
+    assert "set block_size to 256" in backend.static_obstacle(16) or why
 
 
 def test_the_cpu_is_chosen_where_there_is_no_gpu_and_says_why() -> None:
