@@ -105,6 +105,7 @@ def _plan_worker(config: ServingConfig, role: RoleName, number: int, device: str
             threads=threads,
             attention=engine.attention,
             kernels=engine.kernels,
+            enforce_eager=engine.enforce_eager,
             transport=transfer.transport,
             wire_format=transfer.wire_format,
             digest=transfer.digest,

@@ -77,6 +77,8 @@ class WorkerSettings(JsonSettings):
     """`auto`, `flash_attn`, `varlen` or `cpu`."""
     kernels: str = "auto"
     """`auto`, `native` or `torch`: who computes on a CPU."""
+    enforce_eager: bool = False
+    """Capture no CUDA graphs."""
     transport: str = "auto"
     """`auto`, `shm`, `gloo`, `cuda_ipc` or `nccl`; auto picks for each pair and says why."""
     wire_format: str = "native"

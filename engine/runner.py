@@ -15,6 +15,7 @@ import torch
 from engine.attention import AttentionBatch, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
+from engine.graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
 from engine.kv_cache import KvCache
 from engine.layers import Loader
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
@@ -42,8 +43,11 @@ class ModelRunner:
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         kernels: str = "auto",
+        graphs_up_to: int = 0,
+        capture: Capture | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
+        """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given."""
         self.config = ModelConfig.from_folder(model_path)
         self.config.check_tp_size(tp.size)
         self.device = torch.device(resolve_device(device))
@@ -55,17 +59,27 @@ class ModelRunner:
         """Where Baton's own kernels come from, or why they are not used."""
         self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype, native)
         self._model = self._load(Path(model_path), tp, torch_dtype, native, quantization, report or (lambda line: None))
+        if capture is None:
+            capture, self.graphs_reason = choose_capture(
+                graphs_up_to, self.device, tp.size, self._attention, block_size
+            )
         longest = min(self.config.max_position_embeddings, num_blocks * block_size)
         self._rope = RopeTable(self.config.rope, self.config.head_dim, longest, self.device, torch_dtype)
+        self._num_blocks = num_blocks
+        has_scratch = capture is not None
         self._kv = KvCache(
             self.config.num_hidden_layers,
-            num_blocks,
+            num_blocks + has_scratch,
             block_size,
             len(self.config.kv_head_range(tp.rank, tp.size)),
             self.config.head_dim,
             getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device))),
             self.device,
         )
+        self._graphs: DecodeGraphs | None = None
+        if capture is not None:
+            self._graphs, self.graphs_reason = self._capture(capture, graphs_up_to, -(-longest // block_size))
+        """Which decode steps are CUDA graphs, or why none are."""
 
     @property
     def attention_name(self) -> str:
@@ -73,12 +87,17 @@ class ModelRunner:
 
     @property
     def kv(self) -> torch.Tensor:
-        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv_cache` says."""
+        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv_cache` says.
+
+        Where decode steps are captured it has one block more, the last, which belongs to no sequence.
+        """
         return self._kv.pool
 
     @torch.inference_mode()
     def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Copies blocks, writes the new tokens' KV, and returns float32 logits [R, V], equal on every rank.
+
+        The logits are valid until the next step.
 
         `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
@@ -89,22 +108,54 @@ class ModelRunner:
             self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
         if len(step.token_ids) == 0:
             return torch.empty((0, self.config.vocab_size), device=self.device)
-        positions = self._to_device(step.positions, np.int32)
-        context = StepContext(
-            batch=AttentionBatch(step, self.block_size, self.device),
-            slots=self._to_device(step.slot_mapping, np.int64),
-            rope_rows=self._rope.at(positions),
-            kv=self._kv,
-            attention=self._attention,
-            on_layer=on_layer,
+        if self._graphs is not None and on_layer is None and self._graphs.takes(step):
+            return self._graphs.run(step)
+        return self._compute(
+            self._to_device(step.token_ids, np.int32),
+            self._to_device(step.positions, np.int32),
+            self._to_device(step.slot_mapping, np.int64),
+            self._to_device(step.logits_indices, np.int32),
+            AttentionBatch(step, self.block_size, self.device),
+            on_layer,
         )
-        token_ids = self._to_device(step.token_ids, np.int32)
-        return self._model(token_ids, self._to_device(step.logits_indices, np.int32), context)
+
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        logits_indices: torch.Tensor,
+        batch: AttentionBatch,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> torch.Tensor:
+        context = StepContext(batch, slots, self._rope.at(positions), self._kv, self._attention, on_layer)
+        return self._model(token_ids, logits_indices, context)
+
+    @torch.inference_mode()
+    def _capture(self, capture: Capture, most: int, width: int) -> tuple[DecodeGraphs | None, str]:
+        def compute(inputs: DecodeInputs) -> torch.Tensor:
+            slots = inputs.slots.long()
+            return self._compute(inputs.token_ids, inputs.positions, slots, inputs.logits_indices, inputs.batch)
+
+        try:
+            graphs = DecodeGraphs(
+                compute,
+                capture,
+                most=most,
+                width=width,
+                block_size=self.block_size,
+                scratch_block=self._num_blocks,
+                vocab_size=self.config.vocab_size,
+                device=self.device,
+            )
+        except RuntimeError as error:  # of CUDA, out of memory included; without graphs everything still works
+            return None, f"capturing them failed: {error}"
+        return graphs, f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences"
 
     def _check_blocks(self, step: StepInput) -> None:
         """Kernels write where they are told: a block that is not there must not reach them."""
-        num_blocks, block_size = self.kv.shape[2:4]
-        for array, limit in ((step.block_tables, num_blocks), (step.slot_mapping, num_blocks * block_size)):
+        num_slots = self._num_blocks * self.block_size
+        for array, limit in ((step.block_tables, self._num_blocks), (step.slot_mapping, num_slots)):
             if array.size and not 0 <= array.min() <= array.max() < limit:
                 raise IndexError(f"a step names block or slot {array.min()} to {array.max()}; there are {limit}")
 

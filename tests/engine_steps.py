@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from engine.graphs import Capture
 from engine.runner import ModelRunner
 from engine.step import SequenceSlice, StepInput, build_step
 from engine.tp import SingleGroup, ThreadGroup, TPGroup
@@ -30,6 +31,8 @@ def make_runner(
     kernels: str = "auto",
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
+    graphs_up_to: int = 0,
+    capture: Capture | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -42,6 +45,8 @@ def make_runner(
         kernels=kernels,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        graphs_up_to=graphs_up_to,
+        capture=capture,
     )
 
 

@@ -99,6 +99,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         kernels=settings.kernels,
+        graphs_up_to=0 if settings.enforce_eager else settings.max_num_seqs,
         report=report,
     )
     mover = KvMover(

@@ -114,6 +114,7 @@ class Leader(_Rank):
             f"KV pool: {num_blocks} blocks of {settings.block_size} tokens; attention: {runner.attention_name}"
         )
         self._report(f"Baton's own kernels: {runner.kernels_reason}")
+        self._report(f"CUDA graphs: {runner.graphs_reason}")
         self._report(
             f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
         )

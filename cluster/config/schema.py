@@ -112,7 +112,8 @@ class EngineSection:
     device: DeviceName = "auto"
     """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
     block_size: int = bounded(16, at_least=1, at_most=4096)
-    """Tokens of one KV block."""
+    """Tokens of one KV block. On a GPU use a multiple of 256: attention reads such blocks in place, which CUDA graphs
+    need; others are gathered first."""
     kv_cache_dtype: KvCacheDtypeName = "auto"
     """What the KV pool holds; auto: the type that is computed in; int8: rounded, with a scale for each head of each
     token, in little more than half of bfloat16's memory."""
@@ -131,6 +132,9 @@ class EngineSection:
     kernels: KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch."""
+    enforce_eager: bool = False
+    """Launch each operation of a decode step by itself, instead of replaying CUDA graphs captured at the start: starts
+    sooner and takes less GPU memory, decodes slower. No difference on a CPU."""
 
 
 @dataclass(frozen=True)
