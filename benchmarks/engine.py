@@ -45,7 +45,7 @@ CONTEXT = 192
 """Tokens of each decoding sequence: the middle of 128 of prompt and 128 of output."""
 SHARES_OF = 32
 """Sequences of the step that is looked into."""
-MATRICES = (matmul.TorchMatrix, matmul.QuantizedMatrix)
+MATRICES = (matmul.TorchMatrix, matmul.QuantizedMatrix, matmul.Fp8Matrix)
 BATCH_SIZES = [1, 8, 32, 128]
 PROMPT_SIZES = [512, 1024, 4096, 8192]
 

@@ -43,7 +43,7 @@ class WorkerSettings(JsonSettings):
     dtype: str = "auto"
     """`auto` (the checkpoint's), `float32`, `bfloat16` or `float16`."""
     quantization: str = "none"
-    """`none`, `int8` or `int4`: what weights are rounded to when they are loaded."""
+    """`none`, `int8`, `int4` or `fp8`: what weights are rounded to when they are loaded."""
     max_model_len: int | None = None
     """Most tokens of prompt and output together; None: the checkpoint's max_position_embeddings."""
     device: str = "auto"

@@ -3,6 +3,7 @@
 `make_matrix` chooses. On the CPU oneDNN with a weight that was packed once is the fastest: torch's own way, MKL in
 float32, stays at half of the rate on some processors, and in bfloat16 reads memory at a third of it. A weight in fewer
 bits is read as it is by Baton's own kernel for few rows, and unpacked for many, which costs little beside the product.
+GPUs that multiply in fp8 do so; int8 and int4 are unpacked before each product there.
 
 Legend: T rows, I inputs, O outputs.
 """
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.quantization import quantize
+from engine.quantization import quantize, round_to_fp8
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
@@ -24,6 +25,9 @@ _BOTH_FORMS_BYTES = 16 << 20
 _PACKED_FOR_ROWS = 32
 _NATIVE_UP_TO_ROWS = 64
 """More rows than this multiply faster by oneDNN."""
+_FP8_CAPABILITY = (8, 9)
+_FP8_MULTIPLE = 16
+"""Of inputs and outputs, for a product in fp8."""
 
 
 class Matrix(Protocol):
@@ -43,6 +47,8 @@ def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str
     """Takes the tensor over. `kernels` as `engine.ops.choose_native` gives them."""
     if kernels is not None and not kernels.has_products:
         kernels = None
+    if quantization == "fp8":
+        return Fp8Matrix(weight, weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= _FP8_CAPABILITY)
     if quantization != "none":
         return QuantizedMatrix(weight, quantization, kernels)
     return TorchMatrix(weight)
@@ -97,6 +103,32 @@ class QuantizedMatrix:
         whole = torch.empty(self._shape, dtype=torch.bfloat16)
         kernels.unpack(weight.data, weight.scales, weight.kind, weight.group, whole)
         return F.linear(x, whole, bias).to(dtype)
+
+
+class Fp8Matrix:
+    """float8_e4m3fn with a scale for each output. In a product in fp8, rows of x are rounded as well, each with a scale
+    of its own, and the sum is bfloat16; without, the weight is unpacked whole before each product, which is slow."""
+
+    def __init__(self, weight: Tensor, is_multiplied_in_fp8: bool) -> None:
+        self._weight, self._scales = round_to_fp8(weight)
+        self._in_fp8 = is_multiplied_in_fp8 and all(size % _FP8_MULTIPLE == 0 for size in weight.shape)
+        self.nbytes = self._weight.nbytes + self._scales.nbytes
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or x.dtype
+        if not self._in_fp8:
+            return F.linear(x, (self._weight.float() * self._scales).to(x.dtype), bias).to(dtype)
+        rows, scales = round_to_fp8(x)
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        product: Tensor = torch._scaled_mm(
+            rows,
+            self._weight.t(),
+            scale_a=scales,
+            scale_b=self._scales.t(),
+            bias=bias,
+            out_dtype=torch.bfloat16,
+        )
+        return product.to(dtype)
 
 
 def _pack(weight: Tensor) -> Tensor | None:

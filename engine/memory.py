@@ -16,7 +16,7 @@ from engine.kv_cache import KV_CACHE_DTYPES, cell_size
 
 _USABLE_SHARE = 0.9
 _CPU_DEFAULT_REQUESTS = 4
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 32}
+_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 32, "fp8": 1.0}
 _GPU_WORKSPACE_BYTES = 1 << 30  # activations of one step, communicators, the allocator's slack
 
 

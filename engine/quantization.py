@@ -2,9 +2,9 @@
 
 Symmetric and to nearest. int8 has one scale for each output (its rows stay exact integers until the sum is scaled);
 int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. The layouts are those
-that `engine.native` multiplies.
+that `engine.native` multiplies. fp8 is float8_e4m3fn, whose steps grow with the value, with one scale for each row.
 
-Legend: O outputs, I inputs.
+Legend: O outputs, I inputs, T rows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch import Tensor
 
 from engine.native import INT4, INT4_SPAN, INT8
 
-FORMATS = ("none", "int8", "int4")
+FORMATS = ("none", "int8", "int4", "fp8")
 INT4_GROUP = 32
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,13 @@ def quantize(weight: Tensor, wanted: str) -> Quantized:
     rows = weight.float()
     scales = (rows.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales, INT8, 0)
+
+
+def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, I] as float8_e4m3fn, and the float32 scales [T, 1] that it is to be multiplied with."""
+    values = rows.float()
+    scales = (values.abs().amax(1, keepdim=True) / _LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (values / scales).to(torch.float8_e4m3fn), scales
 
 
 def _int4(rows: Tensor, group: int) -> Quantized:

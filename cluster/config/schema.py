@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-QuantizationName = Literal["none", "int8", "int4"]
+QuantizationName = Literal["none", "int8", "int4", "fp8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtypeName = Literal["auto", "int8"]
 AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
@@ -70,7 +70,8 @@ class ModelSection:
     """Type of the weights and of the KV cache while serving; auto: the checkpoint's own."""
     quantization: QuantizationName = "none"
     """What weights are rounded to when they are loaded; int8 takes half of bfloat16's memory, int4 little more than a
-    quarter."""
+    quarter. fp8 takes half as well and is for GPUs that multiply in it (compute capability 8.9 and newer), which then
+    round activations too; elsewhere it is correct and slow."""
     max_model_len: int | None = bounded(None, at_least=1, at_most=2**24)
     """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engine import matmul
-from engine.matmul import make_matrix
+from engine.matmul import Fp8Matrix, make_matrix
 from engine.native import native
-from engine.quantization import quantize
+from engine.quantization import quantize, round_to_fp8
 
 KERNELS, WHY_NOT = native()
 HAS_PRODUCTS = KERNELS is not None and KERNELS.has_products
@@ -98,6 +98,48 @@ def test_what_is_stored_is_near_the_weight(wanted: str, bound: float) -> None:
     assert bool((error <= 1.02 * bound * largest).all())
     assert bool((error[3] == 0).all())
     assert stored.nbytes == {"int8": 50 * 256 + 50 * 4, "int4": 50 * 128 + 50 * 8 * 2}[wanted]
+
+
+@pytest.mark.parametrize("shape", [(32, 64), (13, 71), (144, 2048)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 33])
+def test_in_fp8_without_a_device_for_it(num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias, x = problem(num_rows, shape, dtype)
+    matrix = make_matrix(weight.clone(), KERNELS, "fp8")
+    codes, scales = round_to_fp8(weight)
+    exact = x.double() @ (codes.double() * scales).T
+    tolerance = (exact.abs().max().item() if num_rows else 0.0) * (1e-5 if dtype == torch.float32 else 0.01)
+    torch.testing.assert_close(matrix(x).double(), exact, atol=tolerance, rtol=0.01)
+    torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=tolerance, rtol=0.01)
+    assert matrix(x).dtype == dtype and matrix(x, dtype=torch.float32).dtype == torch.float32
+    assert matrix.nbytes == shape[0] * shape[1] + 4 * shape[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_rows", [1, 7, 33])
+def test_products_in_fp8_are_those_of_rounded_rows(num_rows: int, dtype: torch.dtype) -> None:
+    """By the very call that a GPU gets; torch has it on the CPU as well."""
+    weight, bias, x = problem(num_rows, (144, 512), dtype)
+    x *= torch.logspace(-3, 3, num_rows)[:, None].to(dtype)
+    weight *= torch.logspace(-3, 3, 144)[:, None].to(dtype)
+    matrix = Fp8Matrix(weight.clone(), is_multiplied_in_fp8=True)
+    rows, stored = ((codes.double() * scales) for codes, scales in map(round_to_fp8, (x, weight)))
+
+    for used in (None, bias):
+        exact = rows @ stored.T + (0 if used is None else used.double())
+        sizes = rows.abs() @ stored.abs().T
+        assert bool(((matrix(x, used).double() - exact).abs() <= 0.01 * (sizes + exact.abs())).all())
+    assert matrix(x).dtype == dtype and matrix(x, dtype=torch.float32).dtype == torch.float32
+
+
+def test_fp8_keeps_three_bits_behind_the_leading_one_and_every_size() -> None:
+    rows = torch.randn(50, 256, generator=torch.Generator().manual_seed(1)) * torch.logspace(-30, 30, 50)[:, None]
+    rows[3] = 0
+    codes, scales = round_to_fp8(rows)
+    assert codes.dtype == torch.float8_e4m3fn and scales.shape == (50, 1)
+    largest = rows.abs().amax(1, keepdim=True)
+    error = (codes.float() * scales - rows).abs()
+    assert bool((error <= 1.001 * torch.maximum(rows.abs() / 16, largest / 448 / 1024)).all())
 
 
 def test_inputs_that_fill_no_group_stay_at_eight_bits() -> None:
