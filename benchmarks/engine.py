@@ -37,7 +37,7 @@ from engine import attention_cpu, matmul
 from engine.memory import kv_bytes_per_token, multiplied_bytes
 from engine.runner import ModelRunner
 from engine.sampling import Sampler, SampleRow, SamplingParams
-from engine.step import SequenceSlice, build_step
+from engine.step import SequenceSlice, StepInput, build_step
 from engine.tp import SingleGroup
 
 BLOCK_SIZE = 16
@@ -69,45 +69,56 @@ class Spent:
 class Bench:
     """One loaded model."""
 
-    def __init__(self, folder: Path, *, max_tokens: int, chunk: int = 2048, **wanted: str) -> None:
-        """`wanted`: dtype, quantization, kv_cache_dtype and kernels, as for ModelRunner."""
-        self._chunk = chunk
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_tokens: int,
+        chunk: int = 2048,
+        context: int = CONTEXT,
+        block_size: int = BLOCK_SIZE,
+        **wanted: Any,
+    ) -> None:
+        """`wanted`: dtype, quantization, kv_cache_dtype and so on, as for ModelRunner."""
+        self._chunk, self._context, self._block_size = chunk, context, block_size
         self._quantization = wanted.get("quantization", "none")
-        num_blocks = -(-max_tokens // BLOCK_SIZE)
-        sizes = {"num_blocks": num_blocks, "block_size": BLOCK_SIZE}
-        choices = {"dtype": "auto", **wanted}
-        self.runner = ModelRunner(folder, tp=SingleGroup(), device="cpu", **sizes, **choices)  # type: ignore[arg-type]
+        sizes = {"num_blocks": -(-max_tokens // block_size), "block_size": block_size}
+        self.runner = ModelRunner(folder, tp=SingleGroup(), **{"device": "cpu", "dtype": "auto", **sizes, **wanted})
         self.config = self.runner.config
         self._sampler = Sampler(self.config.vocab_size)
         self._params = SamplingParams(max_output_tokens=1, temperature=0.0)
 
     def decode(self, batch_size: int, num_steps: int) -> None:
         """So many steps of `batch_size` sequences, each with a table of its own."""
-        width = -(-CONTEXT // BLOCK_SIZE)
-        tables = [tuple(range(i * width, (i + 1) * width)) for i in range(batch_size)]
         rows = [SampleRow(self._params, 0, (1,), []) for _ in range(batch_size)]
         token_ids = [5] * batch_size
         for _ in range(num_steps):
-            slices = [
-                SequenceSlice((token,), CONTEXT - 1, table, True)
-                for token, table in zip(token_ids, tables, strict=True)
-            ]
-            logits = self.runner.forward(build_step(slices, BLOCK_SIZE))
+            logits = self.runner.forward(self.decode_step(token_ids))
             token_ids = [sampled.token_id for sampled in self._sampler.sample(logits, rows)]
+
+    def decode_step(self, token_ids: list[int]) -> StepInput:
+        """One token for each sequence, whose number is its place in the list."""
+        width = -(-self._context // self._block_size)
+        slices = [
+            SequenceSlice((token,), self._context - 1, tuple(range(i * width, (i + 1) * width)), True)
+            for i, token in enumerate(token_ids)
+        ]
+        return build_step(slices, self._block_size)
 
     def prefill(self, num_tokens: int, num_cached: int = 0) -> None:
         """One prompt, in chunks, to its first token; the KV of its first `num_cached` tokens is there already."""
-        table = tuple(range(-(-num_tokens // BLOCK_SIZE)))
+        table = tuple(range(-(-num_tokens // self._block_size)))
         for start in range(num_cached, num_tokens, self._chunk):
             end = min(start + self._chunk, num_tokens)
             ids = tuple(range(3, 3 + end - start))
-            logits = self.runner.forward(build_step([SequenceSlice(ids, start, table, end == num_tokens)], BLOCK_SIZE))
+            piece = SequenceSlice(ids, start, table, end == num_tokens)
+            logits = self.runner.forward(build_step([piece], self._block_size))
         self._sampler.sample(logits, [SampleRow(self._params, 0, ids, [])])
 
     def decode_bytes(self, batch_size: int) -> float:
         """What a step must read: each weight that is multiplied with once, and the live KV."""
         kv_dtype = str(self.runner.kv.dtype).removeprefix("torch.")
-        kv = kv_bytes_per_token(self.config, 1, kv_dtype) * CONTEXT * batch_size
+        kv = kv_bytes_per_token(self.config, 1, kv_dtype) * self._context * batch_size
         weights = multiplied_bytes(self.config, 1, self.runner.dtype, self._quantization)
         return weights + kv
 

@@ -20,7 +20,6 @@ from engine.kv_cache import KvCache
 from engine.layers import Loader
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model import UNUSED_TENSORS, Decoder, StepContext
-from engine.native import Native
 from engine.ops import NativeOps, Ops, TorchOps, choose_native
 from engine.rope import RopeTable
 from engine.step import IntArray, StepInput
@@ -45,9 +44,13 @@ class ModelRunner:
         kernels: str = "auto",
         graphs_up_to: int = 0,
         capture: Capture | None = None,
+        open_weights: Callable[[Path], Checkpoint] = Checkpoint,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given."""
+        """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
+
+        `open_weights` says where weights come from, if not from the folder's files.
+        """
         self.config = ModelConfig.from_folder(model_path)
         self.config.check_tp_size(tp.size)
         self.device = torch.device(resolve_device(device))
@@ -58,7 +61,14 @@ class ModelRunner:
         native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
         """Where Baton's own kernels come from, or why they are not used."""
         self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype, native)
-        self._model = self._load(Path(model_path), tp, torch_dtype, native, quantization, report or (lambda line: None))
+        with open_weights(Path(model_path)) as checkpoint:
+            ops: Ops = TorchOps() if native is None else NativeOps(native)
+            loader = Loader(checkpoint, tp, self.device, torch_dtype, ops, native, quantization, self.config.packing)
+            self._model = Decoder(self.config, loader, report or (lambda line: None))
+            if self.config.packing is not None:
+                checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
+            ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
+            checkpoint.check_all_read(ignored)
         if capture is None:
             capture, self.graphs_reason = choose_capture(
                 graphs_up_to, self.device, tp.size, self._attention, block_size
@@ -162,22 +172,3 @@ class ModelRunner:
     def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
         """A copy, since arrays that came as bytes cannot be written and torch would warn."""
         return torch.from_numpy(array.astype(dtype)).to(self.device, non_blocking=True)
-
-    def _load(
-        self,
-        path: Path,
-        tp: TPGroup,
-        dtype: torch.dtype,
-        native: Native | None,
-        quantization: str,
-        report: Callable[[str], None],
-    ) -> Decoder:
-        ops: Ops = TorchOps() if native is None else NativeOps(native)
-        with Checkpoint(path) as checkpoint:
-            loader = Loader(checkpoint, tp, self.device, dtype, ops, native, quantization, self.config.packing)
-            model = Decoder(self.config, loader, report)
-            if self.config.packing is not None:
-                checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-            ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
-            checkpoint.check_all_read(ignored)
-        return model

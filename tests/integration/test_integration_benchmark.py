@@ -119,6 +119,20 @@ def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
     assert told["prefix"]["tokens"] == 100 and told["quantization"] == "int8"
 
 
+def test_the_gpus_benchmark_measures_what_can_run_and_says_why_the_rest_cannot() -> None:
+    """The program itself: on a CPU its figures mean nothing."""
+    sizes = ("--batch", "1", "--batch", "3", "--prompt", "300", "--chunk", "200", "--context", "300")
+    ended, left = run("benchmarks/gpu_engine.py", "--json", "--device", "cpu", "--shape", "tiny", *sizes)
+    assert ended.returncode == 0, ended.stderr
+    assert left == []
+    variants = json.loads(ended.stdout)["variants"]
+    assert "varlen cannot run" in variants["bf16, varlen"]["error"]
+    for name in ("bf16, eager", "bf16", "fp8", "int8"):
+        assert all(variants[name]["decode"][size]["mbu"] > 0 for size in ("1", "3"))
+        assert variants[name]["prefill"]["300"]["mfu"] > 0
+    assert variants["bf16"]["graphs"] == "they need a CUDA device, this is cpu"
+
+
 def test_the_formats_benchmark_compares_them_all() -> None:
     model = ROOT / "models" / "tiny-shakespeare"
     text = model / "README.md"
