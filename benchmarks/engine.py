@@ -119,7 +119,7 @@ class Bench:
         """What a step must read: each weight that is multiplied with once, and the live KV."""
         kv_dtype = str(self.runner.kv.dtype).removeprefix("torch.")
         kv = kv_bytes_per_token(self.config, 1, kv_dtype) * self._context * batch_size
-        weights = multiplied_bytes(self.config, 1, self.runner.dtype, self._quantization)
+        weights = multiplied_bytes(self.config, 1, self.runner.dtype, self._quantization, self.runner.keeps_codes)
         return weights + kv
 
     def prefill_flops(self, num_tokens: int) -> float:

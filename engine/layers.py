@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.matmul import Matrix, make_matrix
+from engine.matmul import Matrix, QuantizedMatrix, make_matrix
 from engine.native import Native
 from engine.ops import Ops
-from engine.packed import read_codes
+from engine.packed import keep_codes, read_codes
 from engine.packing import Packing
 from engine.tp import TPGroup
 
@@ -36,14 +36,28 @@ class Loader:
     kernels: Native | None
     quantization: str
     packing: Packing | None
+    keeps_codes: bool
+    """Whether what is packed stays so where it can (`Packing.keeps_codes`)."""
 
     def linear(self, parts: Sequence[TensorSlice]) -> Matrix:
         """The matrix of all parts' outputs, one after another, whether a part is there as it is or packed."""
-        return self.matrix(self._join(parts, self._read_weight))
+        kept = self._keep(parts) if self.keeps_codes else None
+        return kept or self.matrix(self._join(parts, self._read_weight))
 
     def stack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
         """One tensor of all parts, one after another along dim 0."""
         return self._join(parts, self.checkpoint.read)
+
+    def _keep(self, parts: Sequence[TensorSlice]) -> Matrix | None:
+        """None where a part is plain, or what is packed cannot be multiplied as it is."""
+        if self.packing is None or any(part.name in self.checkpoint for part in parts):
+            return None
+        found = keep_codes([read_codes(self.checkpoint, self.packing, part) for part in parts])
+        if found is None:
+            return None
+        weight, order = found
+        order = None if order is None else order.to(self.device)
+        return QuantizedMatrix(weight.to(self.device), self.kernels, order)
 
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
         if self.packing is None or part.name in self.checkpoint:

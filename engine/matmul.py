@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.quantization import quantize, round_to_fp8
+from engine.quantization import Quantized, quantize, round_to_fp8
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
@@ -45,12 +45,10 @@ class Matrix(Protocol):
 
 def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str = "none") -> Matrix:
     """Takes the tensor over. `kernels` as `engine.ops.choose_native` gives them."""
-    if kernels is not None and not kernels.has_products:
-        kernels = None
     if quantization == "fp8":
         return Fp8Matrix(weight, weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= _FP8_CAPABILITY)
     if quantization != "none":
-        return QuantizedMatrix(weight, quantization, kernels)
+        return QuantizedMatrix(quantize(weight, quantization), kernels)
     return TorchMatrix(weight)
 
 
@@ -83,24 +81,27 @@ class TorchMatrix:
 class QuantizedMatrix:
     """int8 or int4, unpacked as it is read; without kernels, whole and before each product.
 
-    With kernels, x is rounded to bfloat16, which costs less than the weight's rounding did.
+    With kernels, x is rounded to bfloat16, which costs less than the weight's rounding did. `order` (int64 [I]) says
+    which input of x each input of the weight is, where those are in an order of their own.
     """
 
-    def __init__(self, weight: Tensor, quantization: str, kernels: Native | None) -> None:
-        self._weight = quantize(weight, quantization)
-        self._shape = weight.shape
-        self._kernels = kernels
-        self.nbytes = self._weight.nbytes
+    def __init__(self, weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> None:
+        self._weight = weight
+        self._kernels = kernels if kernels is not None and kernels.has_products else None
+        self._order = order
+        self.nbytes = weight.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         weight, kernels, dtype = self._weight, self._kernels, dtype or x.dtype
+        if self._order is not None:
+            x = x.index_select(1, self._order)
         if kernels is None:
             return F.linear(x, weight.dequantize(x.dtype), bias).to(dtype)
         x = x.to(torch.bfloat16)
         bias = None if bias is None else bias.to(torch.bfloat16)
         if x.shape[0] <= _NATIVE_UP_TO_ROWS:
             return kernels.linear(x, weight.data, weight.scales, weight.kind, weight.group, bias, dtype)
-        whole = torch.empty(self._shape, dtype=torch.bfloat16)
+        whole = torch.empty(weight.shape, dtype=torch.bfloat16)
         kernels.unpack(weight.data, weight.scales, weight.kind, weight.group, whole)
         return F.linear(x, whole, bias).to(dtype)
 

@@ -74,6 +74,7 @@ def plan_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
     quantization: str = "none",
+    keeps_codes: bool = False,
     kv_cache_dtype: str = "auto",
     free_bytes: int | None = None,
 ) -> int:
@@ -84,7 +85,8 @@ def plan_num_blocks(
     """
     free = available_bytes(device) if free_bytes is None else free_bytes
     is_cuda = device.startswith("cuda")
-    reserved = weight_bytes(config, tp_size, dtype, quantization) + 2 * 4 * max_num_seqs * config.vocab_size
+    weights = weight_bytes(config, tp_size, dtype, quantization, keeps_codes)
+    reserved = weights + 2 * 4 * max_num_seqs * config.vocab_size
     room = int(free * _USABLE_SHARE) - reserved - (_GPU_WORKSPACE_BYTES if is_cuda else 0)
     kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype, device)
     fitting = max(0, room // kv_bytes_per_token(config, tp_size, kv_dtype)) // block_size
@@ -116,22 +118,38 @@ def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
     return 2 * config.num_hidden_layers * heads * head_bytes
 
 
-def weight_bytes(config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none") -> int:
+def weight_bytes(
+    config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none", keeps_codes: bool = False
+) -> int:
     """Bytes of one rank's weights, to within the few that norms, biases and scales take."""
     embedding = -(-config.vocab_size // tp_size) * config.hidden_size * _element_bytes(dtype)
     # A head that is tied to the embedding shares its memory only while both are of one type.
     is_shared = config.tie_word_embeddings and quantization == "none"
-    return multiplied_bytes(config, tp_size, dtype, quantization) + (0 if is_shared else embedding)
+    multiplied = multiplied_bytes(config, tp_size, dtype, quantization, keeps_codes)
+    return multiplied + (0 if is_shared else embedding)
 
 
-def multiplied_bytes(config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none") -> int:
-    """Bytes of those that every step multiplies with: all but the embedding, which is looked up."""
+def multiplied_bytes(
+    config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none", keeps_codes: bool = False
+) -> int:
+    """Bytes of those that every step multiplies with: all but the embedding, which is looked up.
+
+    `keeps_codes` as `Packing.keeps_codes` says for the checkpoint's packing.
+    """
+    size, inner = config.hidden_size, config.intermediate_size // tp_size
     attended = config.num_attention_heads * config.head_dim // tp_size
     kv = len(config.kv_head_range(0, tp_size)) * config.head_dim
-    layer = config.hidden_size * (2 * attended + 2 * kv + 3 * config.intermediate_size // tp_size)
-    head = -(-config.vocab_size // tp_size) * config.hidden_size
     element_bytes = _QUANTIZED_BYTES.get(quantization, _element_bytes(dtype))
-    return int((config.num_hidden_layers * layer + head) * element_bytes)
+
+    def each(num_inputs: int, is_cut: bool) -> float:
+        packing = config.packing if keeps_codes else None
+        kept = None if packing is None else packing.kept_bytes(num_inputs, is_cut)
+        return element_bytes if kept is None else kept
+
+    column_parallel = (attended + 2 * kv + 2 * inner) * each(size, False)
+    row_parallel = attended * each(attended, tp_size > 1) + inner * each(inner, tp_size > 1)
+    head = -(-config.vocab_size // tp_size) * element_bytes
+    return int(size * (config.num_hidden_layers * (column_parallel + row_parallel) + head))
 
 
 def available_bytes(device: str) -> int:

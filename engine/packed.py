@@ -9,6 +9,8 @@ Legend: O outputs, I inputs, G groups of inputs.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,9 @@ from torch import Tensor
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
+from engine.native import INT4_SPAN
 from engine.packing import WORD_BITS, Packing
+from engine.quantization import Quantized, keep
 
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in its word AWQ puts each of eight outputs."""
@@ -40,6 +44,34 @@ class Codes:
             weight = self.codes[rows].float()
             weight.sub_(self.zeros[rows].float()[:, self.groups]).mul_(self.scales[rows][:, self.groups])
             out[rows].copy_(weight)
+
+
+def keep_codes(parts: Sequence[Codes]) -> tuple[Quantized, Tensor | None] | None:
+    """All parts' outputs in one weight that is still in four bits and exact, and the order of its inputs.
+
+    The order is int64 [I], None where it is the natural one. None for the whole: it cannot be done, since parts differ
+    in their order, a slice cuts groups finer than a kernel multiplies, or a scale has no float16.
+    """
+    first = parts[0]
+    order = None if bool((first.groups.diff() >= 0).all()) else first.groups.argsort(stable=True)
+    groups = [part.groups if order is None else part.groups[order] for part in parts]
+    group = math.gcd(*(_run_length(of_inputs) for of_inputs in groups))
+    if any(part.bits != 4 for part in parts) or group % INT4_SPAN:
+        return None
+    columns = [of_inputs[::group] for of_inputs in groups]
+    wide = torch.cat([part.scales[:, at] for part, at in zip(parts, columns, strict=True)])
+    scales = wide.to(torch.float16)
+    if not torch.equal(scales.float(), wide):
+        return None
+    zeros = torch.cat([part.zeros[:, at] for part, at in zip(parts, columns, strict=True)])
+    codes = torch.cat([part.codes for part in parts])
+    return keep(codes if order is None else codes[:, order], zeros, scales, group), order
+
+
+def _run_length(groups: Tensor) -> int:
+    """The most inputs by which all stretches of one group can be divided."""
+    ends = (groups.diff().nonzero().flatten() + 1).tolist()
+    return math.gcd(*ends, len(groups))
 
 
 def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice) -> Codes:

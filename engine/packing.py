@@ -1,15 +1,20 @@
 """What `quantization_config` says about linear layers that a checkpoint holds as packed integers: AWQ and GPTQ.
 
-Reads the object and refuses what `engine.packed` would read wrongly. It knows no tensors.
+Reads the object, refuses what `engine.packed` would read wrongly, and says what becomes of the codes. It knows no
+tensors.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from cluster.errors import CheckpointError
 from engine.fields import Fields
+from engine.native import INT4_SPAN, Native
 
 Method = Literal["awq", "gptq"]
 _WHERE = "config.json: quantization_config"
@@ -41,6 +46,26 @@ class Packing:
     def per_word(self) -> int:
         """Codes in one int32."""
         return WORD_BITS // self.bits
+
+    def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Native | None) -> bool:
+        """Whether a model that is loaded so multiplies with codes of four bits as they are, wherever that can be.
+
+        They are unpacked to bfloat16, so in that type nothing is lost by it. Without kernels it would cost time, and is
+        done only where less memory is asked for.
+        """
+        is_free = quantization == "none" and dtype == torch.bfloat16 and kernels is not None and kernels.has_products
+        return self.bits == 4 and (is_free or quantization == "int4")
+
+    def kept_bytes(self, num_inputs: int, is_cut: bool) -> float | None:
+        """Of one weight whose codes are kept, in a layer of so many inputs; None where they cannot be.
+
+        `is_cut`: these inputs are one rank's of several, and each rank's as many.
+        """
+        group = math.gcd(self.group_size or num_inputs, num_inputs)
+        is_scattered = self.has_order and is_cut and self.group_size is not None
+        if self.bits != 4 or is_scattered or group % INT4_SPAN:
+            return None
+        return 0.5 + 4 / group
 
     def num_groups(self, num_inputs: int) -> int:
         return 1 if self.group_size is None else -(-num_inputs // self.group_size)

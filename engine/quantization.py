@@ -1,20 +1,21 @@
 """Weights in fewer bits: what is stored, and how it is made from a weight and turned into one again.
 
 Symmetric and to nearest. int8 has one scale for each output (its rows stay exact integers until the sum is scaled);
-int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. The layouts are those
-that `engine.native` multiplies. fp8 is float8_e4m3fn, whose steps grow with the value, with one scale for each row.
+int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. Codes that a
+checkpoint brings along keep their own zero points and groups. The layouts are those that `engine.native` multiplies.
+fp8 is float8_e4m3fn, whose steps grow with the value, with one scale for each row.
 
-Legend: O outputs, I inputs, T rows.
+Legend: O outputs, I inputs, G groups of inputs, T rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from engine.native import INT4, INT4_SPAN, INT8
+from engine.native import INT4, INT4_SPAN, INT4_ZEROS, INT8
 
 FORMATS = ("none", "int8", "int4", "fp8")
 INT4_GROUP = 32
@@ -23,17 +24,26 @@ _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 @dataclass(frozen=True)
 class Quantized:
-    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O] or bfloat16 [O, I / group]."""
+    """A weight: `data` int8 [O, I] or uint8 [O, I / 2], `scales` float32 [O], bfloat16 [O, G] or float16 [O, G, 2]."""
 
     data: Tensor
     scales: Tensor
     kind: int
-    """INT8 or INT4 of `engine.native`."""
+    """INT8, INT4 or INT4_ZEROS of `engine.native`."""
     group: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the weight."""
+        num_outputs, width = self.data.shape
+        return num_outputs, width if self.kind == INT8 else 2 * width
 
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scales.nbytes
+
+    def to(self, device: torch.device) -> Quantized:
+        return replace(self, data=self.data.to(device), scales=self.scales.to(device))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[O, I], as near to the weight as the format gets."""
@@ -41,9 +51,10 @@ class Quantized:
             return (self.data.float() * self.scales[:, None]).to(dtype)
         num_outputs = self.data.shape[0]
         spans = self.data.view(num_outputs, -1, INT4_SPAN // 2)
-        steps = torch.cat([spans & 15, spans >> 4], dim=2).float() - 8
-        steps = steps.view(num_outputs, -1, self.group)
-        return (steps * self.scales.float()[:, :, None]).view(num_outputs, -1).to(dtype)
+        codes = torch.cat([spans & 15, spans >> 4], dim=2).float().view(num_outputs, -1, self.group)
+        pairs = self.scales.float().view(num_outputs, codes.shape[1], -1)
+        zeros = 8 if self.kind == INT4 else pairs[:, :, 1:]
+        return ((codes - zeros) * pairs[:, :, :1]).view(num_outputs, -1).to(dtype)
 
 
 def quantize(weight: Tensor, wanted: str) -> Quantized:
@@ -70,6 +81,18 @@ def _int4(rows: Tensor, group: int) -> Quantized:
     scales = (extreme / -8).to(torch.bfloat16)
     step = scales.float()
     steps = torch.where(step == 0, 0, groups / step).round_().clamp_(-8, 7) + 8
-    spans = steps.to(torch.uint8).view(num_outputs, -1, INT4_SPAN)
+    return Quantized(_pack(steps.to(torch.uint8).view(num_outputs, -1)), scales[:, :, 0].contiguous(), INT4, group)
+
+
+def keep(codes: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Quantized:
+    """(codes - zeros) * scales as it is: uint8 [O, I] below 16, uint8 [O, G], float16 [O, G].
+
+    `group` is a multiple of INT4_SPAN.
+    """
+    return Quantized(_pack(codes), torch.stack((scales, zeros.to(torch.float16)), dim=2), INT4_ZEROS, group)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    spans = codes.view(codes.shape[0], -1, INT4_SPAN)
     data = spans[:, :, : INT4_SPAN // 2] | (spans[:, :, INT4_SPAN // 2 :] << 4)
-    return Quantized(data.view(num_outputs, -1).contiguous(), scales[:, :, 0].contiguous(), INT4, group)
+    return data.view(codes.shape[0], -1)

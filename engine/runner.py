@@ -61,11 +61,16 @@ class ModelRunner:
         native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
         """Where Baton's own kernels come from, or why they are not used."""
         self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype, native)
+        packing = self.config.packing
+        self.keeps_codes = packing is not None and packing.keeps_codes(quantization, torch_dtype, native)
+        """Whether layers that the checkpoint has in four bits stay so."""
         with open_weights(Path(model_path)) as checkpoint:
             ops: Ops = TorchOps() if native is None else NativeOps(native)
-            loader = Loader(checkpoint, tp, self.device, torch_dtype, ops, native, quantization, self.config.packing)
+            loader = Loader(
+                checkpoint, tp, self.device, torch_dtype, ops, native, quantization, packing, self.keeps_codes
+            )
             self._model = Decoder(self.config, loader, report or (lambda line: None))
-            if self.config.packing is not None:
+            if packing is not None:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)

@@ -20,8 +20,12 @@ from safetensors.torch import load_file, save_file
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 PLAIN_ORDER = tuple(range(8))
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+SAME_INPUTS = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj"}
+"""Layers whose groups are those of another: GPTQ orders inputs by their size, and these have the same."""
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 """Two ranks cut the MLP's inputs at 192, within a group of 128."""
+
+Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Format:
     bits: int = 4
     is_symmetric: bool = False
     is_shuffled: bool = False
-    """desc_act: each input's group is drawn."""
+    """desc_act: each input's group is drawn, once for all layers with the same inputs."""
     layout: str | None = None
 
     def config(self) -> dict[str, Any]:
@@ -55,15 +59,18 @@ def pack(codes: np.ndarray, bits: int, order: tuple[int, ...] = PLAIN_ORDER) -> 
 
 
 def pack_layer(
-    fmt: Format, num_outputs: int, num_inputs: int, seed: int
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """The tensors of one linear layer by the end of their names, and the weight [O, I] that they are."""
+    fmt: Format, num_outputs: int, num_inputs: int, seed: int, inputs: str = ""
+) -> tuple[Tensors, torch.Tensor]:
+    """The tensors of one linear layer by the end of their names, and the weight [O, I] that they are.
+
+    Layers that name the same `inputs` have the same groups.
+    """
     rng = np.random.default_rng(seed)
     group_size = num_inputs if fmt.group_size == -1 else fmt.group_size
     num_groups, top = -(-num_inputs // group_size), 1 << fmt.bits
     groups = np.arange(num_inputs) // group_size
     if fmt.is_shuffled:
-        groups = rng.permutation(groups)
+        groups = np.random.default_rng(list(inputs.encode()) or seed).permutation(groups)
     codes = rng.integers(0, top, (num_inputs, num_outputs))
     zeros = rng.integers(0, top, (num_groups, num_outputs))
     if fmt.is_symmetric:
@@ -82,17 +89,28 @@ def pack_layer(
     return tensors, torch.from_numpy(weight.T.copy())
 
 
+def _int4_steps(num_outputs: int, num_inputs: int) -> torch.Tensor:
+    """A weight that Baton's own int4 holds exactly, so that rounding the head changes nothing."""
+    steps = torch.randint(-8, 8, (num_outputs, num_inputs), generator=torch.Generator().manual_seed(5))
+    steps[:, ::32] = -8
+    return steps * 2.0**-5
+
+
 def make_packed(fmt: Format, folder: Path, kind: str = "llama", **overrides: Any) -> tuple[Path, Path]:
     """Writes two folders of the same model, packed and plain in float32."""
     plain = make_checkpoint(kind, folder / "plain", **{**SIZES, **overrides})
     packed = folder / "packed"
     shutil.copytree(plain, packed)
     tensors = load_file(plain / "model.safetensors")
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"] = _int4_steps(*tensors["lm_head.weight"].shape)
     held = dict(tensors)
     for seed, name in enumerate(sorted(tensors)):
         layer, _, ending = name.rpartition(".")
         if ending == "weight" and layer.endswith(LINEARS):
-            parts, tensors[name] = pack_layer(fmt, *tensors[name].shape, seed)
+            block, _, kind = layer.rpartition(".")
+            inputs = f"{block}.{SAME_INPUTS.get(kind, kind)}"
+            parts, tensors[name] = pack_layer(fmt, *tensors[name].shape, seed, inputs)
             del held[name]
             held |= {f"{layer}.{part}": tensor for part, tensor in parts.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})

@@ -17,6 +17,7 @@ from cluster.settings import WorkerSettings
 from engine.config import ModelConfig
 from engine.kv_cache import cell_size
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.ops import choose_native
 from engine.runner import ModelRunner
 from engine.tp import make_process_group
 from kv_transfer.choose import supported
@@ -48,6 +49,15 @@ class Resolved:
         if self.settings.digest != "auto":
             return self.settings.digest
         return "on" if self.device == "cpu" else "sampled"
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether layers that the checkpoint has in four bits stay so; may compile Baton's kernels."""
+        packing, dtype = self.config.packing, getattr(torch, self.dtype)
+        if packing is None:
+            return False
+        native, _ = choose_native(self.settings.kernels, torch.device(self.device), dtype, self.config.head_dim)
+        return packing.keeps_codes(self.settings.quantization, dtype, native)
 
     @property
     def layout(self) -> KvLayout:

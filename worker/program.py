@@ -104,6 +104,7 @@ class Leader(_Rank):
             max_model_len=max_model_len,
             max_num_seqs=settings.max_num_seqs,
             quantization=settings.quantization,
+            keeps_codes=resolved.keeps_codes,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
         self._store, store_address = serve_store(settings.host)

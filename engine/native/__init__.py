@@ -21,9 +21,10 @@ from engine.native.build import BuildFailed, build
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
-INT8, INT4 = 1, 2
+INT8, INT4, INT4_ZEROS = 1, 2, 3
 """What a weight consists of: int8 [O, I] with float32 [O] scales; or uint8 [O, I / 2] with bfloat16 [O, I / group],
-where byte i of each 32 inputs holds input i in its low half and input i + 16 in its high one, each plus 8."""
+where byte i of each 32 inputs holds input i in its low half and input i + 16 in its high one, each plus 8; or the same
+with float16 [O, I / group, 2], where each code is plus what its group names beside its scale."""
 INT4_SPAN = 32
 """Inputs that lie together; a group is a multiple of it."""
 

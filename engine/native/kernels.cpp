@@ -548,26 +548,36 @@ void unpack_int8(const int8_t* from, bfloat16* to, int64_t n) {
   for (; i < n; ++i) store(to + i, static_cast<float>(from[i]));
 }
 
-// Groups of 32 inputs: byte i of a group holds input i in its low half and input i + 16 in its high one, each plus 8.
-void unpack_int4(const uint8_t* from, const bfloat16* scales, int64_t group, bfloat16* to, int64_t n) {
+// 32 inputs: byte i holds input i in its low half and input i + 16 in its high one.
+inline void unpack_span(const uint8_t* from, float zero, float scale, bfloat16* to) {
   const __m128i low_half = _mm_set1_epi8(0x0f);
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m512 zeros = _mm512_set1_ps(zero);
+  const __m512 scales = _mm512_set1_ps(scale);
+  const __m128i low = _mm_and_si128(bytes, low_half);
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_half);
+  const __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(low)), zeros), scales);
+  const __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(high)), zeros), scales);
+  _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+}
+
+void unpack_int4(const uint8_t* from, const bfloat16* scales, int64_t group, bfloat16* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 32) unpack_span(from + i / 2, 8.0f, to_float(scales[i / group]), to + i);
+}
+
+// Each group has a scale and then a zero point, in float16.
+void unpack_int4_zeros(const uint8_t* from, const uint16_t* scales, int64_t group, bfloat16* to, int64_t n) {
   for (int64_t i = 0; i < n; i += 32) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i / 2));
-    const __m512 scale = _mm512_set1_ps(to_float(scales[i / group]));
-    const __m512 eight = _mm512_set1_ps(8.0f);
-    const __m128i low = _mm_and_si128(bytes, low_half);
-    const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), low_half);
-    const __m512 a = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(low)), eight), scale);
-    const __m512 b = _mm512_mul_ps(_mm512_sub_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(high)), eight), scale);
-    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+    const uint16_t* pair = scales + i / group * 2;
+    unpack_span(from + i / 2, _cvtsh_ss(pair[1]), _cvtsh_ss(pair[0]), to + i);
   }
 }
 
-enum Format { kInt8 = 1, kInt4 = 2 };
+enum Format { kInt8 = 1, kInt4 = 2, kInt4Zeros = 3 };
 
 struct Weight {
   const void* data;
-  const void* scales;  // int8: float32 [O]; int4: bfloat16 [O, I / group]
+  const void* scales;  // int8: float32 [O]; int4: bfloat16 [O, I / group]; with zeros: float16 [O, I / group, 2]
   int format;
   int64_t group, outputs, inputs;
 
@@ -577,9 +587,10 @@ struct Weight {
     const uint8_t* from = static_cast<const uint8_t*>(data) + row * row_bytes();
     if (format == kInt8) {
       unpack_int8(reinterpret_cast<const int8_t*>(from), to, inputs);
+    } else if (format == kInt4) {
+      unpack_int4(from, static_cast<const bfloat16*>(scales) + row * (inputs / group), group, to, inputs);
     } else {
-      const auto* of_row = static_cast<const bfloat16*>(scales) + row * (inputs / group);
-      unpack_int4(from, of_row, group, to, inputs);
+      unpack_int4_zeros(from, static_cast<const uint16_t*>(scales) + row * (inputs / group) * 2, group, to, inputs);
     }
   }
 

@@ -8,7 +8,7 @@ import torch
 from engine import matmul
 from engine.matmul import Fp8Matrix, make_matrix
 from engine.native import native
-from engine.quantization import quantize, round_to_fp8
+from engine.quantization import Quantized, keep, quantize, round_to_fp8
 
 KERNELS, WHY_NOT = native()
 HAS_PRODUCTS = KERNELS is not None and KERNELS.has_products
@@ -73,6 +73,42 @@ def test_in_fewer_bits(
     torch.testing.assert_close(matrix(x).double(), exact, atol=tolerance, rtol=0.01)
     torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=tolerance, rtol=0.01)
     assert matrix.nbytes < weight.nbytes * (0.55 if dtype == torch.bfloat16 and shape[1] > 64 else 0.75)
+
+
+def codes_that_are_kept(group: int) -> Quantized:
+    generator = torch.Generator().manual_seed(4)
+    codes = torch.randint(0, 16, (130, 384), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (130, 384 // group), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(zeros.shape, generator=generator) / 50 - 0.01).to(torch.float16)
+    return keep(codes, zeros, scales, group)
+
+
+@needs_products
+@pytest.mark.parametrize("group", [32, 64, 96, 384])
+def test_kernels_unpack_kept_codes_as_torch_does_to_the_bit(group: int) -> None:
+    weight = codes_that_are_kept(group)
+    unpacked = torch.empty(weight.shape, dtype=torch.bfloat16)
+    assert KERNELS is not None
+
+    KERNELS.unpack(weight.data, weight.scales, weight.kind, weight.group, unpacked)
+
+    assert torch.equal(unpacked, weight.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("uses_kernels", [pytest.param(True, marks=needs_products), False])
+@pytest.mark.parametrize("is_shuffled", [True, False])
+def test_in_kept_codes(num_rows: int, group: int, uses_kernels: bool, is_shuffled: bool) -> None:
+    weight = codes_that_are_kept(group)
+    _, bias, x = problem(num_rows, weight.shape, torch.bfloat16)
+    order = torch.randperm(384, generator=torch.Generator().manual_seed(6)) if is_shuffled else None
+    matrix = matmul.QuantizedMatrix(weight, KERNELS if uses_kernels else None, order)
+    of_weight = x if order is None else x[:, order]
+    exact = of_weight.double() @ weight.dequantize(torch.float32).double().T
+    torch.testing.assert_close(matrix(x).double(), exact, atol=0.02, rtol=0.01)
+    torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=0.02, rtol=0.01)
+    assert matrix.nbytes == 130 * (384 // 2 + 384 // group * 4)
 
 
 @needs_products
