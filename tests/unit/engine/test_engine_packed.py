@@ -226,7 +226,7 @@ def _set(name: str, value: torch.Tensor | None) -> Callable[[dict[str, torch.Ten
         (_set("scales", torch.zeros(4, 128, dtype=torch.int32)), "q_proj.scales has type I32"),
         (_set("scales", torch.ones(4)), "q_proj.scales has shape [4]"),
         (_set("g_idx", torch.full((128,), 4, dtype=torch.int32)), "q_proj.g_idx names group 4; there are 4, from 0 on"),
-        (_set("g_idx", torch.arange(-1, 127, dtype=torch.int32)), "q_proj.g_idx names group -1"),
+        (_set("g_idx", torch.tensor([-1, *range(1, 128)], dtype=torch.int32) // 32), "q_proj.g_idx names group -1"),
         (
             _set("g_idx", torch.zeros(128, dtype=torch.int32)),
             "puts 128 inputs into group 0; config.json's",
