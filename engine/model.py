@@ -27,6 +27,9 @@ from engine.layers import (
     VocabShard,
 )
 
+Hidden = tuple[torch.Tensor, torch.Tensor | None]
+"""The residual [T, E] after the last layer, and what that layer still adds to it."""
+
 UNUSED_TENSORS = ("rotary_emb.inv_freq",)
 """Endings of tensors that some checkpoints carry and that are computed here instead."""
 
@@ -138,7 +141,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Token ids in, float32 logits out."""
+    """Token ids in, float32 logits of the rows that are asked for out."""
 
     def __init__(self, config: ModelConfig, loader: Loader, report: Callable[[str], None]) -> None:
         embedding = VocabShard(loader, "model.embed_tokens", config.vocab_size, config.hidden_size)
@@ -153,10 +156,15 @@ class Decoder:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
         self._head = VocabParallelHead(head, config.vocab_size, loader)
 
-    def __call__(self, token_ids: torch.Tensor, logits_indices: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """[T] ids and [R] rows to [R, V]."""
+    def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
+        """[T] ids through all layers, whose KV is then written."""
         residual, add = self._embedding(token_ids), None  # [T, E]
         for layer in self._layers:
             add = layer(residual, add, context)
-        last = residual.index_select(0, logits_indices)
-        return self._head(self._norm(last, None if add is None else add.index_select(0, logits_indices)))
+        return residual, add
+
+    def logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+        """Of [R] rows of a step, [R, V]; `hidden` stays as it is."""
+        residual, add = hidden
+        last = residual.index_select(0, rows)
+        return self._head(self._norm(last, None if add is None else add.index_select(0, rows)))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,9 +22,19 @@ from engine.layers import Loader
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model import UNUSED_TENSORS, Decoder, StepContext
 from engine.ops import NativeOps, Ops, TorchOps, choose_native
+from engine.prompt_scores import PromptScores, score_rows
 from engine.rope import RopeTable
 from engine.step import IntArray, StepInput
 from engine.tp import TPGroup
+
+
+class StepOutput(NamedTuple):
+    """What came of a step."""
+
+    logits: torch.Tensor
+    """Float32 [R, V]."""
+    scores: PromptScores | None = None
+    """None when no row is scored."""
 
 
 class ModelRunner:
@@ -108,9 +119,13 @@ class ModelRunner:
         """
         return self._kv.pool
 
-    @torch.inference_mode()
     def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """Copies blocks, writes the new tokens' KV, and returns float32 logits [R, V], equal on every rank.
+        """The logits alone of what `run` gives."""
+        return self.run(step, on_layer).logits
+
+    @torch.inference_mode()
+    def run(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """Copies blocks, writes the new tokens' KV, and returns logits and scores, equal on every rank.
 
         The logits are valid until the next step.
 
@@ -122,35 +137,40 @@ class ModelRunner:
         if len(step.block_copies):
             self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
         if len(step.token_ids) == 0:
-            return torch.empty((0, self.config.vocab_size), device=self.device)
+            return StepOutput(torch.empty((0, self.config.vocab_size), device=self.device))
         if self._graphs is not None and on_layer is None and self._graphs.takes(step):
-            return self._graphs.run(step)
-        return self._compute(
+            return StepOutput(self._graphs.run(step))
+        hidden = self._compute(
             self._to_device(step.token_ids, np.int32),
             self._to_device(step.positions, np.int32),
             self._to_device(step.slot_mapping, np.int64),
-            self._to_device(step.logits_indices, np.int32),
             AttentionBatch(step, self.block_size, self.device),
             on_layer,
         )
+        logits = self._model.logits(hidden, self._to_device(step.logits_indices, np.int32))
+        if not len(step.scored):
+            return StepOutput(logits)
+        vocab_size = self.config.vocab_size
+        scores = score_rows(step.scored, lambda rows: self._model.logits(hidden, rows), vocab_size, self.device)
+        return StepOutput(logits, scores)
 
     def _compute(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        logits_indices: torch.Tensor,
         batch: AttentionBatch,
         on_layer: Callable[[int], None] | None = None,
     ) -> torch.Tensor:
+        """The hidden state [T, E] of every token."""
         context = StepContext(batch, slots, self._rope.at(positions), self._kv, self._attention, on_layer)
-        return self._model(token_ids, logits_indices, context)
+        return self._model(token_ids, context)
 
     @torch.inference_mode()
     def _capture(self, capture: Capture, most: int, width: int) -> tuple[DecodeGraphs | None, str]:
         def compute(inputs: DecodeInputs) -> torch.Tensor:
-            slots = inputs.slots.long()
-            return self._compute(inputs.token_ids, inputs.positions, slots, inputs.logits_indices, inputs.batch)
+            hidden = self._compute(inputs.token_ids, inputs.positions, inputs.slots.long(), inputs.batch)
+            return self._model.logits(hidden, inputs.logits_indices)
 
         try:
             graphs = DecodeGraphs(

@@ -59,11 +59,14 @@ class SampleRow:
 
 
 class SampledToken(NamedTuple):
-    """A chosen token. Its logprob, its 1-based rank and the most likely tokens are the model's own, before any rule."""
+    """A chosen token, or one of a prompt.
+
+    Its logprob, its 1-based rank and the most likely tokens are the model's own, before any rule.
+    """
 
     token_id: int
     logprob: float | None = None
-    """None unless the request asked for logprobs; so is `rank`."""
+    """None unless the request asked for logprobs, and for the first token of a prompt; so is `rank`."""
     rank: int | None = None
     top: tuple[tuple[int, float], ...] = ()
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from cluster.keys import RequestKey
 from engine.block_manager import BlockManager
-from engine.sampling import SampleRow, SamplingParams
-from engine.step import SequenceSlice
+from engine.sampling import SampledToken, SampleRow, SamplingParams
+from engine.step import ScoredSpan, SequenceSlice
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Job:
     use_prefix_cache: bool = True
     known_tokens: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     """First output tokens by sequence that an earlier attempt has told already: taken as sampled, not told again."""
+    prompt_logprobs: int | None = None
+    """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
 
     def known_token(self, index: int, position: int) -> int | None:
         """Token `position` of the output of sequence `index`, if it is told already."""
@@ -53,6 +55,14 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_scored_tokens: int = 0
+    """Prompt tokens whose logprobs are told, where they are wanted; they are told once, however often computed."""
+
+    @property
+    def must_score(self) -> bool:
+        """Logprobs of its prompt are wanted and not all told; the first of a job's sequences sees to it."""
+        is_wanted = self.job.prompt_logprobs is not None and not self.output_token_ids
+        return is_wanted and self.num_scored_tokens < len(self.job.prompt_token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +84,26 @@ class Sequence:
         """The next `num_tokens` tokens as a share of a step; asks for logits when they reach the end."""
         start = self.num_computed_tokens
         end = start + num_tokens
-        return SequenceSlice(self.tokens(start, end), start, tuple(self.block_table), end == self.num_tokens)
+        table, is_end = tuple(self.block_table), end == self.num_tokens
+        return SequenceSlice(self.tokens(start, end), start, table, is_end, self._scored_span(start, end))
+
+    def take_scores(self, scores: Seq[SampledToken]) -> list[SampledToken]:
+        """Of one that `must_score`: takes in what its latest share gave, and returns what is to be told now.
+
+        Those are the next prompt tokens, beginning with the first, which has no logprob.
+        """
+        first = [] if self.num_scored_tokens else [SampledToken(self.job.prompt_token_ids[0])]
+        told = [*first, *scores]
+        self.num_scored_tokens += len(told)
+        return told
+
+    def _scored_span(self, start: int, end: int) -> ScoredSpan | None:
+        """Of the tokens [start, end), those that are followed by a prompt token whose logprob is not told yet."""
+        num_top, prompt = self.job.prompt_logprobs, self.job.prompt_token_ids
+        if num_top is None or not self.must_score:
+            return None
+        first, last = max(start, self.num_scored_tokens - 1), min(end, len(prompt) - 1)
+        return ScoredSpan(first - start, prompt[first + 1 : last + 1], num_top) if first < last else None
 
     def sample_rows(self) -> list[SampleRow]:
         """One row for each sequence that the next sampled logits decide."""
@@ -83,11 +112,14 @@ class Sequence:
 
 
 def claim_blocks(sequence: Sequence, blocks: BlockManager) -> bool:
-    """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit."""
+    """Gives a sequence blocks for all its tokens, prefix cache first. False, and nothing held, when they do not fit.
+
+    One whose prompt must be scored is computed from its beginning: tokens that are cached have no logits.
+    """
     needed = blocks_for(sequence.num_tokens, blocks.block_size)
     job = sequence.job
     cached: list[int] = []
-    if job.use_prefix_cache or job.key.attempt > 1:
+    if (job.use_prefix_cache or job.key.attempt > 1) and not sequence.must_score:
         salt = job.cache_salt if job.use_prefix_cache else job.private_salt
         cached = blocks.match_prefix(sequence.tokens(0, sequence.num_tokens), salt)
     if not blocks.can_allocate(needed - len(cached)):

@@ -1,7 +1,7 @@
 """The inputs of one forward pass, and their form as plain bytes for the other tensor-parallel ranks.
 
 Legend: T tokens of all sequences in the step, S sequences, B blocks in the longest table, R rows whose logits are
-wanted, C block copies. Arrays are int32 and never change once made.
+wanted, P rows that are scored for their next token, which is known, C block copies. Arrays are int32 and never change.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class StepInput:
     block_tables: IntArray  # [S, B] padded with 0
     logits_indices: IntArray  # [R] rows of the flat batch
     block_copies: IntArray  # [C, 2]
+    scored: IntArray  # [P, 3] row of the flat batch, the token that follows it, alternatives wanted beside that
 
     def to_bytes(self) -> bytes:
         """Shapes as int32 (two for each array, the second 0 for a vector), then the data, little-endian."""
@@ -47,7 +48,7 @@ class StepInput:
         values: dict[str, IntArray] = {}
         offset = header_bytes
         for name, (rows, columns) in zip(names, shapes.tolist(), strict=True):
-            is_matrix = name in ("block_tables", "block_copies")
+            is_matrix = name in ("block_tables", "block_copies", "scored")
             count = rows * columns if is_matrix else rows
             flat = np.frombuffer(data, dtype="<i4", count=count, offset=offset)
             values[name] = flat.reshape(rows, columns) if is_matrix else flat
@@ -58,6 +59,16 @@ class StepInput:
 
 
 @dataclass(frozen=True)
+class ScoredSpan:
+    """Rows of a slice, one after another from `offset` on, and the token that follows each: its logprob is wanted."""
+
+    offset: int
+    next_token_ids: tuple[int, ...]
+    num_top: int
+    """Most likely tokens that are wanted beside each."""
+
+
+@dataclass(frozen=True)
 class SequenceSlice:
     """One sequence's share of a step: `token_ids` are new, at positions from `start` on."""
 
@@ -65,12 +76,13 @@ class SequenceSlice:
     start: int
     block_table: tuple[int, ...]
     wants_logits: bool
+    scored: ScoredSpan | None = None
 
 
 def build_step(
     slices: list[SequenceSlice], block_size: int, block_copies: list[tuple[int, int]] | None = None
 ) -> StepInput:
-    """Lays slices out as one ragged batch. Logits rows come in the order of the slices that want them."""
+    """Lays slices out as one ragged batch. Logits and scored rows come in the order of the slices that want them."""
     lengths = np.array([len(s.token_ids) for s in slices], dtype=np.int32)
     cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     starts = np.array([s.start for s in slices], dtype=np.int32)
@@ -94,4 +106,16 @@ def build_step(
             [cu_seqlens_q[i + 1] - 1 for i, s in enumerate(slices) if s.wants_logits], dtype=np.int32
         ),
         block_copies=np.array(block_copies or [], dtype=np.int32).reshape(-1, 2),
+        scored=_scored_rows(slices, cu_seqlens_q),
     )
+
+
+def _scored_rows(slices: list[SequenceSlice], cu_seqlens_q: IntArray) -> IntArray:
+    """[P, 3]"""
+    spans = [
+        (int(first) + s.scored.offset, s.scored) for first, s in zip(cu_seqlens_q, slices, strict=False) if s.scored
+    ]
+    rows = [
+        (first + i, token_id, span.num_top) for first, span in spans for i, token_id in enumerate(span.next_token_ids)
+    ]
+    return np.array(rows, dtype=np.int32).reshape(-1, 3)
