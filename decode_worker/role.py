@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,6 +28,8 @@ class Reporter(Protocol):
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
+
+    def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
 
     def close_request(self, key: RequestKey) -> None: ...
 
@@ -167,8 +170,9 @@ class DecodeRole:
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
-    def absorb(self, planned: Planned, sampled: list[SampledToken]) -> None:
-        """A share of the step has run; `sampled` holds the next token (of each sequence born by it).
+    def absorb(self, planned: Planned, sampled: list[SampledToken], scores: Seq[SampledToken] = ()) -> None:
+        """A share of the step has run; `sampled` holds the next token (of each sequence born by it), `scores` the
+        logprobs of prompt tokens that it was to score.
 
         A sequence that was given up while the step ran is passed over.
         """
@@ -179,6 +183,8 @@ class DecodeRole:
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens += planned.num_tokens
         publish_blocks(sequence, self._blocks, before)
+        if sequence.must_score:
+            self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         if not sampled:
             return
         if not sequence.output_token_ids:

@@ -6,6 +6,7 @@ Owns the sequences it computes and their blocks until the sender releases them. 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,6 +26,8 @@ class Reporter(Protocol):
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
+
+    def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
 
     def close_request(self, key: RequestKey) -> None: ...
 
@@ -143,8 +146,9 @@ class PrefillRole:
         if planned.num_tokens == sequence.num_remaining:
             self._carry_out(self._sender.computing(sequence.job.key, sequence.num_tokens, step))
 
-    def absorb(self, planned: Planned, sampled: list[SampledToken], step: int) -> None:
-        """The share has run; `sampled` holds the first tokens when it reached the prompt's end.
+    def absorb(self, planned: Planned, sampled: list[SampledToken], step: int, scores: Seq[SampledToken] = ()) -> None:
+        """The share has run; `sampled` holds the first tokens when it reached the prompt's end, `scores` the logprobs
+        of prompt tokens that it was to score.
 
         A prompt that was given up while the step ran is passed over.
         """
@@ -154,6 +158,8 @@ class PrefillRole:
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens += planned.num_tokens
         publish_blocks(sequence, self._blocks, before)
+        if sequence.must_score:
+            self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         self._carry_out(self._sender.computed(sequence.job.key, sequence.num_computed_tokens, step))
         if sampled:
             self._finish_prompt(sequence, sampled)

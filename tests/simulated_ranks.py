@@ -17,6 +17,7 @@ import torch
 from simulated_pages import OWNER, TOKEN, Alarm, Cells, Pages
 
 from cluster.pb import rank_pb2
+from engine.runner import StepOutput
 from engine.step import StepInput
 from kv_transfer.actions import Chunk
 
@@ -55,13 +56,13 @@ class Step:
             self._run(self._ranks.pages.num_layers)
         return self.num_layers_done == self._ranks.pages.num_layers
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> StepOutput:
         assert self.is_done
         logits = np.zeros((len(self._step.logits_indices), VOCAB), dtype=np.float32)
         ends = (self._step.cu_seqlens_q[1:] - 1).tolist()
         for row, index in enumerate(self._step.logits_indices.tolist()):
             logits[row, list(next_tokens(self._context[ends.index(index)]))] = 50.0
-        return torch.from_numpy(logits)
+        return StepOutput(torch.from_numpy(logits))
 
     def advance(self) -> None:
         """One layer more."""

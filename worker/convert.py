@@ -21,6 +21,7 @@ def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool) -> Job:
         cache_salt=admit.cache_salt,
         use_prefix_cache=enable_prefix_cache and not admit.bypass_prefix_cache,
         known_tokens={known.sequence_index: tuple(known.token_ids) for known in admit.known_tokens},
+        prompt_logprobs=admit.prompt_logprobs if admit.HasField("prompt_logprobs") else None,
     )
 
 
@@ -45,6 +46,9 @@ def _params_of(sampling: worker_pb2.Sampling) -> SamplingParams:
 
 
 def logprob_to_proto(sampled: SampledToken) -> generation_pb2.TokenLogprob:
+    """Without a logprob it is a prompt's first token."""
+    if sampled.logprob is None:
+        return generation_pb2.TokenLogprob(token_id=sampled.token_id, undefined=True)
     top = [generation_pb2.TokenAlternative(token_id=i, logprob=logprob) for i, logprob in sampled.top]
     return generation_pb2.TokenLogprob(token_id=sampled.token_id, logprob=sampled.logprob, rank=sampled.rank, top=top)
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -52,6 +53,8 @@ class Flight:
     prefilling: list[Planned]
     ends: list[Planned]
     """Shares that lead to tokens, as they were when it set off: a sequence given up since has lost its count."""
+    num_scored: list[int]
+    """Prompt tokens that each share scores, those that decode first."""
     preempted: list[Sequence]
     copies: BlockCopies
 
@@ -151,27 +154,34 @@ class Core:
             self.decode.copied(copies)
             return None
         self.reporter.flush()  # who starts now is known before the step ends
-        step = build_step([p.sequence.slice(p.num_tokens) for p in planned], self.blocks.block_size, copies)
+        slices = [p.sequence.slice(p.num_tokens) for p in planned]
+        step = build_step(slices, self.blocks.block_size, copies)
         for p in prefilling:
             self.prefill.launching(p, last_step + 1)
         ends = [p for p in planned if p.num_tokens == p.sequence.num_remaining]
+        num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
-        return Flight(self._ranks.launch(step), decoding, prefilling, ends, preempted, copies)
+        return Flight(self._ranks.launch(step), decoding, prefilling, ends, num_scored, preempted, copies)
 
     def _finish(self) -> None:
         """Takes in what a step that has ended led to."""
         flight, self._flight = self._flight, None
         assert flight is not None
         planned = flight.decoding + flight.prefilling
-        sampled = self._sample(flight.launched.result(), planned, flight.ends)
+        output = flight.launched.result()
+        sampled = self._sample(output.logits, planned, flight.ends)
+        scores: dict[int, list[SampledToken]] = {}
+        if output.scores is not None:
+            tokens = iter(output.scores.tokens())
+            scores = {id(p): list(islice(tokens, n)) for p, n in zip(planned, flight.num_scored, strict=True)}
         self.blocks.end_step()
         self.carrier.last_step = self._ranks.num_steps
         self.decode.copied(flight.copies)
         self._count(planned, len(flight.decoding))
         for p in flight.decoding:
-            self.decode.absorb(p, sampled[id(p)])
+            self.decode.absorb(p, sampled[id(p)], scores.get(id(p), ()))
         for p in flight.prefilling:
-            self.prefill.absorb(p, sampled[id(p)], self.carrier.last_step)
+            self.prefill.absorb(p, sampled[id(p)], self.carrier.last_step, scores.get(id(p), ()))
         self._step_log.write(self._stats.num_steps, planned, flight.preempted, self.blocks)
 
     def _sample(

@@ -21,6 +21,7 @@ import torch
 from cluster.errors import BatonError
 from cluster.pb import rank_pb2
 from cluster.pulse import Pulse, Timing, Verdict
+from engine.runner import StepOutput
 from engine.step import StepInput
 from worker.frames import read_frame, write_frame
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
@@ -37,22 +38,22 @@ class LaunchedStep:
 
     def __init__(self, step: StepInput) -> None:
         self._step = step
-        self._future: Future[torch.Tensor] = Future()
+        self._future: Future[StepOutput] = Future()
 
     @property
     def is_done(self) -> bool:
         return self._future.done()
 
-    def result(self) -> torch.Tensor:
+    def result(self) -> StepOutput:
         return self._future.result()
 
-    def run(self, compute: Callable[[StepInput], torch.Tensor]) -> None:
+    def run(self, compute: Callable[[StepInput], StepOutput]) -> None:
         try:
-            logits = compute(self._step)
+            output = compute(self._step)
         except BaseException as error:
             self._future.set_exception(error)
         else:
-            self._future.set_result(logits)
+            self._future.set_result(output)
 
 
 class RankGroup:

@@ -24,7 +24,7 @@ import torch
 
 from cluster.errors import Cancelled
 from cluster.pb import rank_pb2
-from engine.runner import ModelRunner
+from engine.runner import ModelRunner, StepOutput
 from engine.step import StepInput
 from kv_transfer.actions import Range
 from kv_transfer.failures import Corrupted, TransferFailed
@@ -59,13 +59,13 @@ class RankExecutor:
         _start("kv-gather", self._run_gathers)
         _start("kv-issue", self._run_issues)
 
-    def step(self, step: StepInput) -> torch.Tensor:
-        """Runs one forward pass; logits [R, V]. Steps are counted from 1 in the order of these calls."""
+    def step(self, step: StepInput) -> StepOutput:
+        """Runs one forward pass. Steps are counted from 1 in the order of these calls."""
         is_long = len(step.token_ids) >= OVERLAP_TOKENS
         with self._on_device():
-            logits = self._runner.forward(step, on_layer=self._progress.layer_done if is_long else None)
+            output = self._runner.run(step, on_layer=self._progress.layer_done if is_long else None)
             self._progress.step_done()
-        return logits
+        return output
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Makes the rank's GPU the current one: which one that is differs from thread to thread."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
-
 from cluster.pb import rank_pb2
+from engine.runner import StepOutput
 from engine.step import StepInput
 
 
@@ -18,8 +17,8 @@ class Launched(Protocol):
         """Whether `result` returns at once."""
         ...
 
-    def result(self) -> torch.Tensor:
-        """Waits for the step: logits [R, V], or raises what made it fail."""
+    def result(self) -> StepOutput:
+        """Waits for the step and what came of it, or raises what made it fail."""
         ...
 
 

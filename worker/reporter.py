@@ -6,6 +6,7 @@ Events of one turn travel as one batch. A session that is gone hears nothing mor
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from cluster.keys import RequestKey
@@ -13,6 +14,9 @@ from cluster.pb import worker_pb2
 from engine.sampling import SampledToken, check_finish
 from engine.sequence import Sequence
 from worker.convert import finish_to_proto, logprob_to_proto
+
+PROMPT_TOKENS_EACH = 256
+"""Prompt tokens whose logprobs one event carries at most."""
 
 
 class Voice(Protocol):
@@ -83,6 +87,17 @@ class Reporter:
         if finish is not None:
             finish_to_proto(finish, tokens)
         self.emit(job.key, worker_pb2.Event(tokens=tokens))
+
+    def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None:
+        """Tells the router the logprobs of the prompt's tokens that this sequence was scored for last."""
+        job, begin = sequence.job, sequence.num_scored_tokens - len(scores)
+        for start in range(0, len(scores), PROMPT_TOKENS_EACH):
+            told = worker_pb2.PromptLogprobs(
+                key=job.key.to_proto(),
+                first_token_index=begin + start,
+                logprobs=[logprob_to_proto(score) for score in scores[start : start + PROMPT_TOKENS_EACH]],
+            )
+            self.emit(job.key, worker_pb2.Event(prompt_logprobs=told))
 
     def flush(self) -> None:
         """Hands what was gathered to the speaking side."""

@@ -30,6 +30,8 @@ from worker.terms import Terms
 logger = logging.getLogger(__name__)
 
 STOP_GRACE_S = 0.5
+MOST_EVENTS = 512
+"""That one message to a router carries, so that it stays far below what gRPC takes; an event is 70 KB at most."""
 
 
 class _Session:
@@ -39,6 +41,8 @@ class _Session:
         self._queue: asyncio.Queue[list[worker_pb2.Event] | None] = asyncio.Queue()
         self._quiet_s = 0.0
         self._has_spoken = False
+        self._left: list[worker_pb2.Event] = []
+        """Of what was taken from the queue, what did not fit in the last message."""
 
     def put(self, events: list[worker_pb2.Event] | None) -> None:
         """None: the session ends."""
@@ -51,16 +55,19 @@ class _Session:
             self.put([])
 
     async def next(self) -> worker_pb2.EventBatch | None:
-        """All that waits, as one; None at the end."""
-        events = await self._queue.get()
-        while events is not None and not self._queue.empty():
+        """All that waits, or as much of it as one message carries; None at the end."""
+        events = self._left or await self._queue.get()
+        while events is not None and len(events) < MOST_EVENTS and not self._queue.empty():
             more = self._queue.get_nowait()
             if more is None:
                 self.put(None)
                 break
             events = events + more
         self._has_spoken, self._quiet_s = True, 0.0
-        return None if events is None else worker_pb2.EventBatch(events=events)
+        if events is None:
+            return None
+        self._left = events[MOST_EVENTS:]
+        return worker_pb2.EventBatch(events=events[:MOST_EVENTS])
 
 
 class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):

@@ -34,7 +34,7 @@ class Command(_message.Message):
     def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens")
+    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class Admit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     role: Role
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -53,7 +54,8 @@ class Admit(_message.Message):
     cache_salt: bytes
     bypass_prefix_cache: bool
     known_tokens: _containers.RepeatedCompositeFieldContainer[KnownTokens]
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ...) -> None: ...
+    prompt_logprobs: int
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class KnownTokens(_message.Message):
     __slots__ = ("sequence_index", "token_ids")
@@ -129,18 +131,20 @@ class EventBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("info", "stats", "phase", "tokens", "failed")
+    __slots__ = ("info", "stats", "phase", "tokens", "failed", "prompt_logprobs")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     stats: WorkerStats
     phase: PhaseChanged
     tokens: Tokens
     failed: Failed
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., phase: _Optional[_Union[PhaseChanged, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., phase: _Optional[_Union[PhaseChanged, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("tp_rank", "pid", "host", "device")
@@ -243,6 +247,16 @@ class Tokens(_message.Message):
     finish_reason: _generation_pb2.FinishReason
     stop_token_id: int
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., sequence_index: _Optional[int] = ..., first_token_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ...) -> None: ...
+
+class PromptLogprobs(_message.Message):
+    __slots__ = ("key", "first_token_index", "logprobs")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    key: RequestKey
+    first_token_index: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., first_token_index: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Failed(_message.Message):
     __slots__ = ("key", "reason", "message", "num_kept_tokens")

@@ -7,6 +7,7 @@ import torch
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.block_manager import BlockManager
+from engine.runner import StepOutput
 from engine.sampling import Sampler
 from engine.step import StepInput
 from worker.core import Core
@@ -24,8 +25,8 @@ class PendingStep:
         self.is_done = False
         self._num_rows = num_rows
 
-    def result(self) -> torch.Tensor:
-        return torch.zeros(self._num_rows, VOCABULARY)
+    def result(self) -> StepOutput:
+        return StepOutput(torch.zeros(self._num_rows, VOCABULARY))
 
 
 class PendingRanks:

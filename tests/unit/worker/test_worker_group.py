@@ -15,6 +15,7 @@ from workers import ROOT
 
 from cluster.pb import rank_pb2
 from cluster.pulse import Timing
+from engine.runner import StepOutput
 from engine.step import SequenceSlice, StepInput, build_step
 from worker.frames import read_frame, write_frame
 from worker.group import RankGroup
@@ -37,13 +38,13 @@ class FakeExecutor:
         self.may_end.set()
         self.error: Exception | None = None
 
-    def step(self, step: StepInput) -> torch.Tensor:
+    def step(self, step: StepInput) -> StepOutput:
         self.ran_on.append(threading.current_thread().name)
         self.num_threads.append(torch.get_num_threads())
         assert self.may_end.wait(SOON_S)
         if self.error is not None:
             raise self.error
-        return torch.tensor(step.token_ids)
+        return StepOutput(torch.tensor(step.token_ids))
 
     def execute(self, command: rank_pb2.RankCommand) -> None:
         pass
@@ -102,7 +103,7 @@ def test_a_short_step_runs_where_it_is_launched_and_wakes_nobody(bench: Bench) -
     launched = bench.group.launch(a_step(OVERLAP_TOKENS - 1))
     assert launched.is_done
     assert bench.executor.ran_on == [threading.current_thread().name]
-    assert len(launched.result()) == OVERLAP_TOKENS - 1
+    assert len(launched.result().logits) == OVERLAP_TOKENS - 1
     assert not bench.woken.acquire(blocking=False)
 
 
@@ -114,7 +115,7 @@ def test_a_long_step_runs_beside_its_launcher_and_wakes_it(bench: Bench) -> None
     bench.executor.may_end.set()
     assert bench.woken.acquire(timeout=SOON_S)
     assert launched.is_done, "woken before there was a result"
-    assert len(launched.result()) == OVERLAP_TOKENS
+    assert len(launched.result().logits) == OVERLAP_TOKENS
     assert bench.executor.ran_on == ["compute"]
     assert bench.executor.num_threads == [torch.get_num_threads()]
 
@@ -198,13 +199,13 @@ def test_a_real_model_computes_the_same_on_either_thread_and_tells_of_every_laye
         assert torch.equal(when_told, runner.kv[layer]), f"layer {layer} was written after it was told of"
 
     executor = FakeExecutor()
-    executor.step = runner.forward  # type: ignore[method-assign]
+    executor.step = runner.run  # type: ignore[method-assign]
     woken = threading.Event()
     group = RankGroup([], lambda *reply: None, lambda why: None, woken.set, TIMING)
     group.attach(executor)  # type: ignore[arg-type]
     launched = group.launch(step)
     assert woken.wait(SOON_S)
-    assert torch.equal(launched.result(), expected)
+    assert torch.equal(launched.result().logits, expected)
     group.close()
 
 

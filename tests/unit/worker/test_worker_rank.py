@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from cluster.pb import handoff_pb2, rank_pb2
+from engine.runner import StepOutput
 from engine.step import SequenceSlice, StepInput, build_step
 from kv_transfer.failures import Corrupted, TransferFailed
 from worker.rank import OVERLAP_TOKENS, RankExecutor
@@ -41,14 +42,14 @@ class FakeRunner:
         self.num_written = 0
         """Layers of all steps together."""
 
-    def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         for layer in range(1, NUM_LAYERS + 1):
             if not self.is_free:
                 assert self.may_write.acquire(timeout=SOON_S)
             self.num_written += 1
             if on_layer is not None:
                 on_layer(layer)
-        return torch.tensor(step.token_ids)
+        return StepOutput(torch.tensor(step.token_ids))
 
 
 @dataclass

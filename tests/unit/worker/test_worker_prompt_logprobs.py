@@ -1,0 +1,240 @@
+"""What a worker tells of a prompt's tokens: each once and in order, before any token of the output, in small events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.pb import rank_pb2, worker_pb2
+from cluster.settings import WorkerSettings
+from engine.block_manager import BlockManager
+from engine.prompt_scores import score_rows
+from engine.runner import StepOutput
+from engine.sampling import Sampler
+from engine.step import StepInput
+from worker.core import Core
+from worker.metrics import HandoffMetrics
+from worker.reporter import PROMPT_TOKENS_EACH
+from worker.service import MOST_EVENTS, _Session
+from worker.step_log import StepLog
+
+VOCABULARY = 400
+SESSION = "router"
+
+
+def logprob_of(position: int, token_id: int) -> float:
+    """What the model thinks of a token after those up to `position`: told apart by both."""
+    return -(1 + position + token_id / VOCABULARY)
+
+
+class ScoringStep:
+    """A step that has run; the token of the greatest logit is 0."""
+
+    is_done = True
+
+    def __init__(self, step: StepInput) -> None:
+        self._step = step
+
+    def result(self) -> StepOutput:
+        step = self._step
+        logits = torch.zeros(len(step.logits_indices), VOCABULARY)
+        return StepOutput(logits, self._scores() if len(step.scored) else None)
+
+    def _scores(self) -> object:
+        rows = self._step.positions[self._step.scored[:, 0]]
+        logits = torch.from_numpy(
+            np.array([[logprob_of(p, t) for t in range(VOCABULARY)] for p in rows], dtype=np.float32)
+        )
+        numbered = self._step.scored.copy()
+        numbered[:, 0] = np.arange(len(rows))
+        scores = score_rows(numbered, lambda wanted: logits[wanted], VOCABULARY, torch.device("cpu"))
+        normalizers = logits.logsumexp(-1)
+        return type(scores)(
+            scores.scored,
+            scores.logprobs + normalizers,
+            scores.ranks,
+            scores.top_ids,
+            scores.top_logprobs + normalizers.unsqueeze(1),
+        )
+
+
+class ScoringRanks:
+    """Ranks that note how many rows each step scored."""
+
+    def __init__(self) -> None:
+        self.num_scored: list[int] = []
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.num_scored)
+
+    def launch(self, step: StepInput) -> ScoringStep:
+        self.num_scored.append(len(step.scored))
+        return ScoringStep(step)
+
+    def issue(self, command: rank_pb2.RankCommand) -> int:
+        raise AssertionError("nothing is handed over here")
+
+
+class Ear:
+    """Keeps what a router is told."""
+
+    def __init__(self) -> None:
+        self.told: list[worker_pb2.Event] = []
+
+    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
+        self.told += events
+
+    def prompt(self, name: str) -> list[worker_pb2.PromptLogprobs]:
+        told = [e.prompt_logprobs for e in self.told if e.HasField("prompt_logprobs")]
+        return [event for event in told if event.key.request_id == name]
+
+    def kinds(self, name: str) -> list[str]:
+        kinds = [str(event.WhichOneof("event")) for event in self.told]
+        named = zip(self.told, kinds, strict=True)
+        return [k for e, k in named if k not in ("info", "stats") and getattr(e, k).key.request_id == name]
+
+
+class Bench:
+    def __init__(self, *, num_blocks: int = 64, budget: int = 2048) -> None:
+        settings = WorkerSettings(worker_id="decode-0", role="decode", model_path="", max_num_batched_tokens=budget)
+        blocks, sampler, log = BlockManager(num_blocks, 16), Sampler(VOCABULARY), StepLog(None)
+        self.core = Core(blocks, sampler, HandoffMetrics(), settings, max_model_len=4096, num_layers=2, step_log=log)
+        self.ranks, self.ear = ScoringRanks(), Ear()
+        self.core.attach(self.ranks, self.ear)  # type: ignore[arg-type]
+        self.core.session_opened(SESSION, worker_pb2.WorkerInfo())
+
+    def admit(self, name: str, prompt: Sequence[int], wanted: int | None, *, n: int = 1, most: int = 2) -> None:
+        sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=n, max_output_tokens=most)
+        admit = worker_pb2.Admit(
+            key=worker_pb2.RequestKey(request_id=name, attempt=1),
+            role=worker_pb2.ROLE_DECODE,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            prompt_logprobs=wanted,
+        )
+        self.core.command(SESSION, worker_pb2.Command(admit=admit))
+
+    def run(self, *, most_turns: int = 1000) -> None:
+        """Until nothing is left to do."""
+        for _ in range(most_turns):
+            if not self.core.turn(wait=False):
+                assert self.core.blocks.num_held == 0
+                return
+        raise AssertionError("the worker does not come to an end")
+
+
+def check(ear: Ear, name: str, prompt: Sequence[int], wanted: int) -> None:
+    """Every token of the prompt was told, once, in order, before the output."""
+    position = 0
+    for event in ear.prompt(name):
+        assert event.first_token_index == position and 1 <= len(event.logprobs) <= PROMPT_TOKENS_EACH
+        for told in event.logprobs:
+            assert told.token_id == prompt[position]
+            assert told.undefined == (position == 0)
+            if position:
+                assert told.logprob == pytest.approx(logprob_of(position - 1, told.token_id), abs=1e-2)
+                assert told.rank == told.token_id + 1
+                assert [t.token_id for t in told.top] == list(range(wanted))
+            position += 1
+    assert position == len(prompt)
+    kinds = ear.kinds(name)
+    assert "tokens" in kinds and "prompt_logprobs" not in kinds[kinds.index("tokens") :]
+
+
+PROMPT = [(7 * i) % 300 for i in range(100)]
+
+
+@pytest.mark.parametrize("budget", [7, 30, 2048])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("most", [1, 3])
+def test_each_token_of_a_prompt_is_told_once(budget: int, n: int, most: int) -> None:
+    bench = Bench(budget=budget)
+    bench.admit("r", PROMPT, 2, n=n, most=most)
+    bench.run()
+    check(bench.ear, "r", PROMPT, 2)
+    assert sum(bench.ranks.num_scored) == len(PROMPT) - 1
+
+
+def test_those_who_ask_and_those_who_do_not_share_steps() -> None:
+    bench = Bench(budget=90)
+    wanted = {"a": 0, "b": None, "c": 3, "d": 1}
+    prompts = {name: [(i * k) % 300 for i in range(40 + k)] for k, name in enumerate(wanted, start=3)}
+    prompts["d"] = [5]
+    for name, most in wanted.items():
+        bench.admit(name, prompts[name], most)
+    bench.run()
+    for name, most in wanted.items():
+        if most is None:
+            assert not bench.ear.prompt(name)
+        else:
+            check(bench.ear, name, prompts[name], most)
+
+
+def test_a_prompt_that_is_preempted_while_it_is_computed_is_told_once() -> None:
+    bench = Bench(num_blocks=8, budget=8)
+    bench.admit("older", [1] * 15, None, most=60)
+    bench.admit("scored", PROMPT, 1)
+    bench.run()
+    assert bench.core.decode.num_preemptions > 0
+    events = bench.ear.prompt("scored")
+    phases = [e.phase for e in bench.ear.told if e.HasField("phase") and e.phase.key.request_id == "scored"]
+    assert len(phases) > 2, "it started twice, and some of it had been told before"
+    assert len(events) > 2
+    check(bench.ear, "scored", PROMPT, 1)
+    assert sum(bench.ranks.num_scored) == len(PROMPT) - 1
+
+
+def test_a_cached_prompt_is_computed_again_for_who_asks_and_found_by_who_does_not() -> None:
+    bench = Bench()
+    cached = {}
+    for name, wanted in (("first", None), ("scored", 0), ("last", None)):
+        bench.admit(name, PROMPT, wanted)
+        bench.run()
+        phases = [e.phase for e in bench.ear.told if e.HasField("phase") and e.phase.key.request_id == name]
+        cached[name] = phases[0].num_cached_tokens
+    assert cached == {"first": 0, "scored": 0, "last": 96}
+    check(bench.ear, "scored", PROMPT, 0)
+
+
+def test_a_long_prompt_is_told_in_events_of_bounded_size() -> None:
+    bench = Bench()
+    prompt = [i % 300 for i in range(2 * PROMPT_TOKENS_EACH + 1)]
+    bench.admit("r", prompt, 20)
+    bench.run()
+    assert [len(event.logprobs) for event in bench.ear.prompt("r")] == [PROMPT_TOKENS_EACH, PROMPT_TOKENS_EACH, 1]
+    check(bench.ear, "r", prompt, 20)
+    assert all(event.ByteSize() < 70_000 for event in bench.ear.told)
+
+
+def test_a_request_cancelled_while_its_prompt_is_scored_leaves_the_others_theirs() -> None:
+    bench = Bench(budget=60)
+    bench.admit("gone", PROMPT[:50], 1)
+    bench.admit("stays", PROMPT, 1)
+    bench.core._flight = bench.core._launch()
+    key = worker_pb2.RequestKey(request_id="gone", attempt=1)
+    bench.core.command(SESSION, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+    bench.run()
+    assert not bench.ear.prompt("gone")
+    check(bench.ear, "stays", PROMPT, 1)
+
+
+def test_a_message_to_a_router_carries_only_so_many_events() -> None:
+    async def scenario() -> list[list[int]]:
+        session = _Session()
+        numbered = [worker_pb2.Event(stats=worker_pb2.WorkerStats(num_steps=i)) for i in range(2 * MOST_EVENTS + 5)]
+        session.put(numbered[:3])
+        session.put(numbered[3:])
+        session.put(None)
+        batches = []
+        while (batch := await session.next()) is not None:
+            batches.append([event.stats.num_steps for event in batch.events])
+        return batches
+
+    batches = asyncio.run(scenario())
+    assert [len(batch) for batch in batches] == [MOST_EVENTS, MOST_EVENTS, 5]
+    assert [number for batch in batches for number in batch] == list(range(2 * MOST_EVENTS + 5))
