@@ -38,6 +38,7 @@ def make_spec(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
     top_logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     token_ids: bool = False,
     include_timing: bool = False,
     request_id: str = "",
@@ -48,7 +49,12 @@ def make_spec(
             model=model,
             sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n),
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop, ignore_eos=ignore_eos),
-            output=pb.OutputOptions(token_ids=token_ids, top_logprobs=top_logprobs, include_timing=include_timing),
+            output=pb.OutputOptions(
+                token_ids=token_ids,
+                top_logprobs=top_logprobs,
+                prompt_logprobs=prompt_logprobs,
+                include_timing=include_timing,
+            ),
             request_id=request_id,
         )
         _set_prompt(spec, prompt)

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 HEARTBEAT_S = 2.0
 EARLY = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING})
 """States whose clients see heartbeats; later they see tokens."""
+_OF_A_REQUEST = frozenset({"tokens", "phase", "failed", "prompt_logprobs"})
+"""Kinds of events that concern one request."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Dispatcher:
         now = self.clock()
         for event in events.events:
             kind = event.WhichOneof("event")
-            message: Any = getattr(event, kind) if kind in ("tokens", "phase", "failed") else None
+            message: Any = getattr(event, kind) if kind in _OF_A_REQUEST else None
             running = self._find(worker, message.key) if message is not None else None
             if running is None:
                 continue
@@ -198,6 +200,8 @@ class Dispatcher:
             self._on_tokens(running, message, now)
         elif kind == "phase":
             live.on_phase(message, now)
+        elif kind == "prompt_logprobs":
+            live.on_prompt_logprobs(message)
         else:
             self._on_failed(running, worker, message)
         if running.prefill in running.workers and not live.is_over and live.has_left_prefill:

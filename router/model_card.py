@@ -6,7 +6,16 @@ from cluster.pb import generation_pb2
 from router.model import ServedModel
 from router.tokenizer import Tokenizer
 
-_CAPABILITIES = ("text", "token_ids", "streaming", "logprobs", "logit_bias", "stop_strings", "prefix_cache")
+_CAPABILITIES = (
+    "text",
+    "token_ids",
+    "streaming",
+    "logprobs",
+    "prompt_logprobs",
+    "logit_bias",
+    "stop_strings",
+    "prefix_cache",
+)
 
 
 def model_card(model: ServedModel, tokenizer: Tokenizer, weights_revision: str) -> generation_pb2.Model:

@@ -1,6 +1,6 @@
 """One live request: its lifecycle, its sequences, and what its client has not been told yet.
 
-    worker events -> on_phase / on_tokens -> pending output -> take() -> the client's stream
+    worker events -> on_phase / on_prompt_logprobs / on_tokens -> pending output -> take() -> the client's stream
     finish / fail / cancel / reject       -> is_over, and the last take()
 
 Events only record and wake the client's task once; `take` builds messages from all that has gathered. Owns the
@@ -13,12 +13,13 @@ import asyncio
 import enum
 from collections.abc import Iterable, Iterator
 
-from cluster.errors import BatonError, Cancelled
+from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.keys import RequestKey
 from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from router.detokenizer import Detokenizer
 from router.policy import Placement, Work
+from router.prompt_logprobs import PromptLogprobs
 from router.sequence import SequenceOutput
 from router.validate import ValidatedRequest
 
@@ -64,6 +65,7 @@ class LiveRequest:
         self.model = model
         self.lifecycle = Lifecycle(now, "arrived")
         self.sequences = [SequenceOutput(i, request, d) for i, d in enumerate(detokenizers)]
+        self.prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs)
         self.placement: Placement | None = None
         self.error: BatonError | None = None
         self.queue_position = 0
@@ -114,6 +116,12 @@ class LiveRequest:
         if state is not None and self._reach(state, now, "told by a worker"):
             self.beat()
 
+    def on_prompt_logprobs(self, event: worker_pb2.PromptLogprobs) -> None:
+        """The client is told once all are here. Raises InternalError for what does not come next."""
+        self.prompt_logprobs.add(event)
+        if self.prompt_logprobs.is_complete:
+            self._notify()
+
     def on_tokens(self, event: worker_pb2.Tokens, now: float) -> Effect:
         """Tokens of a sequence that has ended, or that the request does not have, change nothing."""
         if event.sequence_index >= len(self.sequences):
@@ -124,6 +132,8 @@ class LiveRequest:
         is_stopped = sequence.add(event)
         self.is_stopped_here |= is_stopped
         if self.first_token_at is None and sequence.num_tokens:
+            if not self.prompt_logprobs.is_complete:
+                raise InternalError("the first token came before the logprobs of the prompt")
             self.first_token_at = now
             self._reach(RequestState.PREFILLING, now, "a token came")
         if sequence.end is None:
@@ -139,6 +149,7 @@ class LiveRequest:
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED, now, why)
         self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
+        self.prompt_logprobs.restart()
         for sequence in self.sequences:
             sequence.restart()
 
@@ -177,7 +188,8 @@ class LiveRequest:
         is_over = self.is_over
         due = [s for s in self.sequences if s.is_due or (is_over and s.num_pending)]
         has_output = bool(due or self._ended)
-        if not self._is_started and (self._has_begun() or has_output):
+        can_start = has_output or (self._has_begun() and (self.prompt_logprobs.is_complete or is_over))
+        if not self._is_started and can_start:
             self._is_started = True
             out.append(Response(started=self._started()))
         if self._is_heartbeat_due and not has_output and not is_over:
@@ -255,6 +267,7 @@ class LiveRequest:
             model=self.model,
             prompt_tokens=len(self.request.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs.take(),
         )
 
     def _heartbeat(self) -> generation_pb2.Heartbeat:

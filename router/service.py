@@ -121,7 +121,7 @@ class GenerationService:
         if not request.HasField("spec"):
             raise invalid((FieldViolation("spec", "must be set"),))
         _check_deadline(context)
-        valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec))
+        valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec, is_streaming))
         live = LiveRequest(
             f"gen-{secrets.token_hex(12)}",
             valid,
@@ -139,8 +139,9 @@ class GenerationService:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _validate(self, spec: pb.GenerationSpec) -> ValidatedRequest:
-        return validate(spec, self._model, self._encode, fresh_seed=secrets.randbits(_SEED_BITS))
+    def _validate(self, spec: pb.GenerationSpec, is_streaming: bool) -> ValidatedRequest:
+        fresh_seed = secrets.randbits(_SEED_BITS)
+        return validate(spec, self._model, self._encode, fresh_seed=fresh_seed, is_streaming=is_streaming)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return self._encode_with_offsets(prompt, add_special_tokens=True).token_ids

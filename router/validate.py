@@ -24,6 +24,8 @@ MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
 MOST_STOP_TOKENS = 64
 MOST_TOP_LOGPROBS = 20
+LARGEST_STARTED_BYTES = 4_000_000
+"""Of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB unless told otherwise."""
 LONGEST_NAME = 256
 """Characters of request_id, cache_salt."""
 LONGEST_TIMEOUT_S = 24 * 3600.0
@@ -50,21 +52,31 @@ class ValidatedRequest:
     bypass_prefix_cache: bool
     queue_timeout_s: float | None
     """None: the router's own."""
+    prompt_logprobs: int | None
+    """Alternatives beside the logprob of each prompt token; None: no logprobs of the prompt."""
     client_request_id: str
 
 
 def validate(
-    spec: generation_pb2.GenerationSpec, model: ServedModel, encode: Encode, *, fresh_seed: int
+    spec: generation_pb2.GenerationSpec,
+    model: ServedModel,
+    encode: Encode,
+    *,
+    fresh_seed: int,
+    is_streaming: bool = True,
 ) -> ValidatedRequest:
-    """Raises NotFound (model), NotServed, InvalidRequest or OutOfRange (longer than the context), in this order."""
+    """Raises NotFound (model), NotServed, InvalidRequest or OutOfRange (longer than the context), in this order.
+
+    `is_streaming`: what comes of it is told by GenerateStream, which can tell more than Generate.
+    """
     check_model("spec.model", spec.model, model)
-    _refuse_not_served(spec)
+    _refuse_not_served(spec, is_streaming)
     wrong = Violations("spec.")
     too_long = Violations("spec.")
     token_ids = _prompt(spec, model, encode, wrong, too_long)
     sampling = _sampling(spec.sampling, model, wrong, fresh_seed)
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
-    _output(spec.output, sampling, wrong)
+    _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
     for field, text in (("request_id", spec.request_id), ("cache.cache_salt", spec.cache.cache_salt)):
         if len(text) > LONGEST_NAME:
@@ -87,6 +99,7 @@ def validate(
         cache_salt=spec.cache.cache_salt.encode("utf-8"),
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         queue_timeout_s=queue_timeout_s,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
     )
 
@@ -101,21 +114,23 @@ def check_model(field: str, name: str, model: ServedModel) -> None:
         )
 
 
-def _refuse_not_served(spec: generation_pb2.GenerationSpec) -> None:
+def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) -> None:
     constraint = spec.sampling.WhichOneof("constraint")
     given = {
         "sampling.bad_words": bool(spec.sampling.bad_words),
         f"sampling.{constraint}": constraint is not None,
-        "output.prompt_logprobs": spec.output.HasField("prompt_logprobs"),
         "scheduling.priority": spec.scheduling.priority != 0,
         "scheduling.session_id": bool(spec.scheduling.session_id),
         "resume": spec.HasField("resume"),
         "extensions": spec.HasField("extensions"),
     }
-    fields = [f"spec.{field}" for field, is_given in given.items() if is_given]
-    if fields:
-        violations = tuple(FieldViolation(field, "is not served yet; leave it unset") for field in fields)
-        raise NotServed(f"not served yet: {', '.join(fields)}; leave them unset", violations=violations)
+    not_yet = "is not served yet; leave it unset"
+    violations = [FieldViolation(f"spec.{field}", not_yet) for field, is_given in given.items() if is_given]
+    if spec.output.HasField("prompt_logprobs") and not is_streaming:
+        why = "is not served by Generate, whose answer has no field for it; use GenerateStream"
+        violations.append(FieldViolation("spec.output.prompt_logprobs", why))
+    if violations:
+        raise NotServed("; ".join(f"{v.field} {v.description}" for v in violations), violations=tuple(violations))
 
 
 def _prompt(
@@ -226,12 +241,29 @@ def _stops(criteria: generation_pb2.StoppingCriteria, model: ServedModel, wrong:
         wrong.token_ids("stopping.stop_token_ids", criteria.stop_token_ids, model.vocab_size)
 
 
-def _output(output: generation_pb2.OutputOptions, sampling: worker_pb2.Sampling, wrong: Violations) -> None:
+def _output(
+    output: generation_pb2.OutputOptions, sampling: worker_pb2.Sampling, num_prompt_tokens: int, wrong: Violations
+) -> None:
     if output.HasField("top_logprobs"):
         wrong.number("output.top_logprobs", output.top_logprobs, 0, MOST_TOP_LOGPROBS)
         sampling.top_logprobs = output.top_logprobs
+    if output.HasField("prompt_logprobs"):
+        wrong.number("output.prompt_logprobs", output.prompt_logprobs, 0, MOST_TOP_LOGPROBS)
+        most = most_prompt_logprobs(num_prompt_tokens)
+        if most < output.prompt_logprobs <= MOST_TOP_LOGPROBS:
+            remedy = f"ask for at most {most}" if most >= 0 else "leave it unset"
+            what = f"{output.prompt_logprobs} for each of {num_prompt_tokens} prompt tokens do not fit in one message"
+            wrong.add("output.prompt_logprobs", f"{what}; {remedy}")
     if output.HasField("stream_interval_tokens") and output.stream_interval_tokens < 1:
         wrong.add("output.stream_interval_tokens", "must be at least 1 (got 0)")
+
+
+def most_prompt_logprobs(num_prompt_tokens: int) -> int:
+    """How many alternatives for each prompt token LARGEST_STARTED_BYTES hold; -1: not even the tokens' own logprobs.
+
+    A TokenLogprob takes at most 23 bytes, and 13 more for each alternative.
+    """
+    return max(-1, (LARGEST_STARTED_BYTES // max(1, num_prompt_tokens) - 23) // 13)
 
 
 def _queue_timeout(scheduling: generation_pb2.SchedulingOptions, wrong: Violations) -> float | None:

@@ -39,6 +39,18 @@ def tokens(key: Key, first_token_index: int, token_ids: Sequence[int], **fields:
     )
 
 
+def prompt_logprobs(key: Key, first_token_index: int, token_ids: Sequence[int], logprob: float) -> worker_pb2.Event:
+    """Each token with the same logprob but the prompt's first, which has none."""
+    logprobs = [
+        generation_pb2.TokenLogprob(token_id=token_id, logprob=logprob, rank=1)
+        if index
+        else generation_pb2.TokenLogprob(token_id=token_id, undefined=True)
+        for index, token_id in enumerate(token_ids, start=first_token_index)
+    ]
+    told = worker_pb2.PromptLogprobs(key=key, first_token_index=first_token_index, logprobs=logprobs)
+    return worker_pb2.Event(prompt_logprobs=told)
+
+
 def failed(key: Key, reason: worker_pb2.Failed.Reason, message: str = "it broke") -> worker_pb2.Event:
     return worker_pb2.Event(failed=worker_pb2.Failed(key=key, reason=reason, message=message))
 

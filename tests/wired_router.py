@@ -129,12 +129,21 @@ class WiredRouter:
             self.dispatcher.fleet.set_workers(WorkerAddress(i, f"{i}:1", ROLES[i[0]]) for i in worker_ids)
         self.workers = {worker.worker_id: worker for worker in self.dispatcher.fleet}  # type: ignore[misc]
 
-    def submit(self, *, n: int = 1, max_output_tokens: int = 16, stop: Sequence[str] = ()) -> Client:
+    def submit(
+        self,
+        *,
+        n: int = 1,
+        max_output_tokens: int = 16,
+        stop: Sequence[str] = (),
+        prompt_logprobs: int | None = None,
+    ) -> Client:
         self.num_submitted += 1
         spec = pb.GenerationSpec(
             text="hello",
             sampling=pb.SamplingParams(n=n, temperature=1, seed=1),
-            output=pb.OutputOptions(text=True, token_ids=True, top_logprobs=0, include_timing=True),
+            output=pb.OutputOptions(
+                text=True, token_ids=True, top_logprobs=0, prompt_logprobs=prompt_logprobs, include_timing=True
+            ),
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
         )
         request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
@@ -197,6 +206,18 @@ class Client:
             elif event.HasField("started"):
                 self.num_started += 1
                 assert self.num_started == 1
+                self._check_prompt(list(event.started.prompt_logprobs))
+
+    def _check_prompt(self, told: list[pb.TokenLogprob]) -> None:
+        """All of one attempt, or none where nobody asked or the request ended before."""
+        request = self.live.request
+        is_cut_off = self.live.is_over and self.live.lifecycle.state is not S.FINISHED
+        if request.prompt_logprobs is None or (is_cut_off and not told):
+            assert not told
+            return
+        assert [entry.token_id for entry in told] == list(request.prompt_token_ids)
+        assert [entry.undefined for entry in told] == [True] + [False] * (len(told) - 1)
+        assert len({entry.logprob for entry in told[1:]}) == 1, "logprobs of two attempts were mixed"
 
     def _add(self, delta: pb.SequenceDelta) -> None:
         told = self.tokens[delta.index]

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fake_worker import DECODE, LENGTH, PREFILL, STOP, TRANSFER, failed, phase, tokens
+from fake_worker import DECODE, LENGTH, PREFILL, STOP, TRANSFER, failed, phase, prompt_logprobs, tokens
 from router_harness import EOS, ids
 from wired_router import WiredWorker
 
@@ -51,6 +51,12 @@ class Task:
     """admitted -> prefilling -> sampled (prefill) | admitted -> prefilling (local) | -> decoding (decode)."""
     dropped: set[int] = field(default_factory=set)
     open: set[int] = field(default_factory=set)
+    num_scored: int = 0
+    """Prompt tokens whose logprobs were told."""
+
+    @property
+    def must_score(self) -> bool:
+        return self.admit.HasField("prompt_logprobs") and self.num_scored < len(self.admit.prompt_token_ids)
 
     @property
     def is_waiting(self) -> bool:
@@ -142,6 +148,7 @@ class ModelWorker:
     def _admit(self, admit: worker_pb2.Admit) -> None:
         key = RequestKey.of(admit.key)
         assert key not in self.tasks, f"{key} was admitted twice"
+        assert not (admit.expect_handoff and admit.HasField("prompt_logprobs")), "who does not compute cannot score"
         n = admit.sampling.n
         given: list[list[int]] = [[] for _ in range(n)]
         for known in admit.known_tokens:
@@ -185,6 +192,8 @@ class ModelWorker:
         if task.stage == "admitted":
             task.stage = "prefilling"
             self._outbox.append(phase(task.admit.key, PREFILL))
+        elif task.must_score:
+            self._score(task)
         elif task.stage == "prefilling":
             for index in range(task.admit.sampling.n):
                 self._append(task, index)
@@ -212,6 +221,9 @@ class ModelWorker:
             task.stage = "prefilling"
             self._outbox.append(phase(task.admit.key, PREFILL))
             return
+        if task.must_score:
+            self._score(task)
+            return
         task.stage = "decoding"
         self._outbox.append(phase(task.admit.key, DECODE))
         for index in range(task.admit.sampling.n):
@@ -220,6 +232,13 @@ class ModelWorker:
                 self._end(task, index)
         if not task.open:
             self.tasks.pop(RequestKey.of(task.admit.key), None)
+
+    def _score(self, task: Task) -> None:
+        """A piece of the prompt, whose logprobs tell the attempt."""
+        key, first = task.admit.key, task.num_scored
+        piece = task.admit.prompt_token_ids[first : first + 1 + self._pick(3)]
+        task.num_scored += len(piece)
+        self._outbox.append(prompt_logprobs(key, first, piece, -float(key.attempt)))
 
     def _decode(self, task: Task) -> None:
         indices = sorted(task.open)

@@ -126,7 +126,6 @@ NOT_SERVED = [
         "sampling.grammar_ebnf": sampling(grammar_ebnf="root ::= 'a'"),
         "sampling.choice": sampling(choice=pb.ChoiceConstraint(choices=["a"])),
         "sampling.json_object": sampling(json_object=True),
-        "output.prompt_logprobs": output(prompt_logprobs=1),
         "scheduling.priority": scheduling(priority=1),
         "scheduling.session_id": scheduling(session_id="s"),
         "resume": pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")),

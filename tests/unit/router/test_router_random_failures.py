@@ -74,9 +74,8 @@ class World:
         match action:
             case "submit":
                 stop = ["s"] if self.pick(2) else []
-                self.clients.append(
-                    self.router.submit(n=1 + self.pick(2), max_output_tokens=1 + self.pick(5), stop=stop)
-                )
+                n, most, wanted = 1 + self.pick(2), 1 + self.pick(5), (None, 0, 2)[self.pick(3)]
+                self.clients.append(self.router.submit(n=n, max_output_tokens=most, stop=stop, prompt_logprobs=wanted))
             case "hear":
                 worker.hear()
             case "speak":

@@ -10,8 +10,9 @@ from router_harness import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 
 from cluster.errors import InvalidRequest, NotFound, NotServed, OutOfRange
 from cluster.pb import generation_pb2 as pb
+from cluster.rpc import PUBLIC_MESSAGE_BYTES
 from router.model import SamplingDefaults, ServedModel
-from router.validate import Prompt, ValidatedRequest, validate
+from router.validate import LARGEST_STARTED_BYTES, Prompt, ValidatedRequest, most_prompt_logprobs, validate
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 NAN, INFINITY = float("nan"), float("inf")
@@ -88,6 +89,7 @@ INVALID = [
     (stopping(stop_token_ids=[VOCAB_SIZE]), "spec.stopping.stop_token_ids"),
     (stopping(stop_token_ids=[1] * 65), "spec.stopping.stop_token_ids"),
     (pb.GenerationSpec(text="hi", output=pb.OutputOptions(top_logprobs=21)), "spec.output.top_logprobs"),
+    (pb.GenerationSpec(text="hi", output=pb.OutputOptions(prompt_logprobs=21)), "spec.output.prompt_logprobs"),
     (
         pb.GenerationSpec(text="hi", output=pb.OutputOptions(stream_interval_tokens=0)),
         "spec.output.stream_interval_tokens",
@@ -131,7 +133,6 @@ NOT_SERVED = [
     (sampling(grammar_ebnf="a"), "spec.sampling.grammar_ebnf"),
     (sampling(choice=pb.ChoiceConstraint(choices=["a"])), "spec.sampling.choice"),
     (sampling(json_object=True), "spec.sampling.json_object"),
-    (pb.GenerationSpec(text="hi", output=pb.OutputOptions(prompt_logprobs=0)), "spec.output.prompt_logprobs"),
     (pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")), "spec.resume"),
     (pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()), "spec.extensions"),
     (pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(priority=1)), "spec.scheduling.priority"),
@@ -205,3 +206,41 @@ def test_a_queue_timeout_is_taken_in_seconds() -> None:
     spec = pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(queue_timeout=timeout))
     assert check(spec).queue_timeout_s == 1.5
     assert check(pb.GenerationSpec(text="hi")).queue_timeout_s is None
+
+
+def test_logprobs_of_a_prompt_are_wanted_only_when_they_are_asked_for() -> None:
+    asked = pb.GenerationSpec(text="hi", output=pb.OutputOptions(prompt_logprobs=0))
+    assert check(asked).prompt_logprobs == 0
+    assert check(pb.GenerationSpec(text="hi")).prompt_logprobs is None
+
+
+def test_logprobs_of_a_prompt_are_refused_where_the_answer_has_no_field_for_them() -> None:
+    spec = pb.GenerationSpec(text="hi", output=pb.OutputOptions(prompt_logprobs=0), extensions=struct_pb2.Struct())
+    with pytest.raises(NotServed, match="use GenerateStream") as refusal:
+        validate(spec, MODEL, encode, fresh_seed=42, is_streaming=False)
+    fields = [violation.field for violation in refusal.value.violations]
+    assert fields == ["spec.extensions", "spec.output.prompt_logprobs"]
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(100, 20), (14_000, 20), (16_000, 17), (170_000, 0), (174_000, -1)])
+def test_logprobs_of_a_prompt_must_fit_in_one_message(num_tokens: int, most: int) -> None:
+    model = ServedModel("m", VOCAB_SIZE, 2**20, 16, (EOS,))
+    spec = token_prompt(*[1] * num_tokens)
+    for asked in {0, max(0, most), min(20, most + 1), 20}:
+        spec.output.prompt_logprobs = asked
+        if asked <= most:
+            assert check(spec, model).prompt_logprobs == asked
+            continue
+        with pytest.raises(InvalidRequest, match=f"{asked} for each of {num_tokens} prompt tokens") as refusal:
+            check(spec, model)
+        assert f"at most {most}" in refusal.value.message or most < 0
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 5, 20])
+def test_the_largest_logprobs_that_are_let_in_fit_in_what_any_client_takes(alternatives: int) -> None:
+    top = [pb.TokenAlternative(token_id=2**32 - 1, logprob=-1.5)] * alternatives
+    entry = pb.TokenLogprob(token_id=2**32 - 1, logprob=-1.5, rank=2**32 - 1, top=top, undefined=True)
+    num_tokens = next(n for n in range(200_000, 0, -100) if most_prompt_logprobs(n) >= alternatives)
+    started = pb.Started(generation_id="gen-" + "f" * 24, model="m" * 256, prompt_logprobs=[entry] * num_tokens)
+    size = pb.GenerateStreamResponse(started=started).ByteSize()
+    assert 0.9 * LARGEST_STARTED_BYTES < size < PUBLIC_MESSAGE_BYTES

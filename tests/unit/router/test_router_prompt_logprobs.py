@@ -1,0 +1,175 @@
+"""The logprobs of a prompt at the router: whole, once, in `Started`, whatever becomes of the attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, pair, phase, prompt_logprobs, tokens
+from router_harness import ids, kinds, running_router, text_spec
+from wired_router import Client, ManualClock, WiredRouter, admit_of, go_on, logged, run
+
+from cluster.errors import InternalError
+from cluster.pb import generation_pb2 as pb
+from cluster.pb import worker_pb2
+from router.prompt_logprobs import PromptLogprobs
+
+PROMPT = ids("hello")
+Script = Callable[[WiredRouter, Client, worker_pb2.RequestKey], None]
+
+
+def told(key: worker_pb2.RequestKey, start: int, end: int, logprob: float = -1.0) -> worker_pb2.Event:
+    return prompt_logprobs(key, start, PROMPT[start:end], logprob)
+
+
+def play(script: Script, worker_ids: tuple[str, ...] = ("p0", "p1", "d0"), *, max_output_tokens: int = 16) -> None:
+    """A request that asks for them, on p0 and d0."""
+
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, worker_ids)
+        client = router.submit(prompt_logprobs=0, max_output_tokens=max_output_tokens)
+        admit = admit_of(router.workers["p0"])
+        assert admit.HasField("prompt_logprobs") and admit.prompt_logprobs == 0
+        assert not admit_of(router.workers["d0"]).HasField("prompt_logprobs"), "it does not compute the prompt"
+        script(router, client, admit.key)
+
+    run(scenario)
+
+
+def test_started_waits_until_all_are_there_and_the_client_sees_that_it_goes_on() -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        p0 = router.workers["p0"]
+        for event in (phase(key, PREFILL), told(key, 0, 2), told(key, 2, 4)):
+            p0.tell(event)
+            assert [event.WhichOneof("event") for event in client.live.take()] in ([], ["heartbeat"])
+        p0.tell(told(key, 4, 5))
+        client.take()
+        assert client.num_started == 1
+        go_on(router, client, ("p0", "d0"))
+
+    play(script)
+
+
+def test_an_attempt_that_ended_before_has_told_nothing_and_the_next_begins_again() -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        p0, p1 = router.workers["p0"], router.workers["p1"]
+        p0.tell(phase(key, PREFILL), told(key, 0, 4, -1.0), failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
+        client.take()
+        admit = admit_of(p1)
+        assert admit.HasField("prompt_logprobs")
+        p0.tell(told(key, 4, 5, -1.0))
+        client.take()
+        assert client.num_started == 0
+        p1.tell(phase(admit.key, PREFILL), told(admit.key, 0, 5, -2.0))
+        go_on(router, client, ("p1", "d0"))
+
+    play(script)
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+@pytest.mark.parametrize("worker_ids", [("p0", "p1", "d0"), ("p0", "d0")])
+def test_once_they_are_all_there_no_attempt_is_asked_again(is_taken: bool, worker_ids: tuple[str, ...]) -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        p0 = router.workers["p0"]
+        p0.tell(phase(key, PREFILL), told(key, 0, 5))
+        if is_taken:
+            client.take()
+        p0.tell(failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
+        last = "p1" if "p1" in worker_ids else "d0"
+        assert not admit_of(router.workers[last]).HasField("prompt_logprobs")
+        go_on(router, client, (last.replace("d0", ""), "d0"))
+        assert client.num_started == 1
+
+    play(script, worker_ids)
+
+
+def test_a_decode_worker_that_computes_the_prompt_is_asked() -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        p0, d0 = router.workers["p0"], router.workers["d0"]
+        p0.tell(phase(key, PREFILL), told(key, 0, 3), failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
+        admit = admit_of(d0)
+        assert admit.HasField("prompt_logprobs") and not admit.expect_handoff
+        d0.tell(phase(admit.key, PREFILL), told(admit.key, 0, 5, -2.0))
+        go_on(router, client, ("", "d0"))
+
+    play(script, ("p0", "d0"))
+
+
+def test_a_first_token_that_ends_it_all_comes_after_them() -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        p0 = router.workers["p0"]
+        p0.tell(phase(key, PREFILL), told(key, 0, 5), logged(key, 0, "a", finish_reason=LENGTH))
+        client.take()
+        assert client.completed is not None and client.num_started == 1
+        router.check_idle()
+
+    play(script, max_output_tokens=1)
+
+
+def test_a_cancelled_request_starts_without_a_part_of_them() -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        router.workers["p0"].tell(phase(key, PREFILL), told(key, 0, 3))
+        router.dispatcher.cancel(client.request_id, "by the test")
+        events = client.live.take()
+        assert list(map(_kind, events)) == ["started", "sequence_end"]
+        assert not events[0].started.prompt_logprobs
+
+    play(script)
+
+
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_what_does_not_come_next_fails_that_request(start: int) -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        router.workers["p0"].tell(phase(key, PREFILL), told(key, 0, 2), told(key, start, 5))
+        assert isinstance(client.live.error, InternalError)
+        router.check_idle()
+
+    play(script)
+
+
+def test_a_first_token_before_them_fails_that_request() -> None:
+    def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
+        router.workers["p0"].tell(phase(key, PREFILL), told(key, 0, 4), logged(key, 0, "a"))
+        assert isinstance(client.live.error, InternalError)
+
+    play(script)
+
+
+def test_more_than_the_prompt_has_is_refused_and_what_nobody_asked_for_too() -> None:
+    key = worker_pb2.RequestKey(request_id="r", attempt=1)
+    for gathered in (PromptLogprobs(4, 0), PromptLogprobs(5, None)):
+        with pytest.raises(InternalError, match="5 prompt tokens"):
+            gathered.add(told(key, 0, 5).prompt_logprobs)
+
+
+def _kind(event: pb.GenerateStreamResponse) -> str:
+    return str(event.WhichOneof("event"))
+
+
+def _answer(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
+    key = admit.key
+    events = [phase(key, PREFILL), told(key, 0, 3), told(key, 3, 5)]
+    worker.emit(*events, tokens(key, 0, ids("a")), phase(key, TRANSFER))
+
+
+def _decode(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
+    worker.emit(phase(admit.key, DECODE), tokens(admit.key, 1, ids("b"), finish_reason=LENGTH))
+
+
+@pytest.mark.asyncio
+async def test_a_stream_brings_them_in_started_and_generate_refuses_them(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    prefill.script, decode.script = _answer, _decode
+    spec = text_spec("hello", output=pb.OutputOptions(prompt_logprobs=3))
+    async with running_router(tmp_path, (prefill, decode)) as router:
+        events = await router.stream(spec)
+        with pytest.raises(grpc.aio.AioRpcError) as refusal:
+            await router.generation.Generate(pb.GenerateRequest(spec=spec))
+    assert kinds(events)[0] == "started"
+    (started,) = [event.started for event in events if event.HasField("started")]
+    assert [entry.token_id for entry in started.prompt_logprobs] == PROMPT
+    assert prefill.admits[0].prompt_logprobs == 3
+    assert refusal.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert "use GenerateStream" in (refusal.value.details() or "")
