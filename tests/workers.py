@@ -90,6 +90,7 @@ class Output:
 
     tokens: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
     logprobs: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
+    prompt_logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
     finished: dict[int, int] = field(default_factory=dict)
     phases: list[int] = field(default_factory=list)
     failed: worker_pb2.Failed | None = None
@@ -195,6 +196,12 @@ class Worker:
                 self.outputs[RequestKey.of(event.phase.key)].phases.append(event.phase.phase)
             case "failed":
                 self.outputs[RequestKey.of(event.failed.key)].failed = event.failed
+            case "prompt_logprobs":
+                told = event.prompt_logprobs
+                output = self.outputs[RequestKey.of(told.key)]
+                assert told.first_token_index == len(output.prompt_logprobs), "each once and in order"
+                assert not output.tokens, "before every token of the output"
+                output.prompt_logprobs.extend(told.logprobs)
             case "tokens":
                 self._note_tokens(self.outputs[RequestKey.of(event.tokens.key)], event.tokens)
 
