@@ -54,10 +54,11 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
 
 
 def is_decode(step: StepInput) -> bool:
-    """Whether every sequence has one new token and wants its logits."""
+    """Whether every sequence has one new token and wants its logits, and nothing is scored."""
     every = np.arange(len(step.seqlens_k) + 1)
     return (
         len(step.seqlens_k) > 0
+        and not len(step.scored)
         and np.array_equal(step.cu_seqlens_q, every)
         and np.array_equal(step.logits_indices, every[:-1])
     )
@@ -83,6 +84,7 @@ def pad(step: StepInput, size: int, width: int, block_size: int, scratch_block: 
         block_tables=tables,
         logits_indices=np.arange(size, dtype=np.int32),
         block_copies=np.empty((0, 2), dtype=np.int32),
+        scored=np.empty((0, 3), dtype=np.int32),
     )
 
 

@@ -161,8 +161,8 @@ class ModelRunner:
         slots: torch.Tensor,
         batch: AttentionBatch,
         on_layer: Callable[[int], None] | None = None,
-    ) -> torch.Tensor:
-        """The hidden state [T, E] of every token."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The hidden state of every token, as `Decoder` gives it."""
         context = StepContext(batch, slots, self._rope.at(positions), self._kv, self._attention, on_layer)
         return self._model(token_ids, context)
 

@@ -24,7 +24,7 @@ from engine.generate import Engine
 from engine.graphs import bucket_sizes, choose_capture, is_decode, pad
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.step import ScoredSpan, SequenceSlice, StepInput, build_step
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 256  # that GPU kernels read in place
@@ -94,6 +94,8 @@ def test_only_steps_of_one_token_each_with_logits_are_decode_steps() -> None:
     assert not is_decode(step()) and not is_decode(step((2, True))) and not is_decode(step((1, True), (3, True)))
     assert not is_decode(step((1, False))) and not is_decode(step((1, True), (1, False)))
     assert not is_decode(step((2, False), (1, True)))
+    scored = SequenceSlice((1,), 3, (0,), True, ScoredSpan(0, (7,), 1))
+    assert not is_decode(build_step([scored], BLOCK_SIZE))
 
 
 @given(
