@@ -58,6 +58,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fp8": {"graphs": True, "quantization": "fp8"},
     "int8": {"graphs": True, "quantization": "int8"},
     "int4": {"graphs": True, "quantization": "int4"},
+    "bf16, kv int8": {"kv_cache_dtype": "int8"},
+    "bf16, kv fp8": {"kv_cache_dtype": "fp8"},
 }
 
 

@@ -63,7 +63,7 @@ class WorkerSettings(JsonSettings):
     block_size: int = 16
     """Tokens of one KV block."""
     kv_cache_dtype: str = "auto"
-    """`auto` (what is computed in) or `int8`: what the KV pool holds."""
+    """`auto` (what is computed in), `int8` or, on GPUs, `fp8`: what the KV pool holds."""
     kv_cache_tokens: int | None = None
     """Tokens the KV pool holds; None: what fits (GPU), or 4 requests of max_model_len (CPU)."""
     max_num_batched_tokens: int = 2048

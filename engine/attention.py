@@ -12,7 +12,7 @@ Hq/H query/KV heads, D head_dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
@@ -20,10 +20,13 @@ import numpy as np
 import torch
 
 from cluster.errors import ConfigError
+from engine.kv_cache import decode, is_rounded
 from engine.native import Native
 from engine.step import IntArray, StepInput
 
 Derived = TypeVar("Derived")
+_MOST_GATHERED = 1 << 16
+"""Keys that are gathered at a time: some 300 MB of an 8B model's."""
 ATTENTION_NAMES = ("auto", "flash_attn", "varlen", "cpu")
 
 
@@ -93,9 +96,24 @@ class AttentionBatch:
         blocks = self.step.block_tables[sequence, position // self.block_size].astype(np.int64)
         return self.to_device(blocks * self.block_size + position % self.block_size)
 
-    def gather(self, pages: torch.Tensor) -> torch.Tensor:
-        """[N, K, H, D] pages to [sum of seqlens_k, H, D]: sequences one after another, as flash-attn wants them."""
-        return pages.flatten(0, 1).index_select(0, self.key_slots)
+    def gather(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Pages to [sum of seqlens_k, H, D] of a floating type: sequences one after another, as flash-attn wants."""
+        cells = pages.flatten(0, 1).index_select(0, self.key_slots)
+        return decode(cells, dtype) if is_rounded(cells.dtype) else cells
+
+    @cached_property
+    def parts(self) -> list[tuple[slice, AttentionBatch]]:
+        """Rows and sequences that follow one another and can be gathered together; more would take too much memory."""
+        parts: list[tuple[slice, AttentionBatch]] = []
+        ends, first, keys = self.step.cu_seqlens_q.tolist(), 0, 0
+        lengths = self.step.seqlens_k.tolist()
+        for sequence, length in enumerate(lengths):
+            keys += length
+            if sequence + 1 == len(lengths) or keys + lengths[sequence + 1] > _MOST_GATHERED:
+                rows, sequences = slice(ends[first], ends[sequence + 1]), slice(first, sequence + 1)
+                parts.append((rows, AttentionBatch(_part(self.step, rows, sequences), self.block_size, self.device)))
+                first, keys = sequence + 1, 0
+        return parts
 
 
 class Attention(Protocol):
@@ -104,7 +122,7 @@ class Attention(Protocol):
     @property
     def name(self) -> str: ...
 
-    def static_obstacle(self, block_size: int) -> str:
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
         """Why it cannot compute from a batch's `paged` alone, as a captured step must; empty if it can."""
         ...
 
@@ -121,6 +139,19 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """[T, Hq, D] queries against [N, K, H, D] pages; returns [T, Hq, D]."""
         ...
+
+
+def _part(step: StepInput, rows: slice, sequences: slice) -> StepInput:
+    """Some sequences of a step, as far as attention looks at it."""
+    return replace(
+        step,
+        token_ids=step.token_ids[rows],
+        positions=step.positions[rows],
+        slot_mapping=step.slot_mapping[rows],
+        cu_seqlens_q=step.cu_seqlens_q[sequences.start : sequences.stop + 1] - rows.start,
+        seqlens_k=step.seqlens_k[sequences],
+        block_tables=step.block_tables[sequences],
+    )
 
 
 def choose_attention(

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import AttentionBatch
-from engine.kv_cache import decode
+from engine.kv_cache import decode, is_rounded
 from engine.native import Native
 
 IntegerArray = np.typing.NDArray[np.integer[Any]]
@@ -79,7 +79,7 @@ class CpuAttention:
         self._kernels = kernels
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def static_obstacle(self, block_size: int) -> str:
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
         return "attention in plain torch is laid out anew for each step"
 
     def __call__(
@@ -180,7 +180,7 @@ class CpuAttention:
         keys, values = self._kept[0][:count], self._kept[1][:count]
         torch.index_select(k, 0, blocks, out=keys)
         torch.index_select(v, 0, blocks, out=values)
-        if k.dtype == torch.int8:
+        if is_rounded(k.dtype):
             return decode(keys, dtype), decode(values, dtype)
         return keys, values
 

@@ -1,9 +1,8 @@
 """FlashAttention on CUDA: the flash-attn package, and torch's own `varlen_attn`.
 
-Both read pages through a block table when the pool's block_size is a multiple of 256 (their kernels' requirement);
-else the keys of the batch are gathered first. What torch's function takes and can do depends on its version (2.11 has
-no block_table everywhere), so its signature is read and pages are tried once. `*_backend` return a reason where they
-can't run.
+Both read pages through a block table when the pool's block_size is a multiple of 256 (their kernels' requirement) and
+its heads are not rounded; else the keys of the batch are gathered first. What torch's function takes and can do depends
+on its version, so its signature is read and pages are tried once. `*_backend` return a reason where they can't run.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.attention import Attention, AttentionBatch, PagedBatch
+from engine.kv_cache import is_rounded
 from engine.step import SequenceSlice, build_step
 
 _PAGE_MULTIPLE = 256
@@ -49,8 +49,8 @@ class FlashAttention:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def static_obstacle(self, block_size: int) -> str:
-        return _page_obstacle(block_size)
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
+        return _page_obstacle(block_size, kv_dtype)
 
     def __call__(
         self,
@@ -63,20 +63,20 @@ class FlashAttention:
         causal: bool = True,
         window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
-        is_paged, paged = not _page_obstacle(batch.block_size), batch.paged
-        out: torch.Tensor = self._function(
-            q,
-            k if is_paged else batch.gather(k),
-            v if is_paged else batch.gather(v),
-            paged.cu_seqlens_q,
-            paged.cu_seqlens_k,
-            paged.max_seqlen_q,
-            paged.max_seqlen_k,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            block_table=paged.block_table if is_paged else None,
-        )
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
+        if not self.static_obstacle(batch.block_size, k.dtype):
+            return self._call(q, k, v, batch.paged, block_table=batch.paged.block_table, **options)
+        outs = [
+            self._call(q[rows], part.gather(k, q.dtype), part.gather(v, q.dtype), part.paged, **options)
+            for rows, part in batch.parts
+        ]
+        return torch.cat(outs)
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: PagedBatch, **options: Any
+    ) -> torch.Tensor:
+        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
+        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
         return out
 
 
@@ -94,10 +94,10 @@ class VarlenAttention:
         if {"block_table", "seqused_k"} <= parameters.keys():
             self._paging_obstacle = self._try_pages(device)
 
-    def static_obstacle(self, block_size: int) -> str:
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
         if self._paging_obstacle:
             return f"torch {torch.__version__} cannot read pages in place: {self._paging_obstacle}"
-        return _page_obstacle(block_size)
+        return _page_obstacle(block_size, kv_dtype)
 
     def __call__(
         self,
@@ -111,12 +111,15 @@ class VarlenAttention:
         window_size: tuple[int, int] = (-1, -1),
     ) -> torch.Tensor:
         window = (window_size[0], 0 if causal else window_size[1])
-        if not self.static_obstacle(batch.block_size):
+        if not self.static_obstacle(batch.block_size, k.dtype):
             return self._attend_pages(q, k, v, batch.paged, softmax_scale, window)
-        k, v = batch.gather(k), batch.gather(v)
-        if not self._has_gqa and q.shape[1] != k.shape[-2]:
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[-2], dim=-2) for t in (k, v))
-        return self._call(q, k, v, batch.paged, scale=softmax_scale, window_size=window)
+        outs = []
+        for rows, part in batch.parts:
+            keys, values = part.gather(k, q.dtype), part.gather(v, q.dtype)
+            if not self._has_gqa and q.shape[1] != keys.shape[1]:
+                keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (keys, values))
+            outs.append(self._call(q[rows], keys, values, part.paged, scale=softmax_scale, window_size=window))
+        return torch.cat(outs)
 
     def _attend_pages(
         self,
@@ -168,8 +171,10 @@ class VarlenAttention:
         return "" if difference < 0.02 else f"it is off by {difference:.2g} in a trial"
 
 
-def _page_obstacle(block_size: int) -> str:
-    """Why pages of this size cannot be read in place; empty if they can."""
-    if block_size % _PAGE_MULTIPLE == 0:
-        return ""
-    return f"blocks of {block_size} tokens are gathered before attention; set block_size to {_PAGE_MULTIPLE}"
+def _page_obstacle(block_size: int, kv_dtype: torch.dtype) -> str:
+    """Why such pages cannot be read in place; empty if they can."""
+    if is_rounded(kv_dtype):
+        return "a rounded KV cache is gathered and unpacked before attention; set kv_cache_dtype to auto"
+    if block_size % _PAGE_MULTIPLE:
+        return f"blocks of {block_size} tokens are gathered before attention; set block_size to {_PAGE_MULTIPLE}"
+    return ""

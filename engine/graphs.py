@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention import Attention, AttentionBatch, PagedBatch
+from engine.attention import AttentionBatch, PagedBatch
 from engine.step import StepInput, build_step
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -190,16 +190,17 @@ class CudaCapture:
         return graph.replay
 
 
-def choose_capture(
-    up_to: int, device: torch.device, tp_size: int, attention: Attention, block_size: int
-) -> tuple[Capture | None, str]:
-    """What captures decode steps of up to `up_to` sequences; or None, and why they are not captured."""
+def choose_capture(up_to: int, device: torch.device, tp_size: int, static_obstacle: str) -> tuple[Capture | None, str]:
+    """What captures decode steps of up to `up_to` sequences; or None, and why they are not captured.
+
+    `static_obstacle` is the attention backend's.
+    """
     if up_to == 0:
         return None, "not wanted"
     if device.type != "cuda":
         return None, f"they need a CUDA device, this is {device.type}"
     if tp_size > 1:
         return None, f"collectives of {tp_size} ranks are not captured"
-    if obstacle := attention.static_obstacle(block_size):
-        return None, obstacle
+    if static_obstacle:
+        return None, static_obstacle
     return CudaCapture(device), ""

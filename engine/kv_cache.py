@@ -1,7 +1,8 @@
 """The paged KV pool as one tensor. Who owns which block is the block manager's affair, who writes one the layers'.
 
-A pool holds heads as they are computed, or rounded to int8: then the D values of each head are followed by the four
-bytes of the float32 that each of them is to be multiplied with, so that blocks stay plain bytes to whoever moves them.
+A pool holds heads as they are computed, or rounded to int8 or fp8: then the D values of each head are followed by the
+four bytes of the float32 that each of them is to be multiplied with, so that blocks stay plain bytes to whoever moves
+them. fp8 is float8_e4m3fn, held as uint8, which torch can index on every device.
 
 Legend: L layers, N blocks, K block_size, H KV heads of this rank, D head_dim, C copies.
 """
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 SCALE_BYTES = 4
-KV_CACHE_DTYPES = ("auto", "int8")
+KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+POOL_DTYPES = {"int8": "int8", "fp8": "uint8"}
+"""By name, what holds what."""
+_LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(torch.float8_e4m3fn).max}
 
 
 class KvCache:
-    """`pool` is [L, 2, N, K, H, D], keys before values; of int8, [L, 2, N, K, H, D + 4].
+    """`pool` is [L, 2, N, K, H, D], keys before values; rounded, [L, 2, N, K, H, D + 4].
 
     The system zeroes it lazily: an unused page costs nothing.
     """
@@ -45,20 +49,29 @@ class KvCache:
         self.pool.index_copy_(2, targets, self.pool.index_select(2, sources))
 
 
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether a pool of this type holds what `encode` makes."""
+    return dtype in _LARGEST
+
+
 def cell_size(head_dim: int, dtype: torch.dtype) -> int:
     """Elements of one head of one token in a pool of this type."""
-    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+    return head_dim + SCALE_BYTES if is_rounded(dtype) else head_dim
 
 
-def encode(heads: Tensor) -> Tensor:
-    """[..., D] of any floating type as int8 [..., D + 4]."""
+def encode(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
+    """[..., D] of any floating type as [..., D + 4] of a rounded pool's type."""
     values = heads.float()
-    scales = values.abs().amax(-1, keepdim=True).clamp_(min=1e-30) / 127
-    codes = (values / scales).round_().to(torch.int8)
-    return torch.cat([codes, scales.contiguous().view(torch.int8)], dim=-1)
+    scales = values.abs().amax(-1, keepdim=True).clamp_(min=1e-30) / _LARGEST[dtype]
+    values = values / scales
+    codes = values.round_().to(torch.int8) if dtype == torch.int8 else values.to(torch.float8_e4m3fn)
+    return torch.cat([codes.view(dtype), scales.contiguous().view(dtype)], dim=-1)
 
 
 def decode(cells: Tensor, dtype: torch.dtype) -> Tensor:
     """What `encode` gave, as [..., D]."""
     scales = cells[..., -SCALE_BYTES:].contiguous().view(torch.float32)
-    return (cells[..., :-SCALE_BYTES] * scales).to(dtype)
+    codes = cells[..., :-SCALE_BYTES]
+    if cells.dtype == torch.uint8:
+        codes = codes.view(torch.float8_e4m3fn).float()
+    return (codes * scales).to(dtype)

@@ -12,7 +12,7 @@ import torch
 
 from cluster.errors import ConfigError
 from engine.config import DTYPES, ModelConfig
-from engine.kv_cache import KV_CACHE_DTYPES, cell_size
+from engine.kv_cache import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
 
 _USABLE_SHARE = 0.9
 _CPU_DEFAULT_REQUESTS = 4
@@ -43,12 +43,12 @@ def resolve_dtype(config: ModelConfig, wanted: str, device: str) -> str:
 
 
 def resolve_kv_dtype(wanted: str, dtype: str, device: str) -> str:
-    """The KV pool's type: `auto` becomes the one that is computed in. Raises ConfigError."""
+    """The KV pool's type, as torch names it: `auto` becomes the one that is computed in. Raises ConfigError."""
     if wanted not in KV_CACHE_DTYPES:
         raise ConfigError(f"kv_cache_dtype: {wanted!r} is unknown; use {', '.join(KV_CACHE_DTYPES)}")
-    if wanted == "int8" and device.startswith("cuda"):
-        raise ConfigError("kv_cache_dtype: int8 is for CPUs; use auto on a GPU")
-    return dtype if wanted == "auto" else wanted
+    if wanted == "fp8" and device.startswith("cpu"):
+        raise ConfigError("kv_cache_dtype: fp8 is for GPUs; use int8 on a CPU, which is as small and nearer")
+    return POOL_DTYPES.get(wanted, dtype)
 
 
 def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:

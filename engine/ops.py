@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cluster.errors import ConfigError
-from engine.kv_cache import encode
+from engine.kv_cache import encode, is_rounded
 from engine.native import DTYPES, MAX_HEAD_DIM, Native, native
 from engine.rope import rotate
 
 KERNELS_NAMES = ("auto", "native", "torch")
 Pages = tuple[Tensor, Tensor]
-"""Keys and values of a layer, [N, K, H, D] each, or [N, K, H, D + 4] of int8."""
+"""Keys and values of a layer, [N, K, H, D] each, or [N, K, H, D + 4] where they are rounded."""
 
 
 class Ops(Protocol):
@@ -79,7 +79,7 @@ class TorchOps:
             qk = F.rms_norm(qk, (qk.shape[-1],), eps=eps) * head_norm
         qk = rotate(qk, rope_rows)
         for rows, new in zip(pages, (qk[:, num_heads:], qkv[:, num_turned:]), strict=True):
-            rows.flatten(0, 1).index_copy_(0, slots, encode(new) if rows.dtype == torch.int8 else new)
+            rows.flatten(0, 1).index_copy_(0, slots, encode(new, rows.dtype) if is_rounded(rows.dtype) else new)
         return qk[:, :num_heads]
 
 

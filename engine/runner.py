@@ -85,10 +85,10 @@ class ModelRunner:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)
+        kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         if capture is None:
-            capture, self.graphs_reason = choose_capture(
-                graphs_up_to, self.device, tp.size, self._attention, block_size
-            )
+            obstacle = self._attention.static_obstacle(block_size, kv_dtype)
+            capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
         longest = min(self.config.max_position_embeddings, num_blocks * block_size)
         self._rope = RopeTable(self.config.rope, self.config.head_dim, longest, self.device, torch_dtype)
         self._num_blocks = num_blocks
@@ -99,7 +99,7 @@ class ModelRunner:
             block_size,
             len(self.config.kv_head_range(tp.rank, tp.size)),
             self.config.head_dim,
-            getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device))),
+            kv_dtype,
             self.device,
         )
         self._graphs: DecodeGraphs | None = None

@@ -22,7 +22,7 @@ HEADER_BYTES = 64
 MAGIC = b"BtKV"
 VERSION = 1
 
-_WIRE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
+_WIRE_DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "uint8")
 _DIGEST_BYTES = 8
 # Little-endian, in this order.
 _FIELDS = {

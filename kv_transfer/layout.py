@@ -15,7 +15,7 @@ from cluster.errors import BatonError
 from cluster.pb import handoff_pb2
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-DTYPES = (*FLOAT_DTYPES, "int8")
+DTYPES = (*FLOAT_DTYPES, "int8", "uint8")
 WIRE_FORMATS = ("native", "int8", "fp8")
 _CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 
@@ -38,9 +38,9 @@ class KvLayout:
     num_kv_heads: int
     """KV heads of the whole model, not of one rank."""
     head_dim: int
-    """Values of one head; with int8, those and the bytes of their scale."""
+    """Values of one head; rounded ones, and the bytes of their scale."""
     dtype: str
-    """`float32`, `bfloat16`, `float16`, or `int8`: rounded already, bytes that are moved as they are."""
+    """`float32`, `bfloat16`, `float16`; or `int8`, `uint8` (of fp8): rounded already, bytes moved as they are."""
     tp_size: int
     block_size: int
     """Tokens of one block."""
@@ -120,9 +120,10 @@ class Route:
 def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
     """Raises LayoutMismatch, naming both, unless they differ in tp_size, block_size and a dtype that can be bridged.
 
-    float16 receives float16 only: the other two reach beyond its range, in every wire format. int8 goes to int8 only.
+    float16 receives float16 only: the other two reach beyond its range, in every wire format. What is rounded goes to
+    the same only.
     """
-    if sender.dtype != receiver.dtype and "int8" in (sender.dtype, receiver.dtype):
+    if sender.dtype != receiver.dtype and not {sender.dtype, receiver.dtype} <= set(FLOAT_DTYPES):
         raise LayoutMismatch(
             f"KV cannot be handed over: the KV cache is of {sender.dtype} at the sender and of {receiver.dtype} at the "
             f"receiver; start both workers with the same kv_cache_dtype (sender: {sender}; receiver: {receiver})"
@@ -155,8 +156,8 @@ def check_wire_format(sender: str, receiver: str) -> None:
 def wire_dtype(sender: KvLayout, wire_format: str) -> str:
     """The torch dtype, by name, of the values of a payload. Raises LayoutMismatch for a wire format that cannot be."""
     _check_known("wire_format", wire_format)
-    if sender.dtype == "int8" and wire_format != "native":
-        raise LayoutMismatch(f"KV of int8 is not rounded to {wire_format} once more; use wire_format native")
+    if sender.dtype not in FLOAT_DTYPES and wire_format != "native":
+        raise LayoutMismatch(f"KV of {sender.dtype} is not rounded to {wire_format} once more; use wire_format native")
     return _CODE_DTYPES.get(wire_format, sender.dtype)
 
 

@@ -16,7 +16,7 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor:
     _check_bounds(cu_q, cu_k, max_q, max_k)
     window = (options["window_size"][0], 0 if options["causal"] else options["window_size"][1])
-    if (table := options["block_table"]) is not None:
+    if (table := options.get("block_table")) is not None:
         k, v = (_unpage(pages, table, cu_k) for pages in (k, v))
     return _packed_attention(q, k, v, cu_q, cu_k, options["softmax_scale"], window)
 

@@ -99,15 +99,17 @@ def _check_device(config: ServingConfig) -> Iterator[Finding]:
             f"{wanted} runs on a GPU only, and engine.device is cpu; use cpu or auto",
             ("engine.device",),
         )
-    if config.engine.kv_cache_dtype == "int8" and config.transfer.wire_format != "native":
+    kv_dtype = config.engine.kv_cache_dtype
+    if kv_dtype != "auto" and config.transfer.wire_format != "native":
         yield Finding(
             "transfer.wire_format",
-            f"KV of engine.kv_cache_dtype int8 is not rounded to {config.transfer.wire_format} once more; use native",
+            f"KV of engine.kv_cache_dtype {kv_dtype} is not rounded to {config.transfer.wire_format} once more; "
+            "use native",
             ("engine.kv_cache_dtype",),
         )
-    if device == "cuda" and config.engine.kv_cache_dtype == "int8":
+    if device == "cpu" and kv_dtype == "fp8":
         yield Finding(
-            "engine.kv_cache_dtype", "int8 is for CPUs, and engine.device is cuda; use auto", ("engine.device",)
+            "engine.kv_cache_dtype", "fp8 is for GPUs, and engine.device is cpu; use int8", ("engine.device",)
         )
     if device == "cuda" and config.engine.kernels == "native":
         yield Finding(

@@ -12,7 +12,7 @@ from typing import Any, Literal
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "fp8"]
 DeviceName = Literal["auto", "cpu", "cuda"]
-KvCacheDtypeName = Literal["auto", "int8"]
+KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
 KernelsName = Literal["auto", "native", "torch"]
 TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
@@ -118,8 +118,9 @@ class EngineSection:
     """Tokens of one KV block. On a GPU use a multiple of 256: attention reads such blocks in place, which CUDA graphs
     need; others are gathered first."""
     kv_cache_dtype: KvCacheDtypeName = "auto"
-    """What the KV pool holds; auto: the type that is computed in; int8: rounded, with a scale for each head of each
-    token, in little more than half of bfloat16's memory."""
+    """What the KV pool holds; auto: the type that is computed in; int8, and on GPUs fp8: rounded, with a scale for each
+    head of each token, in little more than half of bfloat16's memory. A GPU unpacks such a pool before attention: it
+    holds almost twice the tokens, decodes slower, and does without CUDA graphs."""
     kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
     """Tokens that one worker's KV pool holds; null: what fits (GPU), or four requests of max_model_len (CPU)."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24)

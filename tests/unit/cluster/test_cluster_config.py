@@ -180,6 +180,12 @@ def test_a_wrong_type_or_key_says_what_was_expected(folder: Path, serving: str, 
         ),
         ("    engine: {max_num_seqs: 4096}\n", "engine.max_num_batched_tokens", "at least max_num_seqs (4096)"),
         ("    engine: {device: cpu}\n    transfer: {transport: nccl}\n", "transfer.transport", "use auto, shm or gloo"),
+        ("    engine: {device: cpu, kv_cache_dtype: fp8}\n", "engine.kv_cache_dtype", "engine.device is cpu; use int8"),
+        (
+            "    engine: {kv_cache_dtype: fp8}\n    transfer: {wire_format: int8}\n",
+            "transfer.wire_format",
+            "KV of engine.kv_cache_dtype fp8 is not rounded to int8 once more; use native",
+        ),
         (
             "    engine: {device: cpu}\n    transfer: {transport: cuda_ipc}\n",
             "transfer.transport",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from cluster.errors import ConfigError
 from engine.attention import AttentionBatch, choose_attention
 from engine.attention_cpu import CpuAttention
 from engine.attention_gpu import FlashAttention, VarlenAttention
+from engine.kv_cache import decode, encode
 from engine.native import DTYPES, Native, native
 from engine.step import SequenceSlice, build_step
 
@@ -176,6 +177,24 @@ def test_gpu_backends_hand_their_kernels_the_right_keys(
     assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
 
 
+@pytest.mark.parametrize("limit", [1, 60, 1 << 16])
+@pytest.mark.parametrize("kv_dtype", [torch.int8, torch.uint8], ids=["int8", "fp8"])
+@pytest.mark.parametrize("lengths", ["everything at once", "decode of very different lengths"])
+@pytest.mark.parametrize("name", ["flash_attn", "varlen with splits", "varlen without groups"])
+def test_gpu_backends_unpack_rounded_pages_of_a_few_sequences_at_a_time(
+    name: str, lengths: str, kv_dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.attention._MOST_GATHERED", limit)
+    problem = _problem(BATCHES[lengths], 256)
+    cells = [encode(pages, kv_dtype) for pages in (problem.k, problem.v)]
+    stored = replace(problem, k=decode(cells[0], torch.float32), v=decode(cells[1], torch.float32))
+
+    out = GPU_BACKENDS[name]()(problem.q, *cells, problem.batch, softmax_scale=0.4, window_size=(4, 0))
+
+    assert (len(problem.batch.parts) > 1) == (limit < 1 << 16)
+    assert torch.allclose(out, _by_definition(stored, 0.4, True, (4, 0)), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -189,8 +208,9 @@ def test_gpu_backends_hand_their_kernels_the_right_keys(
 def test_a_backend_says_whether_it_reads_pages_in_place(name: str, why: str) -> None:
     backend = GPU_BACKENDS[name]()
 
-    assert re.search(why, backend.static_obstacle(256)) if why else backend.static_obstacle(256) == ""
-    assert "set block_size to 256" in backend.static_obstacle(16) or why
+    large, small = (backend.static_obstacle(size, torch.bfloat16) for size in (256, 16))
+    assert re.search(why, large) and bool(large) == bool(why)
+    assert why or small.endswith("set block_size to 256")
 
 
 def test_the_cpu_is_chosen_where_there_is_no_gpu_and_says_why() -> None:

@@ -257,16 +257,16 @@ def test_where_capturing_fails_steps_are_computed_as_ever(tmp_path: Path, monkey
 
 
 def test_the_reason_for_no_graphs_names_what_stands_in_the_way(case: Case) -> None:
-    cuda, plain = torch.device("cuda"), CpuAttention()
+    cuda = torch.device("cuda")
     flash = FlashAttention(plain_kernels.flash_attn_varlen_func)
 
     assert case.graphs.graphs_reason == "6 sizes of decode steps, up to 20 sequences"
-    assert (
-        case.eager.graphs_reason
-        == choose_capture(MOST, CPU, 1, flash, 256)[1]
-        == "they need a CUDA device, this is cpu"
-    )
-    assert choose_capture(0, cuda, 1, flash, 256) == (None, "not wanted")
-    assert choose_capture(8, cuda, 2, flash, 256) == (None, "collectives of 2 ranks are not captured")
-    assert choose_capture(8, cuda, 1, plain, 256)[1] == "attention in plain torch is laid out anew for each step"
-    assert choose_capture(8, cuda, 1, flash, 16)[1].endswith("set block_size to 256")
+    assert case.eager.graphs_reason == choose_capture(MOST, CPU, 1, "")[1] == "they need a CUDA device, this is cpu"
+    assert choose_capture(0, cuda, 1, "") == (None, "not wanted")
+    assert choose_capture(8, cuda, 2, "") == (None, "collectives of 2 ranks are not captured")
+    assert choose_capture(8, cuda, 1, "attention cannot") == (None, "attention cannot")
+    assert CpuAttention().static_obstacle(256, torch.float32).endswith("laid out anew for each step")
+    assert flash.static_obstacle(256, torch.bfloat16) == ""
+    assert flash.static_obstacle(16, torch.bfloat16).endswith("set block_size to 256")
+    for rounded in (torch.int8, torch.uint8):
+        assert flash.static_obstacle(256, rounded).endswith("set kv_cache_dtype to auto")

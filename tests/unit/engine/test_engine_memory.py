@@ -19,6 +19,7 @@ from engine.memory import (
     plan_num_blocks,
     resolve_device,
     resolve_dtype,
+    resolve_kv_dtype,
     resolve_max_model_len,
     weight_bytes,
 )
@@ -142,3 +143,13 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 def test_this_machine_has_some_memory() -> None:
     assert available_bytes("cpu") > 1 << 20
+
+
+def test_fp8_holds_as_much_as_int8_and_is_for_gpus() -> None:
+    assert resolve_kv_dtype("fp8", "bfloat16", "cuda:1") == "uint8"
+    assert resolve_kv_dtype("int8", "bfloat16", "cuda") == resolve_kv_dtype("int8", "float32", "cpu") == "int8"
+    assert resolve_kv_dtype("auto", "bfloat16", "cuda") == "bfloat16"
+    with pytest.raises(ConfigError, match="kv_cache_dtype: fp8 is for GPUs; use int8 on a CPU"):
+        resolve_kv_dtype("fp8", "bfloat16", "cpu")
+    with pytest.raises(ConfigError, match="kv_cache_dtype: 'fp4' is unknown; use auto, int8, fp8"):
+        resolve_kv_dtype("fp4", "bfloat16", "cuda")

@@ -7,11 +7,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import plain_kernels
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, run_in_chunks, scattered_table
 
+from engine.attention_gpu import FlashAttention
+from engine.memory import resolve_kv_dtype
 from engine.runner import ModelRunner
 from engine.step import SequenceSlice, build_step
 
@@ -216,3 +219,20 @@ def test_a_pool_of_int8_stays_near(tmp_path: Path, kind: str, kernels: str) -> N
     logits = run_in_chunks(runner, ids, [30, 20] + [1] * 10)
     assert runner.kv.dtype == torch.int8
     assert 0 < (logits - exact).pow(2).mean().sqrt() < 0.02 * exact.pow(2).mean().sqrt()
+
+
+@pytest.mark.parametrize(("name", "held", "bound"), [("int8", "int8", 0.02), ("fp8", "uint8", 0.1)])
+def test_a_rounded_pool_stays_near_when_a_gpu_backend_unpacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, held: str, bound: float
+) -> None:
+    """On a CPU, with plain torch in the kernel's place; there fp8 is refused, and here let through."""
+    backend = FlashAttention(plain_kernels.flash_attn_varlen_func)
+    folder = make_checkpoint("mistral", tmp_path)
+    ids = list(range(1, 61))
+    exact = run_in_chunks(make_runner(folder), ids, [60])
+    monkeypatch.setattr("engine.runner.resolve_kv_dtype", lambda *_: resolve_kv_dtype(name, "float32", "cuda"))
+    monkeypatch.setattr("engine.runner.choose_attention", lambda *_: (backend, "for this test"))
+    runner = make_runner(folder, kernels="torch")
+    logits = run_in_chunks(runner, ids, [30, 20] + [1] * 10)
+    assert runner.kv.dtype == getattr(torch, held)
+    assert 0 < (logits - exact).pow(2).mean().sqrt() < bound * exact.pow(2).mean().sqrt()

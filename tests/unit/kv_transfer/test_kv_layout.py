@@ -150,11 +150,13 @@ def test_the_wire_dtype_is_the_senders_or_the_formats_own(dtype: str) -> None:
     assert found == [dtype, "int8", "float8_e4m3fn"]
 
 
-@pytest.mark.parametrize("other", FLOAT_DTYPES)
-def test_int8_goes_to_int8_and_as_it_is(other: str) -> None:
-    rounded, plain = replace(LAYOUT, dtype="int8", head_dim=68), replace(LAYOUT, dtype=other)
+@pytest.mark.parametrize("kind", ["int8", "uint8"])
+@pytest.mark.parametrize("other", [*FLOAT_DTYPES, "int8", "uint8"])
+def test_what_is_rounded_goes_to_the_same_and_as_it_is(kind: str, other: str) -> None:
+    rounded = replace(LAYOUT, dtype=kind, head_dim=68)
     check_compatible(rounded, rounded)
-    assert wire_dtype(rounded, "native") == "int8"
+    assert wire_dtype(rounded, "native") == kind
+    plain = replace(LAYOUT, dtype=other if other != kind else "float32")
     for sender, receiver in ((rounded, plain), (plain, rounded)):
         with pytest.raises(LayoutMismatch, match="start both workers with the same kv_cache_dtype") as caught:
             routes(sender, receiver)
