@@ -152,12 +152,12 @@ class DecodeGraphs:
         return len(step.seqlens_k) <= self.sizes[-1] and is_decode(step)
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Float32 logits [S, V], valid until the next call."""
+        """Float32 logits [S, V], a copy."""
         count = len(step.seqlens_k)
         size = self.sizes[bisect_left(self.sizes, count)]
         self._inputs.fill(step, size)
         self._replays[size]()
-        return self._logits[:count]
+        return self._logits[:count].clone()
 
     def _work(self, compute: Compute, size: int) -> Callable[[], None]:
         inputs, logits = self._inputs.of(size), self._logits[:size]

@@ -127,8 +127,6 @@ class ModelRunner:
     def run(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
         """Copies blocks, writes the new tokens' KV, and returns logits and scores, equal on every rank.
 
-        The logits are valid until the next step.
-
         `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
         """

@@ -234,6 +234,15 @@ def test_what_is_no_decode_step_is_computed_as_ever(case: Case) -> None:
     assert layers == [1, 2, 3, 4] and (crowd - case.expected[0]).abs().max() < 1e-4
 
 
+def test_logits_of_one_step_outlast_the_next(case: Case) -> None:
+    steps = [build_step([SequenceSlice((ids,), 0, (2,), wants_logits=True)], BLOCK_SIZE) for ids in (5, 6)]
+
+    first, second = (case.graphs.forward(step) for step in steps)
+
+    assert torch.allclose(first, case.eager.forward(steps[0]), atol=1e-4)
+    assert torch.allclose(second, case.eager.forward(steps[1]), atol=1e-4)
+
+
 def test_no_step_may_name_the_scratch_block(case: Case) -> None:
     step = build_step([SequenceSlice((3,), 20, (0,), wants_logits=True)], BLOCK_SIZE)
     scratch = case.graphs.kv.shape[2] - 1
