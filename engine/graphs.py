@@ -105,8 +105,8 @@ class _Inputs:
         vectors = np.zeros((5, size + 1), dtype=np.int32)
         vectors[:4, :size] = padded.token_ids, padded.positions, padded.slot_mapping, padded.seqlens_k
         vectors[4, 1:] = np.cumsum(padded.seqlens_k)
-        self._vectors[:, : size + 1].copy_(torch.from_numpy(vectors))
-        self._tables[:size, :width].copy_(torch.from_numpy(padded.block_tables))
+        self._vectors[:, : size + 1].copy_(torch.from_numpy(vectors), non_blocking=True)
+        self._tables[:size, :width].copy_(torch.from_numpy(padded.block_tables), non_blocking=True)
 
     def of(self, size: int) -> DecodeInputs:
         token_ids, positions, slots, seqlens_k = (row[:size] for row in self._vectors[:4])
