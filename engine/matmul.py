@@ -2,7 +2,7 @@
 
 `make_matrix` chooses. On the CPU oneDNN with a weight that was packed once is the fastest: torch's own way, MKL in
 float32, stays at half of the rate on some processors, and in bfloat16 reads memory at a third of it. A weight in fewer
-bits is read as it is by Baton's own kernel for few rows, and unpacked for many, which costs little beside the product.
+bits is multiplied as it is by Baton's own kernel, which rounds the rows to 8 bits for it.
 GPUs that multiply in fp8 do so; int8 and int4 are unpacked before each product there.
 
 Legend: T rows, I inputs, O outputs.
@@ -17,14 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.quantization import Quantized, quantize, round_to_fp8
+from engine.quantization import Quantized, quantize, round_to_fp8, tile
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
 _BOTH_FORMS_BYTES = 16 << 20
 _PACKED_FOR_ROWS = 32
-_NATIVE_UP_TO_ROWS = 64
-"""More rows than this multiply faster by oneDNN."""
 _FP8_CAPABILITY = (8, 9)
 _FP8_MULTIPLE = 16
 """Of inputs and outputs, for a product in fp8."""
@@ -79,31 +77,33 @@ class TorchMatrix:
 
 
 class QuantizedMatrix:
-    """int8 or int4, unpacked as it is read; without kernels, whole and before each product.
+    """int8 or int4. With kernels, integers are multiplied: each row of x is rounded to 8 bits, with a scale for every
+    `engine.native.SPAN` inputs. Without, the weight is unpacked whole before each product, which is slow.
 
-    With kernels, x is rounded to bfloat16, which costs less than the weight's rounding did. `order` (int64 [I]) says
-    which input of x each input of the weight is, where those are in an order of their own.
+    `order` (int64 [I]) says which input of x each input of the weight is, where those are in an order of their own.
     """
 
     def __init__(self, weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> None:
-        self._weight = weight
-        self._kernels = kernels if kernels is not None and kernels.has_products else None
         self._order = order
-        self.nbytes = weight.nbytes
+        self._num_outputs = weight.shape[0]
+        self._kind, self._group = weight.kind, weight.group
+        self._kernels = kernels if kernels is not None and kernels.has_products else None
+        self._plain = weight if self._kernels is None else None
+        self._data, self._scales = (weight.data, weight.scales) if self._kernels is None else tile(weight)
+        self.nbytes = self._data.nbytes + self._scales.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        weight, kernels, dtype = self._weight, self._kernels, dtype or x.dtype
+        dtype = dtype or x.dtype
         if self._order is not None:
             x = x.index_select(1, self._order)
-        if kernels is None:
-            return F.linear(x, weight.dequantize(x.dtype), bias).to(dtype)
+        if self._plain is not None or self._kernels is None:
+            assert self._plain is not None, "a matrix has neither kernels nor a weight that torch can multiply"
+            return F.linear(x, self._plain.dequantize(x.dtype), bias).to(dtype)
         x = x.to(torch.bfloat16)
         bias = None if bias is None else bias.to(torch.bfloat16)
-        if x.shape[0] <= _NATIVE_UP_TO_ROWS:
-            return kernels.linear(x, weight.data, weight.scales, weight.kind, weight.group, bias, dtype)
-        whole = torch.empty(weight.shape, dtype=torch.bfloat16)
-        kernels.unpack(weight.data, weight.scales, weight.kind, weight.group, whole)
-        return F.linear(x, whole, bias).to(dtype)
+        return self._kernels.linear(
+            x, self._data, self._scales, self._kind, self._group, self._num_outputs, bias, dtype
+        )
 
 
 class Fp8Matrix:

@@ -50,8 +50,8 @@ class Packing:
     def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Native | None) -> bool:
         """Whether a model that is loaded so multiplies with codes of four bits as they are, wherever that can be.
 
-        They are unpacked to bfloat16, so in that type nothing is lost by it. Without kernels it would cost time, and is
-        done only where less memory is asked for.
+        The codes lose nothing by it; kernels round activations to 8 bits for the product, of the size of what bfloat16
+        rounds. Without kernels it would cost time, and is done only where less memory is asked for.
         """
         is_free = quantization == "none" and dtype == torch.bfloat16 and kernels is not None and kernels.has_products
         return self.bits == 4 and (is_free or quantization == "int4")

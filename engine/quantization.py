@@ -2,8 +2,8 @@
 
 Symmetric and to nearest. int8 has one scale for each output (its rows stay exact integers until the sum is scaled);
 int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. Codes that a
-checkpoint brings along keep their own zero points and groups. The layouts are those that `engine.native` multiplies.
-fp8 is float8_e4m3fn, whose steps grow with the value, with one scale for each row.
+checkpoint brings along keep their own zero points and groups. `tile` lays a weight out for `engine.native`. fp8 is
+float8_e4m3fn, whose steps grow with the value, with one scale for each row.
 
 Legend: O outputs, I inputs, G groups of inputs, T rows.
 """
@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native import INT4, INT4_SPAN, INT4_ZEROS, INT8
+from engine.native import INT4, INT4_ZEROS, INT8, SPAN, TILE
 
 FORMATS = ("none", "int8", "int4", "fp8")
 INT4_GROUP = 32
@@ -45,13 +46,16 @@ class Quantized:
     def to(self, device: torch.device) -> Quantized:
         return replace(self, data=self.data.to(device), scales=self.scales.to(device))
 
+    def codes(self) -> Tensor:
+        """[O, I]: int8, or uint8 below 16."""
+        return self.data if self.kind == INT8 else torch.stack((self.data & 15, self.data >> 4), dim=2).flatten(1)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[O, I], as near to the weight as the format gets."""
         if self.kind == INT8:
             return (self.data.float() * self.scales[:, None]).to(dtype)
         num_outputs = self.data.shape[0]
-        spans = self.data.view(num_outputs, -1, INT4_SPAN // 2)
-        codes = torch.cat([spans & 15, spans >> 4], dim=2).float().view(num_outputs, -1, self.group)
+        codes = self.codes().float().view(num_outputs, -1, self.group)
         pairs = self.scales.float().view(num_outputs, codes.shape[1], -1)
         zeros = 8 if self.kind == INT4 else pairs[:, :, 1:]
         return ((codes - zeros) * pairs[:, :, :1]).view(num_outputs, -1).to(dtype)
@@ -87,12 +91,29 @@ def _int4(rows: Tensor, group: int) -> Quantized:
 def keep(codes: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Quantized:
     """(codes - zeros) * scales as it is: uint8 [O, I] below 16, uint8 [O, G], float16 [O, G].
 
-    `group` is a multiple of INT4_SPAN.
+    `group` is a multiple of `engine.native.INT4_SPAN`.
     """
     return Quantized(_pack(codes), torch.stack((scales, zeros.to(torch.float16)), dim=2), INT4_ZEROS, group)
 
 
+def tile(weight: Quantized) -> tuple[Tensor, Tensor]:
+    """Data and scales as `engine.native` multiplies them. What pads them has no scale."""
+    num_outputs, num_inputs = weight.shape
+    tiles, width = -(-num_outputs // TILE), -(-num_inputs // SPAN) * SPAN
+    codes = weight.codes()
+    if weight.kind == INT8:
+        codes = (codes.to(torch.int16) + 128).to(torch.uint8)
+    codes = F.pad(codes, (0, width - num_inputs, 0, tiles * TILE - num_outputs))
+    if weight.kind == INT8:
+        data = codes.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
+        return data, F.pad(weight.scales, (0, tiles * TILE - num_outputs))
+    halves = codes.view(tiles, TILE, -1, 2, 4)
+    data = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(1, 2).contiguous()
+    pairs = weight.scales.view(num_outputs, -1, 1 if weight.kind == INT4 else 2)
+    groups = -(-width // weight.group)
+    pairs = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1], 0, tiles * TILE - num_outputs))
+    return data, pairs.view(tiles, TILE, groups, -1).permute(0, 2, 3, 1).contiguous()
+
+
 def _pack(codes: Tensor) -> Tensor:
-    spans = codes.view(codes.shape[0], -1, INT4_SPAN)
-    data = spans[:, :, : INT4_SPAN // 2] | (spans[:, :, INT4_SPAN // 2 :] << 4)
-    return data.view(codes.shape[0], -1)
+    return codes[:, ::2] | codes[:, 1::2] << 4

@@ -22,11 +22,16 @@ from engine.native.build import BuildFailed, build
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
 INT8, INT4, INT4_ZEROS = 1, 2, 3
-"""What a weight consists of: int8 [O, I] with float32 [O] scales; or uint8 [O, I / 2] with bfloat16 [O, I / group],
-where byte i of each 32 inputs holds input i in its low half and input i + 16 in its high one, each plus 8; or the same
-with float16 [O, I / group, 2], where each code is plus what its group names beside its scale."""
+"""What `linear` multiplies with; `engine.quantization.tile` makes it. Inputs are padded to SPAN, outputs to TILE:
+int8:  uint8 [O / 64, I / 4, 64, 4], plus 128, with float32 [O] scales;
+int4:  uint8 [O / 64, I / 8, 64, 4], four inputs in the low halves and the next four in the high ones, each plus 8, with
+       bfloat16 scales [O / 64, G, 64];
+zeros: the same codes as they are, with float16 [O / 64, G, 2, 64], scales and what is taken off each code."""
 INT4_SPAN = 32
-"""Inputs that lie together; a group is a multiple of it."""
+"""Inputs of a group, at least; a group is a multiple of it."""
+SPAN = 128
+"""Inputs of a token that share the scale it is rounded to 8 bits with."""
+TILE = 64
 
 _POINTER, _COUNT, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
@@ -56,14 +61,15 @@ class Native:
             for name, arguments in _PAGE_SIGNATURES.items():
                 self._functions[name, dtype, dtype] = self._bind(f"{name}_{of_type}", arguments)
                 self._functions[name, dtype, torch.int8] = self._bind(f"{name}_{of_type}_int8", arguments)
-        self.has_products = bool(self._library.baton_has_bf16_dot())
-        """Whether this processor multiplies bfloat16; without it, `linear` and `unpack` are not there."""
+        self.has_products = bool(self._library.baton_has_products())
+        """Whether this processor multiplies bytes (AVX512-VNNI); without it, `linear` is not there."""
         if self.has_products:
             products = [_POINTER, _POINTER, _POINTER, _FLAG, _COUNT]
-            self._linear = self._bind("linear", [*products, _POINTER, _POINTER, _FLAG, *[_COUNT] * 3])
+            self._linear = self._bind("linear", [*products, _POINTER, _POINTER, _FLAG, *[_COUNT] * 4])
+        self._has_prompts = bool(self._library.baton_has_bf16_dot())
+        if self._has_prompts:
             pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
             self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *[_COUNT] * 6, _FLOAT, _COUNT])
-            self._unpack = self._bind("unpack", [_POINTER, _POINTER, _FLAG, _COUNT, _POINTER, _COUNT, _COUNT])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         """[T, E] normalised; with `add`, x += add first, in place."""
@@ -153,7 +159,7 @@ class Native:
 
     def computes_prompts(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether `prompt_attention` is there for heads of this type and size."""
-        return self.has_products and dtype == torch.bfloat16 and head_dim % 64 == 0
+        return self._has_prompts and dtype == torch.bfloat16 and head_dim % 64 == 0
 
     def prompt_attention(
         self,
@@ -197,14 +203,14 @@ class Native:
         scales: Tensor,
         kind: int,
         group: int,
+        num_outputs: int,
         bias: Tensor | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> Tensor:
-        """bfloat16 [T, I] times a weight of one of the kinds: [T, O] in `dtype`, bfloat16 or float32."""
+        """bfloat16 [T, I], rounded to 8 bits, times a weight of one of the kinds: [T, O] in `dtype`, which is bfloat16
+        or float32. `group`: inputs of the weight that share a scale, where they do."""
         num_tokens, num_inputs = x.shape
-        num_outputs = weight.shape[0]
         out = torch.empty((num_tokens, num_outputs), dtype=dtype)
-        is_float32 = dtype == torch.float32
         self._linear(
             x.data_ptr(),
             weight.data_ptr(),
@@ -213,16 +219,13 @@ class Native:
             group,
             _address(bias),
             out.data_ptr(),
-            is_float32,
+            dtype == torch.float32,
             num_tokens,
             num_inputs,
+            -(-num_inputs // SPAN) * SPAN,
             num_outputs,
         )
         return out
-
-    def unpack(self, weight: Tensor, scales: Tensor, kind: int, group: int, out: Tensor) -> None:
-        """A weight of int8 or int4 as bfloat16 [O, I]."""
-        self._unpack(weight.data_ptr(), scales.data_ptr(), kind, group, out.data_ptr(), out.shape[1], out.shape[0])
 
     def _bind(self, name: str, arguments: list[Any]) -> Any:
         function = getattr(self._library, f"baton_{name}")

@@ -1,4 +1,4 @@
-"""Compiles kernels.cpp for the processor that it runs on, once, and keeps the library in the user's cache.
+"""Compiles the C++ files beside it for the processor that it runs on, once, and keeps the library in the user's cache.
 
 The library is named by everything that it depends on: source, flags, compiler and processor. Several processes may
 build it at once; each ends with a whole file of the same content.
@@ -12,9 +12,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++", "c++")
 TIMEOUT_S = 120.0
 # Sums may be reordered. The flags are not for the linker: it would make the whole process treat denormals as zeros.
@@ -30,7 +31,8 @@ def build() -> Path:
     """The library's path, compiled if need be. Raises BuildFailed."""
     compiler = _compiler()
     flags = (*COMPILE_FLAGS, *(WIDE_FLAGS if platform.machine() in ("x86_64", "AMD64") else ()))
-    key = "\0".join([SOURCE.read_text(encoding="utf-8"), *flags, _version(compiler), _processor()])
+    sources = [path.read_text(encoding="utf-8") for path in (*_files("*.h"), *_files("*.cpp"))]
+    key = "\0".join([*sources, *flags, _version(compiler), _processor()])
     library = _cache_folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         _compile(compiler, flags, library)
@@ -72,12 +74,22 @@ def _cache_folder() -> Path:
     return folder
 
 
+def _files(pattern: str) -> list[Path]:
+    return sorted(FOLDER.glob(pattern))
+
+
 def _compile(compiler: str, flags: tuple[str, ...], library: Path) -> None:
+    """All files at once, as many at a time as there are cores."""
     try:
-        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder:
-            compiled, linked = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-            _run([compiler, *flags, "-c", str(SOURCE), "-o", str(compiled)])
-            _run([compiler, "-shared", "-fopenmp", str(compiled), "-o", str(linked)])
+        with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as folder, ThreadPoolExecutor() as pool:
+            compiled = {path: str(Path(folder) / f"{path.stem}.o") for path in _files("*.cpp")}
+            for future in [
+                pool.submit(_run, [compiler, *flags, "-c", str(source), "-o", target])
+                for source, target in compiled.items()
+            ]:
+                future.result()
+            linked = Path(folder) / "kernels.so"
+            _run([compiler, "-shared", "-fopenmp", *compiled.values(), "-o", str(linked)])
             os.replace(linked, library)
     except OSError as error:
         raise BuildFailed(f"{library.parent} cannot be written: {error.strerror}; set XDG_CACHE_HOME") from None
