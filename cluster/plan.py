@@ -132,6 +132,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         model_name=config.model.name or "",
         host=router.host,
         port=router.port,
+        needs_prefill=config.roles.prefill.num_workers > 0,
         max_model_len=config.model.max_model_len,
         max_num_seqs=config.engine.max_num_seqs,
         max_running_requests=router.max_running_requests,

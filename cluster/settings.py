@@ -125,6 +125,8 @@ class RouterSettings(JsonSettings):
     """Port on which the controller names the workers; loopback only; 0: any free one."""
     workers: tuple[str, ...] = ()
     """Workers known at the start, as `prefill:ID=HOST:PORT` or `decode:ID=HOST:PORT`."""
+    needs_prefill: bool = True
+    """Waits for a prefill worker before it serves; False: decode workers compute prompts while there is none."""
     max_model_len: int | None = None
     max_num_seqs: int = 64
     """Most sequences of one request a decode worker can hold; bounds `n`."""

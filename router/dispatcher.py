@@ -49,6 +49,8 @@ class Limits:
     queue_timeout_s: float
     dead_after_s: float = 3.0
     """A worker silent for so long is lost."""
+    needs_prefill: bool = True
+    """Nothing runs without a prefill worker; False: decode workers compute prompts while there is none."""
 
 
 @dataclass
@@ -92,7 +94,12 @@ class Dispatcher:
         self.clock = clock
         self.counters = Counters()
         self.ledger = Ledger()
-        self.fleet = Fleet(self, lambda worker: len(self._on_worker.get(worker, ())), limits.dead_after_s)
+        self.fleet = Fleet(
+            self,
+            lambda worker: len(self._on_worker.get(worker, ())),
+            limits.dead_after_s,
+            needs_prefill=limits.needs_prefill,
+        )
         self._on_change = on_change
         self._queue: OrderedDict[str, _Queued] = OrderedDict()
         self._trails: dict[str, Trail] = {}

@@ -40,7 +40,15 @@ class WorkerAddress:
 class Fleet:
     """`num_requests(worker)` tells how many requests are on a worker now; one silent for `dead_after_s` is lost."""
 
-    def __init__(self, listener: Listener, num_requests: Callable[[WorkerClient], int], dead_after_s: float) -> None:
+    def __init__(
+        self,
+        listener: Listener,
+        num_requests: Callable[[WorkerClient], int],
+        dead_after_s: float,
+        *,
+        needs_prefill: bool = True,
+    ) -> None:
+        self._needs_prefill = needs_prefill
         self._listener = listener
         self._dead_after_s = dead_after_s
         self._num_requests = num_requests
@@ -60,8 +68,8 @@ class Fleet:
 
     @property
     def can_serve(self) -> bool:
-        """At least one worker of each role is ready."""
-        return bool(self.ready_ids(PREFILL) and self.ready_ids(DECODE))
+        """A decode worker is ready, and a prefill worker where one is needed."""
+        return bool(self.ready_ids(DECODE) and (self.ready_ids(PREFILL) or not self._needs_prefill))
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""

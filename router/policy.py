@@ -38,9 +38,11 @@ class Ledger:
         self._decode_tokens: dict[str, int] = {}
 
     def choose(self, prefill_ids: Iterable[str], decode_ids: Iterable[str]) -> Placement:
-        """The least loaded of each; equals are taken by id. Both must name at least one worker."""
-        prefill_id = min(prefill_ids, key=lambda w: (self._prefill_tokens.get(w, 0), w))
+        """The least loaded of each; equals are taken by id. Without a prefill worker, decode computes the prompt."""
         decode_id = min(decode_ids, key=lambda w: (self._decode_sequences.get(w, 0), self._decode_tokens.get(w, 0), w))
+        prefill_id = min(prefill_ids, key=lambda w: (self._prefill_tokens.get(w, 0), w), default=None)
+        if prefill_id is None:
+            return Placement(None, decode_id, f"local prefill on {decode_id}: there is no prefill worker")
         return Placement(prefill_id, decode_id, f"disaggregated: {prefill_id} -> {decode_id}, least work")
 
     def add(self, placement: Placement, *, prefill_tokens: int = 0, sequences: int = 0, decode_tokens: int = 0) -> None:

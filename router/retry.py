@@ -77,7 +77,7 @@ def next_placement(
     if not decode_ids:
         return None
     heard = [d for d in decode_ids if d not in trail.unheard_ids] or decode_ids
-    decode_id = last.decode_id if last.decode_id in heard else ledger.choose(["-"], heard).decode_id
+    decode_id = last.decode_id if last.decode_id in heard else ledger.choose([], heard).decode_id
     untried = [p for p in prefill_ids if (p, decode_id) not in trail.tried and p != setback.lost_id]
     after = f"after {setback.reason} on {last.prefill_id or last.decode_id}"
     if untried and trail.num_attempts < MAX_ATTEMPTS:

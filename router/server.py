@@ -2,7 +2,8 @@
 
     start -> serving (health follows the workers) -> drain -> stopped
 
-Owns the wiring of the parts in one event loop. Health is SERVING while a prefill and a decode worker are ready.
+Owns the wiring of the parts in one event loop. Health is SERVING while a decode worker is ready, and a prefill worker
+where one is needed.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class RouterServer:
             settings.max_queued_requests,
             settings.queue_timeout_s,
             settings.dead_after_s,
+            settings.needs_prefill,
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -137,7 +139,8 @@ class RouterServer:
             if is_serving != was_serving:
                 was_serving = is_serving
                 await self._set_health(is_serving=is_serving)
-                self._report("serving" if is_serving else "not serving: no prefill or no decode worker is ready")
+                missing = "no prefill or no decode worker" if self._settings.needs_prefill else "no decode worker"
+                self._report("serving" if is_serving else f"not serving: {missing} is ready")
 
     async def _set_health(self, *, is_serving: bool) -> None:
         serving = health_pb2.HealthCheckResponse

@@ -35,6 +35,7 @@ def describe(config: ServingConfig) -> str:
     from cluster.address import format_address
 
     prefill, decode = config.roles.prefill, config.roles.decode
+    split = f"{prefill.num_workers} prefill + " if prefill.num_workers else ""
     workers = "worker" if decode.num_workers == 1 else "workers"
     parallel = ""
     if (prefill.tensor_parallel, decode.tensor_parallel) != (1, 1):
@@ -42,6 +43,6 @@ def describe(config: ServingConfig) -> str:
     name = config.model.name or Path(config.model.path).name
     address = format_address(config.router.host, config.router.port)
     return (
-        f"{prefill.num_workers} prefill + {decode.num_workers} decode {workers}{parallel}, {name} in "
+        f"{split}{decode.num_workers} decode {workers}{parallel}, {name} in "
         f"{config.model.dtype} on {config.engine.device}, gRPC on {address}"
     )

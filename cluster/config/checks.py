@@ -43,7 +43,9 @@ def check(config: ServingConfig) -> Iterator[Finding]:
 
 def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:
     role, prefix = config.role(name), f"roles.{name}"
-    if role.devices % role.tensor_parallel:
+    if name == "decode" and not role.devices:
+        yield Finding(f"{prefix}.devices", "must be at least 1, since only decode workers generate tokens (got 0)")
+    elif role.devices % role.tensor_parallel:
         below = role.devices - role.devices % role.tensor_parallel
         choices = f"{below} or {below + role.tensor_parallel}" if below else f"{role.tensor_parallel}"
         yield Finding(
@@ -55,7 +57,7 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:
         yield Finding(
             f"{prefix}.min_workers",
             f"{role.min_workers} is more than the {role.num_workers} that {role.devices} devices make with "
-            f"tensor_parallel {role.tensor_parallel}",
+            f"tensor_parallel {role.tensor_parallel}; use {role.num_workers}",
             (f"{prefix}.devices", f"{prefix}.tensor_parallel"),
         )
     tokens, block_size = config.kv_cache_tokens(name), config.block_size(name)

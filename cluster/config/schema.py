@@ -83,11 +83,12 @@ class ModelSection:
 class RoleSection:
     """The workers of one role: devices / tensor_parallel of them."""
 
-    devices: int = bounded(1, at_least=1, at_most=65_536)
-    """Devices (GPUs, or CPU ranks) that this role uses in all."""
+    devices: int = bounded(1, at_least=0, at_most=65_536)
+    """Devices (GPUs, or CPU ranks) that this role uses in all. 0 for prefill: decode workers compute prompts as well,
+    and nothing is handed off; that serves more on a single device."""
     tensor_parallel: int = bounded(1, at_least=1, at_most=1024)
     """Devices of one worker; must divide `devices`."""
-    min_workers: int = bounded(1, at_least=1, at_most=65_536)
+    min_workers: int = bounded(1, at_least=0, at_most=65_536)
     """A change of the ratio never leaves fewer workers than this."""
     block_size: int | None = bounded(None, at_least=1, at_most=4096)
     """Tokens of one KV block on these workers; null: engine.block_size."""

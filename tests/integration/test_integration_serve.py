@@ -166,6 +166,23 @@ def test_a_terminated_cluster_ends_cleanly_and_leaves_nothing(cluster: Serve) ->
     assert "Traceback" not in cluster.output
 
 
+def test_one_worker_alone_serves_where_prefill_has_none(tmp_path: Path) -> None:
+    file = tmp_path / "one.yaml"
+    model = ROOT / "models" / "tiny-shakespeare"
+    roles = "{prefill: {devices: 0, min_workers: 0}, decode: {devices: 1}}"
+    file.write_text(f"metadata: {{serving: {{model: {{path: {model}}}, roles: {roles}}}}}\n")
+    serve = Serve("--config", str(file), "--port", "0")
+    try:
+        with BatonClient(serve.address) as client:
+            result = client.generate(make_spec("ROMEO:", max_output_tokens=8, temperature=0.0, include_timing=True))
+        assert result.ends[0].token_count == 8
+        assert result.timing.placement == "local prefill on decode-0: there is no prefill worker"
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait() == 0
+    finally:
+        serve.close()
+
+
 def test_a_second_signal_does_not_wait() -> None:
     serve = Serve("--port", "0")
     try:

@@ -13,6 +13,7 @@ from cluster.config import ModelSection, RoleSection, ServingConfig, load_config
 from cluster.config.read import kinds_of
 from cluster.config.reference import field_docs, reference, render_reference
 from cluster.errors import ConfigError
+from cluster.plan import plan_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 TRANSPORTS = "auto, shm, gloo, cuda_ipc or nccl"
@@ -50,10 +51,21 @@ def test_a_problem_is_shown_with_its_line_and_a_caret(folder: Path) -> None:
         parse(folder, "    roles:\n      decode:  {devices: 0}\n")
     file = folder / "cluster.yaml"
     assert caught.value.message == (
-        f"{file}:6:26: metadata.serving.roles.decode.devices: must be at least 1 (got 0)\n"
+        f"{file}:6:26: metadata.serving.roles.decode.devices: must be at least 1, since only decode workers generate "
+        "tokens (got 0)\n"
         "          decode:  {devices: 0}\n"
         "                             ^"
     )
+
+
+def test_prefill_may_have_no_workers_at_all(folder: Path) -> None:
+    config = parse(folder, "    roles:\n      prefill: {devices: 0, min_workers: 0}\n      decode: {devices: 2}\n")
+    plan = plan_cluster(config, num_gpus=0, num_cores=2)
+    assert [worker.worker_id for worker in plan.workers] == ["decode-0", "decode-1"]
+    assert not plan.router.needs_prefill
+    assert problems(folder, "    roles:\n      prefill: {devices: 0}\n") == [
+        "6:26: metadata.serving.roles.prefill.min_workers: 1 is more than the 0 that 0 devices make with tensor_parallel 1; use 0"
+    ]
 
 
 def test_every_problem_is_reported_in_the_order_of_the_file(folder: Path) -> None:
@@ -86,7 +98,7 @@ def test_every_problem_is_reported_in_the_order_of_the_file(folder: Path) -> Non
         ("devices: [1]", "must be a whole number (got a list)"),
         ("devices: {a: 1}", "must be a whole number (got a mapping)"),
         ("devices:", "must be a whole number; leave the key out for its default (got null)"),
-        ("devices: -4", "must be at least 1 (got -4)"),
+        ("devices: -4", "must be at least 0 (got -4)"),
         ("devices: 99999999999999999999999", "must be at most 65536 (got 99999999999999999999999)"),
         ("devices: 2026-01-01", "must be a whole number (got 2026-01-01, tagged tag:yaml.org,2002:timestamp)"),
         ("devices: !!python/name:os.system 1", "must be a whole number"),

@@ -175,6 +175,22 @@ async def test_a_lost_prefill_worker_is_replaced_by_local_prefill_when_it_was_th
         assert router.server.dispatcher.counters.local_prefills == 1
 
 
+async def test_without_prefill_workers_by_choice_decode_computes_every_prompt(tmp_path: Path) -> None:
+    first, second = workers = fleet_of(0, 2)
+    async with running_router(tmp_path, workers, needs_prefill=False) as router:
+        spec = text_spec(output=pb.OutputOptions(token_ids=True, include_timing=True))
+        calls = [asyncio.ensure_future(router.stream(spec)) for _ in workers]
+        for decode in (first, second):
+            admit = await decode.next_admit()
+            assert not admit.expect_handoff
+            decode.emit(phase(admit.key, PREFILL), tokens(admit.key, 0, ids("ab"), finish_reason=LENGTH))
+        for events in await asyncio.gather(*calls):
+            assert text_of(events) == "ab"
+            placement = events[-1].completed.timing.placement
+            assert placement.startswith("local prefill on decode-") and placement.endswith("there is no prefill worker")
+        assert router.server.dispatcher.counters.local_prefills == 2
+
+
 async def test_a_lost_decode_worker_is_replaced_by_another(tmp_path: Path) -> None:
     workers = prefill, decode, spare = fleet_of(1, 2)
     async with running_router(tmp_path, workers) as router:
