@@ -16,13 +16,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
 
-import torch
-
 from cluster.errors import BatonError
 from cluster.pb import rank_pb2
 from cluster.pulse import Pulse, Timing, Verdict
 from engine.runner import StepOutput
 from engine.step import StepInput
+from engine.threads import compute_with, give_back
 from worker.frames import read_frame, write_frame
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
 
@@ -66,13 +65,16 @@ class RankGroup:
         lost: Callable[[str], None],
         wake: Callable[[], None],
         timing: Timing,
+        num_threads: int = 1,
     ) -> None:
-        """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended."""
+        """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended.
+        Steps are computed with `num_threads` on a CPU."""
         self._followers = followers
         self._pulses = [Pulse(timing) for _ in followers]
         self._done = done
         self._lost = lost
         self._wake = wake
+        self._num_threads = num_threads
         self._number = 0
         self._num_steps = 0
         self._newest: LaunchedStep | None = None
@@ -91,8 +93,7 @@ class RankGroup:
     def attach(self, local: RankExecutor) -> None:
         """Sets rank 0's executor, and starts to compute and to listen to the others."""
         self._local = local
-        num_threads = torch.get_num_threads()
-        threading.Thread(target=self._compute, args=(local, num_threads), name="compute", daemon=True).start()
+        threading.Thread(target=self._compute, args=(local,), name="compute", daemon=True).start()
         for rank, sock in enumerate(self._followers, start=1):
             threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
 
@@ -111,6 +112,7 @@ class RankGroup:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
         launched = self._newest = LaunchedStep(step)
         if len(step.token_ids) >= OVERLAP_TOKENS:
+            give_back()
             self._long_steps.put(launched)
         else:
             launched.run(self._local.step)
@@ -140,10 +142,17 @@ class RankGroup:
             del self._pending[number], self._num_missing[number]
         self._done(number, whole.error, whole.error_kind, whole.size_bytes)
 
-    def _compute(self, local: RankExecutor, num_threads: int) -> None:
-        torch.set_num_threads(num_threads)  # OpenMP counts for each thread by itself
+    def _compute(self, local: RankExecutor) -> None:
+        compute_with(self._num_threads)
+
+        def compute(step: StepInput) -> StepOutput:
+            try:
+                return local.step(step)
+            finally:
+                give_back()
+
         while (launched := self._long_steps.get()) is not None:
-            launched.run(local.step)
+            launched.run(compute)
             self._wake()
 
     def close(self) -> None:

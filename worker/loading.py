@@ -19,6 +19,7 @@ from engine.kv_cache import cell_size
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.ops import choose_native
 from engine.runner import ModelRunner
+from engine.threads import compute_with, give_back
 from engine.tp import make_process_group
 from kv_transfer.choose import supported
 from kv_transfer.faults import Faults
@@ -93,7 +94,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
 def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tuple[ModelRunner, KvMover]:
     """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and mover."""
     settings = resolved.settings
-    torch.set_num_threads(threads_of(settings))
+    compute_with(threads_of(settings))
     store = connect_store(start.store_address, RENDEZVOUS_TIMEOUT_S)
     tp = make_process_group(
         store, settings.tp_rank, settings.tp_size, resolved.device, host=settings.host, timeout_s=RENDEZVOUS_TIMEOUT_S
@@ -121,6 +122,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         digest=resolved.digest,
         faults=_faults_of(settings),
     )
+    give_back()  # steps run on other threads
     return runner, mover
 
 

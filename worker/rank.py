@@ -26,6 +26,7 @@ from cluster.errors import Cancelled
 from cluster.pb import rank_pb2
 from engine.runner import ModelRunner, StepOutput
 from engine.step import StepInput
+from engine.threads import compute_alone
 from kv_transfer.actions import Range
 from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.layout import KvLayout
@@ -252,4 +253,10 @@ def _kind_of(error: Exception) -> ErrorKind:
 
 
 def _start(name: str, target: Callable[[], Any]) -> None:
-    threading.Thread(target=target, name=name, daemon=True).start()
+    """A thread that moves KV, without helpers: those are for steps."""
+
+    def run() -> None:
+        compute_alone()
+        target()
+
+    threading.Thread(target=run, name=name, daemon=True).start()

@@ -64,7 +64,8 @@ def test_prefill_may_have_no_workers_at_all(folder: Path) -> None:
     assert [worker.worker_id for worker in plan.workers] == ["decode-0", "decode-1"]
     assert not plan.router.needs_prefill
     assert problems(folder, "    roles:\n      prefill: {devices: 0}\n") == [
-        "6:26: metadata.serving.roles.prefill.min_workers: 1 is more than the 0 that 0 devices make with tensor_parallel 1; use 0"
+        "6:26: metadata.serving.roles.prefill.min_workers: 1 is more than the 0 that 0 devices make with "
+        "tensor_parallel 1; use 0"
     ]
 
 

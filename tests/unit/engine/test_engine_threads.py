@@ -1,0 +1,58 @@
+"""How many threads compute, and that one thread of a process at a time has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine import threads
+
+ROOT = Path(__file__).resolve().parents[3]
+needs_openmp = pytest.mark.skipif(threads._openmp() is None, reason="torch has no OpenMP that gives threads back")
+
+PROGRAM = """
+import os, threading, torch
+from engine.threads import compute_alone, compute_with, give_back
+
+def work():
+    torch.ones(1 << 20).add_(1)
+
+def count():
+    return len(os.listdir("/proc/self/task"))
+
+def on_thread(*steps):
+    thread = threading.Thread(target=lambda: [step() for step in steps])
+    thread.start()
+    thread.join()
+
+compute_with(3)  # torch has threads beside OpenMP's, and makes them here
+before = count()
+work()
+assert count() == before + 2, (before, count())
+give_back()
+until = os.times().elapsed + 20
+while count() != before:
+    assert os.times().elapsed < until, (before, count())
+seen = []
+on_thread(compute_alone, work, lambda: seen.append(count()))
+assert seen == [before + 1], (before, seen)
+on_thread(lambda: compute_with(2), work, lambda: seen.append(count()), give_back)
+assert seen[1:] == [before + 2], (before, seen)
+work()
+assert count() == before + 2, (before, count())
+print("as told")
+"""
+
+
+@needs_openmp
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted through /proc")
+def test_threads_are_as_many_as_asked_for_and_given_back() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert ended.stdout.strip() == "as told", ended.stderr
