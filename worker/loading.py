@@ -14,6 +14,7 @@ import torch
 from cluster.pb import rank_pb2
 from cluster.program import Report
 from cluster.settings import WorkerSettings
+from engine.allocator import keep_freed_memory
 from engine.config import ModelConfig
 from engine.kv_cache import cell_size
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
@@ -95,6 +96,8 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
     """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and mover."""
     settings = resolved.settings
     compute_with(threads_of(settings))
+    if resolved.device == "cpu":
+        keep_freed_memory()
     store = connect_store(start.store_address, RENDEZVOUS_TIMEOUT_S)
     tp = make_process_group(
         store, settings.tp_rank, settings.tp_size, resolved.device, host=settings.host, timeout_s=RENDEZVOUS_TIMEOUT_S
