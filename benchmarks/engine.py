@@ -81,7 +81,6 @@ class Bench:
     ) -> None:
         """`wanted`: dtype, quantization, kv_cache_dtype and so on, as for ModelRunner."""
         self._chunk, self._context, self._block_size = chunk, context, block_size
-        self._quantization = wanted.get("quantization", "none")
         sizes = {"num_blocks": -(-max_tokens // block_size), "block_size": block_size}
         self.runner = ModelRunner(folder, tp=SingleGroup(), **{"device": "cpu", "dtype": "auto", **sizes, **wanted})
         self.config = self.runner.config
@@ -119,8 +118,7 @@ class Bench:
         """What a step must read: each weight that is multiplied with once, and the live KV."""
         kv_dtype = str(self.runner.kv.dtype).removeprefix("torch.")
         kv = kv_bytes_per_token(self.config, 1, kv_dtype) * self._context * batch_size
-        weights = multiplied_bytes(self.config, 1, self.runner.dtype, self._quantization, self.runner.keeps_codes)
-        return weights + kv
+        return multiplied_bytes(self.config, 1, self.runner.weight_form) + kv
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Products for each token, the head for one, and causal attention."""

@@ -82,10 +82,9 @@ def measure(model: Path, token_ids: list[int] | None, rounds: int, show: Callabl
     rows: dict[str, Any] = {}
     for name, wanted in show(FORMATS.items(), description=model.name):
         bench = Bench(model, max_tokens=max(max(BATCH_SIZES) * (CONTEXT + BLOCK_SIZE), WINDOW), **wanted)
-        config, dtype, kv_dtype = bench.config, bench.runner.dtype, str(bench.runner.kv.dtype).removeprefix("torch.")
-        quantization, keeps_codes = wanted.get("quantization", "none"), bench.runner.keeps_codes
+        config, kv_dtype = bench.config, str(bench.runner.kv.dtype).removeprefix("torch.")
         row: dict[str, Any] = {
-            "weight_bytes": weight_bytes(config, 1, dtype, quantization, keeps_codes),
+            "weight_bytes": weight_bytes(config, 1, bench.runner.weight_form),
             "kv_bytes_per_token": kv_bytes_per_token(config, 1, kv_dtype),
             "tok_s": {str(n): round(n * steps_per_second(bench, n, rounds), 1) for n in BATCH_SIZES},
         }

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.quantization import Quantized, quantize, round_to_fp8, tile
+from engine.quantization import Quantized, quantize, quantized_bytes, round_to_fp8, tile
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
@@ -50,17 +50,42 @@ def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str
     return TorchMatrix(weight)
 
 
+def matrix_bytes(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, quantization: str = "none", is_tiled: bool = False
+) -> int:
+    """What `make_matrix` will keep of a weight [O, I] of this type on this device, told before it is read.
+
+    `is_tiled`: Baton's kernels multiply with it (`multiplies_quantized`).
+    """
+    if quantization != "none":
+        return quantized_bytes(shape, quantization, is_tiled)
+    is_packed, is_plain = _forms(shape, dtype, device)
+    return shape[0] * shape[1] * dtype.itemsize * (is_packed + is_plain)
+
+
+def keeps_plain(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, quantization: str = "none") -> bool:
+    """Whether `make_matrix` will go on using the tensor that it is given, which may be another's as well."""
+    return quantization == "none" and _forms(shape, dtype, device)[1]
+
+
+def multiplies_quantized(kernels: Native | None) -> bool:
+    """Whether int8 and int4 are multiplied as they are, laid out by `engine.quantization.tile`."""
+    return kernels is not None and kernels.has_products
+
+
 class TorchMatrix:
     """In torch. In float32 on the CPU a matrix that fits in a cache keeps both forms, a larger one the packed one:
     a single row is bound by memory and by the cost of the call, and there MKL is quicker. In bfloat16 it never is."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._num_outputs = weight.shape[0]
-        self._packed = _pack(weight)
-        is_small = weight.dtype == torch.float32 and weight.nbytes <= _BOTH_FORMS_BYTES
-        keeps_plain = self._packed is None or is_small
-        self._plain = weight if keeps_plain else None
-        self.nbytes = weight.nbytes * ((self._packed is not None) + keeps_plain)
+        num_outputs, num_inputs = weight.shape
+        is_packed, is_plain = _forms((num_outputs, num_inputs), weight.dtype, weight.device)
+        self._num_outputs = num_outputs
+        self._packed: Tensor | None = None
+        if is_packed:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        self._plain = weight if is_plain else None
+        self.nbytes = weight.nbytes * (is_packed + is_plain)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         product = self._multiply(x, bias)
@@ -87,10 +112,10 @@ class QuantizedMatrix:
         self._order = order
         self._num_outputs = weight.shape[0]
         self._kind, self._group = weight.kind, weight.group
-        self._kernels = kernels if kernels is not None and kernels.has_products else None
+        self._kernels = kernels if multiplies_quantized(kernels) else None
         self._plain = weight if self._kernels is None else None
         self._data, self._scales = (weight.data, weight.scales) if self._kernels is None else tile(weight)
-        self.nbytes = self._data.nbytes + self._scales.nbytes
+        self.nbytes = self._data.nbytes + self._scales.nbytes + (0 if order is None else order.nbytes)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or x.dtype
@@ -132,16 +157,20 @@ class Fp8Matrix:
         return product.to(dtype)
 
 
-def _pack(weight: Tensor) -> Tensor | None:
-    """The weight in oneDNN's layout; None where that does not apply or this build of torch lacks it."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    if weight.dtype == torch.bfloat16:
+def _forms(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[bool, bool]:
+    """Which forms of a whole weight are kept: packed, plain."""
+    is_packed = _can_pack(dtype, device)
+    is_small = dtype == torch.float32 and shape[0] * shape[1] * dtype.itemsize <= _BOTH_FORMS_BYTES
+    return is_packed, not is_packed or is_small
+
+
+def _can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether oneDNN multiplies this type here, and this build of torch hands its layout out."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    if dtype == torch.bfloat16:
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return None
-    elif weight.dtype != torch.float32:
-        return None
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight") or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-    return packed
+            return False
+    elif dtype != torch.float32:
+        return False
+    return hasattr(torch.ops.mkldnn, "_reorder_linear_weight") and hasattr(torch.ops.mkldnn, "_linear_pointwise")

@@ -6,6 +6,7 @@ Pure arithmetic over a `ModelConfig` and a number of free bytes; the only look a
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,11 +14,39 @@ import torch
 from cluster.errors import ConfigError
 from engine.config import DTYPES, ModelConfig
 from engine.kv_cache import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
+from engine.matmul import keeps_plain, matrix_bytes, multiplies_quantized
+from engine.native import INT4_ZEROS, Native
+from engine.quantization import stored_bytes
 
 _USABLE_SHARE = 0.9
 _CPU_DEFAULT_REQUESTS = 4
-_QUANTIZED_BYTES = {"int8": 1.0, "int4": 0.5 + 2 / 32, "fp8": 1.0}
 _GPU_WORKSPACE_BYTES = 1 << 30  # activations of one step, communicators, the allocator's slack
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """What decides in which form a rank keeps the weights of a model. Names are resolved."""
+
+    dtype: str
+    device: str = "cpu"
+    quantization: str = "none"
+    keeps_codes: bool = False
+    """As `Packing.keeps_codes` says for the checkpoint's packing."""
+    is_tiled: bool = False
+    """Whether Baton's kernels multiply what is quantized, which is then padded for them."""
+
+    @property
+    def element_type(self) -> torch.dtype:
+        return _torch_dtype(self.dtype)
+
+
+def choose_form(
+    config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Native | None
+) -> WeightForm:
+    """`kernels` as `engine.ops.choose_native` gives them."""
+    packing = config.packing
+    keeps_codes = packing is not None and packing.keeps_codes(quantization, _torch_dtype(dtype), kernels)
+    return WeightForm(dtype, device, quantization, keeps_codes, multiplies_quantized(kernels))
 
 
 def resolve_device(wanted: str) -> str:
@@ -65,16 +94,13 @@ def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
 
 def plan_num_blocks(
     config: ModelConfig,
+    form: WeightForm,
     *,
     tp_size: int,
-    dtype: str,
-    device: str,
     block_size: int,
     kv_cache_tokens: int | None,
     max_model_len: int,
     max_num_seqs: int,
-    quantization: str = "none",
-    keeps_codes: bool = False,
     kv_cache_dtype: str = "auto",
     free_bytes: int | None = None,
 ) -> int:
@@ -83,12 +109,11 @@ def plan_num_blocks(
     `free_bytes` before the weights are loaded; None: ask the device. Raises ConfigError, naming the tokens that fit,
     when memory cannot hold the pool or the pool cannot hold one request of max_model_len.
     """
-    free = available_bytes(device) if free_bytes is None else free_bytes
-    is_cuda = device.startswith("cuda")
-    weights = weight_bytes(config, tp_size, dtype, quantization, keeps_codes)
-    reserved = weights + 2 * 4 * max_num_seqs * config.vocab_size
+    free = available_bytes(form.device) if free_bytes is None else free_bytes
+    is_cuda = form.device.startswith("cuda")
+    reserved = weight_bytes(config, tp_size, form) + 2 * 4 * max_num_seqs * config.vocab_size
     room = int(free * _USABLE_SHARE) - reserved - (_GPU_WORKSPACE_BYTES if is_cuda else 0)
-    kv_dtype = resolve_kv_dtype(kv_cache_dtype, dtype, device)
+    kv_dtype = resolve_kv_dtype(kv_cache_dtype, form.dtype, form.device)
     fitting = max(0, room // kv_bytes_per_token(config, tp_size, kv_dtype)) // block_size
     if kv_cache_tokens is not None:
         wanted = kv_cache_tokens // block_size
@@ -114,42 +139,99 @@ def plan_num_blocks(
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
     """Bytes of one token's keys and values in all layers on one rank, in a pool of this type."""
     heads = len(config.kv_head_range(0, tp_size))
-    head_bytes = cell_size(config.head_dim, getattr(torch, kv_dtype)) * _element_bytes(kv_dtype)
+    kind = _torch_dtype(kv_dtype)
+    head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
     return 2 * config.num_hidden_layers * heads * head_bytes
 
 
-def weight_bytes(
-    config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none", keeps_codes: bool = False
-) -> int:
-    """Bytes of one rank's weights, to within the few that norms, biases and scales take."""
-    embedding = -(-config.vocab_size // tp_size) * config.hidden_size * _element_bytes(dtype)
-    # A head that is tied to the embedding shares its memory only while both are of one type.
-    is_shared = config.tie_word_embeddings and quantization == "none"
-    multiplied = multiplied_bytes(config, tp_size, dtype, quantization, keeps_codes)
-    return multiplied + (0 if is_shared else embedding)
+def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Bytes that one rank's weights take once they are loaded, in every form that is kept of them.
 
-
-def multiplied_bytes(
-    config: ModelConfig, tp_size: int, dtype: str, quantization: str = "none", keeps_codes: bool = False
-) -> int:
-    """Bytes of those that every step multiplies with: all but the embedding, which is looked up.
-
-    `keeps_codes` as `Packing.keeps_codes` says for the checkpoint's packing.
+    A head that is tied to the embedding shares its memory only as far as it is multiplied with as it lies there.
     """
-    size, inner = config.hidden_size, config.intermediate_size // tp_size
-    attended = config.num_attention_heads * config.head_dim // tp_size
-    kv = len(config.kv_head_range(0, tp_size)) * config.head_dim
-    element_bytes = _QUANTIZED_BYTES.get(quantization, _element_bytes(dtype))
+    kind, place = form.element_type, torch.device(form.device)
+    vocabulary = _vocabulary_shape(config, tp_size)
+    embedding = vocabulary[0] * vocabulary[1] * kind.itemsize
+    head = matrix_bytes(vocabulary, kind, place, form.quantization, form.is_tiled)
+    if config.tie_word_embeddings and keeps_plain(vocabulary, kind, place, form.quantization):
+        head -= embedding
+    layer = sum(_linear_bytes(config, linear, form) for linear in _layer_linears(config, tp_size))
+    vectors = config.num_hidden_layers * _layer_vector_elements(config, tp_size) + config.hidden_size
+    return config.num_hidden_layers * layer + embedding + head + vectors * kind.itemsize
 
-    def each(num_inputs: int, is_cut: bool) -> float:
-        packing = config.packing if keeps_codes else None
-        kept = None if packing is None else packing.kept_bytes(num_inputs, is_cut)
-        return element_bytes if kept is None else kept
 
-    column_parallel = (attended + 2 * kv + 2 * inner) * each(size, False)
-    row_parallel = attended * each(attended, tp_size > 1) + inner * each(inner, tp_size > 1)
-    head = -(-config.vocab_size // tp_size) * element_bytes
-    return int(size * (config.num_hidden_layers * (column_parallel + row_parallel) + head))
+def multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Bytes of those that every step multiplies with, in one form: all but the embedding, which is looked up."""
+    layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in _layer_linears(config, tp_size))
+    head = _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
+    return config.num_hidden_layers * layer + head
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One rank's matrix, as `engine.model` fuses them."""
+
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    is_packed: bool = False
+    """Whether a packed checkpoint has it in codes."""
+    num_ranks: int = 1
+    """Among which its inputs are divided."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def _linear_bytes(config: ModelConfig, linear: _Linear, form: WeightForm, is_read: bool = False) -> int:
+    """What is kept of it; `is_read`: of one form, where it is kept in two."""
+    packing = config.packing if linear.is_packed and form.keeps_codes else None
+    group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
+    if packing is not None and group is not None:
+        order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
+        return stored_bytes(linear.shape, INT4_ZEROS, group, form.is_tiled) + order
+    if is_read and form.quantization == "none":
+        return linear.num_elements * form.element_type.itemsize
+    return matrix_bytes(linear.shape, form.element_type, torch.device(form.device), form.quantization, form.is_tiled)
+
+
+def _layer_linears(config: ModelConfig, tp_size: int) -> list[_Linear]:
+    """Of one layer."""
+    attended, kv = _head_widths(config, tp_size)
+    inner = config.intermediate_size // tp_size
+    hidden = config.hidden_size
+    return [
+        _Linear((attended + 2 * kv, hidden), is_packed=True),
+        _Linear((hidden, attended), is_packed=True, num_ranks=tp_size),
+        _Linear((2 * inner, hidden), is_packed=True),
+        _Linear((hidden, inner), is_packed=True, num_ranks=tp_size),
+    ]
+
+
+def _vocabulary_shape(config: ModelConfig, tp_size: int) -> tuple[int, int]:
+    """One rank's rows of the embedding, and of the head."""
+    return -(-config.vocab_size // tp_size), config.hidden_size
+
+
+def _layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
+    """Norms and biases of one rank in one layer."""
+    attended, kv = _head_widths(config, tp_size)
+    count = 2 * config.hidden_size
+    if config.qk_norm:
+        count += attended + kv
+    if config.attention_bias:
+        count += attended + 2 * kv
+    if config.attention_output_bias:
+        count += config.hidden_size
+    if config.mlp_bias:
+        count += 2 * config.intermediate_size // tp_size + config.hidden_size
+    return count
+
+
+def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
+    """Elements of one token's query heads, and of its keys, on one rank."""
+    num_kv_heads = len(config.kv_head_range(0, tp_size))
+    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim
 
 
 def available_bytes(device: str) -> int:
@@ -177,6 +259,6 @@ def _container_bytes() -> int | None:
     return max(0, int(text) - int(used.read_text()))
 
 
-def _element_bytes(dtype: str) -> int:
-    kind: torch.dtype = getattr(torch, dtype)
-    return kind.itemsize
+def _torch_dtype(name: str) -> torch.dtype:
+    kind: torch.dtype = getattr(torch, name)
+    return kind

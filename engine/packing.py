@@ -56,16 +56,19 @@ class Packing:
         is_free = quantization == "none" and dtype == torch.bfloat16 and kernels is not None and kernels.has_products
         return self.bits == 4 and (is_free or quantization == "int4")
 
-    def kept_bytes(self, num_inputs: int, is_cut: bool) -> float | None:
-        """Of one weight whose codes are kept, in a layer of so many inputs; None where they cannot be.
+    def kept_group(self, num_inputs: int, num_ranks: int) -> int | None:
+        """Inputs of a group where codes are kept, in a layer of so many inputs on each rank; None where they cannot be.
 
-        `is_cut`: these inputs are one rank's of several, and each rank's as many.
+        `num_ranks`: how many divide the layer's inputs among them.
         """
         group = math.gcd(self.group_size or num_inputs, num_inputs)
-        is_scattered = self.has_order and is_cut and self.group_size is not None
-        if self.bits != 4 or is_scattered or group % INT4_SPAN:
+        if self.bits != 4 or (num_ranks > 1 and self.is_scattered(num_inputs * num_ranks)) or group % INT4_SPAN:
             return None
-        return 0.5 + 4 / group
+        return group
+
+    def is_scattered(self, num_inputs: int) -> bool:
+        """Whether a layer of so many inputs must bring them into an order first, in which groups lie together."""
+        return self.has_order and self.num_groups(num_inputs) > 1
 
     def num_groups(self, num_inputs: int) -> int:
         return 1 if self.group_size is None else -(-num_inputs // self.group_size)

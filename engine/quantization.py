@@ -63,7 +63,7 @@ class Quantized:
 
 def quantize(weight: Tensor, wanted: str) -> Quantized:
     """`wanted` is int8 or int4. Inputs that do not fill whole groups stay at int8, in either case."""
-    if wanted == "int4" and weight.shape[1] % INT4_GROUP == 0:
+    if _fills_groups(weight.shape[1], wanted):
         return _int4(weight.float(), INT4_GROUP)
     rows = weight.float()
     scales = (rows.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
@@ -75,6 +75,29 @@ def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     values = rows.float()
     scales = (values.abs().amax(1, keepdim=True) / _LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
     return (values / scales).to(torch.float8_e4m3fn), scales
+
+
+def quantized_bytes(shape: tuple[int, int], wanted: str, is_tiled: bool) -> int:
+    """What one of FORMATS but `none` makes of a weight [O, I]; `is_tiled`: laid out by `tile`, which fp8 never is."""
+    if wanted == "fp8":
+        return shape[0] * (shape[1] + torch.float32.itemsize)
+    kind, group = (INT4, INT4_GROUP) if _fills_groups(shape[1], wanted) else (INT8, 0)
+    return stored_bytes(shape, kind, group, is_tiled)
+
+
+def stored_bytes(shape: tuple[int, int], kind: int, group: int, is_tiled: bool) -> int:
+    """Of data and scales of a weight [O, I] as in `Quantized`, or as `tile` pads them."""
+    num_outputs, num_inputs = shape
+    if is_tiled:
+        num_outputs, num_inputs = -(-num_outputs // TILE) * TILE, -(-num_inputs // SPAN) * SPAN
+    if kind == INT8:
+        return num_outputs * (num_inputs + torch.float32.itemsize)
+    scale_bytes = torch.bfloat16.itemsize if kind == INT4 else 2 * torch.float16.itemsize
+    return num_outputs * (num_inputs // 2 + -(-num_inputs // group) * scale_bytes)
+
+
+def _fills_groups(num_inputs: int, wanted: str) -> bool:
+    return wanted == "int4" and num_inputs % INT4_GROUP == 0
 
 
 def _int4(rows: Tensor, group: int) -> Quantized:

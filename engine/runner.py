@@ -19,7 +19,7 @@ from engine.config import ModelConfig
 from engine.graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
 from engine.kv_cache import KvCache
 from engine.layers import Loader
-from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.memory import choose_form, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model import UNUSED_TENSORS, Decoder, StepContext
 from engine.ops import NativeOps, Ops, TorchOps, choose_native
 from engine.prompt_scores import PromptScores, score_rows
@@ -73,13 +73,14 @@ class ModelRunner:
         """Where Baton's own kernels come from, or why they are not used."""
         self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype, native)
         packing = self.config.packing
-        self.keeps_codes = packing is not None and packing.keeps_codes(quantization, torch_dtype, native)
-        """Whether layers that the checkpoint has in four bits stay so."""
+        self.weight_form = choose_form(
+            self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=native
+        )
+        """In which form the weights are kept."""
         with open_weights(Path(model_path)) as checkpoint:
             ops: Ops = TorchOps() if native is None else NativeOps(native)
-            loader = Loader(
-                checkpoint, tp, self.device, torch_dtype, ops, native, quantization, packing, self.keeps_codes
-            )
+            keeps_codes = self.weight_form.keeps_codes
+            loader = Loader(checkpoint, tp, self.device, torch_dtype, ops, native, quantization, packing, keeps_codes)
             self._model = Decoder(self.config, loader, report or (lambda line: None))
             if packing is not None:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer

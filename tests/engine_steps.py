@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -94,3 +94,20 @@ def on_each_rank(size: int, work: Callable[[TPGroup], Result]) -> list[Result]:
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
+
+
+def held_bytes(runner: ModelRunner) -> int:
+    """Of a runner's weights, counted and not computed. A tensor packed by oneDNN does not say its bytes."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in _tensors_of(runner._model, {}))
+
+
+def _tensors_of(thing: Any, seen: dict[int, torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Each tensor that an object of the engine holds, once."""
+    if isinstance(thing, torch.Tensor):
+        seen[id(thing)] = thing
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            _tensors_of(part, seen)
+    elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__dict__"):
+        _tensors_of(list(vars(thing).values()), seen)
+    return seen.values()

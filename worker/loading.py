@@ -17,7 +17,7 @@ from cluster.settings import WorkerSettings
 from engine.allocator import keep_freed_memory
 from engine.config import ModelConfig
 from engine.kv_cache import cell_size
-from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.memory import WeightForm, choose_form, resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.ops import choose_native
 from engine.runner import ModelRunner
 from engine.threads import compute_with, give_back
@@ -53,13 +53,13 @@ class Resolved:
         return "on" if self.device == "cpu" else "sampled"
 
     @property
-    def keeps_codes(self) -> bool:
-        """Whether layers that the checkpoint has in four bits stay so; may compile Baton's kernels."""
-        packing, dtype = self.config.packing, getattr(torch, self.dtype)
-        if packing is None:
-            return False
+    def weight_form(self) -> WeightForm:
+        """In which form each rank keeps its weights; may compile Baton's kernels. Raises ConfigError without those
+        that are wanted."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
         native, _ = choose_native(self.settings.kernels, torch.device(self.device), dtype, self.config.head_dim)
-        return packing.keeps_codes(self.settings.quantization, dtype, native)
+        quantization = self.settings.quantization
+        return choose_form(self.config, dtype=self.dtype, device=self.device, quantization=quantization, kernels=native)
 
     @property
     def layout(self) -> KvLayout:

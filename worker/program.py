@@ -97,15 +97,12 @@ class Leader(_Rank):
         max_model_len = resolve_max_model_len(resolved.config, settings.max_model_len)
         num_blocks = plan_num_blocks(
             resolved.config,
+            resolved.weight_form,
             tp_size=settings.tp_size,
-            dtype=resolved.dtype,
-            device=resolved.device,
             block_size=settings.block_size,
             kv_cache_tokens=settings.kv_cache_tokens,
             max_model_len=max_model_len,
             max_num_seqs=settings.max_num_seqs,
-            quantization=settings.quantization,
-            keeps_codes=resolved.keeps_codes,
             kv_cache_dtype=settings.kv_cache_dtype,
         )
         self._store, store_address = serve_store(settings.host)

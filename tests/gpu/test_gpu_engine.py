@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from engine.attention import Attention, AttentionBatch, choose_attention
 from engine.attention_cpu import CpuAttention
 from engine.config import ModelConfig
-from engine.memory import plan_num_blocks, resolve_device, resolve_dtype
+from engine.memory import WeightForm, plan_num_blocks, resolve_device, resolve_dtype
 from engine.step import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
@@ -104,9 +104,8 @@ def test_the_pool_is_planned_from_the_free_memory_of_the_device(tmp_path: Path) 
 
     blocks = plan_num_blocks(
         config,
+        WeightForm(resolve_dtype(config, "bfloat16", device), device),
         tp_size=1,
-        dtype=resolve_dtype(config, "bfloat16", device),
-        device=device,
         block_size=256,
         kv_cache_tokens=None,
         max_model_len=2048,
