@@ -99,6 +99,7 @@ def _plan_worker(config: ServingConfig, role: RoleName, number: int, device: str
             block_size=config.block_size(role),
             kv_cache_dtype=engine.kv_cache_dtype,
             kv_cache_tokens=config.kv_cache_tokens(role),
+            memory_utilization=engine.memory_utilization,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
             enable_prefix_cache=engine.enable_prefix_cache,

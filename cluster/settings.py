@@ -65,7 +65,9 @@ class WorkerSettings(JsonSettings):
     kv_cache_dtype: str = "auto"
     """`auto` (what is computed in), `int8` or, on GPUs, `fp8`: what the KV pool holds."""
     kv_cache_tokens: int | None = None
-    """Tokens the KV pool holds; None: what fits (GPU), or 4 requests of max_model_len (CPU)."""
+    """Tokens the KV pool holds; None: what is left (GPU), or 4 requests of max_model_len at most (CPU)."""
+    memory_utilization: float = 0.9
+    """Share of the memory that is free at the start that weights, activations and KV pool may take together."""
     max_num_batched_tokens: int = 2048
     """Most tokens computed in one step."""
     max_num_seqs: int = 64

@@ -1,6 +1,6 @@
-"""How much fits: devices, types, context length and the number of KV blocks, decided before anything is allocated.
+"""What a model takes, in bytes, and in which types and on which device: told from its config before anything is read.
 
-Pure arithmetic over a `ModelConfig` and a number of free bytes; the only look at the machine is `available_bytes`.
+`engine.memory_plan` makes the sum of it. The only looks at the machine are `resolve_*` and `available_bytes`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,6 @@ from engine.kv_cache import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
 from engine.matmul import keeps_plain, matrix_bytes, multiplies_quantized
 from engine.native import INT4_ZEROS, Native
 from engine.quantization import stored_bytes
-
-_USABLE_SHARE = 0.9
-_CPU_DEFAULT_REQUESTS = 4
-_GPU_WORKSPACE_BYTES = 1 << 30  # activations of one step, communicators, the allocator's slack
 
 
 @dataclass(frozen=True)
@@ -92,50 +88,6 @@ def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
     return wanted
 
 
-def plan_num_blocks(
-    config: ModelConfig,
-    form: WeightForm,
-    *,
-    tp_size: int,
-    block_size: int,
-    kv_cache_tokens: int | None,
-    max_model_len: int,
-    max_num_seqs: int,
-    kv_cache_dtype: str = "auto",
-    free_bytes: int | None = None,
-) -> int:
-    """Blocks of this rank's KV pool: `kv_cache_tokens` if given, else what fits (GPU) or four long requests (CPU).
-
-    `free_bytes` before the weights are loaded; None: ask the device. Raises ConfigError, naming the tokens that fit,
-    when memory cannot hold the pool or the pool cannot hold one request of max_model_len.
-    """
-    free = available_bytes(form.device) if free_bytes is None else free_bytes
-    is_cuda = form.device.startswith("cuda")
-    reserved = weight_bytes(config, tp_size, form) + 2 * 4 * max_num_seqs * config.vocab_size
-    room = int(free * _USABLE_SHARE) - reserved - (_GPU_WORKSPACE_BYTES if is_cuda else 0)
-    kv_dtype = resolve_kv_dtype(kv_cache_dtype, form.dtype, form.device)
-    fitting = max(0, room // kv_bytes_per_token(config, tp_size, kv_dtype)) // block_size
-    if kv_cache_tokens is not None:
-        wanted = kv_cache_tokens // block_size
-    elif is_cuda:
-        wanted = fitting
-    else:
-        wanted = min(fitting, -(-_CPU_DEFAULT_REQUESTS * max_model_len // block_size))
-    if wanted > fitting:
-        raise ConfigError(
-            f"kv_cache_tokens: {kv_cache_tokens} do not fit in memory beside the weights; "
-            f"{fitting * block_size} would: lower kv_cache_tokens, or raise tensor_parallel"
-        )
-    if wanted * block_size < max_model_len:
-        cause = "memory" if kv_cache_tokens is None else f"kv_cache_tokens {kv_cache_tokens}"
-        raise ConfigError(
-            f"max_model_len: one request of {max_model_len} tokens does not fit in the KV pool; {cause} with blocks of "
-            f"{block_size} holds {wanted * block_size}: set max_model_len to at most {wanted * block_size}, or "
-            f"kv_cache_tokens to at least {-(-max_model_len // block_size) * block_size}"
-        )
-    return wanted
-
-
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
     """Bytes of one token's keys and values in all layers on one rank, in a pool of this type."""
     heads = len(config.kv_head_range(0, tp_size))
@@ -165,6 +117,17 @@ def multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int
     layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in _layer_linears(config, tp_size))
     head = _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
     return config.num_hidden_layers * layer + head
+
+
+def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
+    """Of those that one rank multiplies with, the head included."""
+    vocabulary = _Linear(_vocabulary_shape(config, tp_size))
+    return max(linear.num_elements for linear in [*_layer_linears(config, tp_size), vocabulary])
+
+
+def layer_elements(config: ModelConfig, tp_size: int) -> int:
+    """Of the matrices of one layer on one rank."""
+    return sum(linear.num_elements for linear in _layer_linears(config, tp_size))
 
 
 @dataclass(frozen=True)
@@ -234,12 +197,15 @@ def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
     return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim
 
 
-def available_bytes(device: str) -> int:
-    """Memory that can still be taken on a device: what the driver, or the system and the container, leave free."""
+def available_bytes(device: str, tp_size: int = 1) -> int:
+    """Memory that one rank can still take: what the driver, or the system and the container, leave free.
+
+    The ranks of a worker share a machine's memory, and have a GPU each.
+    """
     if device.startswith("cuda"):
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     free = [_system_bytes(), _container_bytes()]
-    return min(count for count in free if count is not None)
+    return min(count for count in free if count is not None) // tp_size
 
 
 def _system_bytes() -> int:

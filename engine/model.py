@@ -8,7 +8,8 @@ Legend: T tokens, R rows with logits, E hidden_size, V vocab_size, Hq/H query/KV
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -155,6 +156,12 @@ class Decoder:
         if not config.tie_word_embeddings:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
         self._head = VocabParallelHead(head, config.vocab_size, loader)
+
+    def only(self, layers: Sequence[int]) -> Decoder:
+        """This decoder without its other layers, sharing the weights."""
+        other = copy.copy(self)
+        other._layers = [self._layers[layer] for layer in layers]
+        return other
 
     def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
         """[T] ids through all layers, whose KV is then written."""

@@ -40,6 +40,11 @@ class PromptScores:
         ]
 
 
+def rows_of_slice(vocab_size: int) -> int:
+    """Most rows whose logits are there at once."""
+    return max(1, SLICE_BYTES // (4 * vocab_size))
+
+
 def score_rows(
     scored: IntArray, logits_of: Callable[[Tensor], Tensor], vocab_size: int, device: torch.device
 ) -> PromptScores:
@@ -47,7 +52,7 @@ def score_rows(
     same order with the same rows wherever `scored` is the same, as tensor-parallel ranks must."""
     rows, targets = (torch.from_numpy(scored[:, column].astype("int64")).to(device) for column in (0, 1))
     most = min(vocab_size, int(scored[:, 2].max()))
-    step = max(1, SLICE_BYTES // (4 * vocab_size))
+    step = rows_of_slice(vocab_size)
     parts = [
         _score(logits_of(rows[start : start + step]), targets[start : start + step], most)
         for start in range(0, len(scored), step)

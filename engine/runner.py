@@ -6,6 +6,7 @@ decided elsewhere; the runner trusts a step that `build_step` made.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -47,8 +48,8 @@ class ModelRunner:
         tp: TPGroup,
         device: str,
         dtype: str,
-        num_blocks: int,
         block_size: int,
+        num_blocks: int | None = None,
         attention: str = "auto",
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
@@ -59,6 +60,7 @@ class ModelRunner:
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
+        Without `num_blocks` there is no KV pool until `make_pool`.
 
         `open_weights` says where weights come from, if not from the folder's files.
         """
@@ -86,27 +88,56 @@ class ModelRunner:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)
-        kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
+        self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
+        self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         if capture is None:
-            obstacle = self._attention.static_obstacle(block_size, kv_dtype)
+            obstacle = self._attention.static_obstacle(block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
-        longest = min(self.config.max_position_embeddings, num_blocks * block_size)
-        self._rope = RopeTable(self.config.rope, self.config.head_dim, longest, self.device, torch_dtype)
+        """Which decode steps are CUDA graphs, or why none are."""
+        self._capture_with, self._graphs_up_to = capture, graphs_up_to
+        self._graphs: DecodeGraphs | None = None
+        if num_blocks is not None:
+            self.make_pool(num_blocks)
+
+    def make_pool(self, num_blocks: int) -> None:
+        """Allocates the KV pool and captures decode steps over it: once, before the first step, by whoever gave no
+        `num_blocks` at construction."""
+        longest = min(self.config.max_position_embeddings, num_blocks * self.block_size)
+        capture = self._capture_with
+        self._allocate(self.config.num_hidden_layers, num_blocks, longest, has_scratch=capture is not None)
+        if capture is not None:
+            width = -(-longest // self.block_size)
+            self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
+
+    def rehearsal(self, num_blocks: int, length: int) -> ModelRunner:
+        """The same weights with one layer of each kind and a small pool of its own, for positions below `length`.
+
+        A step takes the memory there that it takes here, in a fraction of the time. What it computes says nothing.
+        """
+        first_of_kind: dict[int | None, int] = {}
+        for layer, window in enumerate(self.config.layer_windows):
+            first_of_kind.setdefault(window, layer)
+        layers = tuple(first_of_kind.values())
+        other = copy.copy(self)
+        other._model = self._model.only(layers)
+        other._graphs = None
+        other._allocate(layers[-1] + 1, num_blocks, length)
+        return other
+
+    def _allocate(self, num_layers: int, num_blocks: int, num_positions: int, has_scratch: bool = False) -> None:
+        """`has_scratch`: one block more, which belongs to no sequence."""
+        config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
-        has_scratch = capture is not None
+        self._rope = RopeTable(config.rope, head_dim, num_positions, self.device, getattr(torch, self.dtype))
         self._kv = KvCache(
-            self.config.num_hidden_layers,
+            num_layers,
             num_blocks + has_scratch,
-            block_size,
-            len(self.config.kv_head_range(tp.rank, tp.size)),
-            self.config.head_dim,
-            kv_dtype,
+            self.block_size,
+            self._num_kv_heads,
+            head_dim,
+            self._kv_dtype,
             self.device,
         )
-        self._graphs: DecodeGraphs | None = None
-        if capture is not None:
-            self._graphs, self.graphs_reason = self._capture(capture, graphs_up_to, -(-longest // block_size))
-        """Which decode steps are CUDA graphs, or why none are."""
 
     @property
     def attention_name(self) -> str:

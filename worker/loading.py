@@ -17,7 +17,15 @@ from cluster.settings import WorkerSettings
 from engine.allocator import keep_freed_memory
 from engine.config import ModelConfig
 from engine.kv_cache import cell_size
-from engine.memory import WeightForm, choose_form, resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.memory import (
+    WeightForm,
+    choose_form,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+    resolve_max_model_len,
+)
+from engine.memory_plan import MemoryDemand, MemoryPlan
 from engine.ops import choose_native
 from engine.runner import ModelRunner
 from engine.threads import compute_with, give_back
@@ -27,6 +35,7 @@ from kv_transfer.faults import Faults
 from kv_transfer.layout import KvLayout
 from kv_transfer.mover import KvMover
 from kv_transfer.transport import connect_store
+from worker.memory import size_pool
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 
@@ -41,6 +50,7 @@ class Resolved:
     device: str
     dtype: str
     kv_dtype: str
+    max_model_len: int
     transports: tuple[str, ...]
     """That this worker can use, best first."""
     weights_revision: str
@@ -60,6 +70,23 @@ class Resolved:
         native, _ = choose_native(self.settings.kernels, torch.device(self.device), dtype, self.config.head_dim)
         quantization = self.settings.quantization
         return choose_form(self.config, dtype=self.dtype, device=self.device, quantization=quantization, kernels=native)
+
+    @property
+    def demand(self) -> MemoryDemand:
+        """Raises ConfigError as `weight_form` does."""
+        settings = self.settings
+        return MemoryDemand(
+            config=self.config,
+            form=self.weight_form,
+            tp_size=settings.tp_size,
+            kv_dtype=self.kv_dtype,
+            block_size=settings.block_size,
+            kv_cache_tokens=settings.kv_cache_tokens,
+            max_model_len=self.max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_num_batched_tokens,
+            memory_utilization=settings.memory_utilization,
+        )
 
     @property
     def layout(self) -> KvLayout:
@@ -87,13 +114,27 @@ def resolve(settings: WorkerSettings) -> Resolved:
         device=f"cuda:{settings.tp_rank}" if device == "cuda" and torch.cuda.device_count() > 1 else device,
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(settings.kv_cache_dtype, dtype, device),
+        max_model_len=resolve_max_model_len(config, settings.max_model_len),
         transports=supported(device, settings.transport),
         weights_revision=_revision(Path(settings.model_path)),
     )
 
 
-def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tuple[ModelRunner, KvMover]:
-    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and mover."""
+@dataclass(frozen=True)
+class LoadedRank:
+    """What a rank serves with."""
+
+    runner: ModelRunner
+    mover: KvMover
+    plan: MemoryPlan
+    """The same on every rank of the group."""
+
+
+def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> LoadedRank:
+    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and mover.
+
+    Raises ConfigError, on every rank alike, when the KV pool does not fit beside them.
+    """
     settings = resolved.settings
     compute_with(threads_of(settings))
     if resolved.device == "cpu":
@@ -107,7 +148,6 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         tp=tp,
         device=resolved.device,
         dtype=resolved.dtype,
-        num_blocks=start.num_blocks,
         block_size=settings.block_size,
         attention=settings.attention,
         quantization=settings.quantization,
@@ -116,6 +156,8 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         graphs_up_to=0 if settings.enforce_eager else settings.max_num_seqs,
         report=report,
     )
+    plan = size_pool(resolved.demand, runner, tp)
+    runner.make_pool(plan.num_blocks)
     mover = KvMover(
         runner.kv,
         resolved.layout,
@@ -126,7 +168,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> tupl
         faults=_faults_of(settings),
     )
     give_back()  # steps run on other threads
-    return runner, mover
+    return LoadedRank(runner, mover, plan)
 
 
 def threads_of(settings: WorkerSettings) -> int:

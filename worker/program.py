@@ -22,7 +22,7 @@ from cluster.program import Program, Report
 from cluster.pulse import Timing
 from cluster.settings import WorkerSettings
 from engine.block_manager import BlockManager
-from engine.memory import plan_num_blocks, resolve_max_model_len
+from engine.memory_plan import MemoryPlan
 from engine.sampling import Sampler
 from engine.step import StepInput
 from engine.threads import compute_with
@@ -33,6 +33,7 @@ from worker.core import Core
 from worker.frames import connect, read_frame, write_frame
 from worker.group import RankGroup
 from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, resolve, threads_of
+from worker.memory import check_memory, memory_line
 from worker.metrics import HandoffMetrics, ask
 from worker.rank import ErrorKind, RankExecutor
 from worker.service import Service
@@ -94,37 +95,26 @@ class Leader(_Rank):
 
     def start(self) -> str:
         settings, resolved = self._settings, self._resolved
-        max_model_len = resolve_max_model_len(resolved.config, settings.max_model_len)
-        num_blocks = plan_num_blocks(
-            resolved.config,
-            resolved.weight_form,
-            tp_size=settings.tp_size,
-            block_size=settings.block_size,
-            kv_cache_tokens=settings.kv_cache_tokens,
-            max_model_len=max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            kv_cache_dtype=settings.kv_cache_dtype,
-        )
+        check_memory(resolved.demand)
         self._store, store_address = serve_store(settings.host)
-        start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address, num_blocks=num_blocks)
+        start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address)
         followers, hellos = self._gather_ranks(start)
-        runner, mover = load_rank(resolved, start, self._report)
-        self._report(
-            f"KV pool: {num_blocks} blocks of {settings.block_size} tokens; attention: {runner.attention_name}"
-        )
-        self._report(f"Baton's own kernels: {runner.kernels_reason}")
+        loaded = load_rank(resolved, start, self._report)
+        runner, mover, plan = loaded.runner, loaded.mover, loaded.plan
+        self._report(memory_line(plan))
+        self._report(f"attention: {runner.attention_name}; Baton's own kernels: {runner.kernels_reason}")
         self._report(f"CUDA graphs: {runner.graphs_reason}")
         self._report(
             f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
         )
-        core = self._core = self._make_core(num_blocks, max_model_len)
+        core = self._core = self._make_core(plan)
         timing = _timing_of(settings)
         group = self._group = RankGroup(
             followers, self._command_done, self._rank_lost, lambda: core.post(core.wake), timing, threads_of(settings)
         )
         group.attach(RankExecutor(runner, mover, group.reply))
         metrics_address = self._serve_metrics(core, mover)
-        info = self._info(num_blocks, max_model_len, hellos, metrics_address)
+        info = self._info(plan, hellos, metrics_address)
         service = self._service = Service(core, info, self._terms(store_address), timing, group.tick)
         core.attach(group, service)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
@@ -181,14 +171,14 @@ class Leader(_Rank):
             write_frame(sock, rank_pb2.RankCommand(start=start))
         return ordered, [hellos[rank] for rank in sorted(hellos)]
 
-    def _make_core(self, num_blocks: int, max_model_len: int) -> Core:
+    def _make_core(self, plan: MemoryPlan) -> Core:
         settings, config = self._settings, self._resolved.config
         return Core(
-            BlockManager(num_blocks, settings.block_size, settings.enable_prefix_cache),
+            BlockManager(plan.num_blocks, settings.block_size, settings.enable_prefix_cache),
             Sampler(config.vocab_size),
             self._metrics,
             settings,
-            max_model_len=max_model_len,
+            max_model_len=plan.max_model_len,
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
         )
@@ -217,9 +207,7 @@ class Leader(_Rank):
             num_slots=settings.num_slots,
         )
 
-    def _info(
-        self, num_blocks: int, max_model_len: int, hellos: list[rank_pb2.RankHello], metrics_address: str
-    ) -> worker_pb2.WorkerInfo:
+    def _info(self, plan: MemoryPlan, hellos: list[rank_pb2.RankHello], metrics_address: str) -> worker_pb2.WorkerInfo:
         settings = self._settings
         ranks = [worker_pb2.RankInfo(tp_rank=h.tp_rank, pid=h.pid, host=h.host, device=h.device) for h in hellos]
         return worker_pb2.WorkerInfo(
@@ -231,8 +219,8 @@ class Leader(_Rank):
             model=self._resolved.model,
             weights_revision=self._resolved.weights_revision,
             block_size=settings.block_size,
-            num_blocks=num_blocks,
-            max_model_len=max_model_len,
+            num_blocks=plan.num_blocks,
+            max_model_len=plan.max_model_len,
             max_num_seqs=settings.max_num_seqs,
             transport=",".join(self._resolved.transports),
             dtype=self._resolved.dtype,
@@ -281,8 +269,8 @@ class Follower(_Rank):
         sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S)
         write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
         command = read_frame(sock, rank_pb2.RankCommand)
-        runner, mover = load_rank(self._resolved, command.start, self._report)
-        self._executor = RankExecutor(runner, mover, self._reply)
+        loaded = load_rank(self._resolved, command.start, self._report)
+        self._executor = RankExecutor(loaded.runner, loaded.mover, self._reply)
         threading.Thread(target=self._compute, name="engine", daemon=True).start()
         threading.Thread(target=self._listen, name="command-log", daemon=True).start()
         threading.Thread(target=self._beat, args=(settings.heartbeat_s,), name="heart", daemon=True).start()

@@ -124,7 +124,10 @@ class EngineSection:
     head of each token, in little more than half of bfloat16's memory. A GPU unpacks such a pool before attention: it
     holds almost twice the tokens, decodes slower, and does without CUDA graphs."""
     kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
-    """Tokens that one worker's KV pool holds; null: what fits (GPU), or four requests of max_model_len (CPU)."""
+    """Tokens that one worker's KV pool holds; null: what is left beside weights and the measured
+    activations (GPU), or four requests of max_model_len at most (CPU). `baton config explain` shows the sum."""
+    memory_utilization: float = bounded(0.9, above=0, at_most=1)
+    """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24)
     """Most tokens computed in one step; longer prompts are computed in chunks of this."""
     max_num_seqs: int = bounded(64, at_least=1, at_most=65_536)

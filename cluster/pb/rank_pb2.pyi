@@ -31,14 +31,12 @@ class RankCommand(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[PageRange, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[PageRange, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("incarnation", "store_address", "num_blocks")
+    __slots__ = ("incarnation", "store_address")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     store_address: str
-    num_blocks: int
-    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ...) -> None: ...
 
 class OpenPair(_message.Message):
     __slots__ = ("pair_epoch", "store_address", "is_sender", "remote", "transport", "wire_format", "chunk_tokens", "num_slots")

@@ -11,11 +11,14 @@ from checkpoints import make_checkpoint
 from engine_steps import make_runner, run_in_chunks
 
 from cluster.errors import ConfigError
+from cluster.settings import WorkerSettings
 from engine.attention import Attention, AttentionBatch, choose_attention
 from engine.attention_cpu import CpuAttention
-from engine.config import ModelConfig
-from engine.memory import WeightForm, plan_num_blocks, resolve_device, resolve_dtype
+from engine.runner import ModelRunner
 from engine.step import SequenceSlice, build_step
+from engine.tp import SingleGroup
+from worker.loading import resolve
+from worker.memory import size_pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 
@@ -98,18 +101,15 @@ def test_bfloat16_on_cuda_stays_near_float32_with_every_backend(
     assert (logits - expected).abs().max() < 0.05 * expected.abs().max()
 
 
-def test_the_pool_is_planned_from_the_free_memory_of_the_device(tmp_path: Path) -> None:
-    config = ModelConfig.from_folder(make_checkpoint("llama", tmp_path))
-    device = resolve_device("auto")
+def test_the_pool_is_planned_from_what_the_device_has_left_and_then_fits(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    settings = WorkerSettings("w", "decode", str(folder), device="cuda", dtype="bfloat16", block_size=256)
+    demand = resolve(settings).demand
+    runner = ModelRunner(folder, tp=SingleGroup(), device="cuda", dtype="bfloat16", block_size=256)
 
-    blocks = plan_num_blocks(
-        config,
-        WeightForm(resolve_dtype(config, "bfloat16", device), device),
-        tp_size=1,
-        block_size=256,
-        kv_cache_tokens=None,
-        max_model_len=2048,
-        max_num_seqs=8,
-    )
+    plan = size_pool(demand, runner, SingleGroup())
+    runner.make_pool(plan.num_blocks)
 
-    assert device == "cuda" and blocks * 256 >= 2048
+    assert plan.activations_are_measured and 0 < plan.activation_bytes < 1 << 30
+    assert plan.decided_by == "memory" and plan.num_tokens >= 2048
+    assert runner.kv.nbytes == plan.pool_bytes

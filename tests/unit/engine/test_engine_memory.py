@@ -1,10 +1,9 @@
-"""How many KV blocks fit, and what is refused with the number that would."""
+"""Bytes that are told before a model is read are those of the loaded one; types and devices are resolved or refused."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from engine.memory import (
     WeightForm,
     available_bytes,
     kv_bytes_per_token,
-    plan_num_blocks,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
@@ -27,7 +25,6 @@ from engine.memory import (
 from engine.native import native
 from engine.quantization import FORMATS
 
-GIB = 1 << 30
 PLAIN = WeightForm("float32")
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32
 
@@ -40,70 +37,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def config(folder: Path) -> ModelConfig:
     return ModelConfig.from_folder(folder)
-
-
-def _plan(config: ModelConfig, form: WeightForm = PLAIN, **changes: Any) -> int:
-    sizes: dict[str, Any] = {
-        "tp_size": 1,
-        "block_size": 16,
-        "kv_cache_tokens": None,
-        "max_model_len": 2048,
-        "max_num_seqs": 8,
-        "free_bytes": GIB,
-    }
-    return plan_num_blocks(config, form, **{**sizes, **changes})
-
-
-def test_a_pool_of_given_size_has_that_many_whole_blocks(config: ModelConfig) -> None:
-    assert _plan(config, kv_cache_tokens=4096) == 256
-    assert _plan(config, kv_cache_tokens=4100, block_size=32) == 128
-
-
-def test_a_cpu_pool_holds_four_long_requests_when_nothing_is_said(config: ModelConfig) -> None:
-    assert _plan(config) == 4 * 2048 // 16
-    assert _plan(config, max_model_len=100) == 25
-
-
-def test_a_cpu_pool_shrinks_to_what_memory_allows(config: ModelConfig) -> None:
-    free = 12_000_000
-    weights = weight_bytes(config, 1, PLAIN)
-
-    blocks = _plan(config, free_bytes=free)
-
-    assert 2048 // 16 <= blocks < 4 * 2048 // 16
-    assert blocks * 16 * KV_BYTES + weights <= free
-
-
-def test_a_gpu_pool_takes_what_is_left_beside_weights_and_workspace(config: ModelConfig) -> None:
-    form = WeightForm("bfloat16", "cuda")
-    blocks = _plan(config, form, free_bytes=4 * GIB)
-
-    used = blocks * 16 * KV_BYTES // 2 + weight_bytes(config, 1, form)
-    assert 0.6 * 4 * GIB < used <= 4 * GIB - GIB
-
-
-def test_a_pool_that_cannot_hold_one_request_is_refused_with_the_number_that_fits(config: ModelConfig) -> None:
-    with pytest.raises(ConfigError) as caught:
-        _plan(config, kv_cache_tokens=1000)
-
-    message = str(caught.value)
-    assert "one request of 2048 tokens does not fit" in message and "kv_cache_tokens 1000" in message
-    assert "max_model_len to at most 992" in message and "kv_cache_tokens to at least 2048" in message
-
-
-def test_memory_that_cannot_hold_one_request_is_refused_with_the_number_that_fits(config: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"2048 tokens does not fit in the KV pool; memory .* holds \d+"):
-        _plan(config, free_bytes=2_500_000)
-
-
-def test_a_pool_larger_than_memory_is_refused_with_the_number_that_fits(config: ModelConfig) -> None:
-    with pytest.raises(ConfigError) as caught:
-        _plan(config, kv_cache_tokens=10_000_000)
-
-    message = str(caught.value)
-    fitting = int(message.split("weights; ")[1].split(" would")[0])
-    assert "kv_cache_tokens: 10000000 do not fit" in message
-    assert _plan(config, kv_cache_tokens=fitting) * 16 == fitting
 
 
 @pytest.mark.parametrize("quantization", FORMATS)
