@@ -58,7 +58,7 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None)
     if threads is None and num_cores is not None and device == "cpu":
         threads = max(1, num_cores // num_ranks)
     workers = tuple(
-        _plan_worker(config, role, number, device, threads)
+        plan_worker(config, role, number, device=device, threads=threads)
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
@@ -79,7 +79,10 @@ def _device(config: ServingConfig, num_gpus: int) -> str:
     return "cuda"
 
 
-def _plan_worker(config: ServingConfig, role: RoleName, number: int, device: str, threads: int | None) -> WorkerPlan:
+def plan_worker(
+    config: ServingConfig, role: RoleName, number: int = 0, *, device: str | None = None, threads: int | None = None
+) -> WorkerPlan:
+    """One worker of a role. `device` None: what the configuration says, `auto` included, for the process to resolve."""
     worker_id = f"{role}-{number}"
     tp_size = config.role(role).tensor_parallel
     engine, transfer = config.engine, config.transfer
@@ -93,7 +96,7 @@ def _plan_worker(config: ServingConfig, role: RoleName, number: int, device: str
             dtype=config.model.dtype,
             quantization=config.model.quantization,
             max_model_len=config.model.max_model_len,
-            device=device,
+            device=device or config.engine.device,
             tp_rank=tp_rank,
             tp_size=tp_size,
             block_size=config.block_size(role),

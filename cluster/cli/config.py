@@ -1,4 +1,5 @@
-"""`baton config validate`: is Baton's part of a cluster.yaml right, and what does it ask for."""
+"""`baton config validate`: is Baton's part of a cluster.yaml right, and what does it ask for.
+`baton config explain`: how would each worker share out its memory."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.common import outcome
+from cluster.cli.common import AsJson, outcome
 
 if TYPE_CHECKING:
     from cluster.config import ServingConfig
@@ -26,6 +27,27 @@ def validate(file: Annotated[str, typer.Argument(metavar="FILE", help="The clust
         from cluster.config import load_config
 
         print(f"{file}: valid: {describe(load_config(file))}")
+
+
+@app.command()
+def explain(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="The cluster.yaml to explain.")] = "cluster.yaml",
+    mean_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Tokens of a request, prompt and output; without it: 1024, if allowed."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show how each worker would share out this machine's memory: weights, activations, KV pool, requests."""
+    with outcome():
+        import json
+
+        from cluster.cli.explain import explain_roles, render
+        from cluster.config import load_config
+
+        config = load_config(file)
+        roles = explain_roles(config, mean_tokens)
+        print(json.dumps({"roles": roles}) if as_json else render(config, roles))
 
 
 def describe(config: ServingConfig) -> str:

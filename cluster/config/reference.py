@@ -23,6 +23,7 @@ _INTRODUCTION = """\
 
 Baton reads `metadata.serving` of [cluster.yaml](../cluster.yaml); the rest of that file is Ray's. Check a file with
 `baton config validate cluster.yaml`: it reports every mistake at once, with line and column. Unknown keys are refused.
+`baton config explain cluster.yaml` shows how each worker would share out this machine's memory.
 A key that is left out has the default below; the shipped file spells out all of them.
 
 This page is made from the schema: `python -m cluster.config.reference > docs/configuration.md`.
