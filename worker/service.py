@@ -107,6 +107,7 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
             asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+        self._loop.close()
 
     async def _start(self, host: str, port: int, insecure: bool) -> int:
         limit = rpc.INTERNAL_MESSAGE_BYTES
