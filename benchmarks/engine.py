@@ -34,6 +34,7 @@ from benchmarks.make_model import Shape, make_model
 from cluster.errors import BatonError
 from cluster.program import ExitCode
 from engine import attention_cpu, matmul
+from engine.decode_step import DecodeStep
 from engine.memory import kv_bytes_per_token, multiplied_bytes
 from engine.runner import ModelRunner
 from engine.sampling import Sampler, SampleRow, SamplingParams
@@ -45,7 +46,7 @@ CONTEXT = 192
 """Tokens of each decoding sequence: the middle of 128 of prompt and 128 of output."""
 SHARES_OF = 32
 """Sequences of the step that is looked into."""
-MATRICES = (matmul.TorchMatrix, matmul.QuantizedMatrix, matmul.Fp8Matrix)
+MATRICES = (matmul.TorchMatrix, matmul.TiledMatrix, matmul.QuantizedMatrix, matmul.Fp8Matrix)
 BATCH_SIZES = [1, 8, 32, 128]
 PROMPT_SIZES = [512, 1024, 4096, 8192]
 
@@ -145,8 +146,8 @@ def timed(work: Callable[[], None]) -> float:
 
 
 @contextmanager
-def watched(spent: Spent) -> Iterator[None]:
-    """Counts the block's time, and where it goes."""
+def watched(spent: Spent, decode_step: DecodeStep | None) -> Iterator[None]:
+    """Counts the block's time, and where it goes; `decode_step` counts its own."""
     kinds: list[tuple[Any, str]] = [(kind, "products") for kind in MATRICES]
     kinds.append((attention_cpu.CpuAttention, "attention"))
     originals = [kind.__call__ for kind, _ in kinds]
@@ -163,11 +164,15 @@ def watched(spent: Spent) -> Iterator[None]:
 
     for (kind, name), original in zip(kinds, originals, strict=True):
         kind.__call__ = counted(original, name)
+    before = None if decode_step is None else decode_step.spent_s.copy()
     begun = time.perf_counter()
     try:
         yield
     finally:
         spent.total += time.perf_counter() - begun
+        if decode_step is not None:
+            for name, seconds in zip(("products", "attention"), decode_step.spent_s - before, strict=True):
+                spent.inside[name] = spent.inside.get(name, 0.0) + float(seconds)
         for (kind, _), original in zip(kinds, originals, strict=True):
             kind.__call__ = original
 
@@ -241,7 +246,7 @@ def measure_shares(bench: Bench, batch_size: int, num_steps: int = 20) -> dict[s
     """Where a decode step's time goes."""
     spent = Spent()
     bench.decode(batch_size, 2)
-    with watched(spent):
+    with watched(spent, bench.runner.decode_step):
         bench.decode(batch_size, num_steps)
     return {
         "products": round(spent.share("products"), 3),

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.attention import AttentionBatch, PagedBatch
-from engine.step import StepInput, build_step
+from engine.step import StepInput, build_step, is_decode
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes work whose every run does the same to the same memory, and returns what does it again."""
@@ -51,17 +51,6 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
         sizes.append(size)
         size += size if size < 8 else max(8, (1 << (size.bit_length() - 1)) // 8)
     return (*sizes, most)
-
-
-def is_decode(step: StepInput) -> bool:
-    """Whether every sequence has one new token and wants its logits, and nothing is scored."""
-    every = np.arange(len(step.seqlens_k) + 1)
-    return (
-        len(step.seqlens_k) > 0
-        and not len(step.scored)
-        and np.array_equal(step.cu_seqlens_q, every)
-        and np.array_equal(step.logits_indices, every[:-1])
-    )
 
 
 def pad(step: StepInput, size: int, width: int, block_size: int, scratch_block: int) -> StepInput:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.matmul import Matrix, QuantizedMatrix, make_matrix
+from engine.matmul import Matrix, make_matrix, make_quantized
 from engine.native import Native
 from engine.ops import Ops
 from engine.packed import keep_codes, read_codes
@@ -57,7 +58,7 @@ class Loader:
             return None
         weight, order = found
         order = None if order is None else order.to(self.device)
-        return QuantizedMatrix(weight.to(self.device), self.kernels, order)
+        return make_quantized(weight.to(self.device), self.kernels, order)
 
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
         if self.packing is None or part.name in self.checkpoint:
@@ -107,6 +108,13 @@ class Projection:
     own: range
 
 
+class Linear(Protocol):
+    """What the layers below have in common: a product, and what is added to it."""
+
+    matrix: Matrix
+    bias: torch.Tensor | None
+
+
 class ColumnParallelLinear:
     """Several projections of the same input in one matrix product: [T, E] to [T, O], outputs in the given order."""
 
@@ -114,12 +122,12 @@ class ColumnParallelLinear:
         parts = [
             TensorSlice(f"{p.name}.weight", (p.total, num_inputs), 0, p.own.start, p.own.stop) for p in projections
         ]
-        self._weight = loader.linear(parts)
+        self.matrix = loader.linear(parts)
         biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
-        self._bias = loader.stack(biases) if bias else None
+        self.bias = loader.stack(biases) if bias else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._weight(x, self._bias)
+        return self.matrix(x, self.bias)
 
 
 class RowParallelLinear:
@@ -128,14 +136,14 @@ class RowParallelLinear:
     def __init__(self, loader: Loader, name: str, num_inputs: int, num_outputs: int, bias: bool) -> None:
         own = loader.equal_share(num_inputs)
         part = TensorSlice(f"{name}.weight", (num_outputs, num_inputs), 1, own.start, own.stop)
-        self._weight = loader.linear([part])
-        self._bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
+        self.matrix = loader.linear([part])
+        self.bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
         self._tp = loader.tp
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self._weight(x)
+        out = self.matrix(x)
         self._tp.all_reduce(out)
-        return out if self._bias is None else out.add_(self._bias)
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class VocabShard:
@@ -171,10 +179,11 @@ class VocabParallelHead:
     """[R, E] to float32 logits [R, V], whole on every rank."""
 
     def __init__(self, shard: VocabShard, vocab_size: int, loader: Loader) -> None:
-        self._weight = loader.matrix(shard.weight)
+        self.matrix = loader.matrix(shard.weight)
+        self.bias: torch.Tensor | None = None
         self._vocab_size = vocab_size
         self._tp = loader.tp
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._weight(hidden, dtype=torch.float32)
+        logits = self.matrix(hidden, dtype=torch.float32)
         return self._tp.all_gather(logits, dim=-1)[:, : self._vocab_size]

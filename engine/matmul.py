@@ -1,8 +1,9 @@
 """One weight matrix and the fastest product with it that this machine has. Knows no layer and no rank.
 
 `make_matrix` chooses. On the CPU oneDNN with a weight that was packed once is the fastest: torch's own way, MKL in
-float32, stays at half of the rate on some processors, and in bfloat16 reads memory at a third of it. A weight in fewer
-bits is multiplied as it is by Baton's own kernel, which rounds the rows to 8 bits for it.
+float32, stays at half of the rate on some processors, and in bfloat16 reads memory at a third of it. Baton's own kernel
+is faster still in bfloat16 on processors that multiply it in vectors, not in tiles (AMX), and multiplies a weight in
+fewer bits as it is, rounding the rows to 8 bits for it.
 GPUs that multiply in fp8 do so; int8 and int4 are unpacked before each product there.
 
 Legend: T rows, I inputs, O outputs.
@@ -17,7 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.quantization import Quantized, quantize, quantized_bytes, round_to_fp8, tile
+from engine.native.tiles import Tiles
+from engine.quantization import (
+    Quantized,
+    quantize,
+    quantized_bytes,
+    round_to_fp8,
+    tile,
+    tile_bf16,
+    tiled_bf16_bytes,
+)
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
@@ -46,8 +56,20 @@ def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str
     if quantization == "fp8":
         return Fp8Matrix(weight, weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= _FP8_CAPABILITY)
     if quantization != "none":
-        return QuantizedMatrix(quantize(weight, quantization), kernels)
+        return make_quantized(quantize(weight, quantization), kernels)
+    if kernels is not None and multiplies_plain(kernels, weight.dtype) and _fills_pairs(weight.shape):
+        return TiledMatrix(tile_bf16(weight), kernels)
     return TorchMatrix(weight)
+
+
+def make_quantized(weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> Matrix:
+    """Of a weight in int8 or int4, which is taken over.
+
+    `order` (int64 [I]) says which input of x each input of the weight is, where those are in an order of their own.
+    """
+    if kernels is not None and multiplies_quantized(kernels):
+        return TiledMatrix(tile(weight), kernels, order)
+    return QuantizedMatrix(weight, order)
 
 
 def matrix_bytes(
@@ -55,22 +77,32 @@ def matrix_bytes(
 ) -> int:
     """What `make_matrix` will keep of a weight [O, I] of this type on this device, told before it is read.
 
-    `is_tiled`: Baton's kernels multiply with it (`multiplies_quantized`).
+    `is_tiled`: Baton's kernels multiply with it (`multiplies_quantized`, `multiplies_plain`).
     """
     if quantization != "none":
         return quantized_bytes(shape, quantization, is_tiled)
+    if is_tiled and _fills_pairs(shape):
+        return tiled_bf16_bytes(shape)
     is_packed, is_plain = _forms(shape, dtype, device)
     return shape[0] * shape[1] * dtype.itemsize * (is_packed + is_plain)
 
 
-def keeps_plain(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, quantization: str = "none") -> bool:
+def keeps_plain(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, quantization: str = "none", is_tiled: bool = False
+) -> bool:
     """Whether `make_matrix` will go on using the tensor that it is given, which may be another's as well."""
-    return quantization == "none" and _forms(shape, dtype, device)[1]
+    is_own = is_tiled and _fills_pairs(shape)
+    return quantization == "none" and not is_own and _forms(shape, dtype, device)[1]
 
 
 def multiplies_quantized(kernels: Native | None) -> bool:
     """Whether int8 and int4 are multiplied as they are, laid out by `engine.quantization.tile`."""
     return kernels is not None and kernels.has_products
+
+
+def multiplies_plain(kernels: Native | None, dtype: torch.dtype) -> bool:
+    """Whether Baton's kernels multiply with what is not quantized, laid out by `engine.quantization.tile_bf16`."""
+    return kernels is not None and kernels.has_bf16_products and dtype == torch.bfloat16 and not _multiplies_in_tiles()
 
 
 class TorchMatrix:
@@ -101,34 +133,36 @@ class TorchMatrix:
         return product
 
 
-class QuantizedMatrix:
-    """int8 or int4. With kernels, integers are multiplied: each row of x is rounded to 8 bits, with a scale for every
-    `engine.native.SPAN` inputs. Without, the weight is unpacked whole before each product, which is slow.
+class TiledMatrix:
+    """bfloat16, int8 or int4 by Baton's own kernel. In fewer bits integers are multiplied: each row of x is rounded to
+    8 bits, with a scale for every `engine.native.tiles.SPAN` inputs."""
 
-    `order` (int64 [I]) says which input of x each input of the weight is, where those are in an order of their own.
-    """
-
-    def __init__(self, weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> None:
-        self._order = order
-        self._num_outputs = weight.shape[0]
-        self._kind, self._group = weight.kind, weight.group
-        self._kernels = kernels if multiplies_quantized(kernels) else None
-        self._plain = weight if self._kernels is None else None
-        self._data, self._scales = (weight.data, weight.scales) if self._kernels is None else tile(weight)
-        self.nbytes = self._data.nbytes + self._scales.nbytes + (0 if order is None else order.nbytes)
+    def __init__(self, tiles: Tiles, kernels: Native, order: Tensor | None = None) -> None:
+        self.tiles = tiles
+        self.order = order
+        self._kernels = kernels
+        self.nbytes = tiles.nbytes + (0 if order is None else order.nbytes)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or x.dtype
+        if self.order is not None:
+            x = x.index_select(1, self.order)
+        bias = None if bias is None else bias.to(torch.bfloat16)
+        return self._kernels.linear(x.to(torch.bfloat16), self.tiles, bias, dtype)
+
+
+class QuantizedMatrix:
+    """int8 or int4, unpacked whole before each product, which is slow."""
+
+    def __init__(self, weight: Quantized, order: Tensor | None = None) -> None:
+        self._weight = weight
+        self._order = order
+        self.nbytes = weight.nbytes + (0 if order is None else order.nbytes)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self._order is not None:
             x = x.index_select(1, self._order)
-        if self._plain is not None or self._kernels is None:
-            assert self._plain is not None, "a matrix has neither kernels nor a weight that torch can multiply"
-            return F.linear(x, self._plain.dequantize(x.dtype), bias).to(dtype)
-        x = x.to(torch.bfloat16)
-        bias = None if bias is None else bias.to(torch.bfloat16)
-        return self._kernels.linear(
-            x, self._data, self._scales, self._kind, self._group, self._num_outputs, bias, dtype
-        )
+        return F.linear(x, self._weight.dequantize(x.dtype), bias).to(dtype or x.dtype)
 
 
 class Fp8Matrix:
@@ -155,6 +189,17 @@ class Fp8Matrix:
             out_dtype=torch.bfloat16,
         )
         return product.to(dtype)
+
+
+def _fills_pairs(shape: tuple[int, ...]) -> bool:
+    """Whether inputs can be taken two at a time, as bfloat16 is."""
+    return shape[1] % 2 == 0
+
+
+def _multiplies_in_tiles() -> bool:
+    """Whether this processor has AMX, which oneDNN uses."""
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return has_amx is not None and bool(has_amx())
 
 
 def _forms(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> tuple[bool, bool]:

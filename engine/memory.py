@@ -14,8 +14,9 @@ import torch
 from cluster.errors import ConfigError
 from engine.config import DTYPES, ModelConfig
 from engine.kv_cache import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
-from engine.matmul import keeps_plain, matrix_bytes, multiplies_quantized
-from engine.native import INT4_ZEROS, Native
+from engine.matmul import keeps_plain, matrix_bytes, multiplies_plain, multiplies_quantized
+from engine.native import Native
+from engine.native.tiles import INT4_ZEROS
 from engine.quantization import stored_bytes
 
 
@@ -30,10 +31,17 @@ class WeightForm:
     """As `Packing.keeps_codes` says for the checkpoint's packing."""
     is_tiled: bool = False
     """Whether Baton's kernels multiply what is quantized, which is then padded for them."""
+    is_plain_tiled: bool = False
+    """Whether they multiply what is not."""
 
     @property
     def element_type(self) -> torch.dtype:
         return _torch_dtype(self.dtype)
+
+    def bytes_of(self, shape: tuple[int, int]) -> int:
+        """What is kept of a weight [O, I]."""
+        is_tiled = self.is_plain_tiled if self.quantization == "none" else self.is_tiled
+        return matrix_bytes(shape, self.element_type, torch.device(self.device), self.quantization, is_tiled)
 
 
 def choose_form(
@@ -42,7 +50,8 @@ def choose_form(
     """`kernels` as `engine.ops.choose_native` gives them."""
     packing = config.packing
     keeps_codes = packing is not None and packing.keeps_codes(quantization, _torch_dtype(dtype), kernels)
-    return WeightForm(dtype, device, quantization, keeps_codes, multiplies_quantized(kernels))
+    is_plain_tiled = quantization == "none" and multiplies_plain(kernels, _torch_dtype(dtype))
+    return WeightForm(dtype, device, quantization, keeps_codes, multiplies_quantized(kernels), is_plain_tiled)
 
 
 def resolve_device(wanted: str) -> str:
@@ -104,8 +113,8 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     kind, place = form.element_type, torch.device(form.device)
     vocabulary = _vocabulary_shape(config, tp_size)
     embedding = vocabulary[0] * vocabulary[1] * kind.itemsize
-    head = matrix_bytes(vocabulary, kind, place, form.quantization, form.is_tiled)
-    if config.tie_word_embeddings and keeps_plain(vocabulary, kind, place, form.quantization):
+    head = form.bytes_of(vocabulary)
+    if config.tie_word_embeddings and keeps_plain(vocabulary, kind, place, form.quantization, form.is_plain_tiled):
         head -= embedding
     layer = sum(_linear_bytes(config, linear, form) for linear in _layer_linears(config, tp_size))
     vectors = config.num_hidden_layers * _layer_vector_elements(config, tp_size) + config.hidden_size
@@ -153,9 +162,9 @@ def _linear_bytes(config: ModelConfig, linear: _Linear, form: WeightForm, is_rea
     if packing is not None and group is not None:
         order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
         return stored_bytes(linear.shape, INT4_ZEROS, group, form.is_tiled) + order
-    if is_read and form.quantization == "none":
+    if is_read and form.quantization == "none" and not form.is_plain_tiled:
         return linear.num_elements * form.element_type.itemsize
-    return matrix_bytes(linear.shape, form.element_type, torch.device(form.device), form.quantization, form.is_tiled)
+    return form.bytes_of(linear.shape)
 
 
 def _layer_linears(config: ModelConfig, tp_size: int) -> list[_Linear]:

@@ -56,8 +56,8 @@ class SelfAttention:
         tp, self._head_dim = loader.tp, config.head_dim
         heads = loader.equal_share(config.num_attention_heads)
         kv_heads = config.kv_head_range(tp.rank, tp.size)
-        self._num_heads, self._num_kv_heads = len(heads), len(kv_heads)
-        self._qkv = ColumnParallelLinear(
+        self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
+        self.qkv = ColumnParallelLinear(
             loader,
             [
                 self._projection(f"{name}.q_proj", config.num_attention_heads, heads),
@@ -67,36 +67,36 @@ class SelfAttention:
             config.hidden_size,
             config.attention_bias,
         )
-        self._out = RowParallelLinear(
+        self.out = RowParallelLinear(
             loader,
             f"{name}.o_proj",
             config.num_attention_heads * config.head_dim,
             config.hidden_size,
             config.attention_output_bias,
         )
-        self._head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
+        self.head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
         self._eps = config.rms_norm_eps
         self._ops = loader.ops
-        self._layer = layer
+        self.layer = layer
         window = config.layer_windows[layer]
-        self._window_size = (-1, -1) if window is None else (window - 1, 0)
+        self.window_size = (-1, -1) if window is None else (window - 1, 0)
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        pages = context.kv.pages(self._layer)
-        qkv = self._qkv(x).view(x.shape[0], self._num_heads + 2 * self._num_kv_heads, self._head_dim)
+        pages = context.kv.pages(self.layer)
+        qkv = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self._head_dim)
         q = self._ops.rotate_and_store(
-            qkv, self._head_norm, self._eps, context.rope_rows, context.slots, pages, self._num_heads
+            qkv, self.head_norm, self._eps, context.rope_rows, context.slots, pages, self.num_heads
         )
         if context.on_layer is not None:
-            context.on_layer(self._layer + 1)
+            context.on_layer(self.layer + 1)
         out = context.attention(
             q,
             *pages,
             context.batch,
             softmax_scale=self._head_dim**-0.5,
-            window_size=self._window_size,
+            window_size=self.window_size,
         )
-        return self._out(out.reshape(x.shape[0], -1))
+        return self.out(out.reshape(x.shape[0], -1))
 
     def _projection(self, name: str, total: int, heads: range) -> Projection:
         size = self._head_dim
@@ -105,7 +105,7 @@ class SelfAttention:
     def _load_head_norm(self, config: ModelConfig, name: str, loader: Loader) -> torch.Tensor:
         """One row for each head, query heads first, so that both norms are one product."""
         q, k = (RmsNorm(loader, f"{name}.{which}_norm", config.head_dim, config.rms_norm_eps).weight for which in "qk")
-        return torch.cat([q.expand(self._num_heads, -1), k.expand(self._num_kv_heads, -1)])
+        return torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
 
 
 class GatedMlp:
@@ -115,14 +115,14 @@ class GatedMlp:
         name = f"model.layers.{layer}.mlp"
         own = loader.equal_share(config.intermediate_size)
         inner = [Projection(f"{name}.{which}_proj", config.intermediate_size, own) for which in ("gate", "up")]
-        self._gate_up = ColumnParallelLinear(loader, inner, config.hidden_size, config.mlp_bias)
-        self._down = RowParallelLinear(
+        self.gate_up = ColumnParallelLinear(loader, inner, config.hidden_size, config.mlp_bias)
+        self.down = RowParallelLinear(
             loader, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
         )
         self._ops = loader.ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
 
 
 class DecoderLayer:
@@ -130,15 +130,15 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         name = f"model.layers.{layer}"
-        self._input_norm = RmsNorm(loader, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
-        self._attention = SelfAttention(config, layer, loader)
-        self._mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
-        self._mlp = GatedMlp(config, layer, loader)
+        self.input_norm = RmsNorm(loader, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.attention = SelfAttention(config, layer, loader)
+        self.mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMlp(config, layer, loader)
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
         """Brings the residual [T, E] up to date by `add`, the layer's before; returns what is to be added next."""
-        add = self._attention(self._input_norm(residual, add), context)
-        return self._mlp(self._mlp_norm(residual, add))
+        add = self.attention(self.input_norm(residual, add), context)
+        return self.mlp(self.mlp_norm(residual, add))
 
 
 class Decoder:
@@ -146,27 +146,29 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, loader: Loader, report: Callable[[str], None]) -> None:
         embedding = VocabShard(loader, "model.embed_tokens", config.vocab_size, config.hidden_size)
-        self._embedding = VocabParallelEmbedding(embedding, loader.tp)
-        self._layers = []
+        self.tp = loader.tp
+        self.embedding = embedding
+        self._embed = VocabParallelEmbedding(embedding, loader.tp)
+        self.layers = []
         for layer in range(config.num_hidden_layers):
-            self._layers.append(DecoderLayer(config, layer, loader))
+            self.layers.append(DecoderLayer(config, layer, loader))
             report(f"loading weights: {layer + 1} of {config.num_hidden_layers} layers")
-        self._norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps)
+        self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps)
         head = embedding
         if not config.tie_word_embeddings:
             head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
-        self._head = VocabParallelHead(head, config.vocab_size, loader)
+        self.head = VocabParallelHead(head, config.vocab_size, loader)
 
     def only(self, layers: Sequence[int]) -> Decoder:
         """This decoder without its other layers, sharing the weights."""
         other = copy.copy(self)
-        other._layers = [self._layers[layer] for layer in layers]
+        other.layers = [self.layers[layer] for layer in layers]
         return other
 
     def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
         """[T] ids through all layers, whose KV is then written."""
-        residual, add = self._embedding(token_ids), None  # [T, E]
-        for layer in self._layers:
+        residual, add = self._embed(token_ids), None  # [T, E]
+        for layer in self.layers:
             add = layer(residual, add, context)
         return residual, add
 
@@ -174,4 +176,4 @@ class Decoder:
         """Of [R] rows of a step, [R, V]; `hidden` stays as it is."""
         residual, add = hidden
         last = residual.index_select(0, rows)
-        return self._head(self._norm(last, None if add is None else add.index_select(0, rows)))
+        return self.head(self.norm(last, None if add is None else add.index_select(0, rows)))

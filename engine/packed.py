@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.native import INT4_SPAN
+from engine.native.tiles import INT4_SPAN
 from engine.packing import WORD_BITS, Packing
 from engine.quantization import Quantized, keep
 

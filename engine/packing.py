@@ -14,7 +14,8 @@ import torch
 
 from cluster.errors import CheckpointError
 from engine.fields import Fields
-from engine.native import INT4_SPAN, Native
+from engine.native import Native
+from engine.native.tiles import INT4_SPAN
 
 Method = Literal["awq", "gptq"]
 _WHERE = "config.json: quantization_config"

@@ -2,8 +2,8 @@
 
 Symmetric and to nearest. int8 has one scale for each output (its rows stay exact integers until the sum is scaled);
 int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. Codes that a
-checkpoint brings along keep their own zero points and groups. `tile` lays a weight out for `engine.native`. fp8 is
-float8_e4m3fn, whose steps grow with the value, with one scale for each row.
+checkpoint brings along keep their own zero points and groups. `tile` lays a weight out for `engine.native`, `tile_bf16`
+one that is kept whole. fp8 is float8_e4m3fn, whose steps grow with the value, with one scale for each row.
 
 Legend: O outputs, I inputs, G groups of inputs, T rows.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native import INT4, INT4_ZEROS, INT8, SPAN, TILE
+from engine.native.tiles import BF16, INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
 
 FORMATS = ("none", "int8", "int4", "fp8")
 INT4_GROUP = 32
@@ -30,7 +30,7 @@ class Quantized:
     data: Tensor
     scales: Tensor
     kind: int
-    """INT8, INT4 or INT4_ZEROS of `engine.native`."""
+    """INT8, INT4 or INT4_ZEROS of `engine.native.tiles`."""
     group: int
 
     @property
@@ -114,13 +114,13 @@ def _int4(rows: Tensor, group: int) -> Quantized:
 def keep(codes: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Quantized:
     """(codes - zeros) * scales as it is: uint8 [O, I] below 16, uint8 [O, G], float16 [O, G].
 
-    `group` is a multiple of `engine.native.INT4_SPAN`.
+    `group` is a multiple of `engine.native.tiles.INT4_SPAN`.
     """
     return Quantized(_pack(codes), torch.stack((scales, zeros.to(torch.float16)), dim=2), INT4_ZEROS, group)
 
 
-def tile(weight: Quantized) -> tuple[Tensor, Tensor]:
-    """Data and scales as `engine.native` multiplies them. What pads them has no scale."""
+def tile(weight: Quantized) -> Tiles:
+    """As `engine.native` multiplies it. What pads it has no scale."""
     num_outputs, num_inputs = weight.shape
     tiles, width = -(-num_outputs // TILE), -(-num_inputs // SPAN) * SPAN
     codes = weight.codes()
@@ -129,13 +129,29 @@ def tile(weight: Quantized) -> tuple[Tensor, Tensor]:
     codes = F.pad(codes, (0, width - num_inputs, 0, tiles * TILE - num_outputs))
     if weight.kind == INT8:
         data = codes.view(tiles, TILE, -1, 4).transpose(1, 2).contiguous()
-        return data, F.pad(weight.scales, (0, tiles * TILE - num_outputs))
+        scales = F.pad(weight.scales, (0, tiles * TILE - num_outputs))
+        return Tiles(data, scales, INT8, 0, num_outputs, num_inputs)
     halves = codes.view(tiles, TILE, -1, 2, 4)
     data = (halves[:, :, :, 0] | halves[:, :, :, 1] << 4).transpose(1, 2).contiguous()
     pairs = weight.scales.view(num_outputs, -1, 1 if weight.kind == INT4 else 2)
     groups = -(-width // weight.group)
     pairs = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1], 0, tiles * TILE - num_outputs))
-    return data, pairs.view(tiles, TILE, groups, -1).permute(0, 2, 3, 1).contiguous()
+    scales = pairs.view(tiles, TILE, groups, -1).permute(0, 2, 3, 1).contiguous()
+    return Tiles(data, scales, weight.kind, weight.group, num_outputs, num_inputs)
+
+
+def tile_bf16(weight: Tensor) -> Tiles:
+    """bfloat16 [O, I], I even, as `engine.native` multiplies it."""
+    num_outputs, num_inputs = weight.shape
+    tiles = -(-num_outputs // TILE)
+    rows = F.pad(weight, (0, 0, 0, tiles * TILE - num_outputs))
+    data = rows.view(tiles, TILE, -1, 2).transpose(1, 2).contiguous()
+    return Tiles(data, None, BF16, 0, num_outputs, num_inputs)
+
+
+def tiled_bf16_bytes(shape: tuple[int, int]) -> int:
+    """What `tile_bf16` makes of a weight [O, I]."""
+    return -(-shape[0] // TILE) * TILE * shape[1] * torch.bfloat16.itemsize
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -20,12 +20,12 @@ class RopeTable:
         frequencies, scale = rope_frequencies(rope, head_dim)
         angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)  # [P, D/2]
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        self._cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D]
-        self._sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D], signed for the rotation
+        self.cos = torch.cat([cos, cos], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D]
+        self.sin = torch.cat([-sin, sin], dim=-1).unsqueeze(1).to(device, dtype)  # [P, 1, D], signed for the rotation
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The rows of [T] positions, to be passed to `rotate`: two of [T, 1, D]."""
-        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
 
 
 def rotate(heads: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch
 from engine.attention import AttentionBatch, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.config import ModelConfig
+from engine.decode_step import choose_decode_step
 from engine.graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
 from engine.kv_cache import KvCache
 from engine.layers import Loader
@@ -88,6 +89,7 @@ class ModelRunner:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)
+        self._native = native
         self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
         self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         if capture is None:
@@ -138,6 +140,10 @@ class ModelRunner:
             self._kv_dtype,
             self.device,
         )
+        self.decode_step, self.decode_reason = choose_decode_step(
+            self._native, self._model, config, self._kv, self._rope
+        )
+        """How decode steps are one call, or why they are not."""
 
     @property
     def attention_name(self) -> str:
@@ -168,8 +174,9 @@ class ModelRunner:
             self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
         if len(step.token_ids) == 0:
             return StepOutput(torch.empty((0, self.config.vocab_size), device=self.device))
-        if self._graphs is not None and on_layer is None and self._graphs.takes(step):
-            return StepOutput(self._graphs.run(step))
+        for whole in (self._graphs, self.decode_step):
+            if whole is not None and on_layer is None and whole.takes(step):
+                return StepOutput(whole.run(step))
         hidden = self._compute(
             self._to_device(step.token_ids, np.int32),
             self._to_device(step.positions, np.int32),

@@ -119,3 +119,14 @@ def _scored_rows(slices: list[SequenceSlice], cu_seqlens_q: IntArray) -> IntArra
         (first + i, token_id, span.num_top) for first, span in spans for i, token_id in enumerate(span.next_token_ids)
     ]
     return np.array(rows, dtype=np.int32).reshape(-1, 3)
+
+
+def is_decode(step: StepInput) -> bool:
+    """Whether every sequence has one new token and wants its logits, and nothing is scored."""
+    every = np.arange(len(step.seqlens_k) + 1)
+    return (
+        len(step.seqlens_k) > 0
+        and not len(step.scored)
+        and np.array_equal(step.cu_seqlens_q, every)
+        and np.array_equal(step.logits_indices, every[:-1])
+    )

@@ -18,22 +18,15 @@ import torch
 from torch import Tensor
 
 from engine.native.build import BuildFailed, build
+from engine.native.decode import DecodeBatch, DecodeModel
+from engine.native.tiles import Tiles, Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
-INT8, INT4, INT4_ZEROS = 1, 2, 3
-"""What `linear` multiplies with; `engine.quantization.tile` makes it. Inputs are padded to SPAN, outputs to TILE:
-int8:  uint8 [O / 64, I / 4, 64, 4], plus 128, with float32 [O] scales;
-int4:  uint8 [O / 64, I / 8, 64, 4], four inputs in the low halves and the next four in the high ones, each plus 8, with
-       bfloat16 scales [O / 64, G, 64];
-zeros: the same codes as they are, with float16 [O / 64, G, 2, 64], scales and what is taken off each code."""
-INT4_SPAN = 32
-"""Inputs of a group, at least; a group is a multiple of it."""
-SPAN = 128
-"""Inputs of a token that share the scale it is rounded to 8 bits with."""
-TILE = 64
-
 _POINTER, _COUNT, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_WEIGHT = ctypes.POINTER(Weight)
+DECODE_PAGES = {torch.bfloat16: "bfloat16", torch.int8: "int8"}
+"""Types of pages that `decode` reads."""
 _SIGNATURES: dict[str, list[Any]] = {
     "rms_norm": [_POINTER, _COUNT, *[_POINTER] * 3, _COUNT, _COUNT, _FLOAT],
     "silu_mul": [_POINTER, _POINTER, _COUNT, _COUNT],
@@ -61,11 +54,16 @@ class Native:
             for name, arguments in _PAGE_SIGNATURES.items():
                 self._functions[name, dtype, dtype] = self._bind(f"{name}_{of_type}", arguments)
                 self._functions[name, dtype, torch.int8] = self._bind(f"{name}_{of_type}_int8", arguments)
-        self.has_products = bool(self._library.baton_has_products())
-        """Whether this processor multiplies bytes (AVX512-VNNI); without it, `linear` is not there."""
+        products = self._library.baton_products()
+        self.has_products = products > 0
+        """Whether this processor multiplies bytes (AVX512-VNNI); without it, `linear` and `decode` are not there."""
+        self.has_bf16_products = products > 1
+        """Whether it multiplies bfloat16 as well (AVX512-BF16)."""
         if self.has_products:
-            products = [_POINTER, _POINTER, _POINTER, _FLAG, _COUNT]
-            self._linear = self._bind("linear", [*products, _POINTER, _POINTER, _FLAG, *[_COUNT] * 4])
+            self._linear = self._bind("linear", [_POINTER, _WEIGHT, _POINTER, _POINTER, _FLAG, _COUNT])
+            self._decode = {
+                dtype: self._bind(f"decode_{name}", [_POINTER, _POINTER]) for dtype, name in DECODE_PAGES.items()
+            }
         self._has_prompts = bool(self._library.baton_has_bf16_dot())
         if self._has_prompts:
             pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
@@ -197,35 +195,18 @@ class Native:
         )
 
     def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        scales: Tensor,
-        kind: int,
-        group: int,
-        num_outputs: int,
-        bias: Tensor | None = None,
-        dtype: torch.dtype = torch.bfloat16,
+        self, x: Tensor, tiles: Tiles, bias: Tensor | None = None, dtype: torch.dtype = torch.bfloat16
     ) -> Tensor:
-        """bfloat16 [T, I], rounded to 8 bits, times a weight of one of the kinds: [T, O] in `dtype`, which is bfloat16
-        or float32. `group`: inputs of the weight that share a scale, where they do."""
-        num_tokens, num_inputs = x.shape
-        out = torch.empty((num_tokens, num_outputs), dtype=dtype)
-        self._linear(
-            x.data_ptr(),
-            weight.data_ptr(),
-            scales.data_ptr(),
-            kind,
-            group,
-            _address(bias),
-            out.data_ptr(),
-            dtype == torch.float32,
-            num_tokens,
-            num_inputs,
-            -(-num_inputs // SPAN) * SPAN,
-            num_outputs,
-        )
+        """bfloat16 [T, I] times a weight: [T, O] in `dtype`, which is bfloat16 or float32. For a weight in fewer bits
+        x is rounded to 8, with a scale for every SPAN inputs."""
+        num_tokens = x.shape[0]
+        out = torch.empty((num_tokens, tiles.num_outputs), dtype=dtype)
+        self._linear(x.data_ptr(), tiles.weight, _address(bias), out.data_ptr(), dtype == torch.float32, num_tokens)
         return out
+
+    def decode(self, model: DecodeModel, batch: DecodeBatch, pages: torch.dtype) -> None:
+        """Computes a whole step: writes keys and values to the pages, which are of this type, and the logits."""
+        self._decode[pages](ctypes.byref(model), ctypes.byref(batch))
 
     def _bind(self, name: str, arguments: list[Any]) -> Any:
         function = getattr(self._library, f"baton_{name}")

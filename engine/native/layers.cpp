@@ -1,94 +1,36 @@
-// What lies between the products of a layer: norms, the MLP's middle, rotary embedding with the store of keys and values.
+// What lies between the products of a layer, as functions for engine.native.
 //
-// `engine.native` says what each function computes. Raw pointers to contiguous rows unless a stride is given; sums are in
-// float32; threads are OpenMP's, which torch's library shares. Loops are left to the compiler to vectorize.
+// Raw pointers to contiguous rows unless a stride is given; threads are OpenMP's, which torch's library shares.
 //
-// Legend: T tokens, D head_dim.
+// Legend: T tokens.
 
-#include "pages.h"
+#include "layers.h"
 
 namespace {
-
-inline float dot(const float* a, const float* b, int64_t n) {
-  float sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
-  return sum;
-}
 
 template <typename T>
 void rms_norm(T* x, int64_t x_stride, const T* add, const T* weight, T* out, int64_t tokens, int64_t width, float eps) {
 #pragma omp parallel for if (tokens * width >= kWorthThreads && tokens > 1)
-  for (int64_t t = 0; t < tokens; ++t) {
-    T* row = x + t * x_stride;
-    float sum = 0;
-    if (add) {
-      const T* other = add + t * width;
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < width; ++i) {
-        store(row + i, to_float(row[i]) + to_float(other[i]));
-        const float value = to_float(row[i]);
-        sum += value * value;
-      }
-    } else {
-#pragma omp simd reduction(+ : sum)
-      for (int64_t i = 0; i < width; ++i) sum += to_float(row[i]) * to_float(row[i]);
-    }
-    const float scale = 1.0f / std::sqrt(sum / width + eps);
-    T* to = out + t * width;
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) store(to + i, rounded(to_float(row[i]) * scale, T{}) * to_float(weight[i]));
-  }
+  for (int64_t t = 0; t < tokens; ++t)
+    normalise(x + t * x_stride, add ? add + t * width : nullptr, weight, out + t * width, width, eps);
 }
 
 template <typename T>
 void silu_mul(const T* gate_up, T* out, int64_t tokens, int64_t width) {
 #pragma omp parallel for if (tokens * width >= kWorthThreads)
-  for (int64_t t = 0; t < tokens; ++t) {
-    const T* gate = gate_up + 2 * t * width;
-    const T* up = gate + width;
-    T* to = out + t * width;
-#pragma omp simd
-    for (int64_t i = 0; i < width; ++i) {
-      const float x = to_float(gate[i]);
-      store(to + i, rounded(x / (1.0f + std::exp(-x)), T{}) * to_float(up[i]));
-    }
-  }
+  for (int64_t t = 0; t < tokens; ++t) gate(gate_up + 2 * t * width, out + t * width, width);
 }
 
-// cos and sin are [T, D], the first half of sin negative: dimension i turns with i + D/2.
+// cos and sin are [T, D].
 template <typename T, typename P>
 void rotate_and_store(T* qkv, const T* head_norm, float eps, const T* cos, const T* sin, const int64_t* slots, P* k_pages,
                       P* v_pages, int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dim) {
-  const int64_t half = dim / 2;
 #pragma omp parallel for if (tokens * (q_heads + kv_heads) * dim >= kWorthThreads)
   for (int64_t t = 0; t < tokens; ++t) {
-    float turned[512], plain[512];
     T* token = qkv + t * (q_heads + 2 * kv_heads) * dim;
-    const T* c = cos + t * dim;
-    const T* s = sin + t * dim;
-    for (int64_t h = 0; h < q_heads + kv_heads; ++h) {
-      T* head = token + h * dim;
-      widen(head, plain, dim);
-      if (head_norm) {
-        const T* weight = head_norm + h * dim;
-        const float scale = 1.0f / std::sqrt(dot(plain, plain, dim) / dim + eps);
-        for (int64_t i = 0; i < dim; ++i)
-          plain[i] = rounded(rounded(plain[i] * scale, T{}) * to_float(weight[i]), T{});
-      }
-#pragma omp simd
-      for (int64_t i = 0; i < half; ++i) {
-        turned[i] = plain[i] * to_float(c[i]) + plain[i + half] * to_float(s[i]);
-        turned[i + half] = plain[i + half] * to_float(c[i + half]) + plain[i] * to_float(s[i + half]);
-      }
-#pragma omp simd
-      for (int64_t i = 0; i < dim; ++i) store(head + i, turned[i]);
-    }
-    for (int64_t h = 0; h < kv_heads; ++h) {
-      const int64_t at = (slots[t] * kv_heads + h) * cell<P>(dim);
-      store_head(token + (q_heads + h) * dim, k_pages + at, dim);
-      store_head(token + (q_heads + kv_heads + h) * dim, v_pages + at, dim);
-    }
+    const Heads<T> heads{token, head_norm, cos + t * dim, sin + t * dim, q_heads, kv_heads, dim, eps};
+    heads.rotate(0, q_heads + kv_heads);
+    heads.keep(0, kv_heads, slots[t], k_pages, v_pages);
   }
 }
 

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t kChunk = 64;  // keys whose scores are taken at once
-constexpr int64_t kAhead = 12;  // keys that are asked of memory before they are needed
+constexpr int64_t kKeysAhead = 12;  // keys that are asked of memory before they are needed
 
 // Pages hold heads as they are computed, or as int8 followed by the float32 that each value is times.
 
@@ -63,7 +63,7 @@ void load_heads(const P* pages, const int32_t* table, int64_t start, int64_t cou
     const P* from = pages + ((table[block] * block_size + offset) * kv_heads + head) * cell<P>(dim);
     const int64_t stride = kv_heads * cell<P>(dim);
     for (; j < stop; ++j, from += stride) {
-      for (int64_t i = 0; i < cell<P>(dim); i += 64 / sizeof(P)) __builtin_prefetch(from + kAhead * stride + i);
+      for (int64_t i = 0; i < cell<P>(dim); i += 64 / sizeof(P)) __builtin_prefetch(from + kKeysAhead * stride + i);
       load_head(from, to + j * dim, dim);
     }
   }

@@ -1,53 +1,24 @@
 // Attention of many new tokens of one sequence, in bfloat16: processors that multiply it (AVX512-BF16) only.
 //
-// Legend: Q new tokens, J keys, Hq/H query/KV heads, D head_dim, R rows.
+// After FlashAttention (arXiv 2205.14135): a few rows at a time meet a chunk of keys, are softened and meet its values,
+// and nothing of that leaves the nearest cache.
+//
+// Legend: Q new tokens, J keys, Hq/H query/KV heads, D head_dim, R rows: query tokens times query heads of a KV head.
 
-#include <vector>
+#include <memory>
 
+#include "dots.h"
 #include "pages.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#if defined(__AVX512BF16__) && defined(HAS_DOTS)
 #define HAS_BF16_DOT 1
-#include <immintrin.h>
 #endif
 
 #ifdef HAS_BF16_DOT
 
 namespace {
 
-// [R, 2 pairs] rows times packed columns, 64 of them: `packed` is [pairs, columns, 2]. Adds to `out` [R, columns].
-template <int R>
-void multiply(const bfloat16* rows, int64_t row_stride, const bfloat16* packed, int64_t pairs, int64_t columns, float* out,
-              int64_t out_stride) {
-  __m512 acc[R][4];
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 4; ++v) acc[r][v] = _mm512_loadu_ps(out + r * out_stride + v * 16);
-  for (int64_t p = 0; p < pairs; ++p) {
-    __m512bh column[4];
-    for (int v = 0; v < 4; ++v) column[v] = (__m512bh)_mm512_loadu_si512(packed + (p * columns + v * 16) * 2);
-    for (int r = 0; r < R; ++r) {
-      int32_t pair;
-      std::memcpy(&pair, rows + r * row_stride + 2 * p, sizeof pair);
-      const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
-      for (int v = 0; v < 4; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], row, column[v]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < 4; ++v) _mm512_storeu_ps(out + r * out_stride + v * 16, acc[r][v]);
-}
-
-void multiply_all(const bfloat16* rows, int64_t count, int64_t row_stride, const bfloat16* packed, int64_t pairs,
-                  int64_t columns, float* out, int64_t out_stride) {
-  for (int64_t c = 0; c < columns; c += 64) {
-    int64_t r = 0;
-    for (; r + 6 <= count; r += 6)
-      multiply<6>(rows + r * row_stride, row_stride, packed + 2 * c, pairs, columns, out + r * out_stride + c, out_stride);
-    for (; r < count; ++r)
-      multiply<1>(rows + r * row_stride, row_stride, packed + 2 * c, pairs, columns, out + r * out_stride + c, out_stride);
-  }
-}
-
-// Keys and values of one chunk and one KV head, as `multiply` reads them: [D / 2, kChunk, 2] and [kChunk / 2, D, 2].
+// Keys and values of one chunk and one KV head, as `dot` reads them: [D / 2, kChunk, 2] and [kChunk / 2, D, 2].
 template <typename P>
 void pack_chunk(const P* k_pages, const P* v_pages, const int32_t* table, int64_t start, int64_t count, int64_t kv_heads,
                 int64_t head, int64_t dim, int64_t block_size, float* rows, bfloat16* keys, bfloat16* values) {
@@ -61,82 +32,152 @@ void pack_chunk(const P* k_pages, const P* v_pages, const int32_t* table, int64_
       store(values + ((j / 2) * dim + i) * 2 + j % 2, j < count ? rows[j * dim + i] : 0.0f);
 }
 
-constexpr int64_t kTileRows = 48;  // query tokens times query heads of a KV head whose scores are taken together
+constexpr int64_t kTileRows = 48;  // whose keys are looked at together
+constexpr float kLog2E = 1.44269504f;
 
-// The newest Q tokens of one sequence of J, after FlashAttention (arXiv 2205.14135).
+// 2 to the power of x, to 3e-6 of it.
+inline __m512 power_of_2(__m512 x) {
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 rest = _mm512_sub_ps(x, whole);
+  __m512 sum = _mm512_set1_ps(1.33335581e-3f);
+  for (float next : {9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(next));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+// Rows of one KV head, and what is known of each so far.
+struct Tile {
+  int64_t dim;
+  std::unique_ptr<bfloat16[]> heads, weights;  // [R, D], and [6, kChunk] of the rows at hand
+  std::unique_ptr<float[]> sums, totals;       // [R, D] and [R, 16]
+  float best[kTileRows];                       // the largest score, times the scale, as a power of 2
+  uint64_t seen[kTileRows];                    // keys of the chunk
+
+  Tile(int64_t rows, int64_t dim)
+      : dim(dim),
+        heads(new bfloat16[rows * dim]),
+        weights(new bfloat16[kMostRows * kChunk]),
+        sums(new float[rows * dim]),
+        totals(new float[rows * 16]) {}
+
+  void clear(int64_t rows) {
+    std::fill_n(sums.get(), rows * dim, 0.0f);
+    std::fill_n(totals.get(), rows * 16, 0.0f);
+    std::fill_n(best, rows, -1e30f);
+  }
+
+  // Scores of a row become what the values are times; what it has so far is scaled to match.
+  void soften(int64_t row, const __m512i* scores, float scale, bfloat16* to) {
+    const __m512 least = _mm512_set1_ps(-1e30f), times = _mm512_set1_ps(scale);
+    __mmask16 mask[kVectors];
+    __m512 x[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      mask[v] = static_cast<__mmask16>(seen[row] >> (16 * v));
+      x[v] = _mm512_mask_mul_ps(least, mask[v], _mm512_castsi512_ps(scores[v]), times);
+    }
+    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
+    __m512 total = _mm512_loadu_ps(&totals[row * 16]);
+    if (most > best[row]) {
+      const __m512 shrink = power_of_2(_mm512_set1_ps(best[row] - most));
+      best[row] = most;
+      total = _mm512_mul_ps(total, shrink);
+      for (float* at = &sums[row * dim]; at < &sums[(row + 1) * dim]; at += 16)
+        _mm512_storeu_ps(at, _mm512_mul_ps(_mm512_loadu_ps(at), shrink));
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = _mm512_maskz_mov_ps(mask[v], power_of_2(_mm512_sub_ps(x[v], _mm512_set1_ps(best[row]))));
+      total = _mm512_add_ps(total, x[v]);
+    }
+    _mm512_storeu_ps(&totals[row * 16], total);
+    for (int v = 0; v < kVectors; v += 2)
+      _mm512_storeu_si512(to + 16 * v, (__m512i)_mm512_cvtne2ps_pbh(x[v + 1], x[v]));
+  }
+
+  // C rows from `row` on, over one packed chunk.
+  template <int C>
+  void attend(int64_t row, const bfloat16* keys, const bfloat16* values, float scale) {
+    Sums found = {};
+    const auto bytes = [](const bfloat16* from) { return reinterpret_cast<const char*>(from); };
+    dot<Pairs, C>(bytes(&heads[row * dim]), 2 * dim, bytes(keys), 4 * kChunk, dim / 2, found);
+    for (int c = 0; c < C; ++c) soften(row + c, found[c], scale, &weights[c * kChunk]);
+    for (int64_t i = 0; i < dim; i += kColumns) {
+      for (int c = 0; c < C; ++c) std::memcpy(found[c], &sums[(row + c) * dim + i], sizeof found[c]);
+      dot<Pairs, C>(bytes(weights.get()), 2 * kChunk, bytes(values + 2 * i), 4 * dim, kChunk / 2, found);
+      for (int c = 0; c < C; ++c) std::memcpy(&sums[(row + c) * dim + i], found[c], sizeof found[c]);
+    }
+  }
+
+  void attend_all(int64_t rows, const bfloat16* keys, const bfloat16* values, float scale) {
+    const int64_t turns = (rows + kMostRows - 1) / kMostRows;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+      const int64_t row = rows * turn / turns;
+      switch (rows * (turn + 1) / turns - row) {
+        case 1: attend<1>(row, keys, values, scale); break;
+        case 2: attend<2>(row, keys, values, scale); break;
+        case 3: attend<3>(row, keys, values, scale); break;
+        case 4: attend<4>(row, keys, values, scale); break;
+        case 5: attend<5>(row, keys, values, scale); break;
+        default: attend<kMostRows>(row, keys, values, scale);
+      }
+    }
+  }
+
+  void finish(int64_t row, bfloat16* out) const {
+    const float of_total = 1.0f / _mm512_reduce_add_ps(_mm512_loadu_ps(&totals[row * 16]));
+#pragma omp simd
+    for (int64_t i = 0; i < dim; ++i) store(out + i, sums[row * dim + i] * of_total);
+  }
+};
+
+// Keys of a chunk from `first` on that a token at `position` sees.
+inline uint64_t seen_by(int64_t position, int64_t first, int64_t window) {
+  const auto below = [](int64_t count) {  // the lowest `count` bits
+    return count <= 0 ? 0 : count >= kChunk ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+  };
+  return below(position + 1 - first) & ~(window < 0 ? 0 : below(position - window - first));
+}
+
 template <typename P>
 void prompt_attention(const bfloat16* q, int64_t q_stride, const P* k_pages, const P* v_pages, const int32_t* table,
                       bfloat16* out, int64_t queries, int64_t keys, int64_t q_heads, int64_t kv_heads, int64_t dim,
                       int64_t block_size, float scale, int64_t window) {
-  const int64_t group = q_heads / kv_heads;
-  const int64_t chunks = (keys + kChunk - 1) / kChunk;
-  const int64_t cells = kChunk * dim;
-  const int64_t tile_queries = std::max<int64_t>(1, kTileRows / group);
+  const int64_t group = q_heads / kv_heads, cells = kChunk * dim;
+  const int64_t oldest_key = window < 0 ? 0 : std::max<int64_t>(0, keys - queries - window) / kChunk * kChunk;
+  const int64_t chunks = (keys - oldest_key + kChunk - 1) / kChunk;
+  const int64_t tile_queries = std::max<int64_t>(1, kTileRows / group), parts = (group + kTileRows - 1) / kTileRows;
   const int64_t tiles = (queries + tile_queries - 1) / tile_queries;
-  const int64_t most_rows = tile_queries * group;
-  std::vector<bfloat16> packed(kv_heads * chunks * 2 * cells);
+  const std::unique_ptr<bfloat16[]> packed(new bfloat16[kv_heads * chunks * 2 * cells]);
 #pragma omp parallel
   {
-    std::vector<float> rows(cells), sums(most_rows * dim), scores(most_rows * kChunk), best(most_rows), total(most_rows);
-    std::vector<bfloat16> heads(most_rows * dim), weights(most_rows * kChunk);
+    const std::unique_ptr<float[]> rows(new float[cells]);
+    Tile tile(std::min(kTileRows, tile_queries * group), dim);
 #pragma omp for collapse(2) schedule(static)
     for (int64_t h = 0; h < kv_heads; ++h)
       for (int64_t c = 0; c < chunks; ++c) {
         bfloat16* to = &packed[(h * chunks + c) * 2 * cells];
-        const int64_t count = std::min(kChunk, keys - c * kChunk);
-        pack_chunk(k_pages, v_pages, table, c * kChunk, count, kv_heads, h, dim, block_size, rows.data(), to, to + cells);
+        const int64_t first = oldest_key + c * kChunk, count = std::min(kChunk, keys - first);
+        pack_chunk(k_pages, v_pages, table, first, count, kv_heads, h, dim, block_size, rows.get(), to, to + cells);
       }
-#pragma omp for collapse(2) schedule(dynamic, 1)
-    for (int64_t tile = tiles - 1; tile >= 0; --tile)  // the longest first
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        const int64_t first_query = tile * tile_queries;
-        const int64_t count = std::min(tile_queries, queries - first_query) * group;
-        for (int64_t r = 0; r < count; ++r)
-          std::memcpy(&heads[r * dim], q + (first_query + r / group) * q_stride + (h * group + r % group) * dim, dim * 2);
-        std::fill(sums.begin(), sums.end(), 0.0f);
-        std::fill(best.begin(), best.end(), -1e30f);
-        std::fill(total.begin(), total.end(), 0.0f);
-        const int64_t newest = keys - queries + first_query + (count - 1) / group;  // position of the tile's last query
-        const int64_t oldest = window < 0 ? 0 : std::max<int64_t>(0, keys - queries + first_query - window);
-        for (int64_t c = oldest / kChunk; c * kChunk <= newest; ++c) {
-          const bfloat16* from = &packed[(h * chunks + c) * 2 * cells];
-          std::fill(scores.begin(), scores.end(), 0.0f);
-          multiply_all(heads.data(), count, dim, from, dim / 2, kChunk, scores.data(), kChunk);
-          for (int64_t r = 0; r < count; ++r) {
-            const int64_t position = keys - queries + first_query + r / group;
-            const int64_t end = std::min(kChunk, position + 1 - c * kChunk);
-            const int64_t begin = window < 0 ? 0 : std::max<int64_t>(0, position - window - c * kChunk);
-            float* of = &scores[r * kChunk];
-            bfloat16* to = &weights[r * kChunk];
-            float most = best[r];
-#pragma omp simd reduction(max : most)
-            for (int64_t j = 0; j < kChunk; ++j)
-              most = std::max(most, j >= begin && j < end ? of[j] * scale : -1e30f);
-            float added = 0;
-#pragma omp simd reduction(+ : added)
-            for (int64_t j = 0; j < kChunk; ++j) {
-              of[j] = j >= begin && j < end ? std::exp(of[j] * scale - most) : 0.0f;
-              added += of[j];
-            }
-#pragma omp simd
-            for (int64_t j = 0; j < kChunk; ++j) store(to + j, of[j]);
-            const float shrink = std::exp(best[r] - most);
-            best[r] = most;
-            total[r] = total[r] * shrink + added;
-            if (shrink != 1.0f) {
-#pragma omp simd
-              for (int64_t i = 0; i < dim; ++i) sums[r * dim + i] *= shrink;
-            }
-          }
-          multiply_all(weights.data(), count, kChunk, from + cells, kChunk / 2, dim, sums.data(), dim);
-        }
-        for (int64_t r = 0; r < count; ++r) {
-          bfloat16* to = out + ((first_query + r / group) * q_heads + h * group + r % group) * dim;
-          const float of_total = 1.0f / total[r];
-#pragma omp simd
-          for (int64_t i = 0; i < dim; ++i) store(to + i, sums[r * dim + i] * of_total);
-        }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t unit = tiles * kv_heads * parts - 1; unit >= 0; --unit) {  // the longest first
+      const int64_t h = unit / parts % kv_heads, first_head = unit % parts * kTileRows;
+      const int64_t first_query = unit / (parts * kv_heads) * tile_queries;
+      const int64_t heads = std::min(kTileRows, group - first_head);
+      const int64_t count = std::min(tile_queries, queries - first_query) * heads;
+      const auto query_of = [&](int64_t r) { return first_query + r / heads; };
+      const auto head_of = [&](int64_t r) { return h * group + first_head + r % heads; };
+      for (int64_t r = 0; r < count; ++r)
+        std::memcpy(&tile.heads[r * dim], q + query_of(r) * q_stride + head_of(r) * dim, dim * sizeof(bfloat16));
+      tile.clear(count);
+      const int64_t before = keys - queries, newest = before + query_of(count - 1);
+      const int64_t oldest = window < 0 ? 0 : std::max<int64_t>(0, before + first_query - window);
+      for (int64_t c = (oldest - oldest_key) / kChunk; oldest_key + c * kChunk <= newest; ++c) {
+        for (int64_t r = 0; r < count; ++r) tile.seen[r] = seen_by(before + query_of(r), oldest_key + c * kChunk, window);
+        const bfloat16* from = &packed[(h * chunks + c) * 2 * cells];
+        tile.attend_all(count, from, from + cells, scale * kLog2E);
       }
+      for (int64_t r = 0; r < count; ++r) tile.finish(r, out + (query_of(r) * q_heads + head_of(r)) * dim);
+    }
   }
 }
 

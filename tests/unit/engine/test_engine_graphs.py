@@ -21,10 +21,10 @@ from engine.attention_cpu import CpuAttention
 from engine.attention_gpu import FlashAttention, VarlenAttention
 from engine.block_manager import BlockManager
 from engine.generate import Engine
-from engine.graphs import bucket_sizes, choose_capture, is_decode, pad
+from engine.graphs import bucket_sizes, choose_capture, pad
 from engine.runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.step import ScoredSpan, SequenceSlice, StepInput, build_step
+from engine.step import ScoredSpan, SequenceSlice, StepInput, build_step, is_decode
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 256  # that GPU kernels read in place

@@ -15,7 +15,7 @@ from test_engine_packed import FORMATS, layer_in, logits_of, name_of, packing, r
 from cluster.settings import WorkerSettings
 from engine.checkpoint import TensorSlice
 from engine.layers import Loader
-from engine.matmul import Matrix, matrix_bytes
+from engine.matmul import Matrix
 from engine.memory import WeightForm, multiplied_bytes, weight_bytes
 from engine.native import native
 from engine.packed import Codes, keep_codes, read_codes
@@ -160,7 +160,7 @@ def test_planned_bytes_are_those_that_are_taken(
         """Planned for all linear layers, and planned and held in all."""
         runner = make_runner(packed, tp=tp, dtype="bfloat16", quantization=quantization, kernels=kernels)
         config, form = runner.config, runner.weight_form
-        head = matrix_bytes((320 // tp_size, 128), torch.bfloat16, runner.device, quantization, form.is_tiled)
+        head = form.bytes_of((320 // tp_size, 128))
         layers = multiplied_bytes(config, tp_size, form) - head
         return layers, weight_bytes(config, tp_size, form), held_bytes(runner)
 

@@ -182,8 +182,8 @@ def test_a_rehearsal_has_one_layer_of_each_kind(kind: str, tmp_path: Path) -> No
     demand = demand_of(make_checkpoint(kind, tmp_path, **more))
     runner = runner_of(tmp_path, demand)
 
-    assert len(runner.rehearsal(64, 2048)._model._layers) == (2 if kind == "qwen2" else 1)
-    assert len(runner._model._layers) == 4
+    assert len(runner.rehearsal(64, 2048)._model.layers) == (2 if kind == "qwen2" else 1)
+    assert len(runner._model.layers) == 4
     assert measure_activations(runner, demand).size_bytes > 0
 
 

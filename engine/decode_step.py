@@ -1,0 +1,128 @@
+"""Decode steps as one call of Baton's own kernels, where they have all that the model needs.
+
+Between the layers of such a step there is no Python: with a few sequences that, and waiting for it, would take as long
+as reading the weights. What is computed, and in which order it is rounded, is what `engine.model` does.
+
+Legend: T sequences, each with one new token, V vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from engine.config import ModelConfig
+from engine.kv_cache import KvCache
+from engine.layers import Linear
+from engine.matmul import TiledMatrix
+from engine.model import Decoder, DecoderLayer
+from engine.native import DECODE_PAGES, Native
+from engine.native.decode import DecodeBatch, DecodeModel, Layer, Matrix
+from engine.rope import RopeTable
+from engine.step import IntArray, StepInput, is_decode
+
+
+def choose_decode_step(
+    kernels: Native | None, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable
+) -> tuple[DecodeStep | None, str]:
+    """It, or None; and why."""
+    if kernels is None or not kernels.has_products:
+        return None, "Baton's kernels for products are not used"
+    if model.tp.size > 1:
+        return None, "tensor-parallel ranks meet between products"
+    if kv.pool.dtype not in DECODE_PAGES or rope.cos.dtype != torch.bfloat16:
+        return None, "the model or its KV is not in bfloat16"
+    if not all(_can_multiply(linear) for linear in _linears(model)):
+        return None, "some weights are not laid out for Baton's kernels"
+    return DecodeStep(kernels, model, config, kv, rope), "decode steps are one call"
+
+
+class DecodeStep:
+    """Over the weights and the pool that it was made for, which it keeps."""
+
+    def __init__(self, kernels: Native, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable) -> None:
+        self._kernels = kernels
+        self._owners = model, kv, rope
+        self._vocab_size, self._num_positions = config.vocab_size, rope.cos.shape[0]
+        self._pages = kv.pool.dtype
+        self.spent_s = np.zeros(2)
+        """What products and attention have taken so far, in that order."""
+        layers = (Layer * len(model.layers))(*[_layer(layer, kv) for layer in model.layers])
+        attention = model.layers[0].attention
+        self._model = DecodeModel(
+            layers=layers,
+            embedding=model.embedding.weight.data_ptr(),
+            norm=model.norm.weight.data_ptr(),
+            cos=rope.cos.data_ptr(),
+            sin=rope.sin.data_ptr(),
+            head=_matrix(model.head),
+            num_layers=len(layers),
+            hidden=config.hidden_size,
+            q_heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            dim=config.head_dim,
+            block_size=kv.pool.shape[3],
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+        )
+
+    def takes(self, step: StepInput) -> bool:
+        """Whether it is a decode step."""
+        return is_decode(step)
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Writes the new tokens' KV; the logits, float32 [T, V]. Raises IndexError for a token or position that is not
+        there; blocks have been looked at."""
+        _check(step.token_ids, self._vocab_size, "token")
+        _check(step.positions, self._num_positions, "position")
+        num_tokens = len(step.token_ids)
+        logits = torch.empty((num_tokens, self._vocab_size), dtype=torch.float32)
+        arrays = [
+            np.ascontiguousarray(array, dtype=np.int32)
+            for array in (step.token_ids, step.positions, step.slot_mapping, step.seqlens_k, step.block_tables)
+        ]
+        pointers = [array.ctypes.data for array in arrays]
+        batch = DecodeBatch(
+            *pointers, logits.data_ptr(), self.spent_s.ctypes.data, num_tokens, step.block_tables.shape[1]
+        )
+        self._kernels.decode(self._model, batch, self._pages)
+        return logits
+
+
+def _linears(model: Decoder) -> Iterator[Linear]:
+    for layer in model.layers:
+        yield from (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+    yield model.head
+
+
+def _can_multiply(linear: Linear) -> bool:
+    return isinstance(linear.matrix, TiledMatrix) and linear.matrix.order is None
+
+
+def _matrix(linear: Linear) -> Matrix:
+    assert isinstance(linear.matrix, TiledMatrix), "a matrix is not tiled"
+    return Matrix(weight=linear.matrix.tiles.weight, bias=None if linear.bias is None else linear.bias.data_ptr())
+
+
+def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
+    attention, mlp = layer.attention, layer.mlp
+    keys, values = kv.pages(attention.layer)
+    return Layer(
+        qkv=_matrix(attention.qkv),
+        out=_matrix(attention.out),
+        gate_up=_matrix(mlp.gate_up),
+        down=_matrix(mlp.down),
+        input_norm=layer.input_norm.weight.data_ptr(),
+        mlp_norm=layer.mlp_norm.weight.data_ptr(),
+        head_norm=None if attention.head_norm is None else attention.head_norm.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        window=attention.window_size[0],
+    )
+
+
+def _check(array: IntArray, limit: int, what: str) -> None:
+    if not 0 <= array.min() <= array.max() < limit:
+        raise IndexError(f"a step names {what} {array.min()} to {array.max()}; there are {limit}")

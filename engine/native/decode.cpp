@@ -1,0 +1,177 @@
+// A whole decode step: one new token of each sequence, from token ids to logits, in one parallel region.
+//
+// Between products threads meet at a barrier and nowhere else; whoever was held up takes fewer tiles. Each function has
+// the same arithmetic, in the same order, as its part in engine.native.
+//
+// Legend: T tokens, one of each sequence, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, V outputs
+// of the head, P positions.
+
+#include <omp.h>
+
+#include <memory>
+
+#include "attend.h"
+#include "layers.h"
+#include "products.h"
+
+#ifdef HAS_DOTS
+
+namespace {
+
+struct Matrix {
+  Weight weight;
+  const bfloat16* bias;  // or null
+};
+
+struct Layer {
+  Matrix qkv, out, gate_up, down;
+  const bfloat16* input_norm;
+  const bfloat16* mlp_norm;
+  const bfloat16* head_norm;  // [Hq + H, D] or null
+  void* keys;
+  void* values;
+  int64_t window;  // keys before its own that a token sees; -1 for all
+};
+
+struct Model {
+  const Layer* layers;
+  const bfloat16* embedding;  // [., E]
+  const bfloat16* norm;
+  const bfloat16* cos;  // [P, D]
+  const bfloat16* sin;  // [P, D]
+  Matrix head;
+  int64_t num_layers, hidden, q_heads, kv_heads, dim, block_size;
+  float eps, scale;
+};
+
+struct Batch {
+  const int32_t* token_ids;
+  const int32_t* positions;
+  const int32_t* slots;
+  const int32_t* lengths;
+  const int32_t* tables;  // [T, table_width]
+  float* logits;          // [T, V]
+  double* spent;          // seconds, added to: of products, of attention
+  int64_t tokens, table_width;
+};
+
+template <typename T>
+std::unique_ptr<T[]> room(int64_t size) {
+  return std::unique_ptr<T[]>(new T[size]);
+}
+
+// Memory of one step.
+struct Room {
+  std::unique_ptr<bfloat16[]> residual, normed, qkv, attended, added, gate_up, gated;
+  std::unique_ptr<int8_t[]> data;
+  std::unique_ptr<int32_t[]> sums;
+  std::unique_ptr<float[]> scales;
+  std::unique_ptr<Taken[]> taken;
+
+  Room(const Model& m, int64_t tokens) {
+    const int64_t qkv_width = (m.q_heads + 2 * m.kv_heads) * m.dim, mlp = m.layers[0].down.weight.width;
+    const int64_t widest = std::max({m.hidden, m.q_heads * m.dim, mlp}) + kSpan;
+    residual = room<bfloat16>(tokens * m.hidden), normed = room<bfloat16>(tokens * m.hidden);
+    added = room<bfloat16>(tokens * m.hidden), qkv = room<bfloat16>(tokens * qkv_width);
+    attended = room<bfloat16>(tokens * m.q_heads * m.dim);
+    gate_up = room<bfloat16>(tokens * 2 * mlp), gated = room<bfloat16>(tokens * mlp);
+    data = room<int8_t>(tokens * widest), sums = room<int32_t>(tokens * widest / kGroup);
+    scales = room<float>(tokens * widest / kSpan);
+    taken = std::unique_ptr<Taken[]>(new Taken[4 * m.num_layers + 1]());
+  }
+
+  // Tokens as `w` is multiplied with them, where they lie as `plain`.
+  Rows rows(const bfloat16* plain) const { return {plain, data.get(), sums.get(), scales.get()}; }
+};
+
+// Of all tokens: what a layer adds to the residual, and the norm before the next product with `w`.
+void add_and_normalise(const Model& m, const Room& r, const bfloat16* add, const bfloat16* norm, const Weight& w,
+                       int64_t tokens) {
+  const Rows rows = r.rows(r.normed.get());
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    bfloat16* to = &r.normed[t * m.hidden];
+    normalise(&r.residual[t * m.hidden], add ? add + t * m.hidden : nullptr, norm, to, m.hidden, m.eps);
+    if (w.rounds()) round_token(to, m.hidden, t, w.inputs, rows);
+  }
+}
+
+template <typename P>
+void attend_all(const Model& m, const Layer& layer, const Room& r, const Batch& b, Scratch& scratch, int64_t at_once) {
+  auto* keys = static_cast<P*>(layer.keys);
+  auto* values = static_cast<P*>(layer.values);
+  const Pages<P> pages{keys, values, m.q_heads, m.kv_heads, m.dim, m.block_size, m.scale, layer.window};
+  const int64_t group = pages.group(), parts = (m.kv_heads + at_once - 1) / at_once;
+  const int64_t width = (m.q_heads + 2 * m.kv_heads) * m.dim;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t unit = 0; unit < b.tokens * parts; ++unit) {
+    const int64_t t = unit / parts, first = unit % parts * at_once, last = std::min(m.kv_heads, first + at_once);
+    bfloat16* token = &r.qkv[t * width];
+    const int64_t row = b.positions[t] * m.dim;
+    const Heads<bfloat16> heads{token, layer.head_norm, m.cos + row, m.sin + row, m.q_heads, m.kv_heads, m.dim, m.eps};
+    heads.rotate(first * group, last * group);
+    heads.rotate(m.q_heads + first, m.q_heads + last);
+    heads.keep(first, last, b.slots[t], keys, values);
+    attend(pages, token + first * group * m.dim, b.tables + t * b.table_width, b.lengths[t], first, last,
+           &r.attended[(t * m.q_heads + first * group) * m.dim], scratch);
+  }
+  const Weight& out = layer.out.weight;
+  if (!out.rounds()) return;
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < b.tokens; ++t)
+    round_token(&r.attended[t * out.width], out.width, t, out.inputs, r.rows(nullptr));
+}
+
+void gate_all(const Weight& down, const Room& r, int64_t tokens) {
+#pragma omp for schedule(static)
+  for (int64_t t = 0; t < tokens; ++t) {
+    bfloat16* to = &r.gated[t * down.width];
+    gate(&r.gate_up[2 * t * down.width], to, down.width);
+    if (down.rounds()) round_token(to, down.width, t, down.inputs, r.rows(nullptr));
+  }
+}
+
+template <typename P>
+void decode(const Model& m, const Batch& b) {
+  const Room r(m, b.tokens);
+  const int64_t at_once = heads_at_once(b.tokens, m.kv_heads, omp_get_max_threads());
+#pragma omp parallel
+  {
+    Scratch scratch(at_once * m.q_heads / m.kv_heads, m.dim);
+    const bool leads = omp_get_thread_num() == 0;
+    const auto timed = [&](double& spent, auto&& work) {  // until the last thread is done with it
+      const double begun = omp_get_wtime();
+      work();
+      if (leads) spent += omp_get_wtime() - begun;
+    };
+    auto times = [&, taken = r.taken.get()](const Matrix& matrix, const bfloat16* plain, auto* out) mutable {
+      timed(b.spent[0], [&] { multiply(matrix.weight, matrix.bias, r.rows(plain), b.tokens, out, *taken++); });
+    };
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < b.tokens; ++t)
+      std::memcpy(&r.residual[t * m.hidden], m.embedding + b.token_ids[t] * m.hidden, m.hidden * sizeof(bfloat16));
+    const bfloat16* add = nullptr;
+    for (int64_t l = 0; l < m.num_layers; ++l, add = r.added.get()) {
+      const Layer& layer = m.layers[l];
+      add_and_normalise(m, r, add, layer.input_norm, layer.qkv.weight, b.tokens);
+      times(layer.qkv, r.normed.get(), r.qkv.get());
+      timed(b.spent[1], [&] { attend_all<P>(m, layer, r, b, scratch, at_once); });
+      times(layer.out, r.attended.get(), r.added.get());
+      add_and_normalise(m, r, r.added.get(), layer.mlp_norm, layer.gate_up.weight, b.tokens);
+      times(layer.gate_up, r.normed.get(), r.gate_up.get());
+      gate_all(layer.down.weight, r, b.tokens);
+      times(layer.down, r.gated.get(), r.added.get());
+    }
+    add_and_normalise(m, r, add, m.norm, m.head.weight, b.tokens);
+    times(m.head, r.normed.get(), b.logits);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+void baton_decode_bfloat16(const Model* model, const Batch* batch) { decode<bfloat16>(*model, *batch); }
+void baton_decode_int8(const Model* model, const Batch* batch) { decode<int8_t>(*model, *batch); }
+}
+
+#endif

@@ -1,0 +1,68 @@
+"""A weight as Baton's kernels multiply with it: four bytes of 64 outputs lie together, for each four bytes of inputs.
+
+bf16:  bfloat16 [O / 64, I / 2, 64, 2];
+int8:  uint8 [O / 64, I / 4, 64, 4], plus 128, with float32 [O] scales;
+int4:  uint8 [O / 64, I / 8, 64, 4], four inputs in the low halves and the next four in the high ones, each plus 8, with
+       bfloat16 scales [O / 64, G, 64];
+zeros: the same codes as they are, with float16 [O / 64, G, 2, 64], scales and what is taken off each code.
+
+Legend: O outputs, padded to TILE; I inputs, padded to SPAN in fewer bits; G groups of inputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+BF16, INT8, INT4, INT4_ZEROS = range(4)
+INT4_SPAN = 32
+"""Inputs of a group, at least; a group is a multiple of it."""
+SPAN = 128
+"""Inputs of a token that share the scale it is rounded to 8 bits with."""
+TILE = 64
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of products.h."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("format", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("inputs", ctypes.c_int64),
+        ("outputs", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`kind` is one of BF16, INT8, INT4, INT4_ZEROS; `group`: inputs that share a scale, where they do."""
+
+    data: Tensor
+    scales: Tensor | None
+    kind: int
+    group: int
+    num_outputs: int
+    num_inputs: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @cached_property
+    def weight(self) -> Weight:
+        """For the kernels; valid as long as this object."""
+        return Weight(
+            data=self.data.data_ptr(),
+            scales=None if self.scales is None else self.scales.data_ptr(),
+            format=self.kind,
+            group=self.group,
+            width=self.num_inputs,
+            inputs=self.num_inputs if self.kind == BF16 else -(-self.num_inputs // SPAN) * SPAN,
+            outputs=self.num_outputs,
+        )

@@ -1,0 +1,136 @@
+"""Decode steps in one call of Baton's kernels: bit by bit what the layers compute one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
+from engine_steps import make_runner, on_each_rank
+
+from engine.native import native
+from engine.runner import ModelRunner
+from engine.step import SequenceSlice, StepInput, build_step
+
+KERNELS, WHY_NOT = native()
+pytestmark = pytest.mark.skipif(
+    KERNELS is None or not KERNELS.has_bf16_products, reason=f"no products in bfloat16 here: {WHY_NOT}"
+)
+LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 200]
+NUM_BLOCKS = 8 * len(LENGTHS) * 2
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64 dimensions, which kernels read where they lie; qwen3's of 16, which they do not."""
+    sizes = {} if request.param == "qwen3" else {"head_dim": 64, "hidden_size": 512 if request.param == "qwen2" else 64}
+    return make_checkpoint(
+        request.param, tmp_path_factory.mktemp(request.param), dtype="bfloat16", num_hidden_layers=3, **sizes
+    )
+
+
+def prepared(folder: Path, **options: str) -> ModelRunner:
+    """With random keys and values in its pool."""
+    runner = make_runner(folder, dtype="bfloat16", num_blocks=NUM_BLOCKS, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    if runner.kv.dtype == torch.int8:
+        values = runner.kv[..., :-4]
+        values.copy_(torch.randint(-127, 128, values.shape, generator=generator))
+        runner.kv[..., -4:] = torch.tensor([0.01]).view(torch.int8)
+    else:
+        runner.kv.copy_(torch.randn(runner.kv.shape, generator=generator))
+    return runner
+
+
+def decode_step(lengths: Sequence[int], seed: int = 0) -> StepInput:
+    """One new token of each sequence, which then is so long, over blocks in no order."""
+    random = np.random.default_rng(seed)
+    blocks = iter(random.permutation(NUM_BLOCKS).tolist())
+    return build_step(
+        [
+            SequenceSlice(
+                (int(random.integers(VOCAB_SIZE)),), n - 1, tuple(next(blocks) for _ in range(-(-n // 16))), True
+            )
+            for n in lengths
+        ],
+        16,
+    )
+
+
+def layer_by_layer(runner: ModelRunner, step: StepInput) -> torch.Tensor:
+    """A callback for each layer is what a step in one call does not offer."""
+    return runner.run(step, on_layer=lambda count: None).logits
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+def test_logits_and_pages_are_those_of_the_layers_one_by_one(
+    folder: Path, quantization: str, kv_cache_dtype: str
+) -> None:
+    whole, parts = (prepared(folder, quantization=quantization, kv_cache_dtype=kv_cache_dtype) for _ in range(2))
+    assert whole.decode_reason == "decode steps are one call"
+    for lengths in ([n] for n in LENGTHS):
+        step = decode_step(lengths, seed=lengths[0])
+        assert torch.equal(whole.forward(step), layer_by_layer(parts, step)), lengths
+    for count in (2, 7, 10, 13, 20):  # six tokens are multiplied at a time
+        step = decode_step((LENGTHS * 2)[:count], seed=count)
+        logits = whole.forward(step)
+        assert logits.shape == (count, VOCAB_SIZE) and logits.dtype == torch.float32
+        assert torch.equal(logits, layer_by_layer(parts, step)), count
+        assert torch.equal(whole.kv, parts.kv)
+
+
+def test_a_step_that_came_as_bytes_gives_the_same(folder: Path) -> None:
+    runner = prepared(folder)
+    step = decode_step(LENGTHS)
+    assert torch.equal(runner.forward(StepInput.from_bytes(step.to_bytes())), runner.forward(step))
+
+
+def test_the_number_of_threads_changes_nothing(folder: Path) -> None:
+    runner, step = prepared(folder), decode_step(LENGTHS)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            found.append(runner.forward(step))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("token_ids", VOCAB_SIZE, f"token 1 to {VOCAB_SIZE}; there are {VOCAB_SIZE}"),
+        ("token_ids", -1, "token -1 to 1;"),
+        ("positions", 1 << 20, "position 1 to 1048576;"),
+        ("slot_mapping", NUM_BLOCKS * 16, f"block or slot 1 to {NUM_BLOCKS * 16};"),
+        ("block_tables", NUM_BLOCKS, f"block or slot 0 to {NUM_BLOCKS};"),
+    ],
+)
+def test_what_is_not_there_is_refused_before_anything_is_written(
+    folder: Path, name: str, value: int, message: str
+) -> None:
+    runner = prepared(folder)
+    before = runner.kv.clone()
+    step = decode_step([3, 5])
+    array = np.ones_like(getattr(step, name))
+    if name == "block_tables":
+        array[:] = 0
+    array.reshape(-1)[-1] = value
+    with pytest.raises(IndexError, match=message):
+        runner.forward(replace(step, **{name: array}))
+    assert torch.equal(runner.kv, before)
+
+
+def test_where_it_cannot_be_used_it_says_why(folder: Path) -> None:
+    assert make_runner(folder, dtype="float32").decode_reason == "the model or its KV is not in bfloat16"
+    reason = make_runner(folder, dtype="bfloat16", kernels="torch").decode_reason
+    assert reason == "Baton's kernels for products are not used"
+    reasons = on_each_rank(2, lambda tp: make_runner(folder, dtype="bfloat16", tp=tp).decode_reason)
+    assert reasons == ["tensor-parallel ranks meet between products"] * 2
