@@ -3,21 +3,19 @@
 A block is free (content worthless), held (referenced by at least one owner) or cached (published, referenced by nobody,
 evicted least recently used first). Invariant, always: free + held + cached == total; `check` proves it.
 While a step runs (`begin_step` to `end_step`), what is released stays held: the step may still touch it.
-Only a full block whose KV is computed may be published; its digest covers all tokens before it as well, so that equal
-digests mean equal KV. Knows nothing of tensors, requests or time. Used from one thread.
+Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
+as well, so that equal digests mean equal KV. Who watches the cache is told which digests came and went.
+Knows nothing of tensors, requests or time. Used from one thread.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from hashlib import blake2b
+from collections.abc import KeysView, Sequence
 
+from cluster import prefix_hash
 from cluster.errors import BatonError, InternalError
-
-DIGEST_BYTES = 16
-"""128 bits: too many for two different prefixes to meet, by accident or by search."""
+from engine.cache_events import MOST_CHANGES, CacheChanges, CacheEvents
 
 
 class NoFreeBlocks(BatonError):
@@ -44,6 +42,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
         self._published: dict[bytes, int] = {}
+        self._changes: CacheChanges | None = None  # None: nobody watches the cache
         self._released_in_step: list[list[int]] | None = None  # None: no step is running
 
     @property
@@ -126,9 +125,7 @@ class BlockManager:
         matched: list[int] = []
         if not self.enable_prefix_cache:
             return matched
-        key, digest = _key_of(salt), b""
-        for index in range((len(token_ids) - 1) // self.block_size):
-            digest = self._extend(digest, token_ids, index, key)
+        for digest in prefix_hash.prefix_hashes(token_ids, self.block_size, salt):
             block = self._published.get(digest)
             if block is None:
                 break
@@ -155,11 +152,31 @@ class BlockManager:
             start -= 1
         if start == num_full:
             return
-        key, digest = _key_of(salt), self._digests[block_table[start - 1]] if start else b""
+        key, size = prefix_hash.key_of(salt), self.block_size
+        digest = self._digests[block_table[start - 1]] if start else b""
         for index in range(start, num_full):
-            digest = self._extend(digest, token_ids, index, key)
+            digest = prefix_hash.extend(digest, token_ids[index * size : (index + 1) * size], key)
             self._digests[block_table[index]] = digest
-            self._published.setdefault(digest, block_table[index])
+            if digest not in self._published:
+                self._published[digest] = block_table[index]
+                if self._changes is not None:
+                    self._changes.store(digest)
+
+    @property
+    def cached_hashes(self) -> KeysView[bytes]:
+        """Digests of all blocks that `match_prefix` can find now, held or not; a live view."""
+        return self._published.keys()
+
+    def watch_cache(self, is_watched: bool, most_changes: int = MOST_CHANGES) -> None:
+        """From now on `take_cache_events` tells what changes, or nothing is noted any more."""
+        self._changes = CacheChanges(most_changes) if is_watched else None
+
+    def take_cache_events(self) -> CacheEvents | None:
+        """How `cached_hashes` has changed since this was last called, or the watch began; None when it has not.
+
+        All of them, as a snapshot, when more than `most_changes` changes had waited.
+        """
+        return self._changes.take(self._published) if self._changes is not None else None
 
     def check(self) -> None:
         """Raises BlockAccountingError naming every block whose books disagree. Reads the whole pool."""
@@ -188,12 +205,11 @@ class BlockManager:
 
     def _evict(self) -> None:
         block, _ = self._cached.popitem(last=False)
-        del self._published[self._digests.pop(block)]
+        digest = self._digests.pop(block)
+        del self._published[digest]
+        if self._changes is not None:
+            self._changes.evict(digest)
         self._free.append(block)
-
-    def _extend(self, parent: bytes, token_ids: Sequence[int], index: int, key: bytes) -> bytes:
-        tokens = array("i", token_ids[index * self.block_size : (index + 1) * self.block_size])
-        return blake2b(parent + tokens.tobytes(), key=key, digest_size=DIGEST_BYTES).digest()
 
     def _require_held(self, blocks: Sequence[int], action: str) -> None:
         for block, times in Counter(blocks).items():
@@ -203,8 +219,3 @@ class BlockManager:
                     f"cannot {action} block {block} of {self.num_total} {times} times: it has {owners} owners; "
                     "take a block with allocate, share or match_prefix and release it once for each"
                 )
-
-
-def _key_of(salt: bytes) -> bytes:
-    """A hash key of fixed length, whatever the salt's."""
-    return blake2b(salt, digest_size=32).digest()

@@ -4,7 +4,8 @@
 
 A broken stream loses everything that was admitted on it: the worker cancels those requests, the listener is told once.
 So does a silent one: a worker says something twice a second, if only that it lives.
-Knows no request: it sends commands and hands events on.
+Knows no request: it sends commands and hands events on. What the worker tells of itself it keeps: who it is, how much
+it holds, what its prefix cache can serve; a lost worker's cache is forgotten.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cluster import rpc
 from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pulse import Pulse, Timing, Verdict
+from router.prefix_index import PrefixIndex
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +50,7 @@ class Listener(Protocol):
         ...
 
     def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
-        """Everything but info and stats, which the client keeps, is the listener's."""
+        """Everything but info, stats and cache, which the client keeps, is the listener's."""
         ...
 
 
@@ -69,6 +71,8 @@ class WorkerClient:
         self.state: State = CONNECTING
         self.info: worker_pb2.WorkerInfo | None = None
         self.stats: worker_pb2.WorkerStats | None = None
+        self.prefix_index: PrefixIndex | None = None
+        """None while the worker is not ready."""
         self._listener = listener
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
@@ -163,6 +167,8 @@ class WorkerClient:
                 self._meet(event.info)
             elif kind == "stats":
                 self.stats = event.stats
+            elif kind == "cache":
+                self._hear_cache(event.cache)
         if self.is_ready:
             self._listener.on_events(self, batch)
 
@@ -170,13 +176,20 @@ class WorkerClient:
         if info.worker_id != self.worker_id:
             raise FailedPrecondition(f"{self.address} is worker {info.worker_id!r}, not {self.worker_id!r}")
         self.info = info
+        self.prefix_index = PrefixIndex(info.block_size, info.num_blocks)
         self.state = READY
         log.info("worker %s is ready at %s", self.worker_id, self.address)
         self._listener.on_ready(self)
 
+    def _hear_cache(self, events: worker_pb2.CacheEvents) -> None:
+        if self.prefix_index is not None and not self.prefix_index.apply(events):
+            log.warning("events of worker %s's prefix cache are missing: all are asked for anew", self.worker_id)
+            self.send(worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+
     def _lose(self) -> bool:
         """True when it had been ready."""
         was_ready = self.is_ready
+        self.prefix_index = None
         self._commands.clear()
         if was_ready:
             self.state = LOST

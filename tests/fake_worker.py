@@ -133,7 +133,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
                 self.admits.append(command.admit)
                 if self.script is not None:
                     self.script(self, command.admit)
-            else:
+            elif command.HasField("cancel"):
                 self.cancels.append(command.cancel)
 
     async def _next(self, kind: str) -> worker_pb2.Command:

@@ -16,6 +16,7 @@ from simulated_pages import Mark
 
 from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
+from router.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from simulation import Node, World
@@ -78,6 +79,8 @@ class Router:
         self._world = world
         self.requests: dict[str, Request] = {}
         self._open: dict[int, Request] = {}
+        self.caches: dict[str, PrefixIndex] = {}
+        """What each worker's prefix cache holds, by its name, as far as this session with it has told."""
 
     @property
     def open(self) -> list[Request]:
@@ -126,6 +129,10 @@ class Router:
     def on_events(self, node: Node, events: list[worker_pb2.Event]) -> None:
         for event in events:
             kind = event.WhichOneof("event")
+            if kind == "info":
+                self.caches[node.name] = PrefixIndex(node.sizes["block_size"], node.sizes["num_blocks"])
+            elif kind == "cache":
+                assert self.caches[node.name].apply(event.cache), "an event of its cache is missing"
             if kind not in ("tokens", "phase", "failed"):
                 continue
             message = getattr(event, kind)
@@ -146,6 +153,7 @@ class Router:
 
     def on_lost(self, node: Node) -> None:
         """The node's session is gone; it may come back with another."""
+        self.caches.pop(node.name, None)
         for request in self.open:
             if node.name not in (request.prefill, request.decode):
                 continue

@@ -238,10 +238,11 @@ class World:
         self.run(limit=limit)
 
     def check_idle(self) -> None:
-        """Every request is over, and nothing is held anywhere."""
+        """Every request is over, nothing is held anywhere, and the router knows what is cached where."""
         assert not self.router.num_open, [r for r in self.router.requests.values() if not r.outcome]
         for node in self.nodes.values():
             node.check_idle()
+            assert self.router.caches[node.name].hashes == node.core.blocks.cached_hashes, node.name
 
     def _running(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.is_running]

@@ -108,7 +108,7 @@ class ModelWorker:
         command = self._inbox.popleft()
         if command.HasField("admit"):
             self._admit(command.admit)
-        else:
+        elif command.HasField("cancel"):
             self._cancel(command.cancel)
         return True
 

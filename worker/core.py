@@ -28,6 +28,7 @@ from engine.sampling import SampledToken, Sampler
 from engine.sequence import Job, Planned, Sequence, total_tokens
 from engine.step import build_step
 from prefill_worker.role import PrefillRole
+from worker.cache_reporter import CacheReporter
 from worker.carrier import Carrier, Links
 from worker.convert import job_of
 from worker.metrics import HandoffMetrics, Held
@@ -86,6 +87,7 @@ class Core:
         self._flight: Flight | None = None
         self._is_stopping = False
         self.reporter = Reporter()
+        self._cache_reporter = CacheReporter(blocks, self.reporter)
         self.carrier = Carrier(
             settings.worker_id,
             self._stats,
@@ -213,9 +215,11 @@ class Core:
         self.reporter.open_session(session)
         self.reporter.tell(session, worker_pb2.Event(info=info))
         self.reporter.tell(session, worker_pb2.Event(stats=self._measure()))
+        self._cache_reporter.open_session(session)
 
     def session_closed(self, session: str) -> None:
         """A router is gone: nobody waits for its requests."""
+        self._cache_reporter.close_session(session)
         for key in self.reporter.close_session(session):
             self._cancel(key, "the router closed its session", None)
 
@@ -226,6 +230,8 @@ class Core:
             case "cancel":
                 index = command.cancel.sequence_index if command.cancel.HasField("sequence_index") else None
                 self._cancel(RequestKey.of(command.cancel.key), "cancelled", index)
+            case "resync_cache":
+                self._cache_reporter.resync(session)
 
     def _admit(self, session: str, admit: worker_pb2.Admit) -> None:
         job = job_of(admit, self._enable_prefix_cache)
@@ -274,6 +280,7 @@ class Core:
                 self._sent_stats.CopyFrom(stats)
                 self._stats_due = now + STATS_INTERVAL_S
                 self.reporter.tell_all(worker_pb2.Event(stats=self._sent_stats))
+        self._cache_reporter.gather()
         self.reporter.flush()
 
     def held(self) -> Held:

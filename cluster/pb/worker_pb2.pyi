@@ -26,12 +26,14 @@ class RequestKey(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("admit", "cancel")
+    __slots__ = ("admit", "cancel", "resync_cache")
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
+    RESYNC_CACHE_FIELD_NUMBER: _ClassVar[int]
     admit: Admit
     cancel: Cancel
-    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ...) -> None: ...
+    resync_cache: ResyncCache
+    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs")
@@ -124,6 +126,10 @@ class Cancel(_message.Message):
     sequence_index: int
     def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., sequence_index: _Optional[int] = ...) -> None: ...
 
+class ResyncCache(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class EventBatch(_message.Message):
     __slots__ = ("events",)
     EVENTS_FIELD_NUMBER: _ClassVar[int]
@@ -131,20 +137,22 @@ class EventBatch(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("info", "stats", "phase", "tokens", "failed", "prompt_logprobs")
+    __slots__ = ("info", "stats", "phase", "tokens", "failed", "prompt_logprobs", "cache")
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_FIELD_NUMBER: _ClassVar[int]
     info: WorkerInfo
     stats: WorkerStats
     phase: PhaseChanged
     tokens: Tokens
     failed: Failed
     prompt_logprobs: PromptLogprobs
-    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., phase: _Optional[_Union[PhaseChanged, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    cache: CacheEvents
+    def __init__(self, info: _Optional[_Union[WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[WorkerStats, _Mapping]] = ..., phase: _Optional[_Union[PhaseChanged, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., cache: _Optional[_Union[CacheEvents, _Mapping]] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("tp_rank", "pid", "host", "device")
@@ -219,6 +227,18 @@ class WorkerStats(_message.Message):
     kv_bytes_sent: int
     kv_bytes_received: int
     def __init__(self, blocks_free: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_total: _Optional[int] = ..., num_running_seqs: _Optional[int] = ..., num_waiting_requests: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("sequence_number", "snapshot", "stored", "evicted")
+    SEQUENCE_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    sequence_number: int
+    snapshot: bool
+    stored: _containers.RepeatedScalarFieldContainer[bytes]
+    evicted: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, sequence_number: _Optional[int] = ..., snapshot: bool = ..., stored: _Optional[_Iterable[bytes]] = ..., evicted: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class PhaseChanged(_message.Message):
     __slots__ = ("key", "phase", "num_cached_tokens")

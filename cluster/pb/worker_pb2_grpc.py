@@ -47,7 +47,8 @@ class WorkerServiceServicer(object):
     """
 
     def Session(self, request_iterator, context):
-        """The first event is WorkerInfo. An empty batch is sent when there was nothing to tell for a heartbeat interval.
+        """The first event is WorkerInfo, the first CacheEvents a snapshot. An empty batch is sent when there was nothing to tell
+        for a heartbeat interval.
         When the stream breaks, the worker cancels what that stream admitted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cluster.prefix_hash import prefix_hashes
 from engine.block_manager import BlockAccountingError, BlockManager, NoFreeBlocks
 
 
@@ -232,6 +235,8 @@ class BlockManagerWalk(RuleBasedStateMachine):
         self.manager = BlockManager(num_blocks=12, block_size=2)
         self.live: list[tuple[list[int], list[int], bytes]] = []  # tokens, table, salt
         self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.heard: set[bytes] = set()  # what the cache holds by its events, to who hears them now and then
+        self.manager.watch_cache(True, most_changes=4)
 
     def add(self, tokens: list[int], table: list[int], salt: bytes) -> None:
         self.live.append((tokens, table, salt))
@@ -240,8 +245,10 @@ class BlockManagerWalk(RuleBasedStateMachine):
 
     @rule(tokens=TOKENS, salt=st.sampled_from(SALTS))
     def start(self, tokens: list[int], salt: bytes) -> None:
+        promised = list(takewhile(self.manager.cached_hashes.__contains__, prefix_hashes(tokens, 2, salt)))
         matched = self.manager.match_prefix(tokens, salt)
         assert 2 * len(matched) < len(tokens)
+        assert len(matched) == len(promised)
         for index, block in enumerate(matched):
             assert self.content[block] == (salt, tuple(tokens[: 2 * index + 2]))
         wanted = -(-len(tokens) // 2) - len(matched)
@@ -274,6 +281,17 @@ class BlockManagerWalk(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.live) - 1))
         self.manager.release(self.live.pop(index)[1])
+
+    @rule()
+    def hear(self) -> None:
+        events = self.manager.take_cache_events()
+        if events is not None and events.is_snapshot:
+            self.heard.clear()
+        if events is not None:
+            assert self.heard >= set(events.evicted) and not self.heard & set(events.stored)
+            self.heard = self.heard - set(events.evicted) | set(events.stored)
+        assert self.heard == self.manager.cached_hashes
+        assert self.manager.take_cache_events() is None
 
     @invariant()
     def the_books_agree_with_the_owners(self) -> None:

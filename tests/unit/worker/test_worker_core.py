@@ -92,3 +92,38 @@ def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_t
     assert core.turn(wait=False)
     assert len(ear.of("gone")) == 1 and len(ear.of("stays")) == 2
     assert core.blocks.num_held == 0
+
+
+def test_a_step_tells_of_the_blocks_it_filled_with_its_tokens_and_of_none_when_it_filled_none() -> None:
+    core, ranks, ear = make_core()
+    admit(core, "first")
+    admit(core, "same prompt")
+    core.turn(wait=False)
+    assert [(e.cache.snapshot, len(e.cache.stored)) for e in ear.told if e.HasField("cache")] == [(True, 0)]
+    for is_prefill in (True, False):
+        ear.told.clear()
+        ranks.steps[-1].is_done = True
+        assert core.turn(wait=False)
+        assert sum(e.HasField("tokens") for e in ear.told) == 2
+        told = [e.cache for e in ear.told if e.HasField("cache")]
+        assert [set(events.stored) for events in told] == ([set(core.blocks.cached_hashes)] if is_prefill else [])
+        core.turn(wait=False)
+    assert len(core.blocks.cached_hashes) == 40 // 16
+
+
+def test_a_router_that_asks_is_told_everything_again_and_one_that_is_gone_nothing() -> None:
+    core, ranks, ear = make_core()
+    admit(core, "first")
+    core.turn(wait=False)
+    ranks.steps[-1].is_done = True
+    core.turn(wait=False)
+    ear.told.clear()
+    core.command(SESSION, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    core.turn(wait=False)
+    (events,) = [e.cache for e in ear.told if e.HasField("cache")]
+    assert events.snapshot and set(events.stored) == core.blocks.cached_hashes != set()
+    core.session_closed(SESSION)
+    core.command(SESSION, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    ear.told.clear()
+    core.turn(wait=False)
+    assert not ear.told and core.blocks.take_cache_events() is None

@@ -96,7 +96,7 @@ class Ear:
     def kinds(self, name: str) -> list[str]:
         kinds = [str(event.WhichOneof("event")) for event in self.told]
         named = zip(self.told, kinds, strict=True)
-        return [k for e, k in named if k not in ("info", "stats") and getattr(e, k).key.request_id == name]
+        return [k for e, k in named if k not in ("info", "stats", "cache") and getattr(e, k).key.request_id == name]
 
 
 class Bench:

@@ -15,8 +15,8 @@ from simulated_load import EVERY_FAULT, Load
 from simulated_pages import Alarm
 from simulation import World
 
-import engine.block_manager
 import prefill_worker.sender
+from cluster import prefix_hash
 from cluster.keys import RequestKey
 from decode_worker.receiver import Event, Incoming, Receiver
 from decode_worker.role import DecodeRole
@@ -141,7 +141,7 @@ def forget_the_copies_of_shared_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def share_prefixes_between_tenants(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine.block_manager, "_key_of", lambda salt: b"one for all")
+    patch.setattr(prefix_hash, "key_of", lambda salt: b"one for all")
 
 
 def share_what_bypasses_the_cache(patch: pytest.MonkeyPatch) -> None:

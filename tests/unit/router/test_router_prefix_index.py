@@ -1,0 +1,150 @@
+"""What the router knows of its workers' prefix caches: as told, nothing after a gap, nothing of a lost worker."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from wired_router import ManualClock, WiredRouter, WiredWorker, run
+
+from cluster.pb import worker_pb2
+from cluster.prefix_hash import prefix_hashes
+from router.prefix_index import PrefixIndex, PromptHashes
+
+PROMPT = list(range(1, 14))
+BLOCK_SIZE = 4
+HASHES = list(prefix_hashes(PROMPT, BLOCK_SIZE, b"a"))
+
+
+def events(
+    number: int, stored: Sequence[bytes], evicted: Sequence[bytes] = (), *, snapshot: bool = False
+) -> worker_pb2.CacheEvents:
+    return worker_pb2.CacheEvents(sequence_number=number, stored=stored, evicted=evicted, snapshot=snapshot)
+
+
+def known(*hashes: bytes, num_blocks: int = 8) -> PrefixIndex:
+    """An index that has heard one snapshot."""
+    index = PrefixIndex(BLOCK_SIZE, num_blocks)
+    assert index.apply(events(1, list(hashes), snapshot=True))
+    return index
+
+
+def test_the_longest_run_from_the_first_block_on_is_what_counts() -> None:
+    assert len(HASHES) == 3
+    assert known(*HASHES).num_cached_tokens(HASHES) == 12
+    assert known(HASHES[0], HASHES[2]).num_cached_tokens(HASHES) == 4
+    assert known(*HASHES[1:]).num_cached_tokens(HASHES) == 0
+    assert known().num_cached_tokens(HASHES) == 0
+    assert known(*HASHES).num_cached_tokens([]) == 0
+
+
+def test_changes_are_applied_in_their_order() -> None:
+    index = known(HASHES[0])
+    assert index.apply(events(2, HASHES[1:]))
+    assert index.num_cached_tokens(HASHES) == 12
+    assert index.apply(events(3, [], HASHES[1:2]))
+    assert index.num_cached_tokens(HASHES) == 4
+    assert index.apply(events(4, HASHES[1:2], HASHES[:1]))
+    assert index.num_cached_tokens(HASHES) == 0 and index.hashes == set(HASHES[1:])
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 4])
+def test_after_a_number_that_does_not_follow_nothing_is_known_until_a_snapshot(number: int) -> None:
+    index = known(*HASHES)
+    assert not index.apply(events(number, []))
+    assert not index.is_known and index.num_cached_tokens(HASHES) == 0
+    assert index.apply(events(number + 1, HASHES)), "it is asked for once"
+    assert not index.is_known and index.num_cached_tokens(HASHES) == 0
+    assert index.apply(events(9, HASHES[:1], snapshot=True))
+    assert index.apply(events(10, HASHES[1:2]))
+    assert index.num_cached_tokens(HASHES) == 8
+
+
+def test_a_snapshot_makes_what_was_known_before_void() -> None:
+    index = known(*HASHES)
+    assert index.apply(events(2, HASHES[1:], snapshot=True))
+    assert index.hashes == set(HASHES[1:])
+
+
+def test_before_the_first_snapshot_nothing_is_known() -> None:
+    index = PrefixIndex(BLOCK_SIZE, 8)
+    assert index.apply(events(1, HASHES))
+    assert not index.is_known and not index.hashes
+
+
+def test_no_more_hashes_are_kept_than_the_worker_has_blocks() -> None:
+    index = known(*HASHES, num_blocks=2)
+    assert index.hashes == set(HASHES[:2])
+    assert index.apply(events(2, HASHES[2:], HASHES[:1]))
+    assert index.hashes == set(HASHES[1:])
+
+
+def test_a_prompts_hashes_are_computed_once_for_each_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = PromptHashes(PROMPT, b"a")
+    assert list(prompt.of(4)) == HASHES and len(prompt.of(2)) == 6
+    monkeypatch.setattr("cluster.prefix_hash.extend", None)
+    assert list(prompt.of(4)) == HASHES and len(prompt.of(2)) == 6
+
+
+def meet(worker: WiredWorker, *told: worker_pb2.CacheEvents) -> None:
+    """A session begins, and what the worker tells of its cache."""
+    info = worker_pb2.WorkerInfo(worker_id=worker.worker_id, role=worker.role, block_size=BLOCK_SIZE, num_blocks=8)
+    tell(worker, worker_pb2.Event(info=info))
+    tell(worker, *(worker_pb2.Event(cache=each) for each in told))
+
+
+def tell(worker: WiredWorker, *told: worker_pb2.Event) -> None:
+    worker._read(worker_pb2.EventBatch(events=told))
+
+
+def cached(router: WiredRouter, worker_id: str, salt: bytes = b"a") -> int:
+    return router.dispatcher.fleet.num_cached_tokens(worker_id, PromptHashes(PROMPT, salt))
+
+
+def test_each_worker_is_known_by_itself_and_each_tenant_apart() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0"])
+        meet(router.workers["p0"], events(1, HASHES, snapshot=True))
+        meet(router.workers["p1"], events(1, HASHES[:1], snapshot=True))
+        assert [cached(router, w) for w in ("p0", "p1", "d0")] == [12, 4, 0]
+        assert cached(router, "p0", salt=b"b") == 0
+
+    run(scenario)
+
+
+def test_a_gap_is_answered_by_asking_once_for_everything() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        worker = router.workers["p0"]
+        meet(worker, events(1, HASHES, snapshot=True))
+        assert not worker.take()
+        tell(worker, *(worker_pb2.Event(cache=events(number, [])) for number in (3, 4, 5)))
+        assert [command.WhichOneof("command") for command in worker.take()] == ["resync_cache"]
+        assert cached(router, "p0") == 0
+        tell(worker, worker_pb2.Event(cache=events(6, HASHES, snapshot=True)))
+        assert cached(router, "p0") == 12 and not worker.take()
+
+    run(scenario)
+
+
+def test_a_lost_worker_is_forgotten_and_known_anew_when_it_comes_back() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        worker = router.workers["p0"]
+        meet(worker, events(1, HASHES, snapshot=True))
+        worker.lose()
+        assert cached(router, "p0") == 0 and worker.prefix_index is None
+        meet(worker, events(1, HASHES[:1], snapshot=True), events(2, HASHES[1:2]))
+        assert cached(router, "p0") == 8
+
+    run(scenario)
+
+
+def test_a_worker_that_is_no_longer_named_is_not_asked() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        meet(router.workers["p0"], events(1, HASHES, snapshot=True))
+        router.name(["p1", "d0"])
+        assert cached(router, "p0") == cached(router, "p1") == 0
+
+    run(scenario)
