@@ -142,6 +142,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         max_running_requests=router.max_running_requests,
         max_queued_requests=router.max_queued_requests,
         queue_timeout_s=router.queue_timeout_s,
+        stream_messages_per_s=router.stream_messages_per_s,
         max_message_bytes=router.max_message_bytes,
         dead_after_s=config.transfer.dead_after_s,
         insecure=router.insecure,

@@ -140,6 +140,8 @@ class RouterSettings(JsonSettings):
     """A request that waited this long for a worker is refused, unless the client set its own."""
     max_message_bytes: int = 4 * 1024 * 1024
     """Largest gRPC message accepted."""
+    stream_messages_per_s: float | None = None
+    """Messages of all streams together; None: by the cores."""
     dead_after_s: float = 3.0
     """A worker whose session is silent for so long is taken as lost."""
     drain_timeout_s: float = 5.0

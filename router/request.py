@@ -79,6 +79,7 @@ class LiveRequest:
         self._is_heartbeat_due = False
         self._ended: list[SequenceOutput] = []
         self._wake = asyncio.Event()
+        self._paused: asyncio.Future[None] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -182,6 +183,18 @@ class LiveRequest:
         await self._wake.wait()
         self._wake.clear()
 
+    async def pause(self, seconds: float) -> None:
+        """So long, or until the request is over."""
+        if self.is_over:
+            return
+        loop = asyncio.get_running_loop()
+        self._paused = loop.create_future()
+        timer = loop.call_later(seconds, self._resume)
+        try:
+            await self._paused
+        finally:
+            timer.cancel()
+
     def take(self) -> list[Response]:
         """Everything that the client has not been told, in the contract's order."""
         out: list[Response] = []
@@ -244,6 +257,11 @@ class LiveRequest:
         self.lifecycle.advance(state, now, why)
         self.error = error
         self._wake.set()
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._paused is not None and not self._paused.done():
+            self._paused.set_result(None)
 
     def _notify(self) -> None:
         if self._is_streaming:

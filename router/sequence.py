@@ -49,7 +49,7 @@ class SequenceOutput:
         num_pending = self.num_pending
         if self.end is not None:
             return bool(num_pending or self._texts)
-        return num_pending > 0 and (self._num_taken == 0 or num_pending >= self._request.stream_interval_tokens)
+        return num_pending > 0 and (self._num_taken == 0 or num_pending >= (self._request.stream_interval_tokens or 1))
 
     def add(self, tokens: worker_pb2.Tokens) -> bool:
         """Takes tokens from a worker; True when a stop string ended the sequence, which no worker knows."""

@@ -27,6 +27,7 @@ from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
 from router.handlers import service_handler
 from router.model import ServedModel
+from router.pace import Pace
 from router.service import GenerationService
 from router.tokenizer import Tokenizer
 
@@ -115,7 +116,8 @@ class RouterServer:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _add_public_services(self, server: grpc.aio.Server, address: str) -> None:
-        generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor)
+        pace = Pace(self._settings.stream_messages_per_s)
+        generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace)
         admin = AdminService(self.dispatcher, model=self._model.name, router_address=address)
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(

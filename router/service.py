@@ -21,6 +21,7 @@ from router.fields import Violations, invalid
 from router.handlers import Context
 from router.model import ServedModel
 from router.model_card import model_card
+from router.pace import Pace
 from router.request import LiveRequest
 from router.tokenizer import Encoded, Tokenizer
 from router.validate import Prompt, ValidatedRequest, check_model, validate
@@ -35,11 +36,14 @@ _SEED_BITS = 63
 class GenerationService:
     """`executor` runs the tokenizer on long texts."""
 
-    def __init__(self, model: ServedModel, tokenizer: Tokenizer, dispatcher: Dispatcher, executor: Executor) -> None:
+    def __init__(
+        self, model: ServedModel, tokenizer: Tokenizer, dispatcher: Dispatcher, executor: Executor, pace: Pace
+    ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
         self._executor = executor
+        self._pace = pace
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         live = await self._submit(request, context, is_streaming=False)
@@ -62,17 +66,25 @@ class GenerationService:
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Context) -> None:
         live = await self._submit(request, context, is_streaming=True)
         try:
-            while True:
-                await live.wait()
-                is_over = live.is_over
-                for event in live.take():
-                    await context.write(event)
-                if is_over:
-                    break
+            with self._pace.stream():
+                await self._tell(live, context)
         finally:
             self._dispatcher.cancel(live.key.request_id, "the client left")
         if live.error is not None:
             raise live.error
+
+    async def _tell(self, live: LiveRequest, context: Context) -> None:
+        """Everything, until it is over. A client that named an interval gets that and no pauses."""
+        is_paced = live.request.stream_interval_tokens is None
+        while True:
+            await live.wait()
+            is_over = live.is_over
+            for event in live.take():
+                await context.write(event)
+            if is_over:
+                return
+            if is_paced and live.first_token_at is not None and self._pace.spacing_s:
+                await live.pause(self._pace.spacing_s)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         encoded = await self._aside(request.ByteSize(), lambda: self._tokenize(request))

@@ -47,7 +47,8 @@ class ValidatedRequest:
     wants_token_ids: bool
     wants_logprobs: bool
     wants_timing: bool
-    stream_interval_tokens: int
+    stream_interval_tokens: int | None
+    """None: the router chooses."""
     cache_salt: bytes
     bypass_prefix_cache: bool
     queue_timeout_s: float | None
@@ -95,7 +96,7 @@ def validate(
         wants_token_ids=output.token_ids,
         wants_logprobs=output.HasField("top_logprobs"),
         wants_timing=output.include_timing,
-        stream_interval_tokens=output.stream_interval_tokens or 1,
+        stream_interval_tokens=output.stream_interval_tokens or None,
         cache_salt=spec.cache.cache_salt.encode("utf-8"),
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         queue_timeout_s=queue_timeout_s,

@@ -191,6 +191,9 @@ class RouterSection:
     """A request that waited this long is refused, unless the client set its own limit."""
     max_message_bytes: int = bounded(4 * 1024 * 1024, at_least=4096, at_most=2**31 - 1)
     """Largest request message accepted."""
+    stream_messages_per_s: float | None = bounded(None, above=0, at_most=1e9)
+    """How many messages all streams together should send: with more tokens than that, each message carries several.
+    null: 500 for each core. A client that sets `stream_interval_tokens` gets what it set."""
     insecure: bool = False
     """Allow an address other than loopback although there is no TLS."""
 
