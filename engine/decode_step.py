@@ -21,7 +21,7 @@ from engine.model import Decoder, DecoderLayer
 from engine.native import DECODE_PAGES, Native
 from engine.native.decode import DecodeBatch, DecodeModel, Layer, Matrix
 from engine.rope import RopeTable
-from engine.step import IntArray, StepInput, is_decode
+from engine.step import StepInput, is_decode
 
 
 def choose_decode_step(
@@ -45,10 +45,10 @@ class DecodeStep:
     def __init__(self, kernels: Native, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable) -> None:
         self._kernels = kernels
         self._owners = model, kv, rope
-        self._vocab_size, self._num_positions = config.vocab_size, rope.cos.shape[0]
         self._pages = kv.pool.dtype
         self.spent_s = np.zeros(2)
         """What products and attention have taken so far, in that order."""
+        self._spent_address = self.spent_s.ctypes.data
         layers = (Layer * len(model.layers))(*[_layer(layer, kv) for layer in model.layers])
         attention = model.layers[0].attention
         self._model = DecodeModel(
@@ -64,31 +64,47 @@ class DecodeStep:
             kv_heads=attention.num_kv_heads,
             dim=config.head_dim,
             block_size=kv.pool.shape[3],
+            num_tokens=config.vocab_size,
+            num_positions=rope.cos.shape[0],
+            num_blocks=kv.pool.shape[2],
             eps=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
         )
 
     def takes(self, step: StepInput) -> bool:
-        """Whether it is a decode step."""
-        return is_decode(step)
+        """Whether it is a decode step and nothing else."""
+        return is_decode(step) and not len(step.block_copies)
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Writes the new tokens' KV; the logits, float32 [T, V]. Raises IndexError for a token or position that is not
-        there; blocks have been looked at."""
-        _check(step.token_ids, self._vocab_size, "token")
-        _check(step.positions, self._num_positions, "position")
+        """Writes the new tokens' KV; the logits, float32 [T, V]. Raises IndexError for a token, position or block that
+        is not there."""
         num_tokens = len(step.token_ids)
-        logits = torch.empty((num_tokens, self._vocab_size), dtype=torch.float32)
+        logits = torch.empty((num_tokens, self._model.num_tokens), dtype=torch.float32)
         arrays = [
             np.ascontiguousarray(array, dtype=np.int32)
             for array in (step.token_ids, step.positions, step.slot_mapping, step.seqlens_k, step.block_tables)
         ]
         pointers = [array.ctypes.data for array in arrays]
-        batch = DecodeBatch(
-            *pointers, logits.data_ptr(), self.spent_s.ctypes.data, num_tokens, step.block_tables.shape[1]
-        )
-        self._kernels.decode(self._model, batch, self._pages)
+        batch = DecodeBatch(*pointers, logits.data_ptr(), self._spent_address, num_tokens, step.block_tables.shape[1])
+        if not self._kernels.decode(self._model, batch, self._pages):
+            raise IndexError(self._what_is_missing(step))
         return logits
+
+    def _what_is_missing(self, step: StepInput) -> str:
+        num_slots = self._model.num_blocks * self._model.block_size
+        limits = {
+            "token": (step.token_ids, self._model.num_tokens),
+            "position": (step.positions, self._model.num_positions),
+            "slot": (step.slot_mapping, num_slots),
+            "block": (step.block_tables, self._model.num_blocks),
+            "length": (step.seqlens_k, step.block_tables.shape[1] * self._model.block_size + 1),
+        }
+        wrong = [
+            f"{what} {array.min()} to {array.max()}; there are {limit}"
+            for what, (array, limit) in limits.items()
+            if not 0 <= array.min() <= array.max() < limit
+        ]
+        return f"a step names {' and '.join(wrong)}"
 
 
 def _linears(model: Decoder) -> Iterator[Linear]:
@@ -121,8 +137,3 @@ def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
         values=values.data_ptr(),
         window=attention.window_size[0],
     )
-
-
-def _check(array: IntArray, limit: int, what: str) -> None:
-    if not 0 <= array.min() <= array.max() < limit:
-        raise IndexError(f"a step names {what} {array.min()} to {array.max()}; there are {limit}")

@@ -169,14 +169,15 @@ class ModelRunner:
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
         """
         assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
+        if self.decode_step is not None and on_layer is None and self.decode_step.takes(step):
+            return StepOutput(self.decode_step.run(step))
         self._check_blocks(step)
         if len(step.block_copies):
             self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
         if len(step.token_ids) == 0:
             return StepOutput(torch.empty((0, self.config.vocab_size), device=self.device))
-        for whole in (self._graphs, self.decode_step):
-            if whole is not None and on_layer is None and whole.takes(step):
-                return StepOutput(whole.run(step))
+        if self._graphs is not None and on_layer is None and self._graphs.takes(step):
+            return StepOutput(self._graphs.run(step))
         hidden = self._compute(
             self._to_device(step.token_ids, np.int32),
             self._to_device(step.positions, np.int32),

@@ -7,11 +7,14 @@ wanted, P rows that are scored for their next token, which is known, C block cop
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
+_NO_COPIES: IntArray = np.zeros((0, 2), dtype=np.int32)
+_NO_SCORES: IntArray = np.zeros((0, 3), dtype=np.int32)
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,12 @@ def build_step(
     slices: list[SequenceSlice], block_size: int, block_copies: list[tuple[int, int]] | None = None
 ) -> StepInput:
     """Lays slices out as one ragged batch. Logits and scored rows come in the order of the slices that want them."""
+    if not block_copies and all(len(s.token_ids) == 1 and s.wants_logits and s.scored is None for s in slices):
+        return _build_decode(slices, block_size)
     lengths = np.array([len(s.token_ids) for s in slices], dtype=np.int32)
     cu_seqlens_q = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     starts = np.array([s.start for s in slices], dtype=np.int32)
-    width = max((len(s.block_table) for s in slices), default=1)
-    block_tables = np.zeros((len(slices), width), dtype=np.int32)
-    for row, s in enumerate(slices):
-        block_tables[row, : len(s.block_table)] = s.block_table
+    block_tables = _block_tables(slices)
     sequence_of_token = np.repeat(np.arange(len(slices)), lengths)
     positions = (np.arange(cu_seqlens_q[-1]) - cu_seqlens_q[sequence_of_token] + starts[sequence_of_token]).astype(
         np.int32
@@ -110,6 +112,44 @@ def build_step(
     )
 
 
+def _build_decode(slices: list[SequenceSlice], block_size: int) -> StepInput:
+    """One new token of each: in few calls, since nothing is computed meanwhile and steps are short."""
+    starts = [s.start for s in slices]
+    slots = [
+        s.block_table[at // block_size] * block_size + at % block_size for s, at in zip(slices, starts, strict=True)
+    ]
+    flat = [s.token_ids[0] for s in slices] + starts + slots + [at + 1 for at in starts]
+    token_ids, positions, slot_mapping, seqlens_k = np.array(flat, dtype=np.int32).reshape(4, len(slices))
+    every = _counting(len(slices))
+    return StepInput(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=slot_mapping,
+        cu_seqlens_q=every,
+        seqlens_k=seqlens_k,
+        block_tables=_block_tables(slices),
+        logits_indices=every[:-1],
+        block_copies=_NO_COPIES,
+        scored=_NO_SCORES,
+    )
+
+
+def _block_tables(slices: list[SequenceSlice]) -> IntArray:
+    """[S, B]"""
+    tables = np.zeros((len(slices), max((len(s.block_table) for s in slices), default=1)), dtype=np.int32)
+    for row, s in enumerate(slices):
+        tables[row, : len(s.block_table)] = s.block_table
+    return tables
+
+
+@lru_cache(maxsize=64)
+def _counting(count: int) -> IntArray:
+    """0 to `count`."""
+    every = np.arange(count + 1, dtype=np.int32)
+    every.flags.writeable = False
+    return every
+
+
 def _scored_rows(slices: list[SequenceSlice], cu_seqlens_q: IntArray) -> IntArray:
     """[P, 3]"""
     spans = [
@@ -123,10 +163,10 @@ def _scored_rows(slices: list[SequenceSlice], cu_seqlens_q: IntArray) -> IntArra
 
 def is_decode(step: StepInput) -> bool:
     """Whether every sequence has one new token and wants its logits, and nothing is scored."""
-    every = np.arange(len(step.seqlens_k) + 1)
+    every = _counting(len(step.seqlens_k))
     return (
         len(step.seqlens_k) > 0
         and not len(step.scored)
-        and np.array_equal(step.cu_seqlens_q, every)
+        and (step.cu_seqlens_q is every or np.array_equal(step.cu_seqlens_q, every))
         and np.array_equal(step.logits_indices, every[:-1])
     )

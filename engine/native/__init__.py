@@ -62,7 +62,7 @@ class Native:
         if self.has_products:
             self._linear = self._bind("linear", [_POINTER, _WEIGHT, _POINTER, _POINTER, _FLAG, _COUNT])
             self._decode = {
-                dtype: self._bind(f"decode_{name}", [_POINTER, _POINTER]) for dtype, name in DECODE_PAGES.items()
+                kind: self._bind(f"decode_{name}", [_POINTER] * 2, ctypes.c_int) for kind, name in DECODE_PAGES.items()
             }
         self._has_prompts = bool(self._library.baton_has_bf16_dot())
         if self._has_prompts:
@@ -204,13 +204,14 @@ class Native:
         self._linear(x.data_ptr(), tiles.weight, _address(bias), out.data_ptr(), dtype == torch.float32, num_tokens)
         return out
 
-    def decode(self, model: DecodeModel, batch: DecodeBatch, pages: torch.dtype) -> None:
-        """Computes a whole step: writes keys and values to the pages, which are of this type, and the logits."""
-        self._decode[pages](ctypes.byref(model), ctypes.byref(batch))
+    def decode(self, model: DecodeModel, batch: DecodeBatch, pages: torch.dtype) -> bool:
+        """Computes a whole step: writes keys and values to the pages, which are of this type, and the logits. False,
+        and nothing is computed, when the batch names a token, position or block that is not there."""
+        return bool(self._decode[pages](ctypes.byref(model), ctypes.byref(batch)))
 
-    def _bind(self, name: str, arguments: list[Any]) -> Any:
+    def _bind(self, name: str, arguments: list[Any], result: Any = None) -> Any:
         function = getattr(self._library, f"baton_{name}")
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, result
         return function
 
 

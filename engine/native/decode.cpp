@@ -41,6 +41,7 @@ struct Model {
   const bfloat16* sin;  // [P, D]
   Matrix head;
   int64_t num_layers, hidden, q_heads, kv_heads, dim, block_size;
+  int64_t num_tokens, num_positions, num_blocks;  // that there are
   float eps, scale;
 };
 
@@ -131,8 +132,24 @@ void gate_all(const Weight& down, const Room& r, int64_t tokens) {
   }
 }
 
+inline bool is_within(const int32_t* values, int64_t count, int64_t limit) {
+  int32_t least = 0, most = 0;
+#pragma omp simd reduction(min : least) reduction(max : most)
+  for (int64_t i = 0; i < count; ++i) least = std::min(least, values[i]), most = std::max(most, values[i]);
+  return least >= 0 && most < limit;
+}
+
+// Whether all that a batch names is there, and each table reaches as far as its sequence.
+bool is_sound(const Model& m, const Batch& b) {
+  return is_within(b.token_ids, b.tokens, m.num_tokens) && is_within(b.positions, b.tokens, m.num_positions) &&
+         is_within(b.slots, b.tokens, m.num_blocks * m.block_size) &&
+         is_within(b.lengths, b.tokens, b.table_width * m.block_size + 1) &&
+         is_within(b.tables, b.tokens * b.table_width, m.num_blocks);
+}
+
 template <typename P>
-void decode(const Model& m, const Batch& b) {
+int decode(const Model& m, const Batch& b) {
+  if (!is_sound(m, b)) return 0;
   const Room r(m, b.tokens);
   const int64_t at_once = heads_at_once(b.tokens, m.kv_heads, omp_get_max_threads());
 #pragma omp parallel
@@ -165,13 +182,15 @@ void decode(const Model& m, const Batch& b) {
     add_and_normalise(m, r, add, m.norm, m.head.weight, b.tokens);
     times(m.head, r.normed.get(), b.logits);
   }
+  return 1;
 }
 
 }  // namespace
 
 extern "C" {
-void baton_decode_bfloat16(const Model* model, const Batch* batch) { decode<bfloat16>(*model, *batch); }
-void baton_decode_int8(const Model* model, const Batch* batch) { decode<int8_t>(*model, *batch); }
+// 0 for a batch that names what is not there; nothing is computed then.
+int baton_decode_bfloat16(const Model* model, const Batch* batch) { return decode<bfloat16>(*model, *batch); }
+int baton_decode_int8(const Model* model, const Batch* batch) { return decode<int8_t>(*model, *batch); }
 }
 
 #endif

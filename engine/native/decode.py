@@ -33,6 +33,7 @@ class DecodeModel(ctypes.Structure):
         *((name, _POINTER) for name in ("embedding", "norm", "cos", "sin")),
         ("head", Matrix),
         *((name, _COUNT) for name in ("num_layers", "hidden", "q_heads", "kv_heads", "dim", "block_size")),
+        *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks")),
         *((name, _FLOAT) for name in ("eps", "scale")),
     )
 

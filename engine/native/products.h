@@ -21,7 +21,7 @@ constexpr int64_t kSpan = 128;            // inputs of a token that share a scal
 constexpr int64_t kGroup = 32;            // inputs of a 4-bit weight that share one at least
 constexpr int64_t kTokensAtOnce = 96;     // that a block of the weight is multiplied with before the next one
 constexpr int64_t kBlockBytes = 256 << 10;  // of a tile of the weight that stay in a core's cache meanwhile
-constexpr int64_t kAhead = 4096;          // bytes that are asked of memory before they are needed
+constexpr int64_t kAhead = 8192;          // bytes that are asked of memory before they are needed: whole spans
 
 enum Format { kBf16 = 0, kInt8 = 1, kInt4 = 2, kInt4Zeros = 3 };
 
@@ -178,6 +178,18 @@ void add_tokens(int64_t count, const Weight& w, const Block& b, const Rows& x, i
   }
 }
 
+// A few tokens times one block as it comes from memory, which is asked for all of it in time; its end asks for `next`.
+void multiply_streamed(const Weight& w, Block b, const Rows& x, int64_t t, int64_t count, const char* next, Tile* sums) {
+  const int64_t last = b.last, tail = kAhead * kSpan / w.tile_bytes(kSpan);
+  b.ahead = b.from + kAhead;
+  if (next && last - b.first > tail) {
+    b.last = last - tail;
+    add_tokens<4>(count, w, b, x, t, sums);
+    b = {b.tile, b.last, last, b.from + w.tile_bytes(b.last - b.first), next};
+  }
+  add_tokens<4>(count, w, b, x, t, sums);
+}
+
 // Up to kTokensAtOnce tokens times one block, six at a time. The first six read it from memory, unless it was asked for
 // during the block before (`is_near`); meanwhile the others ask for `next`, each for a part of it.
 void multiply_block(const Weight& w, Block b, const Rows& x, int64_t start, int64_t tokens, bool is_near,
@@ -191,7 +203,7 @@ void multiply_block(const Weight& w, Block b, const Rows& x, int64_t start, int6
       add_tokens<lines.value>(count, w, b, x, start + t, sums + t);
     };
     if (turn == 0 && !is_near)
-      take(std::integral_constant<int, 4>{}, b.from + kAhead);
+      multiply_streamed(w, b, x, start, count, next, sums);
     else if (!next || turn >= 4)
       take(std::integral_constant<int, 0>{}, b.from);
     else if (turns == 2 || (turns == 3 && turn == 2))
@@ -237,10 +249,10 @@ void multiply(const Weight& w, const bfloat16* bias, const Rows& x, int64_t toke
       for (int64_t first = 0; first < w.inputs; first += at_once) {
         const int64_t last = std::min(w.inputs, first + at_once);
         const char* next = last < w.inputs ? of_tile + w.tile_bytes(last) : of_following;
-        if (is_one_turn || !is_one_pass) next = nullptr;
+        if (!is_one_pass) next = nullptr;
         const char* from = of_tile + w.tile_bytes(first);
         multiply_block(w, {tile, first, last, from, from}, x, start, count, is_near, next, sums);
-        is_near = next;
+        is_near = next && !is_one_turn;
       }
       store_tile(w, bias, tile, sums, start, count, out);
     }

@@ -109,8 +109,11 @@ def test_the_number_of_threads_changes_nothing(folder: Path) -> None:
         ("token_ids", VOCAB_SIZE, f"token 1 to {VOCAB_SIZE}; there are {VOCAB_SIZE}"),
         ("token_ids", -1, "token -1 to 1;"),
         ("positions", 1 << 20, "position 1 to 1048576;"),
-        ("slot_mapping", NUM_BLOCKS * 16, f"block or slot 1 to {NUM_BLOCKS * 16};"),
-        ("block_tables", NUM_BLOCKS, f"block or slot 0 to {NUM_BLOCKS};"),
+        ("slot_mapping", NUM_BLOCKS * 16, f"slot 1 to {NUM_BLOCKS * 16}; there are {NUM_BLOCKS * 16}"),
+        ("slot_mapping", -1, "slot -1 to 1;"),
+        ("block_tables", NUM_BLOCKS, f"block 0 to {NUM_BLOCKS}; there are {NUM_BLOCKS}"),
+        ("block_tables", -1, "block -1 to 0;"),
+        ("seqlens_k", 17, "length 1 to 17; there are 17"),
     ],
 )
 def test_what_is_not_there_is_refused_before_anything_is_written(

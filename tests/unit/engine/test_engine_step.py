@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.step import SequenceSlice, StepInput, build_step, is_decode
 
 
 def example() -> StepInput:
@@ -90,3 +90,17 @@ def test_bytes_whose_length_is_not_what_their_header_says_are_refused(damage: ob
     assert callable(damage)
     with pytest.raises(ValueError):
         StepInput.from_bytes(damage(example().to_bytes()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 70)), max_size=9), st.sampled_from([4, 16]))
+def test_a_decode_step_is_laid_out_as_any_other(sequences: list[tuple[int, int]], block_size: int) -> None:
+    """Its short way against the long one, which a block copy makes it take."""
+    slices = [
+        SequenceSlice((token,), start, tuple(range(number, number + start // block_size + 1)), True)
+        for number, (token, start) in enumerate(sequences)
+    ]
+    short, long = build_step(slices, block_size), build_step(slices, block_size, [(1, 2)])
+    assert_equal(short, replace(long, block_copies=np.zeros((0, 2), dtype=np.int32)))
+    assert is_decode(short) == is_decode(long) == bool(slices)
+    assert is_decode(StepInput.from_bytes(short.to_bytes())) == bool(slices)
