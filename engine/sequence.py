@@ -38,8 +38,9 @@ class Job:
 
     @property
     def private_salt(self) -> bytes:
-        """Salt under which only attempts of this request find one another's blocks."""
-        return b"attempts of " + self.key.request_id.encode()
+        """Salt under which only attempts of this request find one another's blocks. No client can set it: theirs are
+        UTF-8, and this is not."""
+        return b"\xffattempts of " + self.key.request_id.encode()
 
 
 @dataclass(eq=False)
