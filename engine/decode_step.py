@@ -97,7 +97,7 @@ class DecodeStep:
             "position": (step.positions, self._model.num_positions),
             "slot": (step.slot_mapping, num_slots),
             "block": (step.block_tables, self._model.num_blocks),
-            "length": (step.seqlens_k, step.block_tables.shape[1] * self._model.block_size + 1),
+            "length less one": (step.seqlens_k - 1, step.block_tables.shape[1] * self._model.block_size),
         }
         wrong = [
             f"{what} {array.min()} to {array.max()}; there are {limit}"

@@ -131,7 +131,7 @@ class ColumnParallelLinear:
 
 
 class RowParallelLinear:
-    """[T, I] of this rank's inputs to [T, E], summed over the ranks; the bias is added once."""
+    """[T, I] of this rank's inputs to [T, E], summed over the ranks; the first of them adds the bias."""
 
     def __init__(self, loader: Loader, name: str, num_inputs: int, num_outputs: int, bias: bool) -> None:
         own = loader.equal_share(num_inputs)
@@ -141,9 +141,9 @@ class RowParallelLinear:
         self._tp = loader.tp
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.matrix(x)
+        out = self.matrix(x, self.bias if self._tp.rank == 0 else None)
         self._tp.all_reduce(out)
-        return out if self.bias is None else out.add_(self.bias)
+        return out
 
 
 class VocabShard:

@@ -1,7 +1,7 @@
 // A whole decode step: one new token of each sequence, from token ids to logits, in one parallel region.
 //
-// Between products threads meet at a barrier and nowhere else; whoever was held up takes fewer tiles. Each function has
-// the same arithmetic, in the same order, as its part in engine.native.
+// Between products threads meet at a barrier and nowhere else; whoever was held up takes fewer tiles. The arithmetic and its
+// order are those of the functions that engine.native has for each part.
 //
 // Legend: T tokens, one of each sequence, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, V outputs
 // of the head, P positions.
@@ -132,18 +132,18 @@ void gate_all(const Weight& down, const Room& r, int64_t tokens) {
   }
 }
 
-inline bool is_within(const int32_t* values, int64_t count, int64_t limit) {
-  int32_t least = 0, most = 0;
+inline bool is_within(const int32_t* values, int64_t count, int64_t limit, int32_t from = 0) {
+  int32_t least = from, most = from;
 #pragma omp simd reduction(min : least) reduction(max : most)
   for (int64_t i = 0; i < count; ++i) least = std::min(least, values[i]), most = std::max(most, values[i]);
-  return least >= 0 && most < limit;
+  return least >= from && most < limit;
 }
 
 // Whether all that a batch names is there, and each table reaches as far as its sequence.
 bool is_sound(const Model& m, const Batch& b) {
   return is_within(b.token_ids, b.tokens, m.num_tokens) && is_within(b.positions, b.tokens, m.num_positions) &&
          is_within(b.slots, b.tokens, m.num_blocks * m.block_size) &&
-         is_within(b.lengths, b.tokens, b.table_width * m.block_size + 1) &&
+         is_within(b.lengths, b.tokens, b.table_width * m.block_size + 1, 1) &&
          is_within(b.tables, b.tokens * b.table_width, m.num_blocks);
 }
 

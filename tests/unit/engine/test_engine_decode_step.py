@@ -24,13 +24,14 @@ LENGTHS = [1, 2, 15, 16, 17, 63, 64, 65, 130, 200]
 NUM_BLOCKS = 8 * len(LENGTHS) * 2
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "llama with biases"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Heads of 64 dimensions, which kernels read where they lie; qwen3's of 16, which they do not."""
     sizes = {} if request.param == "qwen3" else {"head_dim": 64, "hidden_size": 512 if request.param == "qwen2" else 64}
-    return make_checkpoint(
-        request.param, tmp_path_factory.mktemp(request.param), dtype="bfloat16", num_hidden_layers=3, **sizes
-    )
+    kind, _, has_biases = request.param.partition(" ")
+    biases = {"attention_bias": True, "mlp_bias": True} if has_biases else {}
+    folder = tmp_path_factory.mktemp(kind)
+    return make_checkpoint(kind, folder, dtype="bfloat16", num_hidden_layers=3, **sizes, **biases)
 
 
 def prepared(folder: Path, **options: str) -> ModelRunner:
@@ -113,7 +114,8 @@ def test_the_number_of_threads_changes_nothing(folder: Path) -> None:
         ("slot_mapping", -1, "slot -1 to 1;"),
         ("block_tables", NUM_BLOCKS, f"block 0 to {NUM_BLOCKS}; there are {NUM_BLOCKS}"),
         ("block_tables", -1, "block -1 to 0;"),
-        ("seqlens_k", 17, "length 1 to 17; there are 17"),
+        ("seqlens_k", 17, "length less one 0 to 16; there are 16"),
+        ("seqlens_k", 0, "length less one -1 to 0; there are 16"),
     ],
 )
 def test_what_is_not_there_is_refused_before_anything_is_written(
