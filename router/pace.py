@@ -11,8 +11,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MESSAGES_PER_CORE = 500
-"""A second: some twentieth of a core here, and as much where the client is."""
+MESSAGES_PER_CORE = 250
+"""A second: some fortieth of a core here, and as much where the client is."""
 MOST_SPACING_S = 0.1
 LEAST_SPACING_S = 0.002
 """Below this, waiting would cost what it saves."""

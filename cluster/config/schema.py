@@ -193,7 +193,7 @@ class RouterSection:
     """Largest request message accepted."""
     stream_messages_per_s: float | None = bounded(None, above=0, at_most=1e9)
     """How many messages all streams together should send: with more tokens than that, each message carries several.
-    null: 500 for each core. A client that sets `stream_interval_tokens` gets what it set."""
+    null: 250 for each core. A client that sets `stream_interval_tokens` gets what it set."""
     insecure: bool = False
     """Allow an address other than loopback although there is no TLS."""
 
