@@ -5,6 +5,7 @@
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
+#   make chaos-failover streams while workers are killed: every output as if none had been
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -19,7 +20,7 @@ TORCH_CPU_INDEX ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos bench clean
+.PHONY: setup serve test check format proto model-check chaos chaos-failover bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -65,6 +66,9 @@ model-check: $(READY)
 
 chaos: $(READY)
 	@.ci/chaos $(ARGS)
+
+chaos-failover: $(READY)
+	$(PY) -m benchmarks.failover $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)

@@ -69,6 +69,11 @@ class Program:
         self._log.seek(0)
         return ProgramFailed(f"python -m {self._module}: {what}\n{self._log.read().decode(errors='replace')}")
 
+    def kill(self, within_s: float = STOP_S) -> int:
+        """SIGKILL; the exit code."""
+        self._process.kill()
+        return self._process.wait(within_s)
+
     def stop(self) -> None:
         """SIGTERM, and SIGKILL when that is not enough; returns when the process has ended."""
         self._process.terminate()
@@ -103,7 +108,7 @@ def running_cluster(config_file: Path, num_gpus: int = 0) -> Iterator[str]:
         )
         router = start("router", replace(plan.router, port=0, workers=flags))
         address = str(router.expect("ready")["address"])
-        _wait_until_serving(address)
+        wait_until_serving(address)
         yield address
 
 
@@ -116,7 +121,8 @@ def _start_group(worker: WorkerPlan, start: Any) -> Program:
     return leader
 
 
-def _wait_until_serving(address: str) -> None:
+def wait_until_serving(address: str) -> None:
+    """Returns when the router there does."""
     with grpc.insecure_channel(address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=START_S)
         for answer in watch:

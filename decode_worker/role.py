@@ -269,7 +269,8 @@ class DecodeRole:
         born = []
         for first in first_tokens:
             if not first.is_finished and first.sequence_index not in task.dropped:
-                child = Sequence(task.job, first.sequence_index, prompt.arrival, output_token_ids=[first.token_id])
+                output = list(task.job.known_tokens.get(first.sequence_index, ()) or (first.token_id,))
+                child = Sequence(task.job, first.sequence_index, prompt.arrival, output_token_ids=output)
                 born.append(child)
         if born:
             self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
@@ -313,11 +314,12 @@ class DecodeRole:
             self.admit(*self._held_back.pop(key))
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
-        """The next token of a sequence, told unless the client has it from an earlier attempt."""
+        """The next token of a sequence, which is told; or all that the client has from an earlier attempt, untold: the
+        next step computes those together, as if they were a prompt's."""
         position = len(sequence.output_token_ids)
-        known = sequence.job.known_token(sequence.index, position)
-        sequence.output_token_ids.append(sampled.token_id if known is None else known)
-        if known is None:
+        known = sequence.job.known_tokens.get(sequence.index, ())[position:]
+        sequence.output_token_ids.extend(known or (sampled.token_id,))
+        if not known:
             self._reporter.emit_tokens(sequence, sampled, position)
 
     def _tell_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:

@@ -31,11 +31,6 @@ class Job:
     prompt_logprobs: int | None = None
     """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
 
-    def known_token(self, index: int, position: int) -> int | None:
-        """Token `position` of the output of sequence `index`, if it is told already."""
-        known = self.known_tokens.get(index, ())
-        return known[position] if position < len(known) else None
-
     @property
     def private_salt(self) -> bytes:
         """Salt under which only attempts of this request find one another's blocks. No client can set it: theirs are

@@ -175,11 +175,11 @@ class PrefillRole:
         first_tokens: list[handoff_pb2.FirstToken] = []
         is_open = False
         for index, token in enumerate(sampled):
-            known = sequence.job.known_token(index, 0)
-            token_id = token.token_id if known is None else known
-            finish = check_finish(sequence.job.params, [token_id])
+            known = sequence.job.known_tokens.get(index, ())
+            token_id = known[0] if known else token.token_id
+            finish = check_finish(sequence.job.params, known or [token_id])
             is_open = is_open or finish is None
-            if known is None:
+            if not known:
                 self._reporter.emit_tokens(Sequence(sequence.job, index, sequence.arrival), token, 0)
             first = handoff_pb2.FirstToken(sequence_index=index, token_id=token_id, is_finished=finish is not None)
             first_tokens.append(first)

@@ -2,8 +2,8 @@
 
     submit -> [queue] -> dispatch (Admit to decode, then to prefill) -> events -> end
       a full queue, a queue timeout, a deadline -> REJECTED
-      a lost worker or a failed hand-off        -> placed again (`retry`) while another path can save it
-      a lost worker or a failure on one         -> FAILED otherwise, and the other worker is told to drop it
+      a lost worker or a failed hand-off        -> placed again (`retry`), to go on from the tokens that were told
+      the third in a row, or another failure    -> FAILED, and the other worker is told to drop it
       the client                                -> CANCELLED, and both are told
 
 Runs on one event loop; nothing here awaits but `idle`. Owns the tables of queued and running requests and the counters;
@@ -28,7 +28,7 @@ from router.commands import admit_decode, admit_local, admit_prefill, cancel_com
 from router.fleet import DECODE, PREFILL, Fleet
 from router.policy import Charge, Ledger, Placement
 from router.request import Effect, LiveRequest
-from router.retry import MAX_ATTEMPTS, RETRYABLE, Setback, Trail, next_placement
+from router.retry import RETRYABLE, Setback, Trail, next_placement
 from router.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ class Dispatcher:
     def _set_back(self, running: _Running, setback: Setback, *, by: WorkerClient) -> None:
         """An attempt cannot go on: places the request again where that can help, else fails it."""
         live, trail = running.live, running.trail
-        if not live.can_restart or trail.num_attempts >= MAX_ATTEMPTS or self._is_draining:
+        if not trail.may_go_on(live.num_tokens) or self._is_draining:
             self._fail(running, setback.error, by=by)
             return
         log.warning("%s is placed again: %s", live.key.request_id, setback.error.message)
@@ -326,9 +326,12 @@ class Dispatcher:
     def _fail(self, running: _Running, error: BatonError, *, by: WorkerClient | None = None) -> None:
         self._tell_to_drop(running, by=by)
         self._leave(running)
-        self.counters.failed += 1
-        running.live.fail(error, self.clock())
+        self._end_failed(running.live, error)
         self._pump()
+
+    def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
+        self.counters.failed += 1
+        live.fail(failures.given_up(error, live.num_tokens), self.clock())
 
     def _queue_timeout_s(self, live: LiveRequest) -> float:
         wanted = live.request.queue_timeout_s
@@ -345,8 +348,7 @@ class Dispatcher:
         if self._trails.pop(generation_id, None) is None:
             self._reject(queued.live, error)
         else:  # it has run before
-            self.counters.failed += 1
-            queued.live.fail(error, self.clock())
+            self._end_failed(queued.live, error)
         self._pump()
 
     def _reject(self, live: LiveRequest, error: BatonError) -> None:

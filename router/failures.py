@@ -43,6 +43,14 @@ def worker_lost(worker_id: str) -> Unavailable:
     return Unavailable(f"worker {worker_id} was lost while it ran this request", retry_after_s=RETRY_AFTER_S)
 
 
+def given_up(error: BatonError, num_tokens: int) -> BatonError:
+    """The same error for a client that has so many tokens already."""
+    if not num_tokens:
+        return error
+    delivered = f"{num_tokens} output token{'s' if num_tokens > 1 else ''} had been delivered"
+    return type(error)(f"{error.message}; {delivered}", retry_after_s=error.retry_after_s)
+
+
 def no_worker() -> Unavailable:
     return Unavailable(
         "no prefill worker and decode worker were ready in time; they may be loading or restarting",

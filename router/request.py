@@ -96,13 +96,9 @@ class LiveRequest:
         return self.lifecycle.state is RequestState.DECODING and all(s.num_tokens for s in self.sequences)
 
     @property
-    def can_restart(self) -> bool:
-        """Whether another attempt can still take it over: no more than its first tokens are with the client."""
-        state = self.lifecycle.state
-        is_early = state in _LADDER and state is not RequestState.DECODING
-        # Decode has begun, but a first token was lost with the prefill worker: what comes after it never counted.
-        is_cut_off = state is RequestState.DECODING and any(not s.num_tokens for s in self.sequences)
-        return (is_early or is_cut_off) and not self.is_complete
+    def num_tokens(self) -> int:
+        """Of all outputs, as far as they are here: what another attempt goes on from."""
+        return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
     def work(self) -> Work:
@@ -111,7 +107,7 @@ class LiveRequest:
 
     def on_phase(self, event: worker_pb2.PhaseChanged, now: float) -> None:
         """Phases of two workers may come interleaved: the later state stays."""
-        if event.phase == generation_pb2.Heartbeat.PHASE_PREFILL:
+        if event.phase == generation_pb2.Heartbeat.PHASE_PREFILL and not self.num_tokens:
             self.num_cached_tokens = event.num_cached_tokens
         state = _STATE_OF.get(event.phase)
         if state is not None and self._reach(state, now, "told by a worker"):
@@ -153,6 +149,7 @@ class LiveRequest:
         self.prompt_logprobs.restart()
         for sequence in self.sequences:
             sequence.restart()
+        self.beat()
 
     def beat(self) -> None:
         """Has the client told in which phase the request is."""
@@ -216,7 +213,7 @@ class LiveRequest:
     def usage(self) -> generation_pb2.Usage:
         return generation_pb2.Usage(
             prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=sum(sequence.num_tokens for sequence in self.sequences),
+            completion_tokens=self.num_tokens,
             cached_tokens=self.num_cached_tokens,
         )
 
@@ -225,7 +222,9 @@ class LiveRequest:
         if not self.request.wants_timing:
             return None
         story = self.lifecycle
-        timing = generation_pb2.Timing(placement=self.placement.reason if self.placement else "not placed")
+        timing = generation_pb2.Timing(
+            placement=self.placement.reason if self.placement else "not placed", migrations=self.key.attempt - 1
+        )
         timing.arrival_time.FromNanoseconds(round(self.arrival_time_s * 1e9))
         arrived, prefill = story.instant(RequestState.QUEUED), story.instant(RequestState.PREFILLING)
         # Of an attempt that failed, no time counts as transfer.
@@ -291,4 +290,6 @@ class LiveRequest:
     def _heartbeat(self) -> generation_pb2.Heartbeat:
         state = self.lifecycle.state
         position = self.queue_position if state is RequestState.QUEUED else 0
-        return generation_pb2.Heartbeat(phase=_PHASE_OF[state], queue_position=position)
+        is_migrating = self.key.attempt > 1 and self.num_tokens > 0 and state is not RequestState.DECODING
+        phase = generation_pb2.Heartbeat.PHASE_MIGRATING if is_migrating else _PHASE_OF[state]
+        return generation_pb2.Heartbeat(phase=phase, queue_position=position)

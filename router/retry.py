@@ -1,9 +1,13 @@
-"""Where a request goes when an attempt at it has failed before its tokens flowed. Pure: who is ready in, where to out.
+"""Where a request goes when an attempt at it has failed. Pure: who is ready in, where to out.
 
     another prefill worker, to the same decode worker, which keeps what has landed
     -> no prefill worker is left, or it is the last attempt: the decode worker computes what is missing itself
     the decode worker is lost -> another one; none is ready -> back to the head of the queue
     the prefill worker does not hear it any more -> another one, if there is one
+
+The next attempt goes on from the tokens that the last one told. Whoever told any was not in vain: attempts are counted
+anew, so that a long output outlives more lost workers than a short one, and one that ends each worker in the same place
+does not.
 
 Knows no connection and no clock; `Ledger` says who has least to do.
 """
@@ -54,6 +58,17 @@ class Trail:
     unheard_ids: set[str] = field(default_factory=set)
     """Decode workers that were not heard any more."""
     num_attempts: int = 1
+    """Since the last one that told tokens, itself included."""
+    num_tokens: int = 0
+    """That were told when an attempt last failed."""
+
+    def may_go_on(self, num_tokens: int) -> bool:
+        """After an attempt that left so many tokens told, before it is noted: whether another one may follow."""
+        if num_tokens > self.num_tokens:
+            self.num_tokens, self.num_attempts = num_tokens, 1
+            self.tried.clear()
+            self.unheard_ids.clear()
+        return self.num_attempts < MAX_ATTEMPTS
 
     def note(self, placement: Placement, setback: Setback) -> None:
         """An attempt has failed. A lost decode worker says nothing against the prefill worker."""

@@ -2,7 +2,7 @@
 
 Short on purpose. What it promises its workers is what `router.dispatcher` does: an attempt that fails is taken back on
 the other worker before the next one begins; events of an earlier attempt are not heard; what the client has been told
-goes along as known tokens; no retry once decoding has begun.
+goes along as known tokens; attempts are counted anew after one that told tokens.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ class Request:
     decode: str = ""
     prefill: str = ""
     """Empty: the decode worker computes the prompt."""
+    num_in_vain: int = 0
+    """Attempts that failed since the client was last told a token."""
+    num_told: int = 0
+    """Tokens the client had when an attempt last failed."""
     tried: set[str] = field(default_factory=set)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     """What the client has, by sequence."""
@@ -62,10 +66,14 @@ class Request:
         shared = self.salt + (b" of %d alone" % self.number if self.bypass_prefix_cache else b"")
         return Mark(self.number, int.from_bytes(blake2b(shared, digest_size=7).digest(), "big"))
 
-    @property
-    def can_restart(self) -> bool:
-        lengths = [len(tokens) for tokens in self.tokens.values()]
-        return max(lengths) <= 1 or min(lengths) == 0
+    def fail_attempt(self) -> bool:
+        """False when another one may not follow."""
+        num_told = sum(map(len, self.tokens.values()))
+        if num_told > self.num_told:
+            self.num_told, self.num_in_vain = num_told, 0
+            self.tried.clear()
+        self.num_in_vain += 1
+        return self.num_in_vain < MAX_ATTEMPTS
 
     @property
     def has_left_prefill(self) -> bool:
@@ -184,7 +192,7 @@ class Router:
 
     def _set_back(self, request: Request, *, by: str, is_lost: bool = False) -> None:
         self._take_back(request, by=by)
-        if not request.can_restart or request.attempt >= MAX_ATTEMPTS:
+        if not request.fail_attempt():
             self._close(request, "failed")
             return
         self._world.counts["retried"] += 1
@@ -199,7 +207,7 @@ class Router:
             self._close(request, "failed")
             return
         decode = request.decode if request.decode in decodes else self._world.random.choice(decodes)
-        is_local = not prefills or request.attempt + 1 == MAX_ATTEMPTS
+        is_local = not prefills or request.num_in_vain + 1 == MAX_ATTEMPTS
         if is_local:
             self._world.counts["prefilled locally"] += 1
         self._place(request, "" if is_local else self._world.random.choice(prefills), decode)

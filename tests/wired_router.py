@@ -183,11 +183,19 @@ class Client:
         self.ends: dict[int, pb.SequenceEnd] = {}
         self.completed: pb.Completed | None = None
         self.num_started = 0
+        self.phase = pb.Heartbeat.PHASE_UNSPECIFIED
+        """That was told last."""
         self.has_all = False
 
     @property
     def request_id(self) -> str:
         return self.live.key.request_id
+
+    def beat(self) -> pb.Heartbeat.Phase:
+        """The phase that the client is told of now."""
+        self.phase = pb.Heartbeat.PHASE_UNSPECIFIED
+        self.take()
+        return self.phase
 
     def take(self) -> None:
         if self.has_all:
@@ -203,6 +211,8 @@ class Client:
                 self.ends[end.index] = end
             elif event.HasField("completed"):
                 self.completed = event.completed
+            elif event.HasField("heartbeat"):
+                self.phase = event.heartbeat.phase
             elif event.HasField("started"):
                 self.num_started += 1
                 assert self.num_started == 1

@@ -248,13 +248,13 @@ class ModelWorker:
             self._end(task, index)
 
     def _append(self, task: Task, index: int) -> None:
-        """The next token of one sequence: a known one is not told."""
+        """The next token of one sequence, or all that are known, which are not told."""
         output, given, admit = task.story.written[index], task.story.given[index], task.admit
         position = len(output)
         is_known = position < len(given)
-        token_id = given[position] if is_known else self._sample(position, admit.key.attempt)
-        output.append(token_id)
-        reason = STOP if token_id == EOS else LENGTH if len(output) == admit.sampling.max_output_tokens else 0
+        output.extend(given[position:] or [self._sample(position, admit.key.attempt)])
+        token_id = output[-1]
+        reason = STOP if token_id == EOS else LENGTH if len(output) >= admit.sampling.max_output_tokens else 0
         if reason:
             task.open.discard(index)
         if not is_known:

@@ -20,6 +20,8 @@ class Surroundings:
 
     def __init__(self) -> None:
         self.heard: list[worker_pb2.Event] = []
+        self.tokens: list[tuple[int, int, int]] = []
+        """Sequence, position and id of each that was told."""
         self.told: list[tuple[str, handoff_pb2.ReceiverMessage]] = []
         self.landings: list[Chunk] = []
         self.blocks = BlockManager(16, 4)
@@ -28,7 +30,8 @@ class Surroundings:
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
         self.heard.append(event)
 
-    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
+    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
+        self.tokens.append((sequence.index, index, sampled.token_id))
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
 
@@ -118,3 +121,53 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
         around.open(key, f"link of {key.request_id}")
         role.plan(100)
         assert around.reserved(key) == [0]
+
+
+def run_step(role: DecodeRole, *sampled: int) -> list[tuple[int, int]]:
+    """One step, whose shares that reach their end lead to these tokens in turn; (sequence, tokens) of each share."""
+    planned, _, copies = role.plan(100)
+    role.copied(copies)
+    tokens = iter(sampled)
+    for p in planned:
+        is_end = p.num_tokens == p.sequence.num_remaining
+        born = p.sequence.fan_out if is_end else 0
+        role.absorb(p, [SampledToken(next(tokens)) for _ in range(born)])
+    return [(p.sequence.index, p.num_tokens) for p in planned]
+
+
+def test_tokens_that_are_known_are_computed_in_one_step_and_told_no_more() -> None:
+    around = Surroundings()
+    role = around.role
+    params = SamplingParams(max_output_tokens=6, n=2)
+    role.admit(Job(SECOND, PROMPT, params, known_tokens={0: (5, 6, 7), 1: (8,)}), expect_handoff=False)
+    assert run_step(role, 90, 91) == [(0, len(PROMPT))]
+    assert around.tokens == []
+    assert sorted(run_step(role, 61, 70)) == [(0, 3), (1, 1)]
+    told = {(sequence, position) for sequence, position, _ in around.tokens}
+    assert told == {(0, 3), (1, 1)}, "what the model made of the prompt again does not count"
+    around.tokens.clear()
+    assert run_step(role, 71, 62) == [(0, 1), (1, 1)]
+    assert around.tokens == [(0, 4, 71), (1, 2, 62)]
+    role.cancel(SECOND, "over")
+    role.check_idle()
+    assert around.blocks.num_held == 0
+
+
+def test_after_a_hand_off_as_well() -> None:
+    around = Surroundings()
+    role = around.role
+    known = {0: (5, 6, 7)}
+    role.admit(Job(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens=known), expect_handoff=True)
+    around.open(SECOND, "two")
+    role.plan(100)
+    for index in range(2):
+        around.offer(SECOND, "two", index, 8 * index, 8 * index + 8)
+    for chunk in around.landings:
+        role.landed(chunk, "", PEER_LOST)
+    first = handoff_pb2.FirstToken(sequence_index=0, token_id=5)
+    commit = handoff_pb2.Commit(key=SECOND.to_proto(), num_chunks=2, first_tokens=[first])
+    role.hear("two", handoff_pb2.SenderMessage(commit=commit))
+    assert run_step(role, 70) == [(0, 3)]
+    assert around.tokens == [(0, 3, 70)]
+    assert [run_step(role, token) for token in (71, 72)] == [[(0, 1)], [(0, 1)]]
+    role.check_idle()

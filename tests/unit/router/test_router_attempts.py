@@ -113,21 +113,60 @@ def test_what_would_happen_anywhere_is_told_at_once(
 
 
 @pytest.mark.parametrize("reason", [*REASONS, "WORKER_LOST"])
-def test_once_decode_has_begun_a_decode_workers_failure_is_told(reason: str) -> None:
+def test_once_decode_has_begun_another_attempt_goes_on_from_the_tokens_that_were_told(reason: str) -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
         client, key = reach(router, "transferring")
         d0 = router.workers["d0"]
         d0.tell(phase(key, DECODE), logged(key, 1, "b"))
+        client.take()
         if reason == "WORKER_LOST":
             d0.lose()
         else:
             d0.tell(failed(key, REASONS[reason]))
+        d0.tell(logged(key, 2, "late"))
+        prefill, decode = ("p0", "d1") if reason == "WORKER_LOST" else ("p1", "d0")
+        prompt, reserve = admit_of(router.workers[prefill]), admit_of(router.workers[decode])
+        assert known(prompt) == known(reserve) == {0: ids("ab")} and reserve.expect_handoff
+        again = prompt.key
+        assert client.beat() == pb.Heartbeat.PHASE_MIGRATING
+        router.workers[prefill].tell(phase(again, PREFILL), phase(again, TRANSFER))
+        router.workers[decode].tell(phase(again, DECODE), logged(again, 2, "c", finish_reason=LENGTH))
         client.take()
-        assert client.live.lifecycle.state is S.FAILED and client.texts == ["ab"]
-        if reason != "INCOMPATIBLE":
-            assert isinstance(client.live.error, Unavailable) and client.live.error.retry_after_s == 1.0
-        assert not [w for w in router.workers.values() if w.take_admits()]
+        assert client.texts == ["abc"] and client.completed is not None
+        assert client.completed.timing.placement.startswith(f"retried after {reason}")
+        assert client.completed.timing.migrations == 1
+        router.check_idle()
+
+    run(scenario)
+
+
+def test_whoever_told_tokens_was_not_in_vain_so_a_long_output_outlives_many_workers() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0", "d1"])
+        client, _ = reach(router, "transferring", max_output_tokens=16)
+        text = "a"
+        for token in "bcdefghi":
+            decode = router.workers[client.live.placement.decode_id]  # type: ignore[union-attr]
+            key = client.live.key.to_proto()
+            decode.tell(phase(key, DECODE), logged(key, len(text), token))
+            text += token
+            decode.lose()
+            decode.open()
+        client.take()
+        assert client.texts == [text] and client.live.key.attempt == 9
+        for _ in range(2):
+            assert client.live.error is None
+            decode = router.workers[client.live.placement.decode_id]  # type: ignore[union-attr]
+            decode.tell(phase(client.live.key.to_proto(), DECODE))
+            decode.lose()
+            decode.open()
+        assert isinstance(client.live.error, Unavailable) and client.live.error.retry_after_s == 1.0
+        assert client.live.error.message.endswith("9 output tokens had been delivered")
+        client.take()
+        assert client.texts == [text]
+        for worker in router.workers.values():
+            worker.take()
         router.check_idle()
 
     run(scenario)

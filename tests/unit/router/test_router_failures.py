@@ -62,7 +62,7 @@ async def rest(stream: Any) -> list[Any]:
     return events
 
 
-async def test_a_lost_decode_worker_is_unavailable_with_a_delay_and_the_next_request_succeeds(tmp_path: Path) -> None:
+async def test_a_lost_decode_worker_costs_its_stream_a_wait_until_it_is_back(tmp_path: Path) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode)) as router:
         stream, events, key = await begin(router, prefill)
@@ -71,18 +71,17 @@ async def test_a_lost_decode_worker_is_unavailable_with_a_delay_and_the_next_req
             events.append(await stream.read())
         port = int(decode.address.rpartition(":")[2])
         await decode.stop()
-        error = await outcome(rest(stream))
-        assert isinstance(error, Unavailable) and error.retry_after_s == 1.0
-        assert prefill.cancels == []
         await router.until_health(NOT_SERVING)
+        assert prefill.cancels == []
         old = decode.incarnation
         await decode.start(port)
-        await router.until_serving()
-        call = asyncio.ensure_future(router.stream(text_spec()))
         admit = await prefill.next_admit()
         assert admit.decode_peer.incarnation == decode.incarnation != old
-        prefill.emit(phase(admit.key, PREFILL), tokens(admit.key, 0, ids("b"), finish_reason=LENGTH))
-        assert text_of(await call) == "b"
+        assert [list(k.token_ids) for k in admit.known_tokens] == [ids("ab")]
+        prefill.emit(phase(admit.key, PREFILL), phase(admit.key, TRANSFER))
+        decode.emit(phase(admit.key, DECODE), tokens(admit.key, 2, ids("c"), finish_reason=LENGTH))
+        events += await rest(stream)
+    assert text_of(events) == "abc" and kinds(events)[-1] == "completed"
 
 
 async def test_a_lost_prefill_worker_does_not_touch_what_decodes_already(tmp_path: Path) -> None:

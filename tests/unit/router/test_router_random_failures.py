@@ -171,8 +171,7 @@ class World:
             return
         assert isinstance(live.error, Unavailable | Overloaded | FailedPrecondition)
         has_waited = states[-2] is S.QUEUED and live.key.attempt > 1
-        is_late = states[-2] is S.DECODING or live.key.attempt == MAX_ATTEMPTS
-        assert has_waited or is_late or self.draining is not None, live.lifecycle.story()
+        assert has_waited or live.key.attempt >= MAX_ATTEMPTS or self.draining is not None, live.lifecycle.story()
 
     def _fail(self, worker: ModelWorker, *, is_final: bool) -> None:
         """A hand-off that is under way, or for good any request."""
