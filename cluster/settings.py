@@ -132,6 +132,12 @@ class RouterSettings(JsonSettings):
     max_model_len: int | None = None
     max_num_seqs: int = 64
     """Most sequences of one request a decode worker can hold; bounds `n`."""
+    policy: str = "predicted"
+    """`predicted`, `least_loaded`, `round_robin` or `random`: how the workers of a request are chosen."""
+    ttft_slo_s: float = 0.5
+    """Time to first token that requests should keep."""
+    tpot_slo_s: float = 0.05
+    """Time per output token, after the first, that they should keep."""
     max_running_requests: int = 256
     """Requests handed to workers at one time."""
     max_queued_requests: int = 1024

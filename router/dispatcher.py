@@ -26,7 +26,8 @@ from cluster.pb import worker_pb2
 from router import failures
 from router.commands import admit_decode, admit_local, admit_prefill, cancel_command
 from router.fleet import DECODE, PREFILL, Fleet
-from router.policy import Charge, Ledger, Placement
+from router.ledger import Charge, Ledger, Placement
+from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
 from router.retry import RETRYABLE, Setback, Trail, next_placement
 from router.worker_client import WorkerClient
@@ -51,6 +52,10 @@ class Limits:
     """A worker silent for so long is lost."""
     needs_prefill: bool = True
     """Nothing runs without a prefill worker; False: decode workers compute prompts while there is none."""
+    policy: str = "predicted"
+    """Which workers a request runs on: one of `router.policies`."""
+    objectives: Objectives = field(default_factory=Objectives)
+    """That it keeps where it can."""
 
 
 @dataclass
@@ -94,6 +99,7 @@ class Dispatcher:
         self.clock = clock
         self.counters = Counters()
         self.ledger = Ledger()
+        self._policy = make_policy(limits.policy, self.ledger, limits.objectives)
         self.fleet = Fleet(
             self,
             lambda worker: len(self._on_worker.get(worker, ())),
@@ -232,6 +238,7 @@ class Dispatcher:
         if effect is Effect.OPEN:
             return
         running.charge.sequence_done()
+        self._policy.finished(live.sequences[tokens.sequence_index].num_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
                 self._tell_to_drop(running, tokens.sequence_index)
@@ -255,7 +262,7 @@ class Dispatcher:
             self._became_idle.set()
 
     def _dispatch(self, live: LiveRequest) -> None:
-        placement = self.ledger.choose(self.fleet.ready_ids(PREFILL), self.fleet.ready_ids(DECODE))
+        placement = self._policy.choose(live.to_place, self.fleet.ready(PREFILL), self.fleet.ready(DECODE))
         self._place(live, placement, self._trails.pop(live.key.request_id, Trail()))
 
     def _place(self, live: LiveRequest, placement: Placement, trail: Trail) -> None:
@@ -291,8 +298,9 @@ class Dispatcher:
         self.counters.retried[setback.reason] += 1
         trail.note(running.placement, setback)
         live.restart(self.clock(), setback.reason)
-        prefill_ids, decode_ids = self.fleet.ready_ids(PREFILL), self.fleet.ready_ids(DECODE)
-        placement = next_placement(trail, running.placement, setback, prefill_ids, decode_ids, self.ledger)
+        prefill, decode = self.fleet.ready(PREFILL), self.fleet.ready(DECODE)
+        last = running.placement
+        placement = next_placement(trail, last, setback, live.to_place, prefill, decode, self._policy)
         if placement is not None:
             self._place(live, placement, trail)
         else:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
-from router.prefix_index import PromptHashes
 from router.worker_client import Listener, WorkerClient
 
 PREFILL = worker_pb2.ROLE_PREFILL
@@ -64,21 +63,13 @@ class Fleet:
     def __getitem__(self, worker_id: str) -> WorkerClient:
         return self._workers[worker_id]
 
-    def ready_ids(self, role: worker_pb2.Role) -> list[str]:
-        return [w.worker_id for w in self._workers.values() if w.is_ready and w.role == role]
-
-    def num_cached_tokens(self, worker_id: str, prompt: PromptHashes) -> int:
-        """Tokens of a prompt that a worker's prefix cache holds, as far as it has told; 0 for one that is not ready."""
-        worker = self._workers.get(worker_id)
-        index = worker.prefix_index if worker is not None else None
-        if index is None or not index.is_known:
-            return 0
-        return index.num_cached_tokens(prompt.of(index.block_size))
+    def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
+        return [w for w in self._workers.values() if w.is_ready and w.role == role]
 
     @property
     def can_serve(self) -> bool:
         """A decode worker is ready, and a prefill worker where one is needed."""
-        return bool(self.ready_ids(DECODE) and (self.ready_ids(PREFILL) or not self._needs_prefill))
+        return bool(self.ready(DECODE) and (self.ready(PREFILL) or not self._needs_prefill))
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""

@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.keys import RequestKey
 from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from router.detokenizer import Detokenizer
-from router.policy import Placement, Work
+from router.ledger import Placement, Work
+from router.policies import Request
+from router.prefix_index import PromptHashes
 from router.prompt_logprobs import PromptLogprobs
 from router.sequence import SequenceOutput
 from router.validate import ValidatedRequest
@@ -99,6 +102,14 @@ class LiveRequest:
     def num_tokens(self) -> int:
         """Of all outputs, as far as they are here: what another attempt goes on from."""
         return sum(sequence.num_tokens for sequence in self.sequences)
+
+    @cached_property
+    def to_place(self) -> Request:
+        """What a policy is told."""
+        request = self.request
+        prompt = PromptHashes(request.prompt_token_ids, request.cache_salt)
+        uses_cache = not request.bypass_prefix_cache and request.prompt_logprobs is None
+        return Request(self.work, prompt, uses_cache)
 
     @property
     def work(self) -> Work:

@@ -9,17 +9,18 @@ The next attempt goes on from the tokens that the last one told. Whoever told an
 anew, so that a long output outlives more lost workers than a short one, and one that ends each worker in the same place
 does not.
 
-Knows no connection and no clock; `Ledger` says who has least to do.
+Knows no connection and no clock; a policy says who is best of those that may be chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from cluster.errors import BatonError
 from cluster.pb import worker_pb2
-from router.policy import Ledger, Placement
+from router.ledger import Placement
+from router.policies import Candidate, Policy, Request
 
 MAX_ATTEMPTS = 3
 
@@ -83,20 +84,25 @@ def next_placement(
     trail: Trail,
     last: Placement,
     setback: Setback,
-    prefill_ids: Collection[str],
-    decode_ids: Collection[str],
-    ledger: Ledger,
+    request: Request,
+    prefill: Sequence[Candidate],
+    decode: Sequence[Candidate],
+    policy: Policy,
 ) -> Placement | None:
-    """`*_ids` are those that are ready. None: no decode worker is, so the request has to wait."""
-    decode_ids = [d for d in decode_ids if d != setback.lost_id]
-    if not decode_ids:
+    """Among those that are ready. None: no decode worker is, so the request has to wait."""
+    present = [d for d in decode if d.worker_id != setback.lost_id]
+    if not present:
         return None
-    heard = [d for d in decode_ids if d not in trail.unheard_ids] or decode_ids
-    decode_id = last.decode_id if last.decode_id in heard else ledger.choose([], heard).decode_id
-    untried = [p for p in prefill_ids if (p, decode_id) not in trail.tried and p != setback.lost_id]
-    after = f"after {setback.reason} on {last.prefill_id or last.decode_id}"
-    if untried and trail.num_attempts < MAX_ATTEMPTS:
-        prefill_id = ledger.choose(untried, [decode_id]).prefill_id
-        return Placement(prefill_id, decode_id, f"retried {after}: {prefill_id} -> {decode_id}")
+    heard = [d for d in present if d.worker_id not in trail.unheard_ids] or present
+    by_id = {d.worker_id: d for d in heard}
+    kept = by_id.get(last.decode_id) or by_id[policy.choose(request, [], heard).decode_id]
+    decode_id = kept.worker_id
+    untried = [p for p in prefill if (p.worker_id, decode_id) not in trail.tried and p.worker_id != setback.lost_id]
+    after = f"after {setback.reason} on {last.computing_id}"
     why = "no other prefill worker" if not untried else "the last attempt"
+    if untried and trail.num_attempts < MAX_ATTEMPTS:
+        chosen = policy.choose(request, untried, [kept])
+        if chosen.prefill_id is not None:
+            return replace(chosen, reason=f"retried {after}: {chosen.prefill_id} -> {decode_id}")
+        why = "sooner than on another worker"
     return Placement(None, decode_id, f"local prefill on {decode_id} {after}: {why}")

@@ -28,6 +28,7 @@ from router.fleet import WorkerAddress
 from router.handlers import service_handler
 from router.model import ServedModel
 from router.pace import Pace
+from router.policies import Objectives
 from router.service import GenerationService
 from router.tokenizer import Tokenizer
 
@@ -70,6 +71,8 @@ class RouterServer:
             settings.queue_timeout_s,
             settings.dead_after_s,
             settings.needs_prefill,
+            settings.policy,
+            Objectives(settings.ttft_slo_s, settings.tpot_slo_s),
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]

@@ -23,7 +23,8 @@ from cluster import rpc
 from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pulse import Pulse, Timing, Verdict
-from router.prefix_index import PrefixIndex
+from cluster.step_cost import StepCost
+from router.prefix_index import PrefixIndex, PromptHashes
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,22 @@ class WorkerClient:
     @property
     def is_ready(self) -> bool:
         return self.state == READY
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        """What the worker has learned of its own steps; None: nothing yet."""
+        stats = self.stats
+        return StepCost.from_proto(stats.step_cost) if stats is not None and stats.HasField("step_cost") else None
+
+    @property
+    def kv_tokens(self) -> int:
+        """That its pool holds; 0 while it has not said who it is."""
+        return 0 if self.info is None else self.info.num_blocks * self.info.block_size
+
+    def num_cached_tokens(self, prompt: PromptHashes) -> int:
+        """Of a prompt, in its prefix cache, as far as it has told."""
+        index = self.prefix_index
+        return 0 if index is None or not index.is_known else index.num_cached_tokens(prompt.of(index.block_size))
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"session with {self.worker_id}")
@@ -189,7 +206,7 @@ class WorkerClient:
     def _lose(self) -> bool:
         """True when it had been ready."""
         was_ready = self.is_ready
-        self.prefix_index = None
+        self.prefix_index = self.stats = None
         self._commands.clear()
         if was_ready:
             self.state = LOST

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-from cluster_fixture import Stream, token_spec
+from cluster_fixture import HAND_OVER, Stream, token_spec
 from nursery import Nursery
 from prometheus_client.parser import text_string_to_metric_families
 from workers import ROOT, Process, Worker
@@ -227,7 +227,7 @@ class Fleet:
             for worker in self.workers.values():
                 worker.connect()
             flags = [f"{w.settings.role}:{name}={w.address}" for name, w in self.workers.items()]
-            given = {"port": 0, "model_path": str(MODEL), "workers": tuple(flags)}
+            given = {"port": 0, "model_path": str(MODEL), "workers": tuple(flags), **HAND_OVER}
             if "dead_after_s" in self.common:
                 given["dead_after_s"] = self.common["dead_after_s"]
             self.router = Process("router", RouterSettings(**given).to_json())

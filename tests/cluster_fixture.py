@@ -54,6 +54,10 @@ class Step:
     blocks: Mapping[str, int]
 
 
+HAND_OVER = {"policy": "least_loaded"}
+"""Of a router that has every prompt handed over, however short."""
+
+
 class PlainCluster:
     """Use it as a context manager. `prefill`, `decode` and `router` are settings of one process, the rest of both
     workers; logs go to `folder`."""
@@ -80,7 +84,8 @@ class PlainCluster:
             for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
                 self.processes[worker_id] = Process("worker", self._worker_settings(worker_id, role))
             flags = [f"{id.split('-')[0]}:{id}={self._ready(id)['address']}" for id in (PREFILL, DECODE)]
-            given = {"port": 0, "model_path": self._model_path, **self._router_settings, "workers": tuple(flags)}
+            given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **self._router_settings}
+            given["workers"] = tuple(flags)
             self.processes["router"] = Process("router", RouterSettings(**given).to_json())
             card = self.processes["router"].expect("ready")
             self.address, self.control_address = str(card["address"]), str(card["control_address"])

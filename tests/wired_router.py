@@ -21,6 +21,7 @@ from router import fleet
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
+from router.ledger import NOTHING
 from router.model import ServedModel
 from router.request import LiveRequest
 from router.tokenizer import Tokenizer
@@ -166,7 +167,7 @@ class WiredRouter:
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
         assert not dispatcher._on_worker and not dispatcher._trails
         for worker_id in ("p0", "p1", "p2", "d0", "d1", "d2", *self.workers):
-            assert dispatcher.ledger.outstanding(worker_id) == (0, 0, 0), worker_id
+            assert dispatcher.ledger[worker_id] == NOTHING, worker_id
         counters = dispatcher.counters
         ended = counters.finished + counters.cancelled + counters.failed + counters.rejected
         assert ended == self.num_submitted, counters

@@ -21,6 +21,7 @@ import torch
 from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
+from cluster.step_cost import StepSize
 from decode_worker.role import DecodeRole
 from decode_worker.scheduler import BlockCopies
 from engine.block_manager import BlockManager
@@ -34,6 +35,7 @@ from worker.convert import job_of
 from worker.metrics import HandoffMetrics, Held
 from worker.ranks import Launched, Ranks
 from worker.reporter import Reporter, Voice
+from worker.step_clock import StepClock
 from worker.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,8 @@ class Flight:
     """Prompt tokens that each share scores, those that decode first."""
     preempted: list[Sequence]
     copies: BlockCopies
+    size: StepSize
+    begun: float
 
 
 class Core:
@@ -80,6 +84,7 @@ class Core:
         self._enable_prefix_cache = settings.enable_prefix_cache
         self._max_model_len = max_model_len
         self._step_log = step_log
+        self._step_clock = StepClock()
         self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         self._stats = worker_pb2.WorkerStats()
         self._sent_stats = worker_pb2.WorkerStats()
@@ -163,7 +168,9 @@ class Core:
         ends = [p for p in planned if p.num_tokens == p.sequence.num_remaining]
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
-        return Flight(self._ranks.launch(step), decoding, prefilling, ends, num_scored, preempted, copies)
+        size, begun = _size_of(planned), time.monotonic()
+        launched = self._ranks.launch(step)
+        return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies, size, begun)
 
     def _finish(self) -> None:
         """Takes in what a step that has ended led to."""
@@ -172,6 +179,8 @@ class Core:
         planned = flight.decoding + flight.prefilling
         output = flight.launched.result()
         sampled = self._sample(output.logits, planned, flight.ends)
+        if self._step_clock.wants(flight.size):
+            self._step_clock.note(flight.size, time.monotonic() - flight.begun)
         scores: dict[int, list[SampledToken]] = {}
         if output.scores is not None:
             tokens = iter(output.scores.tokens())
@@ -301,4 +310,21 @@ class Core:
         stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting
         stats.num_requests = self.reporter.num_requests
         stats.num_preemptions = self.decode.num_preemptions
+        cost = self._step_clock.cost
+        if cost is not None:
+            stats.step_cost.CopyFrom(cost.to_proto())
         return stats
+
+
+def _size_of(planned: list[Planned]) -> StepSize:
+    """One token of a sequence is its next one; more are a prompt's, or computed like those."""
+    num_prompt_tokens = num_attended = num_sequences = num_kv_tokens = 0
+    for p in planned:
+        num_before = p.sequence.num_computed_tokens
+        if p.num_tokens == 1:
+            num_sequences += 1
+            num_kv_tokens += num_before + 1
+        else:
+            num_prompt_tokens += p.num_tokens
+            num_attended += p.num_tokens * num_before + p.num_tokens * (p.num_tokens + 1) // 2
+    return StepSize(num_prompt_tokens, num_attended, num_sequences, num_kv_tokens)

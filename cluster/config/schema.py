@@ -19,6 +19,7 @@ TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 WireFormatName = Literal["native", "int8", "fp8"]
 DigestName = Literal["auto", "on", "sampled", "off"]
 RebalanceMode = Literal["fixed"]
+PolicyName = Literal["predicted", "least_loaded", "round_robin", "random"]
 RoleName = Literal["prefill", "decode"]
 
 ALIASES = {
@@ -183,6 +184,11 @@ class RouterSection:
     """Address to listen on; anything but loopback needs `insecure`."""
     port: int = bounded(50051, at_least=0, at_most=65_535)
     """Port of the gRPC API; 0: any free one."""
+    policy: PolicyName = "predicted"
+    """How the workers of a request are chosen; predicted: those on which it should end first, by what workers have
+    measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a
+    short or mostly cached prompt itself where that is sooner; the others look at less: at the work handed out, at whose
+    turn it is, at nothing."""
     max_running_requests: int = bounded(256, at_least=1, at_most=2**20)
     """Requests handed to workers at one time."""
     max_queued_requests: int = bounded(1024, at_least=0, at_most=2**20)
@@ -199,11 +205,23 @@ class RouterSection:
 
 
 @dataclass(frozen=True)
+class SloSection:
+    """What requests should keep. `router.policy: predicted` prefers workers on which they do."""
+
+    ttft_ms: float = bounded(500.0, above=0, at_most=1000 * DAY_S)
+    """Time to the first token."""
+    tpot_ms: float = bounded(50.0, above=0, at_most=1000 * DAY_S)
+    """Time per output token after the first."""
+
+
+@dataclass(frozen=True)
 class RebalanceSection:
     """Whether Baton moves devices between the roles by itself."""
 
     mode: RebalanceMode = "fixed"
     """fixed: the ratio is what this file says."""
+    slo: SloSection = field(default_factory=SloSection)
+    """What requests should keep."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ class WorkerInfo(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., node: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., model: _Optional[str] = ..., weights_revision: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., transport: _Optional[str] = ..., dtype: _Optional[str] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received")
+    __slots__ = ("blocks_free", "blocks_held", "blocks_cached", "blocks_total", "num_running_seqs", "num_waiting_requests", "num_requests", "num_steps", "num_prefill_tokens", "num_decode_tokens", "num_preemptions", "kv_bytes_sent", "kv_bytes_received", "step_cost")
     BLOCKS_FREE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_CACHED_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +213,7 @@ class WorkerStats(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
     blocks_free: int
     blocks_held: int
     blocks_cached: int
@@ -226,7 +227,22 @@ class WorkerStats(_message.Message):
     num_preemptions: int
     kv_bytes_sent: int
     kv_bytes_received: int
-    def __init__(self, blocks_free: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_total: _Optional[int] = ..., num_running_seqs: _Optional[int] = ..., num_waiting_requests: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ...) -> None: ...
+    step_cost: StepCost
+    def __init__(self, blocks_free: _Optional[int] = ..., blocks_held: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_total: _Optional[int] = ..., num_running_seqs: _Optional[int] = ..., num_waiting_requests: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_decode_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., kv_bytes_sent: _Optional[int] = ..., kv_bytes_received: _Optional[int] = ..., step_cost: _Optional[_Union[StepCost, _Mapping]] = ...) -> None: ...
+
+class StepCost(_message.Message):
+    __slots__ = ("fixed_s", "prompt_token_s", "attended_s", "sequence_s", "kv_token_s")
+    FIXED_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_S_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_S_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    fixed_s: float
+    prompt_token_s: float
+    attended_s: float
+    sequence_s: float
+    kv_token_s: float
+    def __init__(self, fixed_s: _Optional[float] = ..., prompt_token_s: _Optional[float] = ..., attended_s: _Optional[float] = ..., sequence_s: _Optional[float] = ..., kv_token_s: _Optional[float] = ...) -> None: ...
 
 class CacheEvents(_message.Message):
     __slots__ = ("sequence_number", "snapshot", "stored", "evicted")

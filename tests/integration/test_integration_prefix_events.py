@@ -33,7 +33,8 @@ class Served:
     wrong: list[tuple[int, int]] = field(default_factory=list)
 
     def promised(self, worker_id: str, prompt: list[int], salt: str) -> int:
-        return self.router.server.dispatcher.fleet.num_cached_tokens(worker_id, PromptHashes(prompt, salt.encode()))
+        worker = self.router.server.dispatcher.fleet[worker_id]
+        return worker.num_cached_tokens(PromptHashes(prompt, salt.encode()))
 
     async def generate(self, worker_id: str, prompt: list[int], salt: str) -> int:
         """Tokens of the prompt that were found by who prefilled it, which is to be this worker."""
@@ -51,7 +52,12 @@ class Served:
 async def serving(folder: Path, *workers: Worker) -> AsyncIterator[Served]:
     names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
     settings = RouterSettings(
-        str(folder), port=0, workers=names, max_model_len=MAX_MODEL_LEN, needs_prefill=len(workers) > 1
+        str(folder),
+        port=0,
+        workers=names,
+        max_model_len=MAX_MODEL_LEN,
+        needs_prefill=len(workers) > 1,
+        policy="least_loaded",  # which hands every prompt over
     )
     server = RouterServer(settings, lambda line: None)
     addresses = await server.start()

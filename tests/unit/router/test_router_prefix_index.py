@@ -98,7 +98,7 @@ def tell(worker: WiredWorker, *told: worker_pb2.Event) -> None:
 
 
 def cached(router: WiredRouter, worker_id: str, salt: bytes = b"a") -> int:
-    return router.dispatcher.fleet.num_cached_tokens(worker_id, PromptHashes(PROMPT, salt))
+    return router.workers[worker_id].num_cached_tokens(PromptHashes(PROMPT, salt))
 
 
 def test_each_worker_is_known_by_itself_and_each_tenant_apart() -> None:
@@ -136,15 +136,5 @@ def test_a_lost_worker_is_forgotten_and_known_anew_when_it_comes_back() -> None:
         assert cached(router, "p0") == 0 and worker.prefix_index is None
         meet(worker, events(1, HASHES[:1], snapshot=True), events(2, HASHES[1:2]))
         assert cached(router, "p0") == 8
-
-    run(scenario)
-
-
-def test_a_worker_that_is_no_longer_named_is_not_asked() -> None:
-    async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["p0", "d0"])
-        meet(router.workers["p0"], events(1, HASHES, snapshot=True))
-        router.name(["p1", "d0"])
-        assert cached(router, "p0") == cached(router, "p1") == 0
 
     run(scenario)

@@ -16,8 +16,8 @@ from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from router.chat_template import ChatTemplate
+from router.ledger import Placement
 from router.model import ServedModel
-from router.policy import Placement
 from router.request import Effect, LiveRequest
 from router.tokenizer import Tokenizer
 from router.validate import validate

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from candidates import named, request_of
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, phase, tokens
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +19,8 @@ from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.keys import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
-from router.policy import Ledger, Placement
+from router.ledger import NOTHING, Ledger, Placement
+from router.policies.least_loaded import LeastLoaded
 from router.retry import MAX_ATTEMPTS, RETRYABLE, Setback, Trail, next_placement
 
 Failed = worker_pb2.Failed
@@ -28,10 +30,17 @@ FAR_OFF = Setback("TRANSFER_FAILED", Unavailable("the way is broken"))
 # Where to: the decision alone
 
 
+def where_to(
+    trail: Trail, last: Placement, setback: Setback, prefill_ids: list[str], decode_ids: list[str]
+) -> Placement | None:
+    prefill, decode = named(*prefill_ids), named(*decode_ids)
+    return next_placement(trail, last, setback, request_of(10), prefill, decode, LeastLoaded(Ledger()))
+
+
 def test_another_prefill_worker_sends_to_the_same_decode_worker() -> None:
     trail, last = Trail(), Placement("p0", "d1", "")
     trail.note(last, FAR_OFF)
-    placement = next_placement(trail, last, FAR_OFF, ["p0", "p1"], ["d0", "d1"], Ledger())
+    placement = where_to(trail, last, FAR_OFF, ["p0", "p1"], ["d0", "d1"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == ("p1", "d1")
     assert placement.reason == "retried after TRANSFER_FAILED on p0: p1 -> d1"
 
@@ -39,7 +48,7 @@ def test_another_prefill_worker_sends_to_the_same_decode_worker() -> None:
 def test_without_another_prefill_worker_decode_computes_the_prompt() -> None:
     trail, last = Trail(), Placement("p0", "d0", "")
     trail.note(last, FAR_OFF)
-    placement = next_placement(trail, last, FAR_OFF, ["p0"], ["d0"], Ledger())
+    placement = where_to(trail, last, FAR_OFF, ["p0"], ["d0"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == (None, "d0")
     assert placement.reason == "local prefill on d0 after TRANSFER_FAILED on p0: no other prefill worker"
 
@@ -48,9 +57,9 @@ def test_a_lost_decode_worker_says_nothing_against_the_prefill_worker() -> None:
     lost = Setback("WORKER_LOST", Unavailable("gone"), lost_id="d0")
     trail, last = Trail(), Placement("p0", "d0", "")
     trail.note(last, lost)
-    placement = next_placement(trail, last, lost, ["p0"], ["d0", "d1"], Ledger())
+    placement = where_to(trail, last, lost, ["p0"], ["d0", "d1"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == ("p0", "d1")
-    assert next_placement(trail, last, lost, ["p0"], ["d0"], Ledger()) is None
+    assert where_to(trail, last, lost, ["p0"], ["d0"]) is None
 
 
 def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another() -> None:
@@ -58,9 +67,9 @@ def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another
     unheard = Setback("PEER_LOST", Unavailable("silent"), unheard_id="d0")
     trail, last = Trail(), Placement("p0", "d0", "")
     trail.note(last, unheard)
-    elsewhere = next_placement(trail, last, unheard, ["p0", "p1"], ["d0", "d1"], Ledger())
+    elsewhere = where_to(trail, last, unheard, ["p0", "p1"], ["d0", "d1"])
     assert elsewhere is not None and (elsewhere.prefill_id, elsewhere.decode_id) == ("p0", "d1")
-    alone = next_placement(trail, last, unheard, ["p0", "p1"], ["d0"], Ledger())
+    alone = where_to(trail, last, unheard, ["p0", "p1"], ["d0"])
     assert alone is not None and (alone.prefill_id, alone.decode_id) == ("p1", "d0")
 
 
@@ -79,7 +88,7 @@ def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
             used.append((placement.prefill_id, placement.decode_id))
         setback = Setback("X", Unavailable("x"), lost_id)
         trail.note(placement, setback)
-        found = next_placement(trail, placement, setback, prefill_ids, decode_ids, Ledger())
+        found = where_to(trail, placement, setback, sorted(prefill_ids), sorted(decode_ids))
         if found is None:
             assert not decode_ids - {lost_id}
             return
@@ -155,7 +164,7 @@ async def test_a_failed_hand_off_goes_to_another_prefill_worker(tmp_path: Path, 
         assert router.server.dispatcher.counters.retried == {word: 1}
         assert (await status(router)).num_failed == 0
         for worker in workers:
-            assert router.server.dispatcher.ledger.outstanding(worker.worker_id) == (0, 0, 0)
+            assert router.server.dispatcher.ledger[worker.worker_id] == NOTHING
 
 
 async def test_a_lost_prefill_worker_is_replaced_by_local_prefill_when_it_was_the_only_one(tmp_path: Path) -> None:

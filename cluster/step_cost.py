@@ -1,0 +1,98 @@
+"""How long a step takes: a sum of what each part of it costs. Workers learn it, the router predicts with it.
+
+    seconds = fixed + prompt tokens * a + keys that those attend to * b + sequences * c + KV tokens that those read * d
+
+Every kind of step is one sum, so that a chunk of a prompt beside decoding sequences teaches both. Pure: knows no clock,
+no worker and no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Self
+
+from cluster.pb import worker_pb2
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What one step computes."""
+
+    num_prompt_tokens: int = 0
+    num_attended: int = 0
+    """Keys that each of them sees, summed up."""
+    num_sequences: int = 0
+    """Each of which gets its next token."""
+    num_kv_tokens: int = 0
+    """That those hold together."""
+
+    @classmethod
+    def of_prompt(cls, num_tokens: int, num_before: int = 0) -> Self:
+        """So many tokens of one prompt, after others that are computed already."""
+        return cls(num_tokens, num_tokens * num_before + num_tokens * (num_tokens + 1) // 2)
+
+    def __add__(self, other: StepSize) -> StepSize:
+        return StepSize(
+            self.num_prompt_tokens + other.num_prompt_tokens,
+            self.num_attended + other.num_attended,
+            self.num_sequences + other.num_sequences,
+            self.num_kv_tokens + other.num_kv_tokens,
+        )
+
+    def __neg__(self) -> StepSize:
+        return StepSize(-self.num_prompt_tokens, -self.num_attended, -self.num_sequences, -self.num_kv_tokens)
+
+
+NO_STEP = StepSize()
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Seconds, none of them negative; 0 for what was never seen, or cannot be told apart from the rest."""
+
+    fixed_s: float
+    prompt_token_s: float
+    attended_s: float
+    sequence_s: float
+    kv_token_s: float
+
+    @classmethod
+    def from_proto(cls, cost: worker_pb2.StepCost) -> Self:
+        return cls(cost.fixed_s, cost.prompt_token_s, cost.attended_s, cost.sequence_s, cost.kv_token_s)
+
+    def to_proto(self) -> worker_pb2.StepCost:
+        return worker_pb2.StepCost(
+            fixed_s=self.fixed_s,
+            prompt_token_s=self.prompt_token_s,
+            attended_s=self.attended_s,
+            sequence_s=self.sequence_s,
+            kv_token_s=self.kv_token_s,
+        )
+
+    def filled(self, usual: StepCost) -> StepCost:
+        """With what `usual` says of parts that were never seen here: a worker that only decodes knows no prompts."""
+        knows_prompts = self.prompt_token_s > 0 or self.attended_s > 0
+        knows_sequences = self.sequence_s > 0 or self.kv_token_s > 0
+        prompts, sequences = self if knows_prompts else usual, self if knows_sequences else usual
+        return StepCost(
+            self.fixed_s, prompts.prompt_token_s, prompts.attended_s, sequences.sequence_s, sequences.kv_token_s
+        )
+
+    def of(self, step: StepSize) -> float:
+        """Seconds of a step; 0 for one that computes nothing."""
+        if not step.num_prompt_tokens and not step.num_sequences:
+            return 0.0
+        return (
+            self.fixed_s
+            + self.prompt_token_s * step.num_prompt_tokens
+            + self.attended_s * step.num_attended
+            + self.sequence_s * step.num_sequences
+            + self.kv_token_s * step.num_kv_tokens
+        )
+
+
+def usual(costs: Sequence[StepCost]) -> StepCost:
+    """The mean of at least one, of each part over those that have seen it."""
+    parts = zip(*map(astuple, costs), strict=True)
+    return StepCost(*(sum(part) / max(1, sum(value > 0 for value in part)) for part in parts))

@@ -1,0 +1,32 @@
+"""Least work: the prefill worker with fewest prompt tokens to compute, the decode worker with fewest sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.ledger import Ledger, Placement
+from router.policies.seam import Candidate, Request, disaggregated, local
+
+
+class LeastLoaded:
+    """Equals are taken by id."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+        decode_id = min((d.worker_id for d in decode), key=self._decode_load)
+        if not prefill:
+            return local(decode_id)
+        prefill_id = min((p.worker_id for p in prefill), key=self._prefill_load)
+        return disaggregated(prefill_id, decode_id, "least work")
+
+    def finished(self, num_output_tokens: int) -> None:
+        """What has ended says nothing here."""
+
+    def _decode_load(self, worker_id: str) -> tuple[int, int, str]:
+        load = self._ledger[worker_id]
+        return load.sequences.num_sequences, load.num_tokens, worker_id
+
+    def _prefill_load(self, worker_id: str) -> tuple[int, str]:
+        return self._ledger[worker_id].prompts.num_prompt_tokens, worker_id

@@ -1,0 +1,30 @@
+"""Each worker of a role in its turn, by id, whatever it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.ledger import Placement
+from router.policies.seam import Candidate, Request, disaggregated, local
+
+
+class RoundRobin:
+    """The next one is the first after the last one, so that a worker that comes or goes does not shift the others."""
+
+    def __init__(self) -> None:
+        self._last_prefill = self._last_decode = ""
+
+    def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+        self._last_decode = _next(self._last_decode, decode)
+        if not prefill:
+            return local(self._last_decode)
+        self._last_prefill = _next(self._last_prefill, prefill)
+        return disaggregated(self._last_prefill, self._last_decode, "in turn")
+
+    def finished(self, num_output_tokens: int) -> None:
+        """What has ended says nothing here."""
+
+
+def _next(last: str, candidates: Sequence[Candidate]) -> str:
+    ids = sorted(c.worker_id for c in candidates)
+    return next((i for i in ids if i > last), ids[0])

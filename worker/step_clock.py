@@ -1,0 +1,85 @@
+"""Learns from the steps of one worker how long a step takes: least squares in which old steps fade.
+
+Each part's cost starts at nothing, and only what steps show moves it; one that would come out negative is left out, as
+two parts that always came together cannot be told apart. Pure: whoever runs the steps says how long they took. Used on
+the engine thread, so it takes in few decode steps, which are many and alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.step_cost import StepCost, StepSize
+
+HALF_LIFE_STEPS = 200
+"""After so many that were taken in, a step counts half."""
+LEAST_STEPS = 3
+_EVERY = 8
+"""Of steps without a prompt's tokens, one in so many is taken in; the first ones all are."""
+_SLOWEST = 20.0
+"""Times what was predicted: beyond that something else held the step up."""
+_UNITS = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
+"""In which parts are counted, so that none drowns in another's size."""
+_RIDGE = 1e-6
+
+
+class StepClock:
+    """Of one worker."""
+
+    def __init__(self) -> None:
+        self._fade = 0.5 ** (1 / HALF_LIFE_STEPS)
+        self._products = np.zeros((5, 5))
+        self._sums = np.zeros(5)
+        self._num_seen = 0
+        self._num_taken = 0
+        self._cost: StepCost | None = None
+
+    def wants(self, step: StepSize) -> bool:
+        """Whether `note` is to hear of this step."""
+        self._num_seen += 1
+        return bool(step.num_prompt_tokens) or self._num_seen <= 4 * _EVERY or self._num_seen % _EVERY == 0
+
+    def note(self, step: StepSize, seconds: float) -> None:
+        """A step of this size has taken so long."""
+        if self._num_taken > 4 * LEAST_STEPS and seconds > _SLOWEST * self.cost_of(step):
+            return
+        parts = _parts(step)
+        # A relative error counts the same in short steps and in long ones.
+        weight = 1.0 / max(seconds, 1e-6) ** 2
+        self._products = self._fade * self._products + weight * np.outer(parts, parts)
+        self._sums = self._fade * self._sums + weight * seconds * parts
+        self._num_taken += 1
+        self._cost = None
+
+    @property
+    def cost(self) -> StepCost | None:
+        """None before there are enough steps to tell."""
+        if self._cost is None and self._num_taken >= LEAST_STEPS:
+            self._cost = StepCost(*(_solve(self._products, self._sums) / _UNITS).tolist())
+        return self._cost
+
+    def cost_of(self, step: StepSize) -> float:
+        """Seconds that a step is expected to take; infinite while nothing is known."""
+        cost = self.cost
+        return float("inf") if cost is None else cost.of(step)
+
+
+def _parts(step: StepSize) -> npt.NDArray[np.float64]:
+    counts = [1, step.num_prompt_tokens, step.num_attended, step.num_sequences, step.num_kv_tokens]
+    parts: npt.NDArray[np.float64] = np.array(counts, dtype=np.float64) / _UNITS
+    return parts
+
+
+def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The least squares with no negative part: the most negative one is left out until there is none."""
+    kept = np.arange(len(sums))
+    found = np.zeros(len(sums))
+    ridge = _RIDGE * max(float(np.trace(products)), 1e-12)
+    while len(kept):
+        part = np.linalg.solve(products[np.ix_(kept, kept)] + ridge * np.eye(len(kept)), sums[kept])
+        if part.min() >= 0:
+            found[kept] = part
+            break
+        kept = np.delete(kept, int(part.argmin()))
+    return found
