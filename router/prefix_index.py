@@ -9,26 +9,35 @@ Pure: no connection, no clock. Lives as long as one session with the worker does
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 
 
 class PromptHashes:
-    """Hashes of one prompt under its tenant's salt, computed once for each size of block that workers have."""
+    """Hashes of one prompt under its tenant's salt, each computed once for each size of block that workers have, and
+    when somebody gets so far: of a long prompt that nobody has cached, the first alone."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
         self._salt = salt
-        self._by_block_size: dict[int, tuple[bytes, ...]] = {}
+        self._by_block_size: dict[int, tuple[list[bytes], Iterator[bytes]]] = {}
+        """Those that were computed, and the rest."""
 
-    def of(self, block_size: int) -> tuple[bytes, ...]:
+    def of(self, block_size: int) -> Iterator[bytes]:
         """Those of `cluster.prefix_hash.prefix_hashes`."""
-        hashes = self._by_block_size.get(block_size)
-        if hashes is None:
-            hashes = self._by_block_size[block_size] = tuple(prefix_hashes(self._token_ids, block_size, self._salt))
-        return hashes
+        if block_size not in self._by_block_size:
+            self._by_block_size[block_size] = [], prefix_hashes(self._token_ids, block_size, self._salt)
+        known, rest = self._by_block_size[block_size]
+        for index in count():
+            if index == len(known):
+                following = next(rest, None)
+                if following is None:
+                    return
+                known.append(following)
+            yield known[index]
 
 
 class PrefixIndex:

@@ -81,9 +81,19 @@ def test_no_more_hashes_are_kept_than_the_worker_has_blocks() -> None:
 
 def test_a_prompts_hashes_are_computed_once_for_each_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PromptHashes(PROMPT, b"a")
-    assert list(prompt.of(4)) == HASHES and len(prompt.of(2)) == 6
+    assert list(prompt.of(4)) == HASHES and len(list(prompt.of(2))) == 6
     monkeypatch.setattr("cluster.prefix_hash.extend", None)
-    assert list(prompt.of(4)) == HASHES and len(prompt.of(2)) == 6
+    assert list(prompt.of(4)) == HASHES and len(list(prompt.of(2))) == 6
+
+
+def test_hashes_that_nobody_asks_for_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = PromptHashes(PROMPT, b"a")
+    two_at_once = zip(prompt.of(4), prompt.of(4), strict=True)
+    assert next(two_at_once) == (HASHES[0], HASHES[0])
+    assert known().num_cached_tokens(prompt.of(4)) == 0
+    monkeypatch.setattr("cluster.prefix_hash.extend", None)
+    with pytest.raises(TypeError):
+        next(two_at_once)
 
 
 def meet(worker: WiredWorker, *told: worker_pb2.CacheEvents) -> None:
