@@ -241,7 +241,7 @@ def make_config(file: Path) -> ServingConfig:
 
 def measure(cluster: MortalCluster, specs: list[pb.GenerationSpec], streams: int, kind: Kind, args: Arguments) -> Any:
     """What `summary` says. Raises ProgramFailed when requests fail that nothing disturbs."""
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("undisturbed", total=len(specs))
         load = Load(cluster.address, specs, streams)
         undisturbed = load.run(len(specs), threading.Event(), lambda count: progress.update(bar, completed=count))

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from benchmarks.plain_cluster import Program, ProgramFailed, wait_until_serving
@@ -81,7 +82,9 @@ class MortalCluster:
         with contextlib.ExitStack() as stack:
             for group in self._groups:
                 stack.callback(group.end)
-                group.start()
+            with ThreadPoolExecutor(len(self._groups)) as pool:
+                for start in [pool.submit(group.start) for group in self._groups]:
+                    start.result()
             stack.callback(self._await_restarts)
             flags = tuple(f"{g.plan.role}:{g.plan.worker_id}={g.address}" for g in self._groups)
             router = Program("router", replace(self._router_settings, port=0, workers=flags))

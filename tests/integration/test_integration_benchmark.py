@@ -104,6 +104,18 @@ def test_a_worker_that_cannot_start_is_shown_with_what_it_said(model: Path, tmp_
     assert left == []
 
 
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(fault: str) -> None:
+    sizes = ("--seconds", "5", "--every", "1.5", "--stop-seconds", "0.5", "--streams", "3", "--requests", "6")
+    ended, left = run("benchmarks/failover.py", "--json", "--fault", fault, "--tokens", "40", *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    assert told["faults"] >= 1 and told["completed"] >= 6
+    assert told["lost"] == told["changed"] == []
+    assert set(told["stall_s"]) == {"p50", "p99", "max"}
+
+
 def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
     sizes = ("--batch", "1", "--batch", "8", "--batch", "32", "--prompt", "20", "--prompt", "100", "--rounds", "1")
     ended, left = run("benchmarks/engine.py", "--json", "--model", str(model), "--quantization", "int8", *sizes)
