@@ -48,7 +48,8 @@ def given_up(error: BatonError, num_tokens: int) -> BatonError:
     if not num_tokens:
         return error
     delivered = f"{num_tokens} output token{'s' if num_tokens > 1 else ''} had been delivered"
-    return type(error)(f"{error.message}; {delivered}", retry_after_s=error.retry_after_s)
+    message = f"{error.message}; {delivered}"
+    return type(error)(message, violations=error.violations, retry_after_s=error.retry_after_s)
 
 
 def no_worker() -> Unavailable:

@@ -60,7 +60,8 @@ class Flight:
     """Prompt tokens that each share scores, those that decode first."""
     preempted: list[Sequence]
     copies: BlockCopies
-    size: StepSize
+    size: StepSize | None
+    """For the step clock; None where it need not know."""
     begun: float
 
 
@@ -168,7 +169,9 @@ class Core:
         ends = [p for p in planned if p.num_tokens == p.sequence.num_remaining]
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
-        size, begun = _size_of(planned), time.monotonic()
+        has_prompt = len(step.token_ids) > len(planned)
+        size = _size_of(planned) if self._step_clock.wants(has_prompt) else None
+        begun = time.monotonic()
         launched = self._ranks.launch(step)
         return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies, size, begun)
 
@@ -179,7 +182,7 @@ class Core:
         planned = flight.decoding + flight.prefilling
         output = flight.launched.result()
         sampled = self._sample(output.logits, planned, flight.ends)
-        if self._step_clock.wants(flight.size):
+        if flight.size is not None:
             self._step_clock.note(flight.size, time.monotonic() - flight.begun)
         scores: dict[int, list[SampledToken]] = {}
         if output.scores is not None:
@@ -318,13 +321,9 @@ class Core:
 
 def _size_of(planned: list[Planned]) -> StepSize:
     """One token of a sequence is its next one; more are a prompt's, or computed like those."""
-    num_prompt_tokens = num_attended = num_sequences = num_kv_tokens = 0
+    held = [p.sequence.num_computed_tokens + 1 for p in planned if p.num_tokens == 1]
+    size = StepSize(num_sequences=len(held), num_kv_tokens=sum(held))
     for p in planned:
-        num_before = p.sequence.num_computed_tokens
-        if p.num_tokens == 1:
-            num_sequences += 1
-            num_kv_tokens += num_before + 1
-        else:
-            num_prompt_tokens += p.num_tokens
-            num_attended += p.num_tokens * num_before + p.num_tokens * (p.num_tokens + 1) // 2
-    return StepSize(num_prompt_tokens, num_attended, num_sequences, num_kv_tokens)
+        if p.num_tokens > 1:
+            size += StepSize.of_prompt(p.num_tokens, p.sequence.num_computed_tokens)
+    return size

@@ -35,10 +35,10 @@ class StepClock:
         self._num_taken = 0
         self._cost: StepCost | None = None
 
-    def wants(self, step: StepSize) -> bool:
-        """Whether `note` is to hear of this step."""
+    def wants(self, has_prompt: bool) -> bool:
+        """Whether `note` is to hear of the next step, which computes tokens of a prompt or does not."""
         self._num_seen += 1
-        return bool(step.num_prompt_tokens) or self._num_seen <= 4 * _EVERY or self._num_seen % _EVERY == 0
+        return has_prompt or self._num_seen <= 4 * _EVERY or self._num_seen % _EVERY == 0
 
     def note(self, step: StepSize, seconds: float) -> None:
         """A step of this size has taken so long."""

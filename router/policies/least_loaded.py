@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.ledger import Ledger, Placement
-from router.policies.seam import Candidate, Request, disaggregated, local
+from router.policies.seam import Candidate, Policy, Request, disaggregated, local
 
 
-class LeastLoaded:
+class LeastLoaded(Policy):
     """Equals are taken by id."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -20,9 +20,6 @@ class LeastLoaded:
             return local(decode_id)
         prefill_id = min((p.worker_id for p in prefill), key=self._prefill_load)
         return disaggregated(prefill_id, decode_id, "least work")
-
-    def finished(self, num_output_tokens: int) -> None:
-        """What has ended says nothing here."""
 
     def _decode_load(self, worker_id: str) -> tuple[int, int, str]:
         load = self._ledger[worker_id]

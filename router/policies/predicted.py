@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from cluster.step_cost import StepCost, StepSize, usual
 from router.ledger import Ledger, Placement
 from router.policies.least_loaded import LeastLoaded
-from router.policies.seam import Candidate, Objectives, Request
+from router.policies.seam import Candidate, Objectives, Policy, Request, disaggregated, local
 
 FIRST_GUESS_TOKENS = 128
 """Of one sequence's output, before any has ended."""
@@ -55,7 +55,7 @@ class _Decode:
         return self.room_s + num_tokens * self.step_s
 
 
-class Predicted:
+class Predicted(Policy):
     """Over the router's own ledger."""
 
     def __init__(self, ledger: Ledger, objectives: Objectives) -> None:
@@ -72,7 +72,7 @@ class Predicted:
         if not costs:
             return self._without_knowledge.choose(request, prefill, decode)
         num_tokens = self._expected_tokens(request)
-        decodes = [self._weigh_decode(d, costs[d.worker_id], request, num_tokens) for d in decode]
+        decodes = [self._weigh_decode(d, costs[d.worker_id], request) for d in decode]
         best = min(decodes, key=lambda d: (d.step_s > self._objectives.tpot_s, d.end_s(num_tokens), d.worker.worker_id))
         prefills = [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefill]
         soonest = min(prefills, key=lambda p: (p.first_token_s, p.worker_id), default=None)
@@ -93,11 +93,11 @@ class Predicted:
     def _place(self, p: _Prefill, d: _Decode, is_local: bool, request: Request, *, has_prefill: bool) -> Placement:
         cached = f", {p.num_cached_tokens} of {request.work.num_prompt_tokens} cached" if p.num_cached_tokens else ""
         when = f"first token predicted after {1000 * p.first_token_s:.0f} ms{cached}"
-        if is_local:
-            why = when if has_prefill else "there is no prefill worker"
-            return Placement(None, p.worker_id, f"local prefill on {p.worker_id}: {why}", p.num_cached_tokens)
-        ids = f"{p.worker_id} -> {d.worker.worker_id}"
-        return Placement(p.worker_id, d.worker.worker_id, f"disaggregated: {ids}, {when}", p.num_cached_tokens)
+        if not is_local:
+            return disaggregated(p.worker_id, d.worker.worker_id, when, p.num_cached_tokens)
+        if not has_prefill:
+            return local(p.worker_id, num_cached_tokens=p.num_cached_tokens)
+        return local(p.worker_id, when, p.num_cached_tokens)
 
     def _weigh_prefill(self, worker: Candidate, cost: StepCost, request: Request) -> _Prefill:
         num_tokens = request.work.num_prompt_tokens
@@ -106,17 +106,16 @@ class Predicted:
         wait_s = cost.of(load.prompts) if load.num_prompts else 0.0
         return _Prefill(worker.worker_id, wait_s, cost.of(StepSize.of_prompt(num_tokens - cached, cached)), cached)
 
-    def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request, num_tokens: float) -> _Decode:
+    def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request) -> _Decode:
         work, load = request.work, self._ledger[worker.worker_id]
         own = StepSize(num_sequences=work.num_sequences, num_kv_tokens=work.num_sequences * work.num_prompt_tokens)
         step_s = cost.of(load.sequences + own)
         num_missing = load.num_tokens + work.num_output_tokens - worker.kv_tokens
-        num_others = load.sequences.num_sequences
         # Room comes as others end: each holds its share of what is promised, for as long as an output takes.
         room_s = 0.0
         if num_missing > 0 and load.num_tokens:
             room_s = min(1.0, num_missing / load.num_tokens) * self._mean_output * step_s
-        return _Decode(worker, cost, step_s, room_s, num_others)
+        return _Decode(worker, cost, step_s, room_s, load.sequences.num_sequences)
 
     def _expected_tokens(self, request: Request) -> float:
         """Of one sequence."""

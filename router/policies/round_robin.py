@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.ledger import Placement
-from router.policies.seam import Candidate, Request, disaggregated, local
+from router.policies.seam import Candidate, Policy, Request, disaggregated, local
 
 
-class RoundRobin:
+class RoundRobin(Policy):
     """The next one is the first after the last one, so that a worker that comes or goes does not shift the others."""
 
     def __init__(self) -> None:
@@ -20,9 +20,6 @@ class RoundRobin:
             return local(self._last_decode)
         self._last_prefill = _next(self._last_prefill, prefill)
         return disaggregated(self._last_prefill, self._last_decode, "in turn")
-
-    def finished(self, num_output_tokens: int) -> None:
-        """What has ended says nothing here."""
 
 
 def _next(last: str, candidates: Sequence[Candidate]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,20 +50,21 @@ class Candidate(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """`choose` is called with at least one decode worker. Without a prefill worker, decode computes the prompt."""
+class Policy(ABC):
+    """One of the others in this folder."""
 
-    def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement: ...
+    @abstractmethod
+    def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+        """There is at least one decode worker. Without a prefill worker, decode computes the prompt."""
 
-    def finished(self, num_output_tokens: int) -> None:
+    def finished(self, num_output_tokens: int) -> None:  # noqa: B027 (most learn nothing from it)
         """A sequence has ended after so many tokens."""
-        ...
 
 
-def local(decode_id: str, why: str = "there is no prefill worker") -> Placement:
+def local(decode_id: str, why: str = "there is no prefill worker", num_cached_tokens: int = 0) -> Placement:
     """The decode worker computes the prompt."""
-    return Placement(None, decode_id, f"local prefill on {decode_id}: {why}")
+    return Placement(None, decode_id, f"local prefill on {decode_id}: {why}", num_cached_tokens)
 
 
-def disaggregated(prefill_id: str, decode_id: str, why: str) -> Placement:
-    return Placement(prefill_id, decode_id, f"disaggregated: {prefill_id} -> {decode_id}, {why}")
+def disaggregated(prefill_id: str, decode_id: str, why: str, num_cached_tokens: int = 0) -> Placement:
+    return Placement(prefill_id, decode_id, f"disaggregated: {prefill_id} -> {decode_id}, {why}", num_cached_tokens)
