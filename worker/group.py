@@ -21,7 +21,7 @@ from cluster.pb import rank_pb2
 from cluster.pulse import Pulse, Timing, Verdict
 from engine.runner import StepOutput
 from engine.step import StepInput
-from engine.threads import compute_with, give_back
+from engine.threads import give_back
 from worker.frames import read_frame, write_frame
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
 
@@ -65,16 +65,16 @@ class RankGroup:
         lost: Callable[[str], None],
         wake: Callable[[], None],
         timing: Timing,
-        num_threads: int = 1,
+        prepare: Callable[[], None],
     ) -> None:
         """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended.
-        Steps are computed with `num_threads` on a CPU."""
+        `prepare` is called once by the compute thread, before its first step."""
         self._followers = followers
         self._pulses = [Pulse(timing) for _ in followers]
         self._done = done
         self._lost = lost
         self._wake = wake
-        self._num_threads = num_threads
+        self._prepare = prepare
         self._number = 0
         self._num_steps = 0
         self._newest: LaunchedStep | None = None
@@ -143,7 +143,7 @@ class RankGroup:
         self._done(number, whole.error, whole.error_kind, whole.size_bytes)
 
     def _compute(self, local: RankExecutor) -> None:
-        compute_with(self._num_threads)
+        self._prepare()
 
         def compute(step: StepInput) -> StepOutput:
             try:

@@ -28,7 +28,7 @@ from engine.memory import (
 from engine.memory_plan import MemoryDemand, MemoryPlan
 from engine.ops import choose_native
 from engine.runner import ModelRunner
-from engine.threads import compute_with, give_back
+from engine.threads import compute_with, give_back, give_way
 from engine.tp import make_process_group
 from kv_transfer.choose import supported
 from kv_transfer.faults import Faults
@@ -169,6 +169,13 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     )
     give_back()  # steps run on other threads
     return LoadedRank(runner, mover, plan)
+
+
+def ready_for_steps(resolved: Resolved) -> None:
+    """Of the calling thread: it computes steps from now on."""
+    compute_with(threads_of(resolved.settings))
+    if resolved.device == "cpu":
+        give_way()
 
 
 def threads_of(settings: WorkerSettings) -> int:

@@ -25,14 +25,13 @@ from engine.block_manager import BlockManager
 from engine.memory_plan import MemoryPlan
 from engine.sampling import Sampler
 from engine.step import StepInput
-from engine.threads import compute_with
 from kv_transfer.choose import host_id
 from kv_transfer.mover import KvMover
 from kv_transfer.transport import serve_store
 from worker.core import Core
 from worker.frames import connect, read_frame, write_frame
 from worker.group import RankGroup
-from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, resolve, threads_of
+from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, ready_for_steps, resolve
 from worker.memory import check_memory, memory_line
 from worker.metrics import HandoffMetrics, ask
 from worker.rank import ErrorKind, RankExecutor
@@ -110,7 +109,12 @@ class Leader(_Rank):
         core = self._core = self._make_core(plan)
         timing = _timing_of(settings)
         group = self._group = RankGroup(
-            followers, self._command_done, self._rank_lost, lambda: core.post(core.wake), timing, threads_of(settings)
+            followers,
+            self._command_done,
+            self._rank_lost,
+            lambda: core.post(core.wake),
+            timing,
+            lambda: ready_for_steps(resolved),
         )
         group.attach(RankExecutor(runner, mover, group.reply))
         metrics_address = self._serve_metrics(core, mover)
@@ -229,7 +233,7 @@ class Leader(_Rank):
 
     def _run_engine(self) -> None:
         assert self._core is not None
-        compute_with(threads_of(self._settings))
+        ready_for_steps(self._resolved)
         try:
             self._core.run()
         except Exception as error:
@@ -306,7 +310,7 @@ class Follower(_Rank):
 
     def _compute(self) -> None:
         assert self._executor is not None
-        compute_with(threads_of(self._resolved.settings))
+        ready_for_steps(self._resolved)
         try:
             while (step := self._steps.get()) is not None:
                 self._executor.step(StepInput.from_bytes(step))

@@ -14,6 +14,28 @@ from engine import threads
 ROOT = Path(__file__).resolve().parents[3]
 needs_openmp = pytest.mark.skipif(threads._openmp() is None, reason="torch has no OpenMP that gives threads back")
 
+NICENESS = """
+import os, threading, torch
+from engine.threads import compute_with, give_way
+
+def niceness():
+    return sorted(os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task"))
+
+compute_with(1)
+before = niceness()
+def work():
+    compute_with(2)
+    give_way()
+    torch.ones(1 << 20).add_(1)
+    seen.append(niceness())
+seen = []
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+assert seen == [sorted([*before, 19, 19])], (before, seen)
+print("as told")
+"""
+
 PROGRAM = """
 import os, threading, torch
 from engine.threads import compute_alone, compute_with, give_back
@@ -50,9 +72,10 @@ print("as told")
 
 @needs_openmp
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted through /proc")
-def test_threads_are_as_many_as_asked_for_and_given_back() -> None:
+@pytest.mark.parametrize("program", [PROGRAM, NICENESS], ids=["count", "niceness"])
+def test_threads_are_as_many_as_asked_for_and_given_back_and_go_last_where_they_give_way(program: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, env=environment, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert ended.stdout.strip() == "as told", ended.stderr

@@ -17,6 +17,7 @@ from cluster.pb import rank_pb2
 from cluster.pulse import Timing
 from engine.runner import StepOutput
 from engine.step import SequenceSlice, StepInput, build_step
+from engine.threads import compute_with
 from worker.frames import read_frame, write_frame
 from worker.group import RankGroup
 from worker.rank import OVERLAP_TOKENS
@@ -26,6 +27,10 @@ TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 SOON_S = 10.0
 TIMING = Timing(heartbeat_s=0.1, suspect_after_s=0.3, dead_after_s=0.6)
+
+
+def alone() -> None:
+    compute_with(1)
 
 
 class FakeExecutor:
@@ -63,7 +68,9 @@ class Bench:
         self.changed = threading.Condition()
         self.woken = threading.Semaphore(0)
         self.executor = FakeExecutor()
-        self.group = RankGroup([ours for ours, _ in pairs], self.note_done, self.note_lost, self.woken.release, TIMING)
+        self.group = RankGroup(
+            [ours for ours, _ in pairs], self.note_done, self.note_lost, self.woken.release, TIMING, alone
+        )
         self.group.attach(self.executor)  # type: ignore[arg-type]
 
     def note_done(self, *reply: Any) -> None:
@@ -201,7 +208,7 @@ def test_a_real_model_computes_the_same_on_either_thread_and_tells_of_every_laye
     executor = FakeExecutor()
     executor.step = runner.run  # type: ignore[method-assign]
     woken = threading.Event()
-    group = RankGroup([], lambda *reply: None, lambda why: None, woken.set, TIMING)
+    group = RankGroup([], lambda *reply: None, lambda why: None, woken.set, TIMING, alone)
     group.attach(executor)  # type: ignore[arg-type]
     launched = group.launch(step)
     assert woken.wait(SOON_S)
