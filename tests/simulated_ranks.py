@@ -287,6 +287,8 @@ class Ranks:
     @staticmethod
     def _move(pair: Pair, transfer: Transfer) -> None:
         assert transfer.send_slot is not None and transfer.receive_slot is not None
+        if transfer.send_slot not in pair.sides[True].slots:
+            raise Alarm(f"slot {transfer.send_slot} is sent, and nothing was ever gathered into it")
         transfer.has_moved = True
         pair.sides[False].slots[transfer.receive_slot] = pair.sides[True].slots[transfer.send_slot]
 

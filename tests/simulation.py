@@ -85,6 +85,7 @@ class Node:
             max_model_len=4096,
             num_layers=sizes["num_layers"],
             step_log=StepLog(None),
+            clock=lambda: world.now,
         )
         self.ranks = Ranks(self, pages, sizes["long_tokens"])
         self.core.attach(self.ranks, self)

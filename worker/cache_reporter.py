@@ -60,7 +60,7 @@ class CacheReporter:
         for part in _parts(events):
             self._num_told[session] += 1
             part.sequence_number = self._num_told[session]
-            self._reporter.tell(session, worker_pb2.Event(cache=part))
+            self._reporter.tell(session, worker_pb2.Event(cache=part), can_wait=True)
 
 
 def _parts(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents]:

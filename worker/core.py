@@ -41,6 +41,9 @@ from worker.step_log import StepLog
 logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 0.2
+TELL_INTERVAL_S = 0.004
+"""Tokens in the middle of outputs are told no oftener. Telling takes the interpreter from the step after it, and costs
+as much for one token as for ten."""
 
 
 class Speaker(Voice, Links, Protocol):
@@ -78,6 +81,7 @@ class Core:
         max_model_len: int,
         num_layers: int,
         step_log: StepLog,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
         self._sampler = sampler
@@ -85,11 +89,13 @@ class Core:
         self._enable_prefix_cache = settings.enable_prefix_cache
         self._max_model_len = max_model_len
         self._step_log = step_log
+        self._clock = clock
         self._step_clock = StepClock()
         self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         self._stats = worker_pb2.WorkerStats()
         self._sent_stats = worker_pb2.WorkerStats()
         self._stats_due = 0.0
+        self._tell_due = 0.0
         self._flight: Flight | None = None
         self._is_stopping = False
         self.reporter = Reporter()
@@ -161,7 +167,6 @@ class Core:
         if not planned:
             self.decode.copied(copies)
             return None
-        self.reporter.flush()  # who starts now is known before the step ends
         slices = [p.sequence.slice(p.num_tokens) for p in planned]
         step = build_step(slices, self.blocks.block_size, copies)
         for p in prefilling:
@@ -170,8 +175,10 @@ class Core:
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
         has_prompt = len(step.token_ids) > len(planned)
+        if has_prompt or self.reporter.is_pressing:  # nothing waits for a long step; who starts now is known before it
+            self.reporter.flush()
         size = _size_of(planned) if self._step_clock.wants(has_prompt) else None
-        begun = time.monotonic()
+        begun = self._clock()
         launched = self._ranks.launch(step)
         return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies, size, begun)
 
@@ -183,7 +190,7 @@ class Core:
         output = flight.launched.result()
         sampled = self._sample(output.logits, planned, flight.ends)
         if flight.size is not None:
-            self._step_clock.note(flight.size, time.monotonic() - flight.begun)
+            self._step_clock.note(flight.size, self._clock() - flight.begun)
         scores: dict[int, list[SampledToken]] = {}
         if output.scores is not None:
             tokens = iter(output.scores.tokens())
@@ -285,7 +292,7 @@ class Core:
     # Telling routers
 
     def _flush(self, is_idle: bool) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if is_idle or now >= self._stats_due:
             stats = self._measure()
             if stats != self._sent_stats:
@@ -293,7 +300,9 @@ class Core:
                 self._stats_due = now + STATS_INTERVAL_S
                 self.reporter.tell_all(worker_pb2.Event(stats=self._sent_stats))
         self._cache_reporter.gather()
-        self.reporter.flush()
+        if is_idle or self.reporter.is_pressing or now >= self._tell_due:
+            self._tell_due = now + TELL_INTERVAL_S
+            self.reporter.flush()
 
     def held(self) -> Held:
         """What this worker holds now, for whoever watches it."""

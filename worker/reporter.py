@@ -33,6 +33,8 @@ class Reporter:
     def __init__(self) -> None:
         self._sessions: set[str] = set()
         self._session_of: dict[RequestKey, str] = {}
+        self.is_pressing = False
+        """Whether something was gathered that should be told soon: anything but a token in the middle of an output."""
         self._gathered: defaultdict[str, list[worker_pb2.Event]] = defaultdict(list)
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -57,20 +59,21 @@ class Reporter:
     def close_request(self, key: RequestKey) -> None:
         self._session_of.pop(key, None)
 
-    def tell(self, session: str, event: worker_pb2.Event) -> None:
+    def tell(self, session: str, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         """Gathers an event for one session."""
         if session in self._sessions:
             self._gathered[session].append(event)
+            self.is_pressing |= not can_wait
 
     def tell_all(self, event: worker_pb2.Event) -> None:
         for session in self._sessions:
             self._gathered[session].append(event)
 
-    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
+    def emit(self, key: RequestKey, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         """Gathers an event for the session of a request."""
         session = self._session_of.get(key)
         if session is not None:
-            self.tell(session, event)
+            self.tell(session, event, can_wait=can_wait)
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         """Tells the router token `index` of a sequence's output, and whether it ended the sequence."""
@@ -86,7 +89,7 @@ class Reporter:
         finish = check_finish(job.params, sequence.output_token_ids or [sampled.token_id])
         if finish is not None:
             finish_to_proto(finish, tokens)
-        self.emit(job.key, worker_pb2.Event(tokens=tokens))
+        self.emit(job.key, worker_pb2.Event(tokens=tokens), can_wait=index > 0 and finish is None)
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None:
         """Tells the router the logprobs of the prompt's tokens that this sequence was scored for last."""
@@ -104,3 +107,4 @@ class Reporter:
         for session, events in self._gathered.items():
             self.voice.events(session, events)
         self._gathered.clear()
+        self.is_pressing = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cluster.pb import rank_pb2, worker_pb2
@@ -30,10 +31,11 @@ class PendingStep:
 
 
 class PendingRanks:
-    """Ranks whose steps stay under way."""
+    """Ranks whose steps stay under way, but for those that `end_at_once`."""
 
     def __init__(self) -> None:
         self.steps: list[PendingStep] = []
+        self.end_at_once = False
 
     @property
     def num_steps(self) -> int:
@@ -41,6 +43,7 @@ class PendingRanks:
 
     def launch(self, step: StepInput) -> PendingStep:
         self.steps.append(PendingStep(len(step.logits_indices)))
+        self.steps[-1].is_done = self.end_at_once
         return self.steps[-1]
 
     def issue(self, command: rank_pb2.RankCommand) -> int:
@@ -71,9 +74,9 @@ def make_core() -> tuple[Core, PendingRanks, Ear]:
     return core, ranks, ear
 
 
-def admit(core: Core, name: str) -> worker_pb2.RequestKey:
+def admit(core: Core, name: str, max_output_tokens: int = 2) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
-    sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=2)
+    sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens)
     admit = worker_pb2.Admit(key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling)
     core.command(SESSION, worker_pb2.Command(admit=admit))
     return key
@@ -127,3 +130,37 @@ def test_a_router_that_asks_is_told_everything_again_and_one_that_is_gone_nothin
     ear.told.clear()
     core.turn(wait=False)
     assert not ear.told and core.blocks.take_cache_events() is None
+
+
+@pytest.mark.parametrize("interval_s", [0.0, float("inf")], ids=["each", "together"])
+def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_last_at_once(
+    interval_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.core.TELL_INTERVAL_S", interval_s)
+    core, ranks, ear = make_core()
+    ranks.end_at_once = True
+    admit(core, "first", max_output_tokens=4)
+    num_told = []
+    for _ in range(4):
+        core.turn(wait=False)
+        num_told.append(len(ear.of("first")))
+    assert num_told == ([1, 2, 3, 4] if interval_s == 0 else [1, 1, 1, 4])
+
+
+@pytest.mark.parametrize("what", ["a prompt", "nothing to do"])
+def test_no_token_waits_for_a_prompt_or_for_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.core.TELL_INTERVAL_S", float("inf"))
+    core, ranks, ear = make_core()
+    ranks.end_at_once = True
+    key = admit(core, "first", max_output_tokens=9)
+    core.turn(wait=False)
+    core.turn(wait=False)
+    assert len(ear.of("first")) == 1
+    if what == "a prompt":
+        admit(core, "second")
+        ranks.end_at_once = False
+        core.turn(wait=False)
+    else:
+        core.command(SESSION, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+        core.turn(wait=False)
+    assert len(ear.of("first")) == 2
