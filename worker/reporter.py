@@ -35,6 +35,8 @@ class Reporter:
         self._session_of: dict[RequestKey, str] = {}
         self.is_pressing = False
         """Whether something was gathered that should be told soon: anything but a token in the middle of an output."""
+        self._tokens: dict[tuple[RequestKey, int], worker_pb2.Tokens] = {}
+        """Of each sequence, what was gathered last: its next tokens join it."""
         self._gathered: defaultdict[str, list[worker_pb2.Event]] = defaultdict(list)
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -77,19 +79,23 @@ class Reporter:
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         """Tells the router token `index` of a sequence's output, and whether it ended the sequence."""
-        job = sequence.job
-        tokens = worker_pb2.Tokens(
-            key=job.key.to_proto(),
-            sequence_index=sequence.index,
-            first_token_index=index,
-            token_ids=[sampled.token_id],
-        )
+        job, of_sequence = sequence.job, (sequence.job.key, sequence.index)
+        finish = check_finish(job.params, sequence.output_token_ids or [sampled.token_id])
+        is_pressing = index == 0 or finish is not None
+        tokens = self._tokens.get(of_sequence)
+        if tokens is None or index != tokens.first_token_index + len(tokens.token_ids):
+            event = worker_pb2.Event()
+            tokens = event.tokens
+            tokens.key.CopyFrom(job.key.to_proto())
+            tokens.sequence_index, tokens.first_token_index = sequence.index, index
+            self._tokens[of_sequence] = tokens
+            self.emit(job.key, event, can_wait=not is_pressing)
+        self.is_pressing |= is_pressing
+        tokens.token_ids.append(sampled.token_id)
         if job.params.top_logprobs is not None:
             tokens.logprobs.append(logprob_to_proto(sampled))
-        finish = check_finish(job.params, sequence.output_token_ids or [sampled.token_id])
         if finish is not None:
             finish_to_proto(finish, tokens)
-        self.emit(job.key, worker_pb2.Event(tokens=tokens), can_wait=index > 0 and finish is None)
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None:
         """Tells the router the logprobs of the prompt's tokens that this sequence was scored for last."""
@@ -107,4 +113,5 @@ class Reporter:
         for session, events in self._gathered.items():
             self.voice.events(session, events)
         self._gathered.clear()
+        self._tokens.clear()
         self.is_pressing = False

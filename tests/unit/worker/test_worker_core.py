@@ -76,7 +76,9 @@ def make_core() -> tuple[Core, PendingRanks, Ear]:
 
 def admit(core: Core, name: str, max_output_tokens: int = 2) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
-    sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens)
+    sampling = worker_pb2.Sampling(
+        top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens, top_logprobs=1
+    )
     admit = worker_pb2.Admit(key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling)
     core.command(SESSION, worker_pb2.Command(admit=admit))
     return key
@@ -145,6 +147,13 @@ def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_l
         core.turn(wait=False)
         num_told.append(len(ear.of("first")))
     assert num_told == ([1, 2, 3, 4] if interval_s == 0 else [1, 1, 1, 4])
+    told = [e.tokens for e in ear.told if e.HasField("tokens")]
+    assert [(t.first_token_index, len(t.token_ids), bool(t.finish_reason)) for t in told] == (
+        [(0, 1, False), (1, 1, False), (2, 1, False), (3, 1, True)]
+        if interval_s == 0
+        else [(0, 1, False), (1, 3, True)]
+    )
+    assert all(len(t.logprobs) == len(t.token_ids) for t in told)
 
 
 @pytest.mark.parametrize("what", ["a prompt", "nothing to do"])
