@@ -260,7 +260,7 @@ class Core:
             failed = worker_pb2.Failed(key=admit.key, reason=reason, message=problem)
             self.reporter.tell(session, worker_pb2.Event(failed=failed))
             return
-        self.reporter.open_request(job.key, session)
+        self.reporter.open_request(job.key, session, tell_each_token=admit.tell_each_token)
         if admit.role == worker_pb2.ROLE_DECODE:
             self.decode.admit(job, admit.expect_handoff)
             return

@@ -33,6 +33,8 @@ class Reporter:
     def __init__(self) -> None:
         self._sessions: set[str] = set()
         self._session_of: dict[RequestKey, str] = {}
+        self._told_each: set[RequestKey] = set()
+        """Requests whose every token presses."""
         self.is_pressing = False
         """Whether something was gathered that should be told soon: anything but a token in the middle of an output."""
         self._tokens: dict[tuple[RequestKey, int], worker_pb2.Tokens] = {}
@@ -55,11 +57,14 @@ class Reporter:
         self._gathered.pop(session, None)
         return [key for key, s in self._session_of.items() if s == session]
 
-    def open_request(self, key: RequestKey, session: str) -> None:
+    def open_request(self, key: RequestKey, session: str, *, tell_each_token: bool = False) -> None:
         self._session_of[key] = session
+        if tell_each_token:
+            self._told_each.add(key)
 
     def close_request(self, key: RequestKey) -> None:
         self._session_of.pop(key, None)
+        self._told_each.discard(key)
 
     def tell(self, session: str, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         """Gathers an event for one session."""
@@ -81,7 +86,7 @@ class Reporter:
         """Tells the router token `index` of a sequence's output, and whether it ended the sequence."""
         job, of_sequence = sequence.job, (sequence.job.key, sequence.index)
         finish = check_finish(job.params, sequence.output_token_ids or [sampled.token_id])
-        is_pressing = index == 0 or finish is not None
+        is_pressing = index == 0 or finish is not None or job.key in self._told_each
         tokens = self._tokens.get(of_sequence)
         if tokens is None or index != tokens.first_token_index + len(tokens.token_ids):
             event = worker_pb2.Event()

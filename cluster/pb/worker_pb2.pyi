@@ -36,7 +36,7 @@ class Command(_message.Message):
     def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
-    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs")
+    __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs", "tell_each_token")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -47,6 +47,7 @@ class Admit(_message.Message):
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TELL_EACH_TOKEN_FIELD_NUMBER: _ClassVar[int]
     key: RequestKey
     role: Role
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -57,7 +58,8 @@ class Admit(_message.Message):
     bypass_prefix_cache: bool
     known_tokens: _containers.RepeatedCompositeFieldContainer[KnownTokens]
     prompt_logprobs: int
-    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    tell_each_token: bool
+    def __init__(self, key: _Optional[_Union[RequestKey, _Mapping]] = ..., role: _Optional[_Union[Role, str]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., decode_peer: _Optional[_Union[Peer, _Mapping]] = ..., expect_handoff: bool = ..., cache_salt: _Optional[bytes] = ..., bypass_prefix_cache: bool = ..., known_tokens: _Optional[_Iterable[_Union[KnownTokens, _Mapping]]] = ..., prompt_logprobs: _Optional[int] = ..., tell_each_token: bool = ...) -> None: ...
 
 class KnownTokens(_message.Message):
     __slots__ = ("sequence_index", "token_ids")

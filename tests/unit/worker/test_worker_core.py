@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -74,12 +76,14 @@ def make_core() -> tuple[Core, PendingRanks, Ear]:
     return core, ranks, ear
 
 
-def admit(core: Core, name: str, max_output_tokens: int = 2) -> worker_pb2.RequestKey:
+def admit(core: Core, name: str, max_output_tokens: int = 2, **options: Any) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
     sampling = worker_pb2.Sampling(
         top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens, top_logprobs=1
     )
-    admit = worker_pb2.Admit(key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling)
+    admit = worker_pb2.Admit(
+        key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling, **options
+    )
     core.command(SESSION, worker_pb2.Command(admit=admit))
     return key
 
@@ -134,24 +138,23 @@ def test_a_router_that_asks_is_told_everything_again_and_one_that_is_gone_nothin
     assert not ear.told and core.blocks.take_cache_events() is None
 
 
-@pytest.mark.parametrize("interval_s", [0.0, float("inf")], ids=["each", "together"])
+@pytest.mark.parametrize(("interval_s", "tell_each_token"), [(0.0, False), (float("inf"), True), (float("inf"), False)])
 def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_last_at_once(
-    interval_s: float, monkeypatch: pytest.MonkeyPatch
+    interval_s: float, tell_each_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.core.TELL_INTERVAL_S", interval_s)
+    is_told_each = tell_each_token or interval_s == 0
     core, ranks, ear = make_core()
     ranks.end_at_once = True
-    admit(core, "first", max_output_tokens=4)
+    admit(core, "first", max_output_tokens=4, tell_each_token=tell_each_token)
     num_told = []
     for _ in range(4):
         core.turn(wait=False)
         num_told.append(len(ear.of("first")))
-    assert num_told == ([1, 2, 3, 4] if interval_s == 0 else [1, 1, 1, 4])
+    assert num_told == ([1, 2, 3, 4] if is_told_each else [1, 1, 1, 4])
     told = [e.tokens for e in ear.told if e.HasField("tokens")]
     assert [(t.first_token_index, len(t.token_ids), bool(t.finish_reason)) for t in told] == (
-        [(0, 1, False), (1, 1, False), (2, 1, False), (3, 1, True)]
-        if interval_s == 0
-        else [(0, 1, False), (1, 3, True)]
+        [(0, 1, False), (1, 1, False), (2, 1, False), (3, 1, True)] if is_told_each else [(0, 1, False), (1, 3, True)]
     )
     assert all(len(t.logprobs) == len(t.token_ids) for t in told)
 
