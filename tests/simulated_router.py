@@ -169,18 +169,21 @@ class Router:
                 self._set_back(request, by=node.name, is_lost=True)
 
     def _on_tokens(self, request: Request, message: worker_pb2.Tokens) -> None:
-        index, position = message.sequence_index, message.first_token_index
-        assert len(message.token_ids) == 1
-        name = (request.attempt, index, position)
-        assert name not in request.told, f"{request.key} sequence {index}: token {position} was told twice"
-        request.told.add(name)
+        index = message.sequence_index
+        places = range(message.first_token_index, message.first_token_index + len(message.token_ids))
+        assert places, f"{request.key} sequence {index}: no token is told"
+        for position in places:
+            name = (request.attempt, index, position)
+            assert name not in request.told, f"{request.key} sequence {index}: token {position} was told twice"
+            request.told.add(name)
         if index in request.ended:
             return
         known = request.tokens[index]
-        assert position >= len(known), f"{request.key} sequence {index}: token {position} is told again"
-        request.early[index, position] = message.token_ids[0]
+        assert places[0] >= len(known), f"{request.key} sequence {index}: token {places[0]} is told again"
+        for position, token_id in zip(places, message.token_ids, strict=True):
+            request.early[index, position] = token_id
         if message.finish_reason:
-            request.early[index, position + 1] = -1
+            request.early[index, places.stop] = -1
         while (index, len(known)) in request.early:
             token = request.early.pop((index, len(known)))
             if token < 0:

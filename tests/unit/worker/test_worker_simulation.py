@@ -227,8 +227,10 @@ def test_the_last_tokens_carry_the_finish_reason() -> None:
     world.router.submit([1, 2, 3], "prefill-0", "decode-0", max_output_tokens=3)
     world.run()
     tokens = [event.tokens for event in heard if event.HasField("tokens")]
-    assert [t.finish_reason for t in tokens] == [0, 0, generation_pb2.FINISH_REASON_LENGTH]
-    assert [t.first_token_index for t in tokens] == [0, 1, 2]
+    *earlier, last = tokens
+    assert last.finish_reason == generation_pb2.FINISH_REASON_LENGTH
+    assert earlier and not any(t.finish_reason for t in earlier)
+    assert [t.first_token_index + i for t in tokens for i in range(len(t.token_ids))] == [0, 1, 2]
     assert RequestKey.of(tokens[0].key) == RequestKey("r0", 1)
 
 
