@@ -1,6 +1,6 @@
 """What routers hear: which session each request came on, and the events gathered for it since it was last told.
 
-Events of one turn travel as one batch. A session that is gone hears nothing more. Runs on the engine thread.
+What is told at one time travels as one batch. A session that is gone hears nothing more. Runs on the engine thread.
 """
 
 from __future__ import annotations
