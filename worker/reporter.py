@@ -94,7 +94,7 @@ class Reporter:
             tokens.key.CopyFrom(job.key.to_proto())
             tokens.sequence_index, tokens.first_token_index = sequence.index, index
             self._tokens[of_sequence] = tokens
-            self.emit(job.key, event, can_wait=not is_pressing)
+            self.emit(job.key, event, can_wait=True)
         self.is_pressing |= is_pressing
         tokens.token_ids.append(sampled.token_id)
         if job.params.top_logprobs is not None:
