@@ -60,7 +60,9 @@ class ControlService:
         if len({worker.worker_id for worker in request.workers}) < len(request.workers):
             wrong.add("workers", "name the same worker_id twice")
         wrong.raise_if_any()
-        self._dispatcher.fleet.set_workers(WorkerAddress(w.worker_id, w.address, w.role) for w in request.workers)
+        self._dispatcher.set_workers(
+            WorkerAddress(w.worker_id, w.address, w.role, w.is_draining) for w in request.workers
+        )
         return admin_pb2.SetWorkersResponse()
 
 

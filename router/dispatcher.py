@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,12 @@ from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router import failures
 from router.commands import admit_decode, admit_local, admit_prefill, cancel_command
-from router.fleet import DECODE, PREFILL, Fleet
+from router.fleet import DECODE, PREFILL, Fleet, WorkerAddress
 from router.ledger import Charge, Ledger, Placement
 from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
 from router.retry import RETRYABLE, Setback, Trail, next_placement
+from router.waiting import Waiter, WaitingQueue
 from router.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -71,12 +72,6 @@ class Counters:
     local_prefills: int = 0
 
 
-@dataclass(frozen=True)
-class _Queued:
-    live: LiveRequest
-    timer: asyncio.TimerHandle
-
-
 @dataclass
 class _Running:
     live: LiveRequest
@@ -107,9 +102,7 @@ class Dispatcher:
             needs_prefill=limits.needs_prefill,
         )
         self._on_change = on_change
-        self._queue: OrderedDict[str, _Queued] = OrderedDict()
-        self._trails: dict[str, Trail] = {}
-        """Of queued requests that have run before."""
+        self._queue = WaitingQueue()
         self._running: dict[str, _Running] = {}
         self._on_worker: dict[WorkerClient, set[str]] = {}
         self._is_draining = False
@@ -130,13 +123,11 @@ class Dispatcher:
             return self._reject(live, failures.shutting_down())
         timeout_s = self._queue_timeout_s(live)
         generation_id = live.key.request_id
-        loop = asyncio.get_running_loop()
         if time_left_s is not None and time_left_s <= timeout_s:
             late = DeadlineExceeded("the deadline passed before a worker was free")
-            timer = loop.call_later(max(0.0, time_left_s), self._turn_away, generation_id, late)
+            self._queue.add(live, time_left_s, lambda waited_id: self._turn_away(waited_id, late))
         else:
-            timer = loop.call_later(timeout_s, self._time_out, generation_id, timeout_s)
-        self._queue[generation_id] = _Queued(live, timer)
+            self._queue.add(live, timeout_s, self._time_out)
         self._pump()
         if generation_id not in self._queue:
             return None
@@ -148,11 +139,9 @@ class Dispatcher:
 
     def cancel(self, generation_id: str, why: str) -> bool:
         """False when it is not queued or running, which includes one that has ended."""
-        queued = self._queue.pop(generation_id, None)
-        if queued is not None:
-            queued.timer.cancel()
-            self._trails.pop(generation_id, None)
-            live = queued.live
+        waiter = self._queue.pop(generation_id)
+        if waiter is not None:
+            live = waiter.live
         else:
             running = self._running.get(generation_id)
             if running is None:
@@ -174,12 +163,18 @@ class Dispatcher:
                     self._became_idle.clear()
                     await self._became_idle.wait()
         except TimeoutError:
-            for generation_id in list(self._queue):
-                self._turn_away(generation_id, failures.shutting_down())
+            for live in list(self._queue):
+                self._turn_away(live.key.request_id, failures.shutting_down())
             for running in list(self._running.values()):
                 self._fail(running, failures.shutting_down())
         if self._next_heartbeat is not None:
             self._next_heartbeat.cancel()
+
+    def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
+        """Makes these the complete set, with their roles of now."""
+        self.fleet.set_workers(addresses)
+        self._on_change()
+        self._pump()
 
     def on_ready(self, worker: WorkerClient) -> None:
         self._on_change()
@@ -253,17 +248,16 @@ class Dispatcher:
     def _pump(self) -> None:
         """Dispatches from the head of the queue while there is room and someone to run it."""
         while self._queue and len(self._running) < self.limits.max_running_requests and self.fleet.can_serve:
-            _, queued = self._queue.popitem(last=False)
-            queued.timer.cancel()
-            self._dispatch(queued.live)
+            waiter = self._queue.next()
+            self._dispatch(waiter.live, waiter.trail or Trail())
         if self._next_heartbeat is None and (self._queue or self._running):
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
         if not self._queue and not self._running:
             self._became_idle.set()
 
-    def _dispatch(self, live: LiveRequest) -> None:
+    def _dispatch(self, live: LiveRequest, trail: Trail) -> None:
         placement = self._policy.choose(live.to_place, self.fleet.ready(PREFILL), self.fleet.ready(DECODE))
-        self._place(live, placement, self._trails.pop(live.key.request_id, Trail()))
+        self._place(live, placement, trail)
 
     def _place(self, live: LiveRequest, placement: Placement, trail: Trail) -> None:
         """Decode first, as it has to reserve before prefill can send."""
@@ -304,16 +298,8 @@ class Dispatcher:
         if placement is not None:
             self._place(live, placement, trail)
         else:
-            self._queue_again(live, trail)
+            self._queue.add(live, self._queue_timeout_s(live), self._time_out, trail)
         self._pump()
-
-    def _queue_again(self, live: LiveRequest, trail: Trail) -> None:
-        """At the head: it has waited before."""
-        generation_id, timeout_s = live.key.request_id, self._queue_timeout_s(live)
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._time_out, generation_id, timeout_s)
-        self._queue[generation_id] = _Queued(live, timer)
-        self._queue.move_to_end(generation_id, last=False)
-        self._trails[generation_id] = trail
 
     def _find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> _Running | None:
         """None for what comes late: of a request or an attempt that is over, or of a worker that has left it."""
@@ -345,18 +331,24 @@ class Dispatcher:
         wanted = live.request.queue_timeout_s
         return self.limits.queue_timeout_s if wanted is None else wanted
 
-    def _time_out(self, generation_id: str, timeout_s: float) -> None:
-        error = failures.waited_too_long(timeout_s) if self.fleet.can_serve else failures.no_worker()
-        self._turn_away(generation_id, error)
+    def _time_out(self, generation_id: str) -> None:
+        """It has waited as long as it may."""
+        waiter = self._queue.pop(generation_id)
+        assert waiter is not None, generation_id
+        timeout_s = self._queue_timeout_s(waiter.live)
+        self._end_waiting(waiter, failures.waited_too_long(timeout_s) if self.fleet.can_serve else failures.no_worker())
 
     def _turn_away(self, generation_id: str, error: BatonError) -> None:
         """A queued request leaves."""
-        queued = self._queue.pop(generation_id)
-        queued.timer.cancel()
-        if self._trails.pop(generation_id, None) is None:
-            self._reject(queued.live, error)
+        waiter = self._queue.pop(generation_id)
+        assert waiter is not None, generation_id
+        self._end_waiting(waiter, error)
+
+    def _end_waiting(self, waiter: Waiter, error: BatonError) -> None:
+        if waiter.trail is None:
+            self._reject(waiter.live, error)
         else:  # it has run before
-            self._end_failed(queued.live, error)
+            self._end_failed(waiter.live, error)
         self._pump()
 
     def _reject(self, live: LiveRequest, error: BatonError) -> None:
@@ -381,9 +373,9 @@ class Dispatcher:
     def _beat(self) -> None:
         """Tells clients of requests without tokens where they stand."""
         self._next_heartbeat = None
-        for position, queued in enumerate(self._queue.values(), start=1):
-            queued.live.queue_position = position
-            queued.live.beat()
+        for position, live in enumerate(self._queue, start=1):
+            live.queue_position = position
+            live.beat()
         for running in self._running.values():
             if running.live.lifecycle.state in EARLY:
                 running.live.beat()

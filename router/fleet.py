@@ -26,6 +26,8 @@ class WorkerAddress:
     worker_id: str
     address: str
     role: worker_pb2.Role
+    is_draining: bool = False
+    """It gets nothing new; what is on it ends there or moves away."""
 
     @classmethod
     def parse(cls, text: str) -> WorkerAddress:
@@ -64,7 +66,8 @@ class Fleet:
         return self._workers[worker_id]
 
     def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
-        return [w for w in self._workers.values() if w.is_ready and w.role == role]
+        """Those that may get new work of a role."""
+        return [w for w in self._workers.values() if w.is_ready and w.role == role and not w.is_draining]
 
     @property
     def can_serve(self) -> bool:
@@ -79,12 +82,13 @@ class Fleet:
             if address is None or address.address != worker.address:
                 self._leaving.add(self._workers.pop(worker.worker_id))
             else:
-                worker.role = address.role
+                worker.role, worker.is_draining = address.role, address.is_draining
         for address in wanted.values():
             if address.worker_id not in self._workers:
                 worker = WorkerClient(
                     address.worker_id, address.address, address.role, self._listener, self._dead_after_s
                 )
+                worker.is_draining = address.is_draining
                 self._workers[address.worker_id] = worker
                 worker.start()
         self.let_go()

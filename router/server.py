@@ -102,7 +102,7 @@ class RouterServer:
         for server in self._servers:
             await server.start()
         self._health_task = asyncio.create_task(self._follow_health(), name="health")
-        self.dispatcher.fleet.set_workers(self._workers)
+        self.dispatcher.set_workers(self._workers)
         return address, rpc.format_address(_CONTROL_HOST, control_port)
 
     async def stop(self) -> None:

@@ -69,6 +69,7 @@ class WorkerClient:
         self.worker_id = worker_id
         self.address = address
         self.role = role
+        self.is_draining = False
         self.state: State = CONNECTING
         self.info: worker_pb2.WorkerInfo | None = None
         self.stats: worker_pb2.WorkerStats | None = None

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import worker_pb2 as cluster_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63luster/pb/admin.proto\x12\x0e\x62\x61ton.admin.v1\x1a\x17\x63luster/pb/worker.proto\"\x12\n\x10GetStatusRequest\"\x97\x01\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0erouter_address\x18\x02 \x01(\t\x12-\n\x07workers\x18\x03 \x03(\x0b\x32\x1c.baton.admin.v1.WorkerStatus\x12,\n\x06router\x18\x04 \x01(\x0b\x32\x1c.baton.admin.v1.RouterStatus\"\x98\x02\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".baton.admin.v1.WorkerStatus.State\x12+\n\x04info\x18\x03 \x01(\x0b\x32\x1d.baton.internal.v1.WorkerInfo\x12-\n\x05stats\x18\x04 \x01(\x0b\x32\x1e.baton.internal.v1.WorkerStats\x12\x11\n\tworker_id\x18\x05 \x01(\t\"U\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_CONNECTING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\"\xc1\x01\n\x0cRouterStatus\x12\x12\n\nnum_queued\x18\x01 \x01(\r\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x14\n\x0cnum_finished\x18\x04 \x01(\x04\x12\x15\n\rnum_cancelled\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x07 \x01(\x04\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x10\n\x08uptime_s\x18\t \x01(\x04\"C\n\x11SetWorkersRequest\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.baton.admin.v1.WorkerAddress\"Z\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x04role\x18\x03 \x01(\x0e\x32\x17.baton.internal.v1.Role\"\x14\n\x12SetWorkersResponse2`\n\x0c\x41\x64minService\x12P\n\tGetStatus\x12 .baton.admin.v1.GetStatusRequest\x1a!.baton.admin.v1.GetStatusResponse2e\n\x0e\x43ontrolService\x12S\n\nSetWorkers\x12!.baton.admin.v1.SetWorkersRequest\x1a\".baton.admin.v1.SetWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63luster/pb/admin.proto\x12\x0e\x62\x61ton.admin.v1\x1a\x17\x63luster/pb/worker.proto\"\x12\n\x10GetStatusRequest\"\x97\x01\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0erouter_address\x18\x02 \x01(\t\x12-\n\x07workers\x18\x03 \x03(\x0b\x32\x1c.baton.admin.v1.WorkerStatus\x12,\n\x06router\x18\x04 \x01(\x0b\x32\x1c.baton.admin.v1.RouterStatus\"\x98\x02\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".baton.admin.v1.WorkerStatus.State\x12+\n\x04info\x18\x03 \x01(\x0b\x32\x1d.baton.internal.v1.WorkerInfo\x12-\n\x05stats\x18\x04 \x01(\x0b\x32\x1e.baton.internal.v1.WorkerStats\x12\x11\n\tworker_id\x18\x05 \x01(\t\"U\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_CONNECTING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\"\xc1\x01\n\x0cRouterStatus\x12\x12\n\nnum_queued\x18\x01 \x01(\r\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x14\n\x0cnum_finished\x18\x04 \x01(\x04\x12\x15\n\rnum_cancelled\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x07 \x01(\x04\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x10\n\x08uptime_s\x18\t \x01(\x04\"C\n\x11SetWorkersRequest\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.baton.admin.v1.WorkerAddress\"o\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x04role\x18\x03 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\x14\n\x12SetWorkersResponse2`\n\x0c\x41\x64minService\x12P\n\tGetStatus\x12 .baton.admin.v1.GetStatusRequest\x1a!.baton.admin.v1.GetStatusResponse2e\n\x0e\x43ontrolService\x12S\n\nSetWorkers\x12!.baton.admin.v1.SetWorkersRequest\x1a\".baton.admin.v1.SetWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -45,11 +45,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETWORKERSREQUEST']._serialized_start=720
   _globals['_SETWORKERSREQUEST']._serialized_end=787
   _globals['_WORKERADDRESS']._serialized_start=789
-  _globals['_WORKERADDRESS']._serialized_end=879
-  _globals['_SETWORKERSRESPONSE']._serialized_start=881
-  _globals['_SETWORKERSRESPONSE']._serialized_end=901
-  _globals['_ADMINSERVICE']._serialized_start=903
-  _globals['_ADMINSERVICE']._serialized_end=999
-  _globals['_CONTROLSERVICE']._serialized_start=1001
-  _globals['_CONTROLSERVICE']._serialized_end=1102
+  _globals['_WORKERADDRESS']._serialized_end=900
+  _globals['_SETWORKERSRESPONSE']._serialized_start=902
+  _globals['_SETWORKERSRESPONSE']._serialized_end=922
+  _globals['_ADMINSERVICE']._serialized_start=924
+  _globals['_ADMINSERVICE']._serialized_end=1020
+  _globals['_CONTROLSERVICE']._serialized_start=1022
+  _globals['_CONTROLSERVICE']._serialized_end=1123
 # @@protoc_insertion_point(module_scope)

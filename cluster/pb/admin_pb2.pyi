@@ -77,14 +77,16 @@ class SetWorkersRequest(_message.Message):
     def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
-    __slots__ = ("worker_id", "address", "role")
+    __slots__ = ("worker_id", "address", "role", "is_draining")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     address: str
     role: _worker_pb2.Role
-    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ...) -> None: ...
+    is_draining: bool
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ...) -> None: ...
 
 class SetWorkersResponse(_message.Message):
     __slots__ = ()

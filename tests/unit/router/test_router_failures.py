@@ -279,6 +279,30 @@ async def test_a_worker_that_is_no_longer_named_keeps_what_it_runs(tmp_path: Pat
     assert text_of(events) == "ab"
 
 
+async def test_a_worker_that_drains_gets_nothing_new_and_ends_what_it_runs(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router:
+        stream, events, key = await begin(router, prefill)
+        workers = [
+            admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=w.role, is_draining=True)
+            for w in router.server.dispatcher.fleet
+        ]
+        async with rpc.create_channel(router.control_address) as channel:
+            control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
+            await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
+            waiting = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec("later")))
+            assert (await waiting.read()).heartbeat.phase == pb.Heartbeat.PHASE_QUEUED
+            decode.emit(phase(key, DECODE), tokens(key, 1, ids("b"), finish_reason=LENGTH))
+            events += await rest(stream)
+            assert len(decode.admits) == 1 and (await status(router)).router.num_queued == 1
+            for worker in workers:
+                worker.is_draining = False
+            await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
+        await decode.next_admit()
+        waiting.cancel()
+    assert text_of(events) == "ab"
+
+
 async def test_the_controller_is_told_what_is_wrong_with_its_workers(tmp_path: Path) -> None:
     async with running_router(tmp_path) as router, rpc.create_channel(router.control_address) as channel:
         control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
