@@ -18,6 +18,7 @@ from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.keys import RequestKey
 from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
+from router.caller import ANYONE, Caller
 from router.detokenizer import Detokenizer
 from router.ledger import Placement, Work
 from router.policies import Request
@@ -61,10 +62,12 @@ class LiveRequest:
         now: float,
         arrival_time_s: float,
         is_streaming: bool,
+        caller: Caller = ANYONE,
     ) -> None:
         """`arrival_time_s` is the wall clock at `now`. One detokenizer for each sequence."""
         self.key = RequestKey(generation_id, 1)
         self.request = request
+        self.caller = caller
         self.model = model
         self.lifecycle = Lifecycle(now, "arrived")
         self.sequences = [SequenceOutput(i, request, d) for i, d in enumerate(detokenizers)]
