@@ -1,4 +1,4 @@
-"""Rules of every test run: one CPU thread for torch, and nothing left behind when the session ends.
+"""Rules of every test run: one CPU thread for torch, Ctrl-C that is heard, and nothing left behind at the end.
 
 At the end every process that descends from this one, or carries this session's mark in its environment (daemons do,
 after their parent has gone), is named, killed, and fails the run.
@@ -7,6 +7,7 @@ after their parent has gone), is named, killed, and fails the run.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import uuid
 
@@ -20,6 +21,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ[MARK] = uuid.uuid4().hex
+# A shell has what it starts in the background ignore SIGINT, and what a test starts would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENDING_S = 10.0
 
