@@ -9,6 +9,7 @@ import os
 import time
 
 from cluster.pb import admin_pb2
+from cluster.step_cost import usual
 from router.dispatcher import Dispatcher
 from router.fields import Violations
 from router.fleet import DECODE, PREFILL, WorkerAddress
@@ -64,6 +65,17 @@ class ControlService:
             WorkerAddress(w.worker_id, w.address, w.role, w.is_draining) for w in request.workers
         )
         return admin_pb2.SetWorkersResponse()
+
+    async def GetDemand(self, request: admin_pb2.GetDemandRequest, context: Context) -> admin_pb2.GetDemandResponse:
+        dispatcher = self._dispatcher
+        costs = [worker.step_cost for worker in dispatcher.fleet if worker.step_cost is not None]
+        pools = [worker.kv_tokens for worker in dispatcher.fleet if worker.is_ready]
+        return admin_pb2.GetDemandResponse(
+            window_s=dispatcher.demand.window_s,
+            demand=dispatcher.demand_now().to_proto(),
+            step_cost=usual(costs).to_proto() if costs else None,
+            kv_tokens=min(pools, default=0),
+        )
 
 
 def _worker_status(worker: WorkerClient) -> admin_pb2.WorkerStatus:

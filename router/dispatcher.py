@@ -20,16 +20,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.demand import Demand
 from cluster.errors import BatonError, DeadlineExceeded, InternalError
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router import failures
-from router.commands import admit_decode, admit_local, admit_prefill, cancel_command
+from router.commands import admit_decode, admit_local, admit_prefill
+from router.demand import DemandWindow, Output
 from router.fleet import DECODE, PREFILL, Fleet, WorkerAddress
 from router.ledger import Charge, Ledger, Placement
 from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
 from router.retry import RETRYABLE, Setback, Trail, next_placement
+from router.running import Running, RunningTable
 from router.waiting import Waiter, WaitingQueue
 from router.worker_client import WorkerClient
 
@@ -72,18 +75,6 @@ class Counters:
     local_prefills: int = 0
 
 
-@dataclass
-class _Running:
-    live: LiveRequest
-    placement: Placement
-    charge: Charge
-    prefill: WorkerClient | None
-    """None: the decode worker computes the prompt."""
-    workers: list[WorkerClient]
-    """Those that hold something for it: at first both, then the decode worker."""
-    trail: Trail
-
-
 class Dispatcher:
     """Also the fleet's listener. `on_change` is called when a worker came or went."""
 
@@ -93,18 +84,18 @@ class Dispatcher:
         self.limits = limits
         self.clock = clock
         self.counters = Counters()
+        self.demand = DemandWindow()
         self.ledger = Ledger()
         self._policy = make_policy(limits.policy, self.ledger, limits.objectives)
         self.fleet = Fleet(
             self,
-            lambda worker: len(self._on_worker.get(worker, ())),
+            lambda worker: self._running.num_on(worker),
             limits.dead_after_s,
             needs_prefill=limits.needs_prefill,
         )
         self._on_change = on_change
         self._queue = WaitingQueue()
-        self._running: dict[str, _Running] = {}
-        self._on_worker: dict[WorkerClient, set[str]] = {}
+        self._running = RunningTable(self.fleet.let_go)
         self._is_draining = False
         self._became_idle = asyncio.Event()
         self._next_heartbeat: asyncio.TimerHandle | None = None
@@ -121,6 +112,7 @@ class Dispatcher:
         """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
         if self._is_draining:
             return self._reject(live, failures.shutting_down())
+        self.demand.arrived(self.clock())
         timeout_s = self._queue_timeout_s(live)
         generation_id = live.key.request_id
         if time_left_s is not None and time_left_s <= timeout_s:
@@ -146,13 +138,17 @@ class Dispatcher:
             running = self._running.get(generation_id)
             if running is None:
                 return False
-            self._tell_to_drop(running)
-            self._leave(running)
+            running.tell_to_drop()
+            self._running.leave(running)
             live = running.live
         self.counters.cancelled += 1
         live.cancel(self.clock(), why)
         self._pump()
         return True
+
+    def demand_now(self) -> Demand:
+        """What was asked for lately, what still runs among it."""
+        return self.demand.sums(self.clock(), self._running.open_outputs())
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new; gives what is there `timeout_s` to end, then fails the rest."""
@@ -165,7 +161,7 @@ class Dispatcher:
         except TimeoutError:
             for live in list(self._queue):
                 self._turn_away(live.key.request_id, failures.shutting_down())
-            for running in list(self._running.values()):
+            for running in self._running:
                 self._fail(running, failures.shutting_down())
         if self._next_heartbeat is not None:
             self._next_heartbeat.cancel()
@@ -182,8 +178,8 @@ class Dispatcher:
 
     def on_lost(self, worker: WorkerClient) -> None:
         setback = Setback("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
-        for generation_id in list(self._on_worker.get(worker, ())):
-            self._set_back(self._running[generation_id], setback, by=worker)
+        for running in self._running.on(worker):
+            self._set_back(running, setback, by=worker)
         self.fleet.let_go()
         self._on_change()
 
@@ -193,7 +189,7 @@ class Dispatcher:
         for event in events.events:
             kind = event.WhichOneof("event")
             message: Any = getattr(event, kind) if kind in _OF_A_REQUEST else None
-            running = self._find(worker, message.key) if message is not None else None
+            running = self._running.find(worker, message.key) if message is not None else None
             if running is None:
                 continue
             try:
@@ -202,7 +198,7 @@ class Dispatcher:
                 log.exception("an event of worker %s could not be handled", worker.worker_id)
                 self._fail(running, InternalError("the router failed on this request; its log says why"))
 
-    def _on_event(self, worker: WorkerClient, running: _Running, kind: str, message: Any, now: float) -> None:
+    def _on_event(self, worker: WorkerClient, running: Running, kind: str, message: Any, now: float) -> None:
         live = running.live
         if kind == "tokens":
             self._on_tokens(running, message, now)
@@ -213,9 +209,9 @@ class Dispatcher:
         else:
             self._on_failed(running, worker, message)
         if running.prefill in running.workers and not live.is_over and live.has_left_prefill:
-            self._part(running, running.prefill)
+            self._running.part(running, running.prefill)
 
-    def _on_failed(self, running: _Running, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
+    def _on_failed(self, running: Running, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
         error = failures.error_of(failed, worker.worker_id)
         if failed.reason not in RETRYABLE:
             self._fail(running, error, by=worker)
@@ -225,7 +221,7 @@ class Dispatcher:
             unheard_id = running.placement.decode_id if is_unheard else None
             self._set_back(running, Setback(reason, error, unheard_id=unheard_id), by=worker)
 
-    def _on_tokens(self, running: _Running, tokens: worker_pb2.Tokens, now: float) -> None:
+    def _on_tokens(self, running: Running, tokens: worker_pb2.Tokens, now: float) -> None:
         live = running.live
         effect = live.on_tokens(tokens, now)
         if live.first_token_at is not None:
@@ -233,14 +229,16 @@ class Dispatcher:
         if effect is Effect.OPEN:
             return
         running.charge.sequence_done()
-        self._policy.finished(live.sequences[tokens.sequence_index].num_tokens)
+        num_tokens = live.sequences[tokens.sequence_index].num_tokens
+        self._policy.finished(num_tokens)
+        self.demand.ended(now, Output(len(live.request.prompt_token_ids), num_tokens))
         if not live.is_complete:
             if effect is Effect.STOPPED:
-                self._tell_to_drop(running, tokens.sequence_index)
+                running.tell_to_drop(tokens.sequence_index)
             return
         if live.is_stopped_here:
-            self._tell_to_drop(running)
-        self._leave(running)
+            running.tell_to_drop()
+        self._running.leave(running)
         self.counters.finished += 1
         live.finish(now)
         self._pump()
@@ -257,6 +255,9 @@ class Dispatcher:
 
     def _dispatch(self, live: LiveRequest, trail: Trail) -> None:
         placement = self._policy.choose(live.to_place, self.fleet.ready(PREFILL), self.fleet.ready(DECODE))
+        if trail.num_attempts == 1:
+            num_prompt, num_sequences = live.work.num_prompt_tokens, live.work.num_sequences
+            self.demand.placed(self.clock(), num_prompt, placement.num_cached_tokens, num_sequences)
         self._place(live, placement, trail)
 
     def _place(self, live: LiveRequest, placement: Placement, trail: Trail) -> None:
@@ -266,10 +267,8 @@ class Dispatcher:
         live.placement = placement
         workers = [decode] if prefill is None else [prefill, decode]
         charge = Charge(self.ledger, placement, live.work)
-        running = _Running(live, placement, charge, prefill, workers, trail)
-        self._running[live.key.request_id] = running
-        for worker in workers:
-            self._on_worker.setdefault(worker, set()).add(live.key.request_id)
+        running = Running(live, placement, charge, prefill, workers, trail)
+        self._running.add(running)
         if prefill is None:
             self.counters.local_prefills += 1
             decode.send(admit_local(live))
@@ -278,17 +277,17 @@ class Dispatcher:
             prefill.send(admit_prefill(live, decode))
         for sequence in live.sequences:
             if sequence.end is not None:  # by an earlier attempt
-                self._tell_to_drop(running, sequence.index)
+                running.tell_to_drop(sequence.index)
 
-    def _set_back(self, running: _Running, setback: Setback, *, by: WorkerClient) -> None:
+    def _set_back(self, running: Running, setback: Setback, *, by: WorkerClient) -> None:
         """An attempt cannot go on: places the request again where that can help, else fails it."""
         live, trail = running.live, running.trail
         if not trail.may_go_on(live.num_tokens) or self._is_draining:
             self._fail(running, setback.error, by=by)
             return
         log.warning("%s is placed again: %s", live.key.request_id, setback.error.message)
-        self._tell_to_drop(running, by=by)
-        self._leave(running)
+        running.tell_to_drop(by=by)
+        self._running.leave(running)
         self.counters.retried[setback.reason] += 1
         trail.note(running.placement, setback)
         live.restart(self.clock(), setback.reason)
@@ -301,25 +300,9 @@ class Dispatcher:
             self._queue.add(live, self._queue_timeout_s(live), self._time_out, trail)
         self._pump()
 
-    def _find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> _Running | None:
-        """None for what comes late: of a request or an attempt that is over, or of a worker that has left it."""
-        running = self._running.get(key.request_id)
-        if running is None or running.live.key.attempt != key.attempt or worker not in running.workers:
-            return None
-        return running
-
-    def _tell_to_drop(
-        self, running: _Running, sequence_index: int | None = None, *, by: WorkerClient | None = None
-    ) -> None:
-        """The request, or one sequence of it, at each of its workers except `by`."""
-        command = cancel_command(running.live.key, sequence_index)
-        for worker in running.workers:
-            if worker is not by:
-                worker.send(command)
-
-    def _fail(self, running: _Running, error: BatonError, *, by: WorkerClient | None = None) -> None:
-        self._tell_to_drop(running, by=by)
-        self._leave(running)
+    def _fail(self, running: Running, error: BatonError, *, by: WorkerClient | None = None) -> None:
+        running.tell_to_drop(by=by)
+        self._running.leave(running)
         self._end_failed(running.live, error)
         self._pump()
 
@@ -355,28 +338,13 @@ class Dispatcher:
         self.counters.rejected += 1
         live.reject(error, self.clock())
 
-    def _leave(self, running: _Running) -> None:
-        """Gives back everything that the request had here."""
-        del self._running[running.live.key.request_id]
-        running.charge.all_done()
-        for worker in list(running.workers):
-            self._part(running, worker)
-
-    def _part(self, running: _Running, worker: WorkerClient) -> None:
-        running.workers.remove(worker)
-        ids = self._on_worker[worker]
-        ids.discard(running.live.key.request_id)
-        if not ids:
-            del self._on_worker[worker]
-            self.fleet.let_go()
-
     def _beat(self) -> None:
         """Tells clients of requests without tokens where they stand."""
         self._next_heartbeat = None
         for position, live in enumerate(self._queue, start=1):
             live.queue_position = position
             live.beat()
-        for running in self._running.values():
+        for running in self._running:
             if running.live.lifecycle.state in EARLY:
                 running.live.beat()
         self._pump()

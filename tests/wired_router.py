@@ -165,7 +165,7 @@ class WiredRouter:
         """Nothing is left of any request."""
         dispatcher = self.dispatcher
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
-        assert not dispatcher._on_worker
+        assert not dispatcher._running._on_worker
         for worker_id in ("p0", "p1", "p2", "d0", "d1", "d2", *self.workers):
             assert dispatcher.ledger[worker_id] == NOTHING, worker_id
         counters = dispatcher.counters

@@ -91,3 +91,41 @@ class WorkerAddress(_message.Message):
 class SetWorkersResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class GetDemandRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDemandResponse(_message.Message):
+    __slots__ = ("window_s", "demand", "step_cost", "kv_tokens")
+    WINDOW_S_FIELD_NUMBER: _ClassVar[int]
+    DEMAND_FIELD_NUMBER: _ClassVar[int]
+    STEP_COST_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    window_s: float
+    demand: Demand
+    step_cost: _worker_pb2.StepCost
+    kv_tokens: int
+    def __init__(self, window_s: _Optional[float] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., step_cost: _Optional[_Union[_worker_pb2.StepCost, _Mapping]] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
+
+class Demand(_message.Message):
+    __slots__ = ("num_arrived", "num_placed", "num_prompt_tokens", "num_attended", "num_cached_tokens", "num_sequences", "num_outputs", "num_output_tokens", "num_kv_tokens")
+    NUM_ARRIVED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    num_arrived: float
+    num_placed: float
+    num_prompt_tokens: float
+    num_attended: float
+    num_cached_tokens: float
+    num_sequences: float
+    num_outputs: float
+    num_output_tokens: float
+    num_kv_tokens: float
+    def __init__(self, num_arrived: _Optional[float] = ..., num_placed: _Optional[float] = ..., num_prompt_tokens: _Optional[float] = ..., num_attended: _Optional[float] = ..., num_cached_tokens: _Optional[float] = ..., num_sequences: _Optional[float] = ..., num_outputs: _Optional[float] = ..., num_output_tokens: _Optional[float] = ..., num_kv_tokens: _Optional[float] = ...) -> None: ...

@@ -115,6 +115,11 @@ class ControlServiceStub(object):
                 request_serializer=cluster_dot_pb_dot_admin__pb2.SetWorkersRequest.SerializeToString,
                 response_deserializer=cluster_dot_pb_dot_admin__pb2.SetWorkersResponse.FromString,
                 _registered_method=True)
+        self.GetDemand = channel.unary_unary(
+                '/baton.admin.v1.ControlService/GetDemand',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.GetDemandRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.GetDemandResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer(object):
@@ -128,6 +133,13 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDemand(self, request, context):
+        """What clients have asked of this router lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -135,6 +147,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.SetWorkers,
                     request_deserializer=cluster_dot_pb_dot_admin__pb2.SetWorkersRequest.FromString,
                     response_serializer=cluster_dot_pb_dot_admin__pb2.SetWorkersResponse.SerializeToString,
+            ),
+            'GetDemand': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDemand,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.GetDemandRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.GetDemandResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -165,6 +182,33 @@ class ControlService(object):
             '/baton.admin.v1.ControlService/SetWorkers',
             cluster_dot_pb_dot_admin__pb2.SetWorkersRequest.SerializeToString,
             cluster_dot_pb_dot_admin__pb2.SetWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDemand(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.ControlService/GetDemand',
+            cluster_dot_pb_dot_admin__pb2.GetDemandRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.GetDemandResponse.FromString,
             options,
             channel_credentials,
             insecure,

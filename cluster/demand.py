@@ -1,0 +1,44 @@
+"""What clients ask of a cluster lately, in sums that several routers' can be added up: arrivals, prompts, outputs.
+
+Pure. Who counts is for the router; what follows from it, for `cluster.auto_ratio`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from typing import Self
+
+from cluster.pb import admin_pb2
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Sums over the last seconds."""
+
+    num_arrived: float = 0
+    """Requests, those that were refused among them."""
+    num_placed: float = 0
+    """Requests that were given to workers, whose prompts the following are of."""
+    num_prompt_tokens: float = 0
+    """To compute: what prefix caches hold is not among them."""
+    num_attended: float = 0
+    """Keys that those see, summed up."""
+    num_cached_tokens: float = 0
+    num_sequences: float = 0
+    """That those requests asked for."""
+    num_outputs: float = 0
+    """Sequences that have ended, or decode now."""
+    num_output_tokens: float = 0
+    """Theirs."""
+    num_kv_tokens: float = 0
+    """That each of those held in the middle of its output, its prompt among them."""
+
+    def __add__(self, other: Demand) -> Demand:
+        return Demand(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+    @classmethod
+    def from_proto(cls, message: admin_pb2.Demand) -> Self:
+        return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+    def to_proto(self) -> admin_pb2.Demand:
+        return admin_pb2.Demand(**{field.name: getattr(self, field.name) for field in fields(self)})

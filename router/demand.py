@@ -1,0 +1,79 @@
+"""Counts what clients ask for: sums over the last seconds, in buckets of one second that are dropped when they are old.
+
+Pure: time is an argument. Knows requests only by their sizes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from cluster.demand import Demand
+from cluster.step_cost import StepSize
+
+WINDOW_S = 15.0
+_BUCKET_S = 1.0
+
+
+@dataclass(frozen=True)
+class Output:
+    """One sequence, as far as it is."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+
+
+class DemandWindow:
+    """Of one router."""
+
+    def __init__(self, window_s: float = WINDOW_S) -> None:
+        self.window_s = window_s
+        self._buckets: deque[tuple[float, Demand]] = deque()
+        """Each with when it began, the newest last."""
+
+    def arrived(self, now: float) -> None:
+        self._add(now, Demand(num_arrived=1))
+
+    def placed(self, now: float, num_prompt_tokens: int, num_cached_tokens: int, num_sequences: int) -> None:
+        """A request was given to workers for the first time."""
+        num_new = max(0, num_prompt_tokens - num_cached_tokens)
+        size = StepSize.of_prompt(num_new, num_cached_tokens)
+        self._add(
+            now,
+            Demand(
+                num_placed=1,
+                num_prompt_tokens=num_new,
+                num_attended=size.num_attended,
+                num_cached_tokens=num_cached_tokens,
+                num_sequences=num_sequences,
+            ),
+        )
+
+    def ended(self, now: float, output: Output) -> None:
+        self._add(now, _of_output(output))
+
+    def sums(self, now: float, open_outputs: list[Output]) -> Demand:
+        """Of the last seconds. Outputs that are still open count as far as they are: where they get longer than those
+        before them, that shows before they end."""
+        self._drop_old(now)
+        return sum((demand for _, demand in self._buckets), sum(map(_of_output, open_outputs), Demand()))
+
+    def _add(self, now: float, demand: Demand) -> None:
+        self._drop_old(now)
+        if self._buckets and now - self._buckets[-1][0] < _BUCKET_S:
+            began, before = self._buckets.pop()
+            self._buckets.append((began, before + demand))
+        else:
+            self._buckets.append((now, demand))
+
+    def _drop_old(self, now: float) -> None:
+        while self._buckets and now - self._buckets[0][0] >= self.window_s:
+            self._buckets.popleft()
+
+
+def _of_output(output: Output) -> Demand:
+    return Demand(
+        num_outputs=1,
+        num_output_tokens=output.num_tokens,
+        num_kv_tokens=output.num_prompt_tokens + output.num_tokens / 2,
+    )

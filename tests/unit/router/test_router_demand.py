@@ -1,0 +1,59 @@
+"""What the router counts of its clients' requests over the last seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_worker import pair
+from router_harness import running_router, text_spec
+
+from cluster import rpc
+from cluster.demand import Demand
+from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
+from router.demand import WINDOW_S, DemandWindow, Output
+
+
+def test_what_is_older_than_the_window_is_forgotten() -> None:
+    window = DemandWindow(10.0)
+    for second in range(20):
+        window.arrived(float(second))
+    assert window.sums(19.5, []).num_arrived == 10
+    assert window.sums(100.0, []) == Demand()
+
+
+def test_prompts_count_without_what_is_cached() -> None:
+    window = DemandWindow()
+    window.placed(0.0, 10, 6, 2)
+    window.placed(0.5, 5, 5, 1)
+    told = window.sums(1.0, [])
+    assert (told.num_placed, told.num_prompt_tokens, told.num_cached_tokens, told.num_sequences) == (2, 4, 11, 3)
+    assert told.num_attended == 4 * 6 + 10
+
+
+def test_open_outputs_count_as_far_as_they_are() -> None:
+    window = DemandWindow()
+    window.ended(0.0, Output(100, 20))
+    told = window.sums(1.0, [Output(50, 80)])
+    assert (told.num_outputs, told.num_output_tokens, told.num_kv_tokens) == (2, 100, 100 + 10 + 50 + 40)
+
+
+def test_the_sums_of_two_routers_add_up_and_travel() -> None:
+    one, two = Demand(num_arrived=3, num_kv_tokens=2.5), Demand(num_arrived=4, num_outputs=1)
+    assert Demand.from_proto((one + two).to_proto()) == Demand(num_arrived=7, num_outputs=1, num_kv_tokens=2.5)
+
+
+@pytest.mark.asyncio
+async def test_a_router_tells_what_was_asked_of_it_and_what_its_workers_cost(tmp_path: Path) -> None:
+    prefill, decode = pair(lambda admit: [[1, 2, 3]])
+    cost = worker_pb2.StepCost(fixed_s=0.5, prompt_token_s=0.25)
+    async with running_router(tmp_path, (prefill, decode)) as router:
+        decode.emit(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
+        await router.stream(text_spec("hello"))
+        async with rpc.create_channel(router.control_address) as channel:
+            control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
+            told = await control.GetDemand(admin_pb2.GetDemandRequest())
+    assert told.window_s == WINDOW_S and told.step_cost == cost
+    assert (told.demand.num_arrived, told.demand.num_placed, told.demand.num_prompt_tokens) == (1, 1, 5)
+    assert (told.demand.num_sequences, told.demand.num_outputs, told.demand.num_output_tokens) == (1, 1, 3)
