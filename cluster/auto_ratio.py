@@ -1,0 +1,290 @@
+"""Which split of N workers serves most requests within the objectives, and when it is worth to move to it.
+
+    one prefill worker   mu_p = the share of its time that may be busy, so that the first token comes in time
+                                / seconds of a prompt
+    one decode worker    mu_d = the largest batch whose step keeps the time per token / (step * tokens of an output)
+    P of N prefill       min(P * mu_p, (N - P) * mu_d): best near P / D = mu_d / mu_p
+    P = 0                each worker does both: prompts hold its outputs up, and who meets too many of them is late
+
+A move is worth it when goodput grows by more than a margin, for the load of now and some more; it must have been so
+for a while, and after a move there is peace, longer before one that goes back. Pure: time, load and costs come in, a
+verdict with its reason goes out. Knows no controller and no worker.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from cluster.demand import Demand
+from cluster.step_cost import StepCost, StepSize
+
+LEAST_REQUESTS = 10
+"""Fewer tell nothing of their kind."""
+_RATES = 64
+"""At so many rates a worker that does both is looked at."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a split may be, in workers; a prefill of 0: every worker does both."""
+
+    num_workers: int
+    min_prefill: int = 1
+    min_decode: int = 1
+
+    @property
+    def splits(self) -> range:
+        """Every number of prefill workers that is allowed, ascending."""
+        return range(self.min_prefill, self.num_workers - max(1, self.min_decode) + 1)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What one worker can do, taken the same for all of them."""
+
+    cost: StepCost
+    max_num_seqs: int
+    kv_tokens: int
+    """That its pool holds; 0: not known."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """Seconds to the first token, and per token after it."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(frozen=True)
+class Usual:
+    """One request as they come now."""
+
+    prompt_s: float
+    """That a worker computes for its prompt."""
+    num_sequences: float
+    num_output_tokens: float
+    """Of one sequence."""
+    num_kv_tokens: float
+    """That one sequence holds in the middle of its output."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """What one worker serves, in requests a second."""
+
+    mu_prefill: float
+    mu_decode: float
+    mu_both: float
+
+    def of(self, num_prefill: int, num_workers: int) -> float:
+        """Requests a second of a split that keep the objectives."""
+        if num_prefill == 0:
+            return num_workers * self.mu_both
+        return min(num_prefill * self.mu_prefill, (num_workers - num_prefill) * self.mu_decode)
+
+
+def usual_request(demand: Demand, cost: StepCost) -> Usual | None:
+    """None while too few have come to tell."""
+    if demand.num_placed < LEAST_REQUESTS or demand.num_outputs < LEAST_REQUESTS:
+        return None
+    num = demand.num_placed
+    prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), round(demand.num_attended / num))
+    return Usual(
+        prompt_s=cost.of(prompt),
+        num_sequences=demand.num_sequences / num,
+        num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_outputs),
+        num_kv_tokens=demand.num_kv_tokens / demand.num_outputs,
+    )
+
+
+def service_of(usual: Usual, worker: Worker, slo: Slo) -> Service:
+    """Rates of one worker in each role, and in both at once."""
+    batch = _largest_batch(usual, worker, slo.tpot_s)
+    tokens = usual.num_output_tokens * usual.num_sequences
+    mu_decode = batch / (_step_s(worker.cost, batch, usual) * tokens)
+    mu_prefill = _busy_share(usual.prompt_s, slo.ttft_s) / usual.prompt_s
+    return Service(mu_prefill, mu_decode, _both(usual, worker, slo, mu_decode, mu_prefill))
+
+
+def _step_s(cost: StepCost, batch: float, usual: Usual) -> float:
+    return cost.fixed_s + batch * _each_s(cost, usual)
+
+
+def _each_s(cost: StepCost, usual: Usual) -> float:
+    """That a sequence adds to a step."""
+    return cost.sequence_s + cost.kv_token_s * usual.num_kv_tokens
+
+
+def _largest_batch(usual: Usual, worker: Worker, tpot_s: float) -> float:
+    """Sequences that one step can advance in time; at least one, as some step must be made."""
+    each_s = _each_s(worker.cost, usual)
+    in_time = (tpot_s - worker.cost.fixed_s) / each_s if each_s > 0 else math.inf
+    return max(1.0, min(in_time, _room(usual, worker)))
+
+
+def _room(usual: Usual, worker: Worker) -> float:
+    """Sequences that one worker can hold."""
+    in_memory = worker.kv_tokens / usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
+    return min(in_memory, worker.max_num_seqs)
+
+
+def _busy_share(prompt_s: float, ttft_s: float) -> float:
+    """How busy a worker that computes prompts may be, so that the mean one, with those before it, is in time.
+
+    With Poisson arrivals and prompts of one length the wait is busy / (2 * (1 - busy)) prompts. Where even a prompt
+    without a wait is late, none is in time, and what counts is that all are done.
+    """
+    spare = ttft_s / prompt_s - 1
+    return 2 * spare / (1 + 2 * spare) if spare > 0 else 1.0
+
+
+def _both(usual: Usual, worker: Worker, slo: Slo, mu_decode: float, mu_prefill: float) -> float:
+    """Requests a second of a worker that does both: of those it can run, those that keep the time per token.
+
+    At a rate r, prompts take r * prompt_s of each second, and steps get longer by as much. A sequence may meet as many
+    prompts as fit in what its steps leave of its time; how many it meets is a Poisson number.
+    """
+    most = min(mu_decode, mu_prefill, 1 / usual.prompt_s)
+    best = 0.0
+    for rate in (most * (i + 1) / _RATES for i in range(_RATES)):
+        busy = rate * usual.prompt_s
+        if busy >= 1:
+            break
+        in_flight = rate * usual.num_sequences * usual.num_output_tokens
+        # The batch that this rate keeps, where a step is stretched by the prompts between steps.
+        free = 1 - busy - in_flight * _each_s(worker.cost, usual)
+        if free <= 0:
+            break
+        batch = max(1.0, in_flight * worker.cost.fixed_s / free)
+        if batch > _room(usual, worker):
+            break
+        step_s = _step_s(worker.cost, batch, usual)
+        spare_s = usual.num_output_tokens * (slo.tpot_s - step_s)
+        if spare_s < 0:
+            break
+        meets = rate * usual.num_output_tokens * step_s / (1 - busy)
+        best = max(best, rate * _poisson_at_most(int(spare_s / usual.prompt_s), meets))
+    return best
+
+
+def _poisson_at_most(count: int, mean: float) -> float:
+    """The chance of a Poisson number of this mean to be no more than `count`."""
+    if mean > 700:  # where exp underflows, a normal number is as good
+        return 0.5 * (1 + math.erf((count + 0.5 - mean) / math.sqrt(2 * mean)))
+    term = total = math.exp(-mean)
+    for i in range(1, count + 1):
+        term *= mean / i
+        total += term
+        if term < 1e-12 and i > mean:
+            break
+    return min(1.0, total)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """When a gain is believed and acted upon; seconds but for the shares."""
+
+    margin: float = 0.1
+    """Share by which goodput must grow."""
+    headroom: float = 0.25
+    """Share of load on top of that of now, for which it is to be enough."""
+    confirm_s: float = 5.0
+    """For so long the gain must have been there."""
+    cooldown_s: float = 10.0
+    """After a move, none for so long."""
+    dwell_s: float = 30.0
+    """A worker that was moved stays for so long before it may be moved back."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do now, and why, in words for a log."""
+
+    num_prefill: int
+    """That there should be; as many as there are: nothing moves."""
+    moves: bool
+    why: str
+    gain: float = 0.0
+    """Share by which the goodput of the best split is predicted to be larger."""
+
+
+class AutoRatio:
+    """Remembers for how long a gain has been there, and the last move."""
+
+    def __init__(self, slo: Slo, patience: Patience) -> None:
+        self._slo = slo
+        self._patience = patience
+        self._wanted: int | None = None
+        self._wanted_since = 0.0
+        self._moved_at = -math.inf
+        self._last_direction = 0
+
+    def decide(
+        self, now: float, demand: Demand, window_s: float, worker: Worker | None, bounds: Bounds, num_prefill: int
+    ) -> Verdict:
+        """`demand` are the sums of the last `window_s`; `num_prefill` of the workers prefill now."""
+        usual = None if worker is None else usual_request(demand, worker.cost)
+        if worker is None or usual is None or not bounds.splits:
+            self._wanted = None
+            return Verdict(num_prefill, False, "stays: too little has been measured to tell")
+        service = service_of(usual, worker, self._slo)
+        rate = demand.num_arrived / window_s
+        scores = scores_of(service, bounds, rate * (1 + self._patience.headroom))
+        present = service.of(num_prefill, bounds.num_workers)
+        score = min(rate * (1 + self._patience.headroom), present)
+        best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
+        gain = scores[best] / score - 1 if score > 0 else math.inf
+        told = _tell(service, usual, rate, bounds, num_prefill, best, gain)
+        if best == num_prefill or gain <= self._patience.margin:
+            self._wanted = None
+            return Verdict(num_prefill, False, f"stays: {told}", gain)
+        held = self._hold(now, best, num_prefill)
+        if held:
+            return Verdict(num_prefill, False, f"stays: {held}; {told}", gain)
+        return Verdict(best, True, f"moves: {told}", gain)
+
+    def moved(self, now: float, before: int, after: int) -> None:
+        """The split has changed, by a verdict or by an operator."""
+        if before != after:
+            self._moved_at, self._last_direction = now, 1 if after > before else -1
+            self._wanted = None
+
+    def _hold(self, now: float, best: int, num_prefill: int) -> str:
+        """Why the move has to wait, or nothing."""
+        direction = 1 if best > num_prefill else -1
+        is_same_way = self._wanted is not None and (self._wanted > num_prefill) == (direction > 0)
+        if not is_same_way:
+            self._wanted_since = now
+        self._wanted = best
+        since_s, patience = now - self._moved_at, self._patience
+        if now - self._wanted_since < patience.confirm_s:
+            return f"the gain is to last for {patience.confirm_s:g} s"
+        if since_s < patience.cooldown_s:
+            return f"the last move was {since_s:.0f} s ago, and {patience.cooldown_s:g} s are to pass"
+        if direction == -self._last_direction and since_s < patience.dwell_s:
+            return f"who moved {since_s:.0f} s ago stays for {patience.dwell_s:g} s"
+        return ""
+
+
+def scores_of(service: Service, bounds: Bounds, rate: float) -> dict[int, float]:
+    """Goodput of each split that is allowed, by its prefill workers: no more than `rate`, which is asked for."""
+    return {p: min(rate, service.of(p, bounds.num_workers)) for p in bounds.splits}
+
+
+def _tell(service: Service, usual: Usual, rate: float, bounds: Bounds, num_prefill: int, best: int, gain: float) -> str:
+    def name(split: int) -> str:
+        return f"{split}:{bounds.num_workers - split}" if split else f"0:{bounds.num_workers} (each does both)"
+
+    def serves(split: int) -> str:
+        return f"{name(split)} serves {service.of(split, bounds.num_workers):.1f}"
+
+    load = (
+        f"{rate:.1f} requests/s of {1000 * usual.prompt_s:.0f} ms of prompt and {usual.num_output_tokens:.0f} tokens; "
+        f"a worker prefills {service.mu_prefill:.1f}/s, decodes {service.mu_decode:.1f}/s"
+    )
+    if best == num_prefill:
+        return f"{serves(num_prefill)}, the most of all; {load}"
+    grows = "" if math.isinf(gain) else f", {100 * gain:.0f} % more of what is asked for"
+    return f"{serves(best)}, {serves(num_prefill)}{grows}; {load}"

@@ -1,0 +1,196 @@
+"""Which split Baton wants by itself, and when it moves: by what a request and a step cost, without a cluster."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.auto_ratio import (
+    AutoRatio,
+    Bounds,
+    Patience,
+    Service,
+    Slo,
+    Usual,
+    Worker,
+    scores_of,
+    service_of,
+    usual_request,
+)
+from cluster.demand import Demand
+from cluster.step_cost import StepCost
+
+COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
+"""2,000 prompt tokens a second; 45 sequences take 50 ms a step."""
+WORKER = Worker(COST, max_num_seqs=64, kv_tokens=0)
+SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+FOUR = Bounds(num_workers=4)
+WINDOW_S = 10.0
+
+
+def load(rate: float, num_prompt_tokens: int, num_output_tokens: int) -> Demand:
+    """Requests of one kind that came over the window."""
+    num = rate * WINDOW_S
+    return Demand(
+        num_arrived=num,
+        num_placed=num,
+        num_prompt_tokens=num * num_prompt_tokens,
+        num_sequences=num,
+        num_outputs=num,
+        num_output_tokens=num * num_output_tokens,
+        num_kv_tokens=num * (num_prompt_tokens + num_output_tokens / 2),
+    )
+
+
+PROMPTS, OUTPUTS = load(20, 800, 20), load(20, 40, 300)
+
+
+def best_of(demand: Demand, bounds: Bounds = FOUR) -> int:
+    usual = usual_request(demand, COST)
+    assert usual is not None
+    scores = scores_of(service_of(usual, WORKER, SLO), bounds, 1e9)
+    return max(scores, key=lambda p: scores[p])
+
+
+def test_long_prompts_want_prefill_workers_and_long_outputs_decode_workers() -> None:
+    assert best_of(PROMPTS) == 3
+    assert best_of(OUTPUTS) == 1
+
+
+def test_each_does_both_where_that_serves_more_and_it_is_allowed() -> None:
+    short = load(20, 20, 100)
+    assert best_of(short, Bounds(num_workers=2, min_prefill=0)) == 0
+    assert best_of(short, Bounds(num_workers=2, min_prefill=1)) == 1
+
+
+@pytest.mark.parametrize("num_output_tokens", [300, 500])
+def test_two_that_both_have_enough_to_do_are_kept_apart(num_output_tokens: int) -> None:
+    usual = Usual(
+        prompt_s=num_output_tokens / 1000, num_sequences=1, num_output_tokens=num_output_tokens, num_kv_tokens=1
+    )
+    service = service_of(usual, WORKER, Slo(ttft_s=5.0, tpot_s=0.05))
+    assert service.of(1, 2) > service.of(0, 2) > 0.9 * service.of(1, 2)
+
+
+def test_outputs_that_a_single_prompt_makes_late_lower_what_a_worker_of_both_serves() -> None:
+    slo = Slo(ttft_s=9.0, tpot_s=0.05)
+    long, short = (service_of(Usual(prompt_s, 1, 20, 1), WORKER, slo) for prompt_s in (0.9, 0.1))
+    assert long.mu_both / long.mu_prefill < 0.9 * short.mu_both / short.mu_prefill
+
+
+@given(
+    prompt_s=st.floats(1e-3, 2.0),
+    num_output_tokens=st.floats(1, 1000),
+    num_workers=st.integers(2, 64),
+    n=st.floats(1, 8),
+)
+def test_the_best_split_is_next_to_the_ratio_of_both_rates(
+    prompt_s: float, num_output_tokens: float, num_workers: int, n: float
+) -> None:
+    service = service_of(Usual(prompt_s, n, num_output_tokens, 100.0), WORKER, SLO)
+    scores = scores_of(service, Bounds(num_workers), math.inf)
+    best = max(scores, key=lambda p: scores[p])
+    exact = num_workers * service.mu_decode / (service.mu_prefill + service.mu_decode)
+    assert abs(best - min(max(exact, 1), num_workers - 1)) <= 1
+    assert service.mu_both <= min(service.mu_prefill, service.mu_decode) * (1 + 1e-9)
+
+
+def test_no_time_for_a_second_sequence_still_leaves_one() -> None:
+    slow = Worker(StepCost(0.2, 0.001, 0, 0.01, 0), 64, 0)
+    service = service_of(Usual(2.0, 1, 10, 100), slow, SLO)
+    assert service.mu_decode == pytest.approx(1 / (0.21 * 10)) and service.mu_prefill == pytest.approx(0.5)
+    assert service.mu_both == 0
+
+
+def test_the_pool_bounds_the_batch() -> None:
+    usual = Usual(prompt_s=0.01, num_sequences=1, num_output_tokens=10, num_kv_tokens=100)
+    wide, narrow = (service_of(usual, Worker(COST, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
+    assert narrow.mu_decode == pytest.approx(4 / (0.009 * 10)) and wide.mu_decode > 2 * narrow.mu_decode
+
+
+class Clock:
+    """Decides once a second, as a controller does, and follows each verdict."""
+
+    def __init__(self, num_prefill: int = 2, patience: Patience | None = None) -> None:
+        self.auto = AutoRatio(SLO, patience or Patience())
+        self.num_prefill = num_prefill
+        self.now = 0.0
+        self.moves: list[tuple[float, int]] = []
+        self.why = ""
+
+    def run(self, seconds: int, demand: Demand) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            verdict = self.auto.decide(self.now, demand, WINDOW_S, WORKER, FOUR, self.num_prefill)
+            self.why = verdict.why
+            if verdict.moves:
+                self.auto.moved(self.now, self.num_prefill, verdict.num_prefill)
+                self.num_prefill = verdict.num_prefill
+                self.moves.append((self.now, verdict.num_prefill))
+
+
+def test_a_gain_moves_the_ratio_once_it_has_lasted() -> None:
+    clock = Clock()
+    clock.run(5, PROMPTS)
+    assert not clock.moves and "the gain is to last for 5 s" in clock.why
+    clock.run(60, PROMPTS)
+    assert clock.moves == [(6.0, 3)]
+    assert clock.why.startswith("stays: 3:1 serves") and "the most of all" in clock.why
+
+
+def test_a_gain_that_goes_away_moves_nothing() -> None:
+    clock = Clock()
+    for _ in range(10):
+        clock.run(4, PROMPTS)
+        clock.run(1, load(0.1, 10, 10))
+    assert not clock.moves
+
+
+def test_a_load_that_every_split_serves_moves_nothing() -> None:
+    clock = Clock()
+    clock.run(100, load(1.5, 800, 20))
+    assert not clock.moves
+
+
+def test_who_moved_stays_for_a_while() -> None:
+    clock = Clock()
+    clock.run(10, PROMPTS)
+    clock.run(20, OUTPUTS)
+    assert len(clock.moves) == 1 and "stays for 30 s" in clock.why
+    clock.run(20, OUTPUTS)
+    assert [split for _, split in clock.moves] == [3, 1] and clock.moves[1][0] - clock.moves[0][0] >= 30
+
+
+def test_what_comes_too_rarely_tells_nothing() -> None:
+    clock = Clock()
+    clock.run(60, load(0.5, 800, 20))
+    assert not clock.moves and "too little" in clock.why
+    verdict = clock.auto.decide(clock.now, PROMPTS, WINDOW_S, None, FOUR, 2)
+    assert not verdict.moves and "too little" in verdict.why
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([PROMPTS, OUTPUTS, load(3, 300, 100)]), st.integers(1, 40)), max_size=12),
+    st.integers(1, 3),
+)
+def test_moves_keep_their_distance_whatever_comes(loads: list[tuple[Demand, int]], num_prefill: int) -> None:
+    patience = Patience()
+    clock = Clock(num_prefill, patience)
+    before = num_prefill
+    for demand, seconds in loads:
+        clock.run(seconds, demand)
+    directions = []
+    for _, split in clock.moves:
+        directions.append(split > before)
+        before = split
+    for (one, two), ((at, _), (then, _)) in zip(pairwise(directions), pairwise(clock.moves), strict=True):
+        assert then - at >= (patience.cooldown_s if one == two else patience.dwell_s)
+
+
+def test_rates_of_a_service_that_cannot_keep_the_objectives_are_those_of_getting_done() -> None:
+    service = Service(mu_prefill=2.0, mu_decode=3.0, mu_both=0.5)
+    assert [service.of(p, 4) for p in range(4)] == [2.0, 2.0, 4.0, 3.0]
