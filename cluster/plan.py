@@ -105,6 +105,7 @@ def plan_worker(
             memory_utilization=engine.memory_utilization,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
+            tpot_slo_s=config.rebalance.slo.tpot_ms / 1000,
             enable_prefix_cache=engine.enable_prefix_cache,
             threads=threads,
             attention=engine.attention,

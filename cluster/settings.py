@@ -72,6 +72,8 @@ class WorkerSettings(JsonSettings):
     """Most tokens computed in one step."""
     max_num_seqs: int = 64
     """Most sequences decoded in one step."""
+    tpot_slo_s: float = 0.05
+    """A step in which sequences decode computes no more of prompts than ends within this time."""
     enable_prefix_cache: bool = True
     threads: int | None = None
     """CPU threads of torch for this rank; None: cores divided by the ranks on this machine."""

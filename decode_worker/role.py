@@ -19,6 +19,7 @@ from decode_worker.scheduler import BlockCopies, DecodeScheduler
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, check_finish
 from engine.sequence import Job, Planned, Sequence, claim_blocks, keep_blocks, publish_blocks, release_blocks
+from engine.step_budget import StepBudget
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, Tell
 
 
@@ -154,7 +155,7 @@ class DecodeRole:
         """A granted chunk lies in its pages, or `error` says why not."""
         self._carry_out(self._receiver.landed(chunk, error, reason))
 
-    def plan(self, budget: int) -> tuple[list[Planned], list[Sequence], BlockCopies]:
+    def plan(self, budget: StepBudget) -> tuple[list[Planned], list[Sequence], BlockCopies]:
         """Shares of the next step, who was preempted for it, and the page copies it makes first."""
         planned, preempted = self._scheduler.plan(budget)
         self._reserve_waiting()

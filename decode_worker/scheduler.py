@@ -1,7 +1,7 @@
 """Which sequences the next step runs: continuous batching with preemption. Pure: no clock, socket or tensor.
 
 Running sequences each get their next token; one whose tokens are not all computed (preempted earlier, or prefilled
-here) gets a chunk of them from what the token budget leaves. When a sequence needs a block and none is free, the
+here) gets a chunk of them from what the budget leaves. When a sequence needs a block and none is free, the
 youngest running one is preempted: its blocks return and it is computed again, before any newcomer. The oldest always
 runs on, so something always ends. Owns the page copies that forks ask for; both pages stay referenced until copied.
 """
@@ -12,6 +12,7 @@ from bisect import insort
 
 from engine.block_manager import BlockManager
 from engine.sequence import Planned, Sequence, blocks_for, claim_blocks, release_blocks
+from engine.step_budget import StepBudget
 
 BlockCopies = list[tuple[int, int]]
 
@@ -71,18 +72,14 @@ class DecodeScheduler:
             self.join(started[-1])
         return started
 
-    def plan(self, budget: int) -> tuple[list[Planned], list[Sequence]]:
-        """Shares of the next step, at most `budget` tokens in all, and who was preempted to make room."""
+    def plan(self, budget: StepBudget) -> tuple[list[Planned], list[Sequence]]:
+        """Shares of the next step, which begins with this, and who was preempted to make room."""
         preempted = self._make_room()
-        decoding = [Planned(s, 1) for s in self._running if s.num_remaining == 1][: max(budget, 0)]
-        budget -= len(decoding)
+        planned = [Planned(s, 1) for s in budget.decode([s for s in self._running if s.num_remaining == 1])]
         for sequence in self._running:
-            if budget <= 0:
-                break
-            if sequence.num_remaining > 1:
-                decoding.append(Planned(sequence, min(budget, sequence.num_remaining)))
-                budget -= decoding[-1].num_tokens
-        return decoding, preempted
+            if sequence.num_remaining > 1 and (num_tokens := budget.prompt(sequence)):
+                planned.append(Planned(sequence, num_tokens))
+        return planned, preempted
 
     def fork(self, parent: Sequence, children: list[Sequence], spare: list[int]) -> None:
         """Lets children share the parent's prompt blocks; a partly filled last block is copied for each.

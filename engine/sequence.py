@@ -167,7 +167,3 @@ class Planned:
 
     sequence: Sequence
     num_tokens: int
-
-
-def total_tokens(plan: Seq[Planned]) -> int:
-    return sum(p.num_tokens for p in plan)

@@ -15,6 +15,7 @@ from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, check_finish
 from engine.sequence import Job, Planned, Sequence, publish_blocks, release_blocks
+from engine.step_budget import StepBudget
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, Tell, Transmit
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sender import Sender
@@ -127,7 +128,7 @@ class PrefillRole:
     def sent(self, chunk: Chunk) -> None:
         self._carry_out(self._sender.sent(chunk))
 
-    def plan(self, budget: int, last_step: int) -> list[Planned]:
+    def plan(self, budget: StepBudget, last_step: int) -> list[Planned]:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
         for sequence in self._scheduler.admit():
             key = sequence.job.key

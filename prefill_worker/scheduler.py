@@ -10,6 +10,7 @@ from collections import deque
 
 from engine.block_manager import BlockManager
 from engine.sequence import Planned, Sequence, claim_blocks
+from engine.step_budget import StepBudget
 
 
 class PrefillScheduler:
@@ -49,13 +50,7 @@ class PrefillScheduler:
         self._running += started
         return started
 
-    def plan(self, budget: int) -> list[Planned]:
-        """Shares of the next step, at most `budget` tokens in all."""
-        planned: list[Planned] = []
-        for sequence in self._running:
-            if budget <= 0:
-                break
-            num_tokens = min(budget, sequence.num_remaining)
-            planned.append(Planned(sequence, num_tokens))
-            budget -= num_tokens
-        return planned
+    def plan(self, budget: StepBudget) -> list[Planned]:
+        """Shares of the next step, from what is left of its budget."""
+        shares = ((sequence, budget.prompt(sequence)) for sequence in self._running)
+        return [Planned(sequence, num_tokens) for sequence, num_tokens in shares if num_tokens]

@@ -21,13 +21,14 @@ import torch
 from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
-from cluster.step_cost import StepSize
+from cluster.step_cost import StepCost, StepSize
 from decode_worker.role import DecodeRole
 from decode_worker.scheduler import BlockCopies
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, Sampler
-from engine.sequence import Job, Planned, Sequence, total_tokens
+from engine.sequence import Job, Planned, Sequence
 from engine.step import build_step
+from engine.step_budget import StepBudget
 from prefill_worker.role import PrefillRole
 from worker.cache_reporter import CacheReporter
 from worker.carrier import Carrier, Links
@@ -85,7 +86,8 @@ class Core:
     ) -> None:
         self.blocks = blocks
         self._sampler = sampler
-        self._budget = settings.max_num_batched_tokens
+        self._max_num_batched_tokens = settings.max_num_batched_tokens
+        self._tpot_s = settings.tpot_slo_s
         self._enable_prefix_cache = settings.enable_prefix_cache
         self._max_model_len = max_model_len
         self._step_log = step_log
@@ -161,8 +163,9 @@ class Core:
     def _launch(self) -> Flight | None:
         """Plans a step and sets it off; None when there is nothing to run."""
         last_step = self._ranks.num_steps
-        decoding, preempted, copies = self.decode.plan(self._budget)
-        prefilling = self.prefill.plan(self._budget - total_tokens(decoding), last_step)
+        budget = StepBudget(self._max_num_batched_tokens, self._tpot_s, self._learned_cost)
+        decoding, preempted, copies = self.decode.plan(budget)
+        prefilling = self.prefill.plan(budget, last_step)
         planned = decoding + prefilling
         if not planned:
             self.decode.copied(copies)
@@ -181,6 +184,9 @@ class Core:
         begun = self._clock()
         launched = self._ranks.launch(step)
         return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies, size, begun)
+
+    def _learned_cost(self) -> StepCost | None:
+        return self._step_clock.cost
 
     def _finish(self) -> None:
         """Takes in what a step that has ended led to."""

@@ -8,6 +8,7 @@ from decode_worker.role import DecodeRole
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, SamplingParams
 from engine.sequence import Job, Sequence
+from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
 
 FIRST, SECOND = RequestKey("r", 1), RequestKey("r", 2)
@@ -71,7 +72,7 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
         role = around.role
         role.admit(job(FIRST, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(FIRST, "one")
-        role.plan(100)
+        role.plan(StepBudget(100))
         for index in range(2):
             around.offer(FIRST, "one", index, 8 * index, 8 * index + 8)
         landed, under_way = around.landings
@@ -79,13 +80,13 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
         role.link_down("one", PEER_LOST, "gone")
         role.admit(job(SECOND, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(SECOND, "two")
-        role.plan(100)
+        role.plan(StepBudget(100))
         assert around.reserved(SECOND) == [], "a transfer of the first attempt may still write its pages"
         assert not around.heard and role.num_waiting == 1
         role.landed(under_way, "the pair was closed", PEER_LOST)
         (failed,) = [event.failed for event in around.heard]
         assert (failed.reason, failed.num_kept_tokens) == (PEER_LOST, 8)
-        role.plan(100)
+        role.plan(StepBudget(100))
         assert around.reserved(SECOND) == [8]
 
 
@@ -94,7 +95,7 @@ def test_an_attempt_that_is_held_back_can_be_cancelled() -> None:
     role = around.role
     role.admit(job(FIRST), expect_handoff=True)
     around.open(FIRST, "one")
-    role.plan(100)
+    role.plan(StepBudget(100))
     around.offer(FIRST, "one", 0, 0, 8)
     role.admit(job(SECOND), expect_handoff=False)
     assert SECOND in role
@@ -111,7 +112,7 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
     role = around.role
     role.admit(job(FIRST, use_prefix_cache=False), expect_handoff=True)
     around.open(FIRST, "one")
-    role.plan(100)
+    role.plan(StepBudget(100))
     around.offer(FIRST, "one", 0, 0, 8)
     role.landed(around.landings[0], "", PEER_LOST)
     role.link_down("one", PEER_LOST, "gone")
@@ -119,13 +120,13 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
     for key, use_prefix_cache in ((other, True), (RequestKey("third", 2), False)):
         role.admit(job(key, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(key, f"link of {key.request_id}")
-        role.plan(100)
+        role.plan(StepBudget(100))
         assert around.reserved(key) == [0]
 
 
 def run_step(role: DecodeRole, *sampled: int) -> list[tuple[int, int]]:
     """One step, whose shares that reach their end lead to these tokens in turn; (sequence, tokens) of each share."""
-    planned, _, copies = role.plan(100)
+    planned, _, copies = role.plan(StepBudget(100))
     role.copied(copies)
     tokens = iter(sampled)
     for p in planned:
@@ -159,7 +160,7 @@ def test_after_a_hand_off_as_well() -> None:
     known = {0: (5, 6, 7)}
     role.admit(Job(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens=known), expect_handoff=True)
     around.open(SECOND, "two")
-    role.plan(100)
+    role.plan(StepBudget(100))
     for index in range(2):
         around.offer(SECOND, "two", index, 8 * index, 8 * index + 8)
     for chunk in around.landings:

@@ -7,6 +7,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.block_manager import BlockManager
 from engine.sampling import SamplingParams
 from engine.sequence import Job, Sequence
+from engine.step_budget import StepBudget
 
 
 def running(scheduler: DecodeScheduler, blocks: BlockManager, length: int, arrival: int) -> Sequence:
@@ -24,7 +25,7 @@ def test_every_running_sequence_gets_one_token_a_step() -> None:
     scheduler = DecodeScheduler(blocks, 8)
     for arrival in range(3):
         running(scheduler, blocks, 5, arrival)
-    planned, preempted = scheduler.plan(100)
+    planned, preempted = scheduler.plan(StepBudget(100))
     assert [p.num_tokens for p in planned] == [1, 1, 1] and not preempted
 
 
@@ -32,7 +33,7 @@ def test_the_youngest_gives_way_when_the_pool_is_full() -> None:
     blocks = BlockManager(3, 4)
     scheduler = DecodeScheduler(blocks, 8)
     old, _, young = (running(scheduler, blocks, 4, arrival) for arrival in range(3))
-    planned, preempted = scheduler.plan(100)
+    planned, preempted = scheduler.plan(StepBudget(100))
     assert preempted[0] is young and planned[0].sequence is old
     assert young.block_table == [] and young.num_computed_tokens == 0
     assert scheduler.num_waiting == len(preempted) == scheduler.num_preemptions
@@ -43,7 +44,7 @@ def test_the_oldest_alone_takes_the_whole_pool() -> None:
     scheduler = DecodeScheduler(blocks, 8)
     old = running(scheduler, blocks, 4, 0)
     running(scheduler, blocks, 4, 1)
-    planned, _ = scheduler.plan(100)
+    planned, _ = scheduler.plan(StepBudget(100))
     assert [p.sequence for p in planned] == [old] and len(old.block_table) == 2
 
 
@@ -53,7 +54,7 @@ def test_newcomers_wait_while_a_preempted_sequence_does() -> None:
     running(scheduler, blocks, 4, 0)
     running(scheduler, blocks, 4, 1)
     assert scheduler.has_room(1)
-    scheduler.plan(100)
+    scheduler.plan(StepBudget(100))
     assert not scheduler.has_room(1)
 
 
@@ -61,10 +62,10 @@ def test_a_preempted_sequence_is_computed_again_before_its_next_token() -> None:
     blocks = BlockManager(2, 4)
     scheduler = DecodeScheduler(blocks, 8)
     old, young = (running(scheduler, blocks, 4, arrival) for arrival in range(2))
-    scheduler.plan(100)
+    scheduler.plan(StepBudget(100))
     scheduler.remove(old)
     assert scheduler.admit() == [young]
-    (planned,), _ = scheduler.plan(3)
+    (planned,), _ = scheduler.plan(StepBudget(3))
     assert planned.num_tokens == 3 and young.num_remaining == 5
 
 

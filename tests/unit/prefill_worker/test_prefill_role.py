@@ -11,6 +11,7 @@ from cluster.pb import handoff_pb2, worker_pb2
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, SamplingParams
 from engine.sequence import Job, Sequence
+from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
 from prefill_worker.role import PrefillRole
 
@@ -59,7 +60,7 @@ class Surroundings:
         self.role.hear(EPOCH, handoff_pb2.ReceiverMessage(reserved=reserved))
 
     def step(self, budget: int, sampled: list[SampledToken]) -> None:
-        (planned,) = self.role.plan(budget, 0)
+        (planned,) = self.role.plan(StepBudget(budget), 0)
         self.role.launching(planned, 1)
         self.role.absorb(planned, sampled, 1)
 
@@ -92,7 +93,7 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
 
     give_up(around.role)
 
-    assert around.role.plan(8, 1) == []
+    assert around.role.plan(StepBudget(8), 1) == []
     assert around.blocks.num_held == 10, "the gather may still read them"
     around.role.gathered(gather)
     assert around.blocks.num_held == 0
@@ -101,7 +102,7 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
 def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
     around = Surroundings()
     around.begin(Job(KEY, PROMPT, SamplingParams()))
-    (planned,) = around.role.plan(40, 0)
+    (planned,) = around.role.plan(StepBudget(40), 0)
     around.role.cancel(KEY, "cancelled")
     around.role.absorb(planned, [SampledToken(3)], 1)
     assert not around.tokens and not around.gathers
@@ -115,7 +116,7 @@ def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> N
     around.gathered()
     around.gathers.clear()
     around.begin(Job(KEY, PROMPT, SamplingParams()))
-    around.role.plan(8, 1)
+    around.role.plan(StepBudget(8), 1)
     ((chunk, after_step),) = around.gathers
     assert (chunk.range.token_start, chunk.range.token_end, after_step) == (0, 8, 1)
 

@@ -6,6 +6,7 @@ from cluster.keys import RequestKey
 from engine.block_manager import BlockManager
 from engine.sampling import SamplingParams
 from engine.sequence import Job, Sequence
+from engine.step_budget import StepBudget
 from prefill_worker.scheduler import PrefillScheduler
 
 
@@ -19,7 +20,7 @@ def test_several_prompts_share_a_step_and_the_last_is_cut_to_the_budget() -> Non
     for name, salt in (("a", b"1"), ("b", b"2"), ("c", b"3")):
         scheduler.add(sequence(name, 10, salt=salt))
     scheduler.admit()
-    planned = scheduler.plan(24)
+    planned = scheduler.plan(StepBudget(24))
     assert [(p.sequence.job.key.request_id, p.num_tokens) for p in planned] == [("a", 10), ("b", 10), ("c", 4)]
 
 
@@ -38,4 +39,4 @@ def test_a_removed_prompt_is_not_planned_again() -> None:
     scheduler.admit()
     scheduler.remove(one)
     scheduler.remove(one)
-    assert scheduler.plan(100) == []
+    assert scheduler.plan(StepBudget(100)) == []

@@ -1,0 +1,74 @@
+"""How much one step may compute: so many tokens, and beside sequences that decode no more than their pace allows.
+
+A sequence that decodes gets its next token when the step ends, so the tokens of prompts that a step computes beside it
+are bounded by time as well: by what the worker has learned of its own steps, the step ends within the time that a token
+may take. Pure: knows no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from cluster.step_cost import StepCost, StepSize
+from engine.sequence import Sequence
+
+LEAST_PROMPT_TOKENS = 16
+"""Of a step, however slow: prompts must not stand still."""
+PACE_SHARE = 0.9
+"""Of the time that a token may take; the rest is for what comes between steps."""
+
+
+class StepBudget:
+    """Of one step: `decode` says who decodes and begins it afresh, `prompt` hands out what is left."""
+
+    def __init__(
+        self, num_tokens: int, tpot_s: float = math.inf, learned: Callable[[], StepCost | None] = lambda: None
+    ) -> None:
+        """`tpot_s`: seconds that one token may take. `learned` is asked when a prompt runs beside sequences that
+        decode; while it knows nothing, time bounds nothing."""
+        self._num_tokens = num_tokens
+        self._most_s = PACE_SHARE * tpot_s
+        self._learned = learned
+        self.decode([])
+
+    def decode(self, sequences: Seq[Sequence]) -> list[Sequence]:
+        """Those of them that get their next token, in their order."""
+        self._decoding = list(sequences[: self._num_tokens])
+        self._tokens_left = self._num_tokens - len(self._decoding)
+        self._least_left = LEAST_PROMPT_TOKENS
+        self._cost: StepCost | None = None
+        self._seconds_left = math.inf
+        return self._decoding
+
+    def prompt(self, sequence: Sequence) -> int:
+        """How many of a sequence's tokens the step computes; they are taken from what is left."""
+        if self._decoding and self._cost is None:
+            self._bound_time()
+        num_before, num_tokens = sequence.num_computed_tokens, min(sequence.num_remaining, self._tokens_left)
+        if self._cost is not None:
+            num_tokens = min(num_tokens, max(self._in_time(self._cost, num_before), self._least_left))
+            self._seconds_left -= self._cost.of(StepSize.of_prompt(num_tokens, num_before))
+        self._tokens_left -= num_tokens
+        self._least_left = max(0, self._least_left - num_tokens)
+        return num_tokens
+
+    def _bound_time(self) -> None:
+        cost = self._learned()
+        if cost is not None and not math.isinf(self._most_s):
+            held = sum(s.num_computed_tokens + 1 for s in self._decoding)
+            size = StepSize(num_sequences=len(self._decoding), num_kv_tokens=held)
+            self._seconds_left = self._most_s - cost.of(size)
+            self._cost = replace(cost, fixed_s=0.0)  # is paid already
+
+    def _in_time(self, cost: StepCost, num_before: int) -> int:
+        """Tokens after so many others of their prompt that the time left is enough for."""
+        if self._seconds_left <= 0:
+            return 0
+        # n tokens take n * linear + n * n * square; the positive root is the most that fits.
+        linear = cost.prompt_token_s + cost.attended_s * (num_before + 0.5)
+        square = cost.attended_s / 2
+        slope = linear + math.sqrt(linear * linear + 4 * square * self._seconds_left)
+        return int(min(2 * self._seconds_left / slope, self._tokens_left)) if slope > 0 else self._tokens_left
