@@ -11,6 +11,8 @@ from array import array
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 
+_TOKEN = array("i")
+"""How a token's id is written."""
 HASH_BYTES = 16
 """128 bits: too many for two different prefixes to meet, by accident or by search."""
 
@@ -22,7 +24,7 @@ def key_of(salt: bytes) -> bytes:
 
 def extend(parent: bytes, token_ids: Sequence[int], key: bytes) -> bytes:
     """The hash of the block of these tokens; `parent` is that of the block before, empty for the first."""
-    return blake2b(parent + array("i", token_ids).tobytes(), key=key, digest_size=HASH_BYTES).digest()
+    return blake2b(parent + array(_TOKEN.typecode, token_ids).tobytes(), key=key, digest_size=HASH_BYTES).digest()
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[bytes]:
@@ -30,7 +32,12 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Ite
 
     The last token is never covered: computing it is what gives the logits of the next one.
     """
-    key, parent = key_of(salt), b""
-    for end in range(block_size, len(token_ids), block_size):
-        parent = extend(parent, token_ids[end - block_size : end], key)
+    block_bytes = block_size * _TOKEN.itemsize
+    num_blocks = max(0, len(token_ids) - 1) // block_size
+    tokens = array(_TOKEN.typecode, token_ids[: num_blocks * block_size]).tobytes()
+    keyed, parent = blake2b(key=key_of(salt), digest_size=HASH_BYTES), b""
+    for begin in range(0, num_blocks * block_bytes, block_bytes):
+        hasher = keyed.copy()
+        hasher.update(parent + tokens[begin : begin + block_bytes])
+        parent = hasher.digest()
         yield parent

@@ -9,7 +9,7 @@ no worker and no model.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Self
 
 from cluster.pb import worker_pb2
@@ -74,10 +74,16 @@ class StepCost:
         """With what `usual` says of parts that were never seen here: a worker that only decodes knows no prompts."""
         knows_prompts = self.prompt_token_s > 0 or self.attended_s > 0
         knows_sequences = self.sequence_s > 0 or self.kv_token_s > 0
+        if knows_prompts and knows_sequences:
+            return self
         prompts, sequences = self if knows_prompts else usual, self if knows_sequences else usual
         return StepCost(
             self.fixed_s, prompts.prompt_token_s, prompts.attended_s, sequences.sequence_s, sequences.kv_token_s
         )
+
+    def of_sequences(self, num_sequences: int, num_kv_tokens: int) -> float:
+        """Seconds of a step in which these get their next token, and nothing else is computed."""
+        return self.fixed_s + self.sequence_s * num_sequences + self.kv_token_s * num_kv_tokens
 
     def of(self, step: StepSize) -> float:
         """Seconds of a step; 0 for one that computes nothing."""
@@ -94,5 +100,16 @@ class StepCost:
 
 def usual(costs: Sequence[StepCost]) -> StepCost:
     """The mean of at least one, of each part over those that have seen it."""
-    parts = zip(*map(astuple, costs), strict=True)
-    return StepCost(*(sum(part) / max(1, sum(value > 0 for value in part)) for part in parts))
+    return StepCost(
+        _mean([c.fixed_s for c in costs]),
+        _mean([c.prompt_token_s for c in costs]),
+        _mean([c.attended_s for c in costs]),
+        _mean([c.sequence_s for c in costs]),
+        _mean([c.kv_token_s for c in costs]),
+    )
+
+
+def _mean(parts: list[float]) -> float:
+    """Of those that were seen."""
+    seen = [part for part in parts if part > 0]
+    return sum(seen) / max(1, len(seen))

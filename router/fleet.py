@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
+from router.prefix_index import Holders
 from router.worker_client import Listener, WorkerClient
 
 PREFILL = worker_pb2.ROLE_PREFILL
@@ -53,6 +54,7 @@ class Fleet:
         self._needs_prefill = needs_prefill
         self._listener = listener
         self._dead_after_s = dead_after_s
+        self._holders = Holders()
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
         self._leaving: set[WorkerClient] = set()
@@ -86,7 +88,12 @@ class Fleet:
         for address in wanted.values():
             if address.worker_id not in self._workers:
                 worker = WorkerClient(
-                    address.worker_id, address.address, address.role, self._listener, self._dead_after_s
+                    address.worker_id,
+                    address.address,
+                    address.role,
+                    self._listener,
+                    self._dead_after_s,
+                    self._holders,
                 )
                 worker.is_draining = address.is_draining
                 self._workers[address.worker_id] = worker

@@ -24,7 +24,7 @@ from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pulse import Pulse, Timing, Verdict
 from cluster.step_cost import StepCost
-from router.prefix_index import PrefixIndex, PromptHashes
+from router.prefix_index import Holders, PrefixIndex, PromptHashes
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class WorkerClient:
         role: worker_pb2.Role,
         listener: Listener,
         dead_after_s: float = DEAD_AFTER_S,
+        holders: Holders | None = None,
     ) -> None:
+        """`holders`: what all workers' prefix caches hold; None: this one's is looked at by itself."""
         self.worker_id = worker_id
         self.address = address
         self.role = role
@@ -75,6 +77,9 @@ class WorkerClient:
         self.stats: worker_pb2.WorkerStats | None = None
         self.prefix_index: PrefixIndex | None = None
         """None while the worker is not ready."""
+        self.step_cost: StepCost | None = None
+        """What the worker has learned of its own steps; None: nothing yet."""
+        self._holders = holders
         self._listener = listener
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
@@ -88,12 +93,6 @@ class WorkerClient:
         return self.state == READY
 
     @property
-    def step_cost(self) -> StepCost | None:
-        """What the worker has learned of its own steps; None: nothing yet."""
-        stats = self.stats
-        return StepCost.from_proto(stats.step_cost) if stats is not None and stats.HasField("step_cost") else None
-
-    @property
     def kv_tokens(self) -> int:
         """That its pool holds; 0 while it has not said who it is."""
         return 0 if self.info is None else self.info.num_blocks * self.info.block_size
@@ -101,7 +100,7 @@ class WorkerClient:
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         """Of a prompt, in its prefix cache, as far as it has told."""
         index = self.prefix_index
-        return 0 if index is None or not index.is_known else index.num_cached_tokens(prompt.of(index.block_size))
+        return 0 if index is None or not index.is_known else index.num_cached_tokens(prompt)
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"session with {self.worker_id}")
@@ -184,7 +183,7 @@ class WorkerClient:
             if kind == "info":
                 self._meet(event.info)
             elif kind == "stats":
-                self.stats = event.stats
+                self._hear_stats(event.stats)
             elif kind == "cache":
                 self._hear_cache(event.cache)
         if self.is_ready:
@@ -194,10 +193,20 @@ class WorkerClient:
         if info.worker_id != self.worker_id:
             raise FailedPrecondition(f"{self.address} is worker {info.worker_id!r}, not {self.worker_id!r}")
         self.info = info
-        self.prefix_index = PrefixIndex(info.block_size, info.num_blocks)
+        self._forget_cache()
+        self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY
         log.info("worker %s is ready at %s", self.worker_id, self.address)
         self._listener.on_ready(self)
+
+    def _forget_cache(self) -> None:
+        if self.prefix_index is not None:
+            self.prefix_index.close()
+            self.prefix_index = None
+
+    def _hear_stats(self, stats: worker_pb2.WorkerStats) -> None:
+        self.stats = stats
+        self.step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
 
     def _hear_cache(self, events: worker_pb2.CacheEvents) -> None:
         if self.prefix_index is not None and not self.prefix_index.apply(events):
@@ -207,7 +216,8 @@ class WorkerClient:
     def _lose(self) -> bool:
         """True when it had been ready."""
         was_ready = self.is_ready
-        self.prefix_index = self.stats = None
+        self._forget_cache()
+        self.stats = self.step_cost = None
         self._commands.clear()
         if was_ready:
             self.state = LOST

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from wired_router import ManualClock, WiredRouter, WiredWorker, run
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
-from router.prefix_index import PrefixIndex, PromptHashes
+from router.prefix_index import Holders, PrefixIndex, PromptHashes
 
 PROMPT = list(range(1, 14))
 BLOCK_SIZE = 4
 HASHES = list(prefix_hashes(PROMPT, BLOCK_SIZE, b"a"))
+ASKED = PromptHashes(PROMPT, b"a")
 
 
 def events(
@@ -31,33 +36,33 @@ def known(*hashes: bytes, num_blocks: int = 8) -> PrefixIndex:
 
 def test_the_longest_run_from_the_first_block_on_is_what_counts() -> None:
     assert len(HASHES) == 3
-    assert known(*HASHES).num_cached_tokens(HASHES) == 12
-    assert known(HASHES[0], HASHES[2]).num_cached_tokens(HASHES) == 4
-    assert known(*HASHES[1:]).num_cached_tokens(HASHES) == 0
-    assert known().num_cached_tokens(HASHES) == 0
-    assert known(*HASHES).num_cached_tokens([]) == 0
+    assert known(*HASHES).num_cached_tokens(ASKED) == 12
+    assert known(HASHES[0], HASHES[2]).num_cached_tokens(ASKED) == 4
+    assert known(*HASHES[1:]).num_cached_tokens(ASKED) == 0
+    assert known().num_cached_tokens(ASKED) == 0
+    assert known(*HASHES).num_cached_tokens(PromptHashes([], b"a")) == 0
 
 
 def test_changes_are_applied_in_their_order() -> None:
     index = known(HASHES[0])
     assert index.apply(events(2, HASHES[1:]))
-    assert index.num_cached_tokens(HASHES) == 12
+    assert index.num_cached_tokens(ASKED) == 12
     assert index.apply(events(3, [], HASHES[1:2]))
-    assert index.num_cached_tokens(HASHES) == 4
+    assert index.num_cached_tokens(ASKED) == 4
     assert index.apply(events(4, HASHES[1:2], HASHES[:1]))
-    assert index.num_cached_tokens(HASHES) == 0 and index.hashes == set(HASHES[1:])
+    assert index.num_cached_tokens(ASKED) == 0 and index.hashes == set(HASHES[1:])
 
 
 @pytest.mark.parametrize("number", [0, 1, 3, 4])
 def test_after_a_number_that_does_not_follow_nothing_is_known_until_a_snapshot(number: int) -> None:
     index = known(*HASHES)
     assert not index.apply(events(number, []))
-    assert not index.is_known and index.num_cached_tokens(HASHES) == 0
+    assert not index.is_known and index.num_cached_tokens(ASKED) == 0
     assert index.apply(events(number + 1, HASHES)), "it is asked for once"
-    assert not index.is_known and index.num_cached_tokens(HASHES) == 0
+    assert not index.is_known and index.num_cached_tokens(ASKED) == 0
     assert index.apply(events(9, HASHES[:1], snapshot=True))
     assert index.apply(events(10, HASHES[1:2]))
-    assert index.num_cached_tokens(HASHES) == 8
+    assert index.num_cached_tokens(ASKED) == 8
 
 
 def test_a_snapshot_makes_what_was_known_before_void() -> None:
@@ -82,18 +87,79 @@ def test_no_more_hashes_are_kept_than_the_worker_has_blocks() -> None:
 def test_a_prompts_hashes_are_computed_once_for_each_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PromptHashes(PROMPT, b"a")
     assert list(prompt.of(4)) == HASHES and len(list(prompt.of(2))) == 6
-    monkeypatch.setattr("cluster.prefix_hash.extend", None)
+    monkeypatch.setattr("cluster.prefix_hash.blake2b", None)
     assert list(prompt.of(4)) == HASHES and len(list(prompt.of(2))) == 6
 
 
 def test_hashes_that_nobody_asks_for_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[bytes] = []
+
+    def counted(*args: Any) -> Iterator[bytes]:
+        for block_hash in prefix_hashes(*args):
+            computed.append(block_hash)
+            yield block_hash
+
+    monkeypatch.setattr("router.prefix_index.prefix_hashes", counted)
     prompt = PromptHashes(PROMPT, b"a")
     two_at_once = zip(prompt.of(4), prompt.of(4), strict=True)
     assert next(two_at_once) == (HASHES[0], HASHES[0])
-    assert known().num_cached_tokens(prompt.of(4)) == 0
-    monkeypatch.setattr("cluster.prefix_hash.extend", None)
-    with pytest.raises(TypeError):
-        next(two_at_once)
+    assert known().num_cached_tokens(prompt) == 0
+    assert computed == HASHES[:1]
+
+
+def test_a_prompt_is_looked_up_once_for_all_workers_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    holders, looked = Holders(), Counter[str]()
+    indices = [PrefixIndex(BLOCK_SIZE, 8, holders) for _ in range(3)]
+    depths = holders.depths
+
+    def counted(hashes: Iterable[bytes]) -> dict[int, int]:
+        looked["up"] += 1
+        return depths(hashes)
+
+    monkeypatch.setattr(holders, "depths", counted)
+    indices[0].apply(events(1, HASHES, snapshot=True))
+    indices[1].apply(events(1, HASHES[:1], snapshot=True))
+    prompt = PromptHashes(PROMPT, b"a")
+    assert [index.num_cached_tokens(prompt) for index in indices] == [12, 4, 0] and looked["up"] == 1
+    indices[2].apply(events(1, HASHES[:2], snapshot=True))
+    assert [index.num_cached_tokens(prompt) for index in indices] == [12, 4, 8] and looked["up"] == 2
+
+
+CHANGES = st.tuples(
+    st.integers(0, 3),
+    st.sampled_from(["stored", "evicted", "snapshot", "gap", "close"]),
+    st.sets(st.sampled_from(HASHES)),
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(CHANGES, max_size=30))
+def test_workers_that_share_a_table_know_what_each_would_know_alone(
+    changes: list[tuple[int, str, set[bytes]]],
+) -> None:
+    holders = Holders()
+    shared = [PrefixIndex(BLOCK_SIZE, 2, holders) for _ in range(4)]
+    alone = [PrefixIndex(BLOCK_SIZE, 2) for _ in range(4)]
+    told = [0] * 4
+    for which, what, hashes in changes:
+        told[which] += 2 if what == "gap" else 1
+        stored, evicted = ([], sorted(hashes)) if what == "evicted" else (sorted(hashes), [])
+        event = events(told[which], stored, evicted, snapshot=what == "snapshot")
+        if what == "close":
+            shared[which].close()
+            shared[which], alone[which], told[which] = (
+                PrefixIndex(BLOCK_SIZE, 2, holders),
+                PrefixIndex(BLOCK_SIZE, 2),
+                0,
+            )
+        else:
+            assert shared[which].apply(event) == alone[which].apply(event)
+    for one, other in zip(shared, alone, strict=True):
+        depth = next((i for i, h in enumerate(HASHES) if h not in one.hashes), len(HASHES))
+        assert one.hashes == other.hashes
+        found = [index.num_cached_tokens(PromptHashes(PROMPT, b"a")) for index in (one, other)]
+        assert found == [depth * BLOCK_SIZE] * 2
+    assert len(holders) == len(frozenset().union(*(one.hashes for one in shared)))
 
 
 def meet(worker: WiredWorker, *told: worker_pb2.CacheEvents) -> None:
