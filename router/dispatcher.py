@@ -177,6 +177,7 @@ class Dispatcher:
         self._pump()
 
     def on_lost(self, worker: WorkerClient) -> None:
+        self._policy.lost(worker.worker_id)
         setback = Setback("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
         for running in self._running.on(worker):
             self._set_back(running, setback, by=worker)
@@ -209,6 +210,8 @@ class Dispatcher:
         else:
             self._on_failed(running, worker, message)
         if running.prefill in running.workers and not live.is_over and live.has_left_prefill:
+            if live.key.attempt == 1:
+                self._policy.handed_over(running.placement, live.work, live.exposed_s)
             self._running.part(running, running.prefill)
 
     def _on_failed(self, running: Running, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
@@ -265,6 +268,7 @@ class Dispatcher:
         decode = self.fleet[placement.decode_id]
         prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
         live.placement = placement
+        self._policy.placed(live.to_place, placement)
         workers = [decode] if prefill is None else [prefill, decode]
         charge = Charge(self.ledger, placement, live.work)
         running = Running(live, placement, charge, prefill, workers, trail)

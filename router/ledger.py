@@ -6,6 +6,7 @@ Pure: a table of sums. Knows no policy, no connection and no clock.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from cluster.step_cost import NO_STEP, StepSize
 
@@ -20,6 +21,26 @@ class Work:
     """Most tokens that decode will hold for it: prompt and all outputs."""
 
 
+class Kind(StrEnum):
+    """Why a placement is what it is, for counters."""
+
+    DISAGGREGATED = "disaggregated"
+    LOCAL_SHORT = "local_short"
+    """What is not cached holds nobody up."""
+    LOCAL_CACHED = "local_cached"
+    """The same, and half of the prompt or more is cached there."""
+    LOCAL_IDLE = "local_idle"
+    """Nothing decodes there, and every prefill worker is busy."""
+    LOCAL_NO_PREFILL = "local_no_prefill"
+    """There is no prefill worker."""
+    SESSION = "session"
+    """Elsewhere it would have ended as soon, or hardly sooner; the session's last turn decided."""
+    RETRIED = "retried"
+    """An attempt has failed, and another follows."""
+    MOVED = "moved"
+    """It ran elsewhere, and goes on here."""
+
+
 @dataclass(frozen=True)
 class Placement:
     """Two worker ids, and why they were chosen, in words for Timing.placement."""
@@ -30,6 +51,9 @@ class Placement:
     reason: str
     num_cached_tokens: int = 0
     """Of the prompt, that whoever computes it should find in its prefix cache."""
+    kind: Kind = Kind.DISAGGREGATED
+    num_present_tokens: int = 0
+    """Of the prompt, that the decode worker should find in its own and need not be handed."""
 
     @property
     def computing_id(self) -> str:

@@ -25,6 +25,7 @@ from router.policies import Request
 from router.prefix_index import PromptHashes
 from router.prompt_logprobs import PromptLogprobs
 from router.sequence import SequenceOutput
+from router.sessions import SessionKey
 from router.validate import ValidatedRequest
 
 Response = generation_pb2.GenerateStreamResponse
@@ -102,6 +103,12 @@ class LiveRequest:
         return self.lifecycle.state is RequestState.DECODING and all(s.num_tokens for s in self.sequences)
 
     @property
+    def exposed_s(self) -> float:
+        """How much longer than for its first token the client has waited for decode to begin; 0: no longer."""
+        decode = self.lifecycle.instant(RequestState.DECODING, last=True)
+        return 0.0 if decode is None or self.first_token_at is None else max(0.0, decode - self.first_token_at)
+
+    @property
     def num_tokens(self) -> int:
         """Of all outputs, as far as they are here: what another attempt goes on from."""
         return sum(sequence.num_tokens for sequence in self.sequences)
@@ -112,7 +119,8 @@ class LiveRequest:
         request = self.request
         prompt = PromptHashes(request.prompt_token_ids, request.cache_salt)
         uses_cache = not request.bypass_prefix_cache and request.prompt_logprobs is None
-        return Request(self.work, prompt, uses_cache)
+        session = SessionKey(self.caller.tenant, request.session_id) if request.session_id else None
+        return Request(self.work, prompt, uses_cache, session)
 
     @property
     def work(self) -> Work:

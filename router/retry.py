@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.errors import BatonError
 from cluster.pb import worker_pb2
-from router.ledger import Placement
+from router.ledger import Kind, Placement
 from router.policies import Candidate, Policy, Request
 
 MAX_ATTEMPTS = 3
@@ -103,6 +103,7 @@ def next_placement(
     if untried and trail.num_attempts < MAX_ATTEMPTS:
         chosen = policy.choose(request, untried, [kept])
         if chosen.prefill_id is not None:
-            return replace(chosen, reason=f"retried {after}: {chosen.prefill_id} -> {decode_id}")
+            reason = f"retried {after}: {chosen.prefill_id} -> {decode_id}"
+            return replace(chosen, reason=reason, kind=Kind.RETRIED)
         why = "sooner than on another worker"
-    return Placement(None, decode_id, f"local prefill on {decode_id} {after}: {why}")
+    return Placement(None, decode_id, f"local prefill on {decode_id} {after}: {why}", kind=Kind.RETRIED)

@@ -27,7 +27,7 @@ MOST_TOP_LOGPROBS = 20
 LARGEST_STARTED_BYTES = 4_000_000
 """Of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB unless told otherwise."""
 LONGEST_NAME = 256
-"""Characters of request_id, cache_salt."""
+"""Characters of request_id, cache_salt, session_id."""
 LONGEST_TIMEOUT_S = 24 * 3600.0
 
 Prompt = str | Chat
@@ -56,6 +56,8 @@ class ValidatedRequest:
     prompt_logprobs: int | None
     """Alternatives beside the logprob of each prompt token; None: no logprobs of the prompt."""
     client_request_id: str
+    session_id: str = ""
+    """Empty: it belongs to no session."""
 
 
 def validate(
@@ -79,7 +81,8 @@ def validate(
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
     _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
-    for field, text in (("request_id", spec.request_id), ("cache.cache_salt", spec.cache.cache_salt)):
+    names = ("request_id", spec.request_id), ("cache.cache_salt", spec.cache.cache_salt)
+    for field, text in (*names, ("scheduling.session_id", spec.scheduling.session_id)):
         if len(text) > LONGEST_NAME:
             wrong.add(field, f"must be at most {LONGEST_NAME} characters long (got {len(text)})")
     if wrong.found:
@@ -102,6 +105,7 @@ def validate(
         queue_timeout_s=queue_timeout_s,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
+        session_id=spec.scheduling.session_id,
     )
 
 
@@ -121,7 +125,6 @@ def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) 
         "sampling.bad_words": bool(spec.sampling.bad_words),
         f"sampling.{constraint}": constraint is not None,
         "scheduling.priority": spec.scheduling.priority != 0,
-        "scheduling.session_id": bool(spec.scheduling.session_id),
         "resume": spec.HasField("resume"),
         "extensions": spec.HasField("extensions"),
     }

@@ -9,6 +9,7 @@ from cluster.step_cost import StepCost
 from router.ledger import Work
 from router.policies import Request
 from router.prefix_index import PromptHashes
+from router.sessions import SessionKey
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ def named(*worker_ids: str) -> list[FakeCandidate]:
     return [FakeCandidate(worker_id) for worker_id in worker_ids]
 
 
-def request_of(num_prompt_tokens: int, *, n: int = 1, most_output: int = 100, uses_cache: bool = True) -> Request:
+def request_of(
+    num_prompt_tokens: int, *, n: int = 1, most_output: int = 100, uses_cache: bool = True, session: str = ""
+) -> Request:
     prompt: Sequence[int] = range(num_prompt_tokens)
     work = Work(num_prompt_tokens, n, num_prompt_tokens + n * most_output)
-    return Request(work, PromptHashes(prompt, b""), uses_cache)
+    key = SessionKey("", session) if session else None
+    return Request(work, PromptHashes(prompt, b""), uses_cache, key)

@@ -1,58 +1,83 @@
 """The pair of workers on which a request should end first, by what each worker has learned of its own steps.
 
     first token  = the prompts before it on the prefill worker + this one's tokens that its prefix cache lacks
-    completion   = first token + expected output tokens * the decode worker's step with the request in it
+    hand-off     = what it shows of moving the prompt, less the tokens that the decode worker's prefix cache holds
+    completion   = first token + hand-off + expected output tokens * the decode worker's step with the request in it
                    + the wait for room, where the decode worker's KV pool is promised to others up to the end
 
 Pairs that keep the objectives come before those that do not; among equals the lowest completion wins. A decode worker
 computes a prompt itself when that ends sooner and holds its other sequences up for no longer than one token may take,
-or when it has none and every prefill worker is busy.
+or when it has none and every prefill worker is busy. A session goes back to the workers of its last turn where that
+ends as soon as elsewhere, or nearly.
 What workers have not learned yet is taken from the others; while nobody knows anything, the least loaded are chosen.
 Workers of a role are weighed apart, and the best of each meet: a choice costs as many looks as there are workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from cluster.step_cost import StepCost, StepSize, usual
-from router.ledger import Ledger, Placement
+from router.ledger import Kind, Ledger, Placement, Work
 from router.policies.least_loaded import LeastLoaded
 from router.policies.seam import Candidate, Objectives, Policy, Request, disaggregated, local
+from router.sessions import Sessions
 
 FIRST_GUESS_TOKENS = 128
 """Of one sequence's output, before any has ended."""
+NEARLY = 1.05
+"""Times the soonest end: what a session's own workers may take, and still be nearly as soon."""
 _MEMORY = 0.95
-"""What an ended sequence leaves of the mean before it."""
+"""What an ended sequence, or a hand-off, leaves of those before it."""
 
 
-@dataclass(frozen=True)
-class _Prefill:
-    """A prompt on one worker."""
+class _Prefill(NamedTuple):
+    """A prompt on one worker; the order is that of preference, here and below."""
 
+    first_token_s: float
     worker_id: str
     wait_s: float
-    compute_s: float
     num_cached_tokens: int
 
-    @property
-    def first_token_s(self) -> float:
-        return self.wait_s + self.compute_s
+    def is_nearly(self, best: _Prefill) -> bool:
+        return self.first_token_s <= NEARLY * best.first_token_s
 
 
-@dataclass(frozen=True)
-class _Decode:
+class _Decode(NamedTuple):
     """An output on one worker."""
 
-    worker: Candidate
-    cost: StepCost
-    step_s: float
-    room_s: float
+    misses_tpot: bool
+    handed_end_s: float
+    """From the first token to the last, hand-off included."""
+    worker_id: str
+    end_s: float
+    """The same where the prompt is computed here."""
     num_others: int
+    own: _Prefill
+    """The prompt on this same worker."""
 
-    def end_s(self, num_tokens: float) -> float:
-        return self.room_s + num_tokens * self.step_s
+    def is_nearly(self, best: _Decode) -> bool:
+        return self.misses_tpot == best.misses_tpot and self.handed_end_s <= NEARLY * best.handed_end_s
+
+
+class _Option(NamedTuple):
+    """Where a request could run."""
+
+    num_missed: int
+    completion_s: float
+    is_local: bool
+    decode_id: str
+    prefill: _Prefill
+    kind: Kind
+    num_present_tokens: int
+    """Of the prompt, that the decode worker has."""
+
+    def is_home(self, home: Placement) -> bool:
+        return self.decode_id == home.decode_id and self.prefill.worker_id in (home.prefill_id, home.decode_id)
+
+    def is_nearly(self, best: _Option) -> bool:
+        return self.num_missed == best.num_missed and self.completion_s <= NEARLY * best.completion_s
 
 
 class Predicted(Policy):
@@ -62,60 +87,107 @@ class Predicted(Policy):
         self._ledger = ledger
         self._objectives = objectives
         self._without_knowledge = LeastLoaded(ledger)
+        self._sessions = Sessions()
         self._mean_output: float = FIRST_GUESS_TOKENS
+        self._handed_tokens = self._handoff_s = 0.0
+        """Of the last hand-offs, older ones fading."""
 
     def finished(self, num_output_tokens: int) -> None:
         self._mean_output = _MEMORY * self._mean_output + (1 - _MEMORY) * num_output_tokens
+
+    def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:
+        num_tokens = work.num_prompt_tokens - placement.num_present_tokens
+        self._handed_tokens = _MEMORY * self._handed_tokens + num_tokens
+        self._handoff_s = _MEMORY * self._handoff_s + exposed_s
+
+    def placed(self, request: Request, placement: Placement) -> None:
+        self._sessions.placed(request.session, placement)
+
+    def lost(self, worker_id: str) -> None:
+        self._sessions.lost(worker_id)
 
     def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
         costs = _costs([*prefill, *decode])
         if not costs:
             return self._without_knowledge.choose(request, prefill, decode)
-        num_tokens = self._expected_tokens(request)
-        decodes = [self._weigh_decode(d, costs[d.worker_id], request) for d in decode]
-        best = min(decodes, key=lambda d: (d.step_s > self._objectives.tpot_s, d.end_s(num_tokens), d.worker.worker_id))
         prefills = [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefill]
-        soonest = min(prefills, key=lambda p: (p.first_token_s, p.worker_id), default=None)
-        options = [] if soonest is None else [(soonest, best, False)]
+        num_tokens = self._expected_tokens(request)
+        decodes = [self._weigh_decode(d, costs[d.worker_id], request, num_tokens) for d in decode]
+        here = list(self._local_options(request, prefills, decodes))
+        chosen = best = min([*self._handed_options(prefills, decodes, None), *here])
+        home = self._sessions.home_of(request.session)
+        if home is not None and not best.is_home(home):
+            nearly = [o for o in (*self._handed_options(prefills, decodes, home), *here) if o.is_nearly(best)]
+            chosen = min(nearly, key=lambda o: (not o.is_home(home), o.decode_id != home.decode_id, o), default=best)
+        return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefills))
+
+    def _handed_options(
+        self, prefills: list[_Prefill], decodes: list[_Decode], home: Placement | None
+    ) -> Iterator[_Option]:
+        """A hand-off between the best of both roles, or the session's own where they are nearly as good."""
+        if not prefills:
+            return
+        p, d = min(prefills), min(decodes)
+        if home is not None:
+            p = next((o for o in prefills if o.worker_id == home.prefill_id and o.is_nearly(p)), p)
+            d = next((o for o in decodes if o.worker_id == home.decode_id and o.is_nearly(d)), d)
+        yield self._option(p, d, d.handed_end_s, Kind.DISAGGREGATED)
+
+    def _local_options(self, request: Request, prefills: list[_Prefill], decodes: list[_Decode]) -> Iterator[_Option]:
+        """Each decode worker that may compute the prompt itself."""
+        is_busy = all(p.wait_s for p in prefills)
         for d in decodes:
-            own = self._weigh_prefill(d.worker, d.cost, request)
-            is_short = own.first_token_s <= self._objectives.tpot_s
-            if soonest is None or is_short or (soonest.wait_s and not d.num_others):
-                options.append((own, d, True))
-        chosen = min(options, key=lambda o: self._rank(o[0], o[1], o[2], num_tokens))
-        return self._place(*chosen, request, has_prefill=bool(prefills))
+            if not prefills:
+                yield self._option(d.own, d, d.end_s, Kind.LOCAL_NO_PREFILL)
+            elif d.own.first_token_s <= self._objectives.tpot_s:
+                is_cached = 2 * d.own.num_cached_tokens >= request.work.num_prompt_tokens
+                yield self._option(d.own, d, d.end_s, Kind.LOCAL_CACHED if is_cached else Kind.LOCAL_SHORT)
+            elif is_busy and not d.num_others:
+                yield self._option(d.own, d, d.end_s, Kind.LOCAL_IDLE)
 
-    def _rank(self, p: _Prefill, d: _Decode, is_local: bool, num_tokens: float) -> tuple[int, float, bool, str]:
+    def _option(self, p: _Prefill, d: _Decode, end_s: float, kind: Kind) -> _Option:
         first_s = p.first_token_s
-        num_missed = (first_s > self._objectives.ttft_s) + (d.step_s > self._objectives.tpot_s)
-        return num_missed, first_s + d.end_s(num_tokens), is_local, d.worker.worker_id
+        num_missed = (first_s > self._objectives.ttft_s) + d.misses_tpot
+        is_local = kind is not Kind.DISAGGREGATED
+        return _Option(num_missed, first_s + end_s, is_local, d.worker_id, p, kind, d.own.num_cached_tokens)
 
-    def _place(self, p: _Prefill, d: _Decode, is_local: bool, request: Request, *, has_prefill: bool) -> Placement:
+    def _place(self, option: _Option, request: Request, *, by_session: bool, has_prefill: bool) -> Placement:
+        p, kind = option.prefill, Kind.SESSION if by_session else option.kind
         cached = f", {p.num_cached_tokens} of {request.work.num_prompt_tokens} cached" if p.num_cached_tokens else ""
-        when = f"first token predicted after {1000 * p.first_token_s:.0f} ms{cached}"
-        if not is_local:
-            return disaggregated(p.worker_id, d.worker.worker_id, when, p.num_cached_tokens)
+        session = ", where its session is" if by_session else ""
+        when = f"first token predicted after {1000 * p.first_token_s:.0f} ms{cached}{session}"
+        if not option.is_local:
+            present = option.num_present_tokens
+            return disaggregated(p.worker_id, option.decode_id, when, p.num_cached_tokens, kind, present)
         if not has_prefill:
-            return local(p.worker_id, num_cached_tokens=p.num_cached_tokens)
-        return local(p.worker_id, when, p.num_cached_tokens)
+            return local(p.worker_id, num_cached_tokens=p.num_cached_tokens, kind=kind)
+        return local(p.worker_id, when, p.num_cached_tokens, kind)
 
     def _weigh_prefill(self, worker: Candidate, cost: StepCost, request: Request) -> _Prefill:
         num_tokens = request.work.num_prompt_tokens
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._ledger[worker.worker_id]
         wait_s = cost.of(load.prompts) if load.num_prompts else 0.0
-        return _Prefill(worker.worker_id, wait_s, cost.of(StepSize.of_prompt(num_tokens - cached, cached)), cached)
+        first_token_s = wait_s + cost.of(StepSize.of_prompt(num_tokens - cached, cached))
+        return _Prefill(first_token_s, worker.worker_id, wait_s, cached)
 
-    def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request) -> _Decode:
+    def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request, num_tokens: float) -> _Decode:
         work, load = request.work, self._ledger[worker.worker_id]
-        own = StepSize(num_sequences=work.num_sequences, num_kv_tokens=work.num_sequences * work.num_prompt_tokens)
-        step_s = cost.of(load.sequences + own)
+        step_s = cost.of_sequences(
+            load.sequences.num_sequences + work.num_sequences,
+            load.sequences.num_kv_tokens + work.num_sequences * work.num_prompt_tokens,
+        )
         num_missing = load.num_tokens + work.num_output_tokens - worker.kv_tokens
         # Room comes as others end: each holds its share of what is promised, for as long as an output takes.
         room_s = 0.0
         if num_missing > 0 and load.num_tokens:
             room_s = min(1.0, num_missing / load.num_tokens) * self._mean_output * step_s
-        return _Decode(worker, cost, step_s, room_s, load.sequences.num_sequences)
+        own = self._weigh_prefill(worker, cost, request)
+        num_handed = work.num_prompt_tokens - own.num_cached_tokens
+        handoff_s = num_handed * self._handoff_s / self._handed_tokens if self._handed_tokens else 0.0
+        end_s = room_s + num_tokens * step_s
+        misses_tpot = step_s > self._objectives.tpot_s
+        return _Decode(misses_tpot, handoff_s + end_s, worker.worker_id, end_s, load.sequences.num_sequences, own)
 
     def _expected_tokens(self, request: Request) -> float:
         """Of one sequence."""
@@ -125,9 +197,9 @@ class Predicted(Policy):
 
 def _costs(workers: Sequence[Candidate]) -> dict[str, StepCost]:
     """By id; nothing while nobody knows anything."""
-    told = {w.worker_id: w.step_cost for w in workers}
-    known = [cost for cost in told.values() if cost is not None]
+    told = [(w.worker_id, w.step_cost) for w in workers]
+    known = [cost for _, cost in told if cost is not None]
     if not known:
         return {}
     mean = usual(known)
-    return {worker_id: mean if cost is None else cost.filled(mean) for worker_id, cost in told.items()}
+    return {worker_id: mean if cost is None else cost.filled(mean) for worker_id, cost in told}

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.step_cost import StepCost
-from router.ledger import Placement, Work
+from router.ledger import Kind, Placement, Work
 from router.prefix_index import PromptHashes
+from router.sessions import SessionKey
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class Request:
     work: Work
     prompt: PromptHashes
     uses_cache: bool = True
+    session: SessionKey | None = None
+    """None: the client named none."""
 
 
 class Candidate(Protocol):
@@ -60,11 +63,33 @@ class Policy(ABC):
     def finished(self, num_output_tokens: int) -> None:  # noqa: B027 (most learn nothing from it)
         """A sequence has ended after so many tokens."""
 
+    def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:  # noqa: B027
+        """A prompt has gone from one worker to another; its client waited so long more for the second token."""
 
-def local(decode_id: str, why: str = "there is no prefill worker", num_cached_tokens: int = 0) -> Placement:
+    def placed(self, request: Request, placement: Placement) -> None:  # noqa: B027
+        """So it was done, by `choose` or after a failure."""
+
+    def lost(self, worker_id: str) -> None:  # noqa: B027
+        """A worker is gone, and its cache with it."""
+
+
+def local(
+    decode_id: str,
+    why: str = "there is no prefill worker",
+    num_cached_tokens: int = 0,
+    kind: Kind = Kind.LOCAL_NO_PREFILL,
+) -> Placement:
     """The decode worker computes the prompt."""
-    return Placement(None, decode_id, f"local prefill on {decode_id}: {why}", num_cached_tokens)
+    return Placement(None, decode_id, f"local prefill on {decode_id}: {why}", num_cached_tokens, kind)
 
 
-def disaggregated(prefill_id: str, decode_id: str, why: str, num_cached_tokens: int = 0) -> Placement:
-    return Placement(prefill_id, decode_id, f"disaggregated: {prefill_id} -> {decode_id}, {why}", num_cached_tokens)
+def disaggregated(
+    prefill_id: str,
+    decode_id: str,
+    why: str,
+    num_cached_tokens: int = 0,
+    kind: Kind = Kind.DISAGGREGATED,
+    num_present_tokens: int = 0,
+) -> Placement:
+    reason = f"disaggregated: {prefill_id} -> {decode_id}, {why}"
+    return Placement(prefill_id, decode_id, reason, num_cached_tokens, kind, num_present_tokens)

@@ -97,6 +97,10 @@ INVALID = [
     (pb.GenerationSpec(text="hi", request_id="x" * 257), "spec.request_id"),
     (pb.GenerationSpec(text="hi", cache=pb.CacheOptions(cache_salt="x" * 257)), "spec.cache.cache_salt"),
     (
+        pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(session_id="s" * 257)),
+        "spec.scheduling.session_id",
+    ),
+    (
         pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(queue_timeout=duration_pb2.Duration(seconds=-1))),
         "spec.scheduling.queue_timeout",
     ),
@@ -136,7 +140,6 @@ NOT_SERVED = [
     (pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")), "spec.resume"),
     (pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()), "spec.extensions"),
     (pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(priority=1)), "spec.scheduling.priority"),
-    (pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(session_id="s")), "spec.scheduling.session_id"),
 ]
 
 

@@ -1,0 +1,141 @@
+"""Sessions go back to the workers of their last turn, where that costs nothing, and what a placement is called."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from candidates import FakeCandidate, request_of
+
+from cluster.step_cost import StepCost
+from router.ledger import Charge, Kind, Ledger, Placement, Work
+from router.policies import Objectives, Policy, make_policy
+from router.sessions import SessionKey, Sessions
+
+COST = StepCost(fixed_s=0.004, prompt_token_s=0.0002, attended_s=0.0, sequence_s=0.0002, kv_token_s=1e-7)
+A, B = SessionKey("one", "a"), SessionKey("one", "b")
+
+
+def workers(*worker_ids: str, cost: StepCost = COST) -> list[FakeCandidate]:
+    return [FakeCandidate(worker_id, cost) for worker_id in worker_ids]
+
+
+PREFILL, DECODE = workers("p0", "p1"), workers("d0", "d1")
+
+
+def policy_of(ledger: Ledger | None = None, name: str = "predicted") -> Policy:
+    return make_policy(name, ledger or Ledger(), Objectives())
+
+
+def test_a_session_is_known_by_its_tenant_and_its_name() -> None:
+    sessions = Sessions()
+    sessions.placed(A, Placement("p0", "d0", ""))
+    sessions.placed(None, Placement("p1", "d1", ""))
+    assert sessions.home_of(A) == Placement("p0", "d0", "")
+    assert sessions.home_of(SessionKey("two", "a")) is None and sessions.home_of(None) is None
+    sessions.placed(A, Placement(None, "d1", ""))
+    assert sessions.home_of(A) == Placement(None, "d1", "") and len(sessions) == 1
+
+
+def test_only_so_many_sessions_are_kept_and_the_one_that_is_longest_silent_goes() -> None:
+    sessions = Sessions(most=2)
+    for key in (A, B, A, SessionKey("one", "c")):
+        sessions.placed(key, Placement("p0", "d0", ""))
+    assert sessions.home_of(B) is None and sessions.home_of(A) is not None and len(sessions) == 2
+
+
+@pytest.mark.parametrize(("lost", "is_kept"), [("p0", False), ("d0", False), ("p1", True)])
+def test_with_a_worker_its_sessions_are_forgotten(lost: str, is_kept: bool) -> None:
+    sessions = Sessions()
+    sessions.placed(A, Placement("p0", "d0", ""))
+    sessions.lost(lost)
+    assert (sessions.home_of(A) is not None) is is_kept
+
+
+def test_among_equals_a_session_goes_where_it_was() -> None:
+    policy = policy_of()
+    request = request_of(2000, session="s")
+    policy.placed(request, Placement("p1", "d1", ""))
+    chosen = policy.choose(request, PREFILL, DECODE)
+    assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == ("p1", "d1", Kind.SESSION)
+    assert chosen.reason == "disaggregated: p1 -> d1, first token predicted after 404 ms, where its session is"
+    other = policy.choose(request_of(2000, session="t"), PREFILL, DECODE)
+    assert (other.prefill_id, other.decode_id, other.kind) == ("p0", "d0", Kind.DISAGGREGATED)
+    policy.lost("d1")
+    assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
+
+
+def test_a_session_that_would_go_there_anyway_decides_nothing() -> None:
+    policy = policy_of()
+    request = request_of(2000, session="s")
+    policy.placed(request, Placement("p0", "d0", ""))
+    assert policy.choose(request, PREFILL, DECODE).kind is Kind.DISAGGREGATED
+
+
+def test_a_session_never_beats_what_ends_clearly_sooner() -> None:
+    ledger = Ledger()
+    policy = policy_of(ledger)
+    request = request_of(2000, session="s")
+    policy.placed(request, Placement("p1", "d1", ""))
+    Charge(ledger, Placement("p1", "elsewhere", ""), Work(50, 1, 100))
+    assert policy.choose(request, PREFILL, DECODE).prefill_id == "p1", "14 ms of 1 s"
+    Charge(ledger, Placement("p1", "elsewhere", ""), Work(1000, 1, 2000))
+    assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
+    cached = [PREFILL[1], replace(PREFILL[0], worker_id="p2", cached=1500)]
+    assert policy_of().choose(request, cached, DECODE).prefill_id == "p2"
+
+
+@pytest.mark.parametrize("name", ["least_loaded", "round_robin"])
+def test_other_policies_know_no_sessions(name: str) -> None:
+    policy = policy_of(name=name)
+    request = request_of(2000, session="s")
+    policy.placed(request, Placement("p1", "d1", ""))
+    assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
+
+
+def test_the_next_turn_is_computed_where_the_last_answer_was_decoded() -> None:
+    """Its blocks are on the decode worker alone: what is left to compute there is short."""
+    prefill = [replace(p, cached=1000) for p in PREFILL]
+    decode = [DECODE[0], replace(DECODE[1], cached=1900)]
+    chosen = policy_of().choose(request_of(2000), prefill, decode)
+    assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == (None, "d1", Kind.LOCAL_CACHED)
+    assert chosen.num_cached_tokens == 1900
+
+
+def test_what_the_decode_worker_has_need_not_be_handed_over() -> None:
+    """A hand-off that moves half takes half the time, which is worth a slightly busier decode worker."""
+    ledger = Ledger()
+    Charge(ledger, Placement("elsewhere", "d1", ""), Work(10, 1, 100))
+    decode = [DECODE[0], replace(DECODE[1], cached=2000)]
+    policy, request = policy_of(ledger), request_of(4000)
+    assert policy.choose(request, PREFILL, decode).decode_id == "d0", "while nothing was handed over, it is free"
+    policy.handed_over(Placement("p0", "d0", ""), request.work, exposed_s=0.4)
+    chosen = policy.choose(request, PREFILL, decode)
+    assert (chosen.decode_id, chosen.num_present_tokens) == ("d1", 2000)
+    policy_of(ledger).handed_over(Placement("p0", "d0", "", num_present_tokens=4000), request.work, exposed_s=0.0)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cached", "busy", "kind"),
+    [
+        (100, 0, "", Kind.LOCAL_SHORT),
+        (2000, 1950, "", Kind.LOCAL_CACHED),
+        (2000, 0, "p0", Kind.LOCAL_IDLE),
+        (2000, 0, "", Kind.DISAGGREGATED),
+    ],
+)
+def test_a_placement_has_a_kind(num_tokens: int, cached: int, busy: str, kind: Kind) -> None:
+    ledger = Ledger()
+    if busy:
+        Charge(ledger, Placement(busy, "elsewhere", ""), Work(5000, 1, 6000))
+    elif kind is Kind.DISAGGREGATED:
+        Charge(ledger, Placement("elsewhere", "d0", ""), Work(10, 1, 100))
+    else:
+        Charge(ledger, Placement("p0", "elsewhere", ""), Work(100, 1, 200))
+    decode = [replace(DECODE[0], cached=cached)]
+    assert policy_of(ledger).choose(request_of(num_tokens), PREFILL[:1], decode).kind is kind
+
+
+def test_without_a_prefill_worker_that_is_the_kind() -> None:
+    for name in ("predicted", "least_loaded", "round_robin", "random"):
+        assert policy_of(name=name).choose(request_of(10), [], DECODE).kind is Kind.LOCAL_NO_PREFILL
