@@ -149,5 +149,6 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         stream_messages_per_s=router.stream_messages_per_s,
         max_message_bytes=router.max_message_bytes,
         dead_after_s=config.transfer.dead_after_s,
+        metrics_port=0 if config.metrics.router else None,
         insecure=router.insecure,
     )

@@ -154,5 +154,7 @@ class RouterSettings(JsonSettings):
     """A worker whose session is silent for so long is taken as lost."""
     drain_timeout_s: float = 5.0
     """At shutdown, running requests get this long to end."""
+    metrics_port: int | None = None
+    """Port of the Prometheus page; 0: any free one; None: no page."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""

@@ -18,12 +18,13 @@ from router.worker_client import WorkerClient
 
 
 class AdminService:
-    """`router_address` is where clients reach this router."""
+    """`router_address` is where clients reach this router, `metrics_address` where its page is, if it has one."""
 
-    def __init__(self, dispatcher: Dispatcher, *, model: str, router_address: str) -> None:
+    def __init__(self, dispatcher: Dispatcher, *, model: str, router_address: str, metrics_address: str = "") -> None:
         self._dispatcher = dispatcher
         self._model = model
         self._router_address = router_address
+        self._metrics_address = metrics_address
         self._started_at = time.monotonic()
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
@@ -46,6 +47,7 @@ class AdminService:
             num_rejected=counters.rejected,
             pid=os.getpid(),
             uptime_s=int(time.monotonic() - self._started_at),
+            metrics_address=self._metrics_address,
         )
 
 

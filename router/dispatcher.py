@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +28,7 @@ from router.commands import admit_decode, admit_local, admit_prefill
 from router.demand import DemandWindow, Output
 from router.fleet import DECODE, PREFILL, Fleet, WorkerAddress
 from router.ledger import Charge, Ledger, Placement
+from router.metrics import Counters, MeasuredPolicy, RouterMetrics
 from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
 from router.retry import RETRYABLE, Setback, Trail, next_placement
@@ -62,19 +62,6 @@ class Limits:
     """That it keeps where it can."""
 
 
-@dataclass
-class Counters:
-    """Requests that ended, by how, and attempts that took another way."""
-
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    rejected: int = 0
-    retried: Counter[str] = field(default_factory=Counter)
-    """By what ended the attempt before."""
-    local_prefills: int = 0
-
-
 class Dispatcher:
     """Also the fleet's listener. `on_change` is called when a worker came or went."""
 
@@ -86,7 +73,8 @@ class Dispatcher:
         self.counters = Counters()
         self.demand = DemandWindow()
         self.ledger = Ledger()
-        self._policy = make_policy(limits.policy, self.ledger, limits.objectives)
+        self.metrics = RouterMetrics(self)
+        self._policy = MeasuredPolicy(make_policy(limits.policy, self.ledger, limits.objectives), self.metrics)
         self.fleet = Fleet(
             self,
             lambda worker: self._running.num_on(worker),
@@ -113,6 +101,7 @@ class Dispatcher:
         if self._is_draining:
             return self._reject(live, failures.shutting_down())
         self.demand.arrived(self.clock())
+        live.latencies = self.metrics
         timeout_s = self._queue_timeout_s(live)
         generation_id = live.key.request_id
         if time_left_s is not None and time_left_s <= timeout_s:

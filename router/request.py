@@ -13,6 +13,7 @@ import asyncio
 import enum
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Protocol
 
 from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.keys import RequestKey
@@ -50,6 +51,14 @@ class Effect(enum.Enum):
     STOPPED = "a stop string ended it, and workers must be told"
 
 
+class Latencies(Protocol):
+    """Told what a client waits for; `router.metrics.RouterMetrics`."""
+
+    def first_token(self, seconds: float) -> None: ...
+
+    def next_tokens(self, seconds: float, count: int) -> None: ...
+
+
 class LiveRequest:
     """Used from one event loop. `now` is always the router's monotonic clock."""
 
@@ -78,9 +87,11 @@ class LiveRequest:
         self.queue_position = 0
         self.arrival_time_s = arrival_time_s
         self.first_token_at: float | None = None
+        self.latencies: Latencies | None = None
         self.num_cached_tokens = 0
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
+        self._arrived_at = now
         self._is_streaming = is_streaming
         self._is_started = False
         self._is_heartbeat_due = False
@@ -148,12 +159,19 @@ class LiveRequest:
         sequence = self.sequences[event.sequence_index]
         if sequence.end is not None:
             return Effect.OPEN
+        num_before, last_at = sequence.num_tokens, sequence.last_token_at
         is_stopped = sequence.add(event)
         self.is_stopped_here |= is_stopped
+        if sequence.num_tokens > num_before:
+            sequence.last_token_at = now
+            if self.latencies is not None and last_at is not None:
+                self.latencies.next_tokens(now - last_at, sequence.num_tokens - num_before)
         if self.first_token_at is None and sequence.num_tokens:
             if not self.prompt_logprobs.is_complete:
                 raise InternalError("the first token came before the logprobs of the prompt")
             self.first_token_at = now
+            if self.latencies is not None:
+                self.latencies.first_token(now - self._arrived_at)
             self._reach(RequestState.PREFILLING, now, "a token came")
         if sequence.end is None:
             if sequence.is_due:

@@ -27,6 +27,8 @@ class SequenceOutput:
         """Tokens of this sequence that are here and in order."""
         self.known_ids: list[int] = []
         """Those tokens: what another attempt must not change any more."""
+        self.last_token_at: float | None = None
+        """When its last token came; kept by the request, which knows the time."""
         self.end: generation_pb2.SequenceEnd | None = None
         self._request = request
         self._detokenizer = detokenizer

@@ -19,6 +19,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster import rpc
+from cluster.address import is_loopback
+from cluster.metrics import MetricsPage
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
@@ -77,11 +79,13 @@ class RouterServer:
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
+        self._metrics_page: MetricsPage | None = None
         self._health_task: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, str]:
         """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
         settings = self._settings
+        self._serve_metrics()
         public, port = rpc.create_server(
             settings.host,
             settings.port,
@@ -117,11 +121,24 @@ class RouterServer:
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
         await self.dispatcher.fleet.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._metrics_page is not None:
+            self._metrics_page.close()
+
+    def _serve_metrics(self) -> None:
+        """The page has no TLS: where the router is open to others by TLS alone, it stays on loopback."""
+        settings = self._settings
+        if settings.metrics_port is not None:
+            host = settings.host if is_loopback(settings.host) or settings.insecure else _CONTROL_HOST
+            registry = self.dispatcher.metrics.registry
+            self._metrics_page = MetricsPage(registry, host, settings.metrics_port, insecure=settings.insecure)
 
     async def _add_public_services(self, server: grpc.aio.Server, address: str) -> None:
         pace = Pace(self._settings.stream_messages_per_s)
         generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace)
-        admin = AdminService(self.dispatcher, model=self._model.name, router_address=address)
+        metrics_address = self._metrics_page.address if self._metrics_page is not None else ""
+        admin = AdminService(
+            self.dispatcher, model=self._model.name, router_address=address, metrics_address=metrics_address
+        )
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(
             (

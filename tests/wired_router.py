@@ -137,6 +137,7 @@ class WiredRouter:
         max_output_tokens: int = 16,
         stop: Sequence[str] = (),
         prompt_logprobs: int | None = None,
+        session_id: str = "",
     ) -> Client:
         self.num_submitted += 1
         spec = pb.GenerationSpec(
@@ -146,6 +147,7 @@ class WiredRouter:
                 text=True, token_ids=True, top_logprobs=0, prompt_logprobs=prompt_logprobs, include_timing=True
             ),
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
+            scheduling=pb.SchedulingOptions(session_id=session_id),
         )
         request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
         live = LiveRequest(

@@ -313,7 +313,7 @@ _INTRODUCTION = """\
 Each worker serves its metrics for Prometheus at `http://ADDRESS/metrics`; `baton status --json` names the address
 (`metrics_address`), and `metrics.workers: false` in [cluster.yaml](../cluster.yaml) turns the pages off. Counters start
 at zero with the process and have every series from the start; no label ever names a request or a worker. Times are in
-seconds.
+seconds. What the router measures of requests is in [router-metrics.md](router-metrics.md).
 
 This page is made from the code: `python -m worker.metrics > docs/metrics.md`.
 """

@@ -36,6 +36,7 @@ def describe(status: GetStatusResponse) -> dict[str, Any]:
             "address": status.router_address,
             "pid": router.pid,
             "uptime_s": router.uptime_s,
+            "metrics_address": router.metrics_address or None,
             "queued": router.num_queued,
             "max_queued": router.max_queued,
             "running": router.num_running,

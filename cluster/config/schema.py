@@ -226,11 +226,13 @@ class RebalanceSection:
 
 @dataclass(frozen=True)
 class MetricsSection:
-    """What can be watched with Prometheus; docs/metrics.md names every metric."""
+    """What can be watched with Prometheus; docs/metrics.md and docs/router-metrics.md name every metric."""
 
     workers: bool = True
     """Each worker serves a page of its metrics at a free port of the address it listens on; `baton status --json` says
     where."""
+    router: bool = True
+    """The router serves a page of its metrics in the same way."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import worker_pb2 as cluster_dot_pb_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63luster/pb/admin.proto\x12\x0e\x62\x61ton.admin.v1\x1a\x17\x63luster/pb/worker.proto\"\x12\n\x10GetStatusRequest\"\x97\x01\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0erouter_address\x18\x02 \x01(\t\x12-\n\x07workers\x18\x03 \x03(\x0b\x32\x1c.baton.admin.v1.WorkerStatus\x12,\n\x06router\x18\x04 \x01(\x0b\x32\x1c.baton.admin.v1.RouterStatus\"\x98\x02\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".baton.admin.v1.WorkerStatus.State\x12+\n\x04info\x18\x03 \x01(\x0b\x32\x1d.baton.internal.v1.WorkerInfo\x12-\n\x05stats\x18\x04 \x01(\x0b\x32\x1e.baton.internal.v1.WorkerStats\x12\x11\n\tworker_id\x18\x05 \x01(\t\"U\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_CONNECTING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\"\xc1\x01\n\x0cRouterStatus\x12\x12\n\nnum_queued\x18\x01 \x01(\r\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x14\n\x0cnum_finished\x18\x04 \x01(\x04\x12\x15\n\rnum_cancelled\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x07 \x01(\x04\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x10\n\x08uptime_s\x18\t \x01(\x04\"C\n\x11SetWorkersRequest\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.baton.admin.v1.WorkerAddress\"o\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x04role\x18\x03 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\x14\n\x12SetWorkersResponse\"\x12\n\x10GetDemandRequest\"\x90\x01\n\x11GetDemandResponse\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12&\n\x06\x64\x65mand\x18\x02 \x01(\x0b\x32\x16.baton.admin.v1.Demand\x12.\n\tstep_cost\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.StepCost\x12\x11\n\tkv_tokens\x18\x04 \x01(\x04\"\xdb\x01\n\x06\x44\x65mand\x12\x13\n\x0bnum_arrived\x18\x01 \x01(\x01\x12\x12\n\nnum_placed\x18\x02 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x01\x12\x14\n\x0cnum_attended\x18\x04 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\x01\x12\x15\n\rnum_sequences\x18\x06 \x01(\x01\x12\x13\n\x0bnum_outputs\x18\x07 \x01(\x01\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\x01\x12\x15\n\rnum_kv_tokens\x18\t \x01(\x01\x32`\n\x0c\x41\x64minService\x12P\n\tGetStatus\x12 .baton.admin.v1.GetStatusRequest\x1a!.baton.admin.v1.GetStatusResponse2\xb7\x01\n\x0e\x43ontrolService\x12S\n\nSetWorkers\x12!.baton.admin.v1.SetWorkersRequest\x1a\".baton.admin.v1.SetWorkersResponse\x12P\n\tGetDemand\x12 .baton.admin.v1.GetDemandRequest\x1a!.baton.admin.v1.GetDemandResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x63luster/pb/admin.proto\x12\x0e\x62\x61ton.admin.v1\x1a\x17\x63luster/pb/worker.proto\"\x12\n\x10GetStatusRequest\"\x97\x01\n\x11GetStatusResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x16\n\x0erouter_address\x18\x02 \x01(\t\x12-\n\x07workers\x18\x03 \x03(\x0b\x32\x1c.baton.admin.v1.WorkerStatus\x12,\n\x06router\x18\x04 \x01(\x0b\x32\x1c.baton.admin.v1.RouterStatus\"\x98\x02\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x31\n\x05state\x18\x02 \x01(\x0e\x32\".baton.admin.v1.WorkerStatus.State\x12+\n\x04info\x18\x03 \x01(\x0b\x32\x1d.baton.internal.v1.WorkerInfo\x12-\n\x05stats\x18\x04 \x01(\x0b\x32\x1e.baton.internal.v1.WorkerStats\x12\x11\n\tworker_id\x18\x05 \x01(\t\"U\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x14\n\x10STATE_CONNECTING\x10\x01\x12\x0f\n\x0bSTATE_READY\x10\x02\x12\x0e\n\nSTATE_LOST\x10\x03\"\xda\x01\n\x0cRouterStatus\x12\x12\n\nnum_queued\x18\x01 \x01(\r\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x14\n\x0cnum_finished\x18\x04 \x01(\x04\x12\x15\n\rnum_cancelled\x18\x05 \x01(\x04\x12\x12\n\nnum_failed\x18\x06 \x01(\x04\x12\x14\n\x0cnum_rejected\x18\x07 \x01(\x04\x12\x0b\n\x03pid\x18\x08 \x01(\r\x12\x10\n\x08uptime_s\x18\t \x01(\x04\x12\x17\n\x0fmetrics_address\x18\x14 \x01(\t\"C\n\x11SetWorkersRequest\x12.\n\x07workers\x18\x01 \x03(\x0b\x32\x1d.baton.admin.v1.WorkerAddress\"o\n\rWorkerAddress\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12%\n\x04role\x18\x03 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x13\n\x0bis_draining\x18\x04 \x01(\x08\"\x14\n\x12SetWorkersResponse\"\x12\n\x10GetDemandRequest\"\x90\x01\n\x11GetDemandResponse\x12\x10\n\x08window_s\x18\x01 \x01(\x01\x12&\n\x06\x64\x65mand\x18\x02 \x01(\x0b\x32\x16.baton.admin.v1.Demand\x12.\n\tstep_cost\x18\x03 \x01(\x0b\x32\x1b.baton.internal.v1.StepCost\x12\x11\n\tkv_tokens\x18\x04 \x01(\x04\"\xdb\x01\n\x06\x44\x65mand\x12\x13\n\x0bnum_arrived\x18\x01 \x01(\x01\x12\x12\n\nnum_placed\x18\x02 \x01(\x01\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\x01\x12\x14\n\x0cnum_attended\x18\x04 \x01(\x01\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\x01\x12\x15\n\rnum_sequences\x18\x06 \x01(\x01\x12\x13\n\x0bnum_outputs\x18\x07 \x01(\x01\x12\x19\n\x11num_output_tokens\x18\x08 \x01(\x01\x12\x15\n\rnum_kv_tokens\x18\t \x01(\x01\x32`\n\x0c\x41\x64minService\x12P\n\tGetStatus\x12 .baton.admin.v1.GetStatusRequest\x1a!.baton.admin.v1.GetStatusResponse2\xb7\x01\n\x0e\x43ontrolService\x12S\n\nSetWorkers\x12!.baton.admin.v1.SetWorkersRequest\x1a\".baton.admin.v1.SetWorkersResponse\x12P\n\tGetDemand\x12 .baton.admin.v1.GetDemandRequest\x1a!.baton.admin.v1.GetDemandResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,21 +41,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS_STATE']._serialized_start=437
   _globals['_WORKERSTATUS_STATE']._serialized_end=522
   _globals['_ROUTERSTATUS']._serialized_start=525
-  _globals['_ROUTERSTATUS']._serialized_end=718
-  _globals['_SETWORKERSREQUEST']._serialized_start=720
-  _globals['_SETWORKERSREQUEST']._serialized_end=787
-  _globals['_WORKERADDRESS']._serialized_start=789
-  _globals['_WORKERADDRESS']._serialized_end=900
-  _globals['_SETWORKERSRESPONSE']._serialized_start=902
-  _globals['_SETWORKERSRESPONSE']._serialized_end=922
-  _globals['_GETDEMANDREQUEST']._serialized_start=924
-  _globals['_GETDEMANDREQUEST']._serialized_end=942
-  _globals['_GETDEMANDRESPONSE']._serialized_start=945
-  _globals['_GETDEMANDRESPONSE']._serialized_end=1089
-  _globals['_DEMAND']._serialized_start=1092
-  _globals['_DEMAND']._serialized_end=1311
-  _globals['_ADMINSERVICE']._serialized_start=1313
-  _globals['_ADMINSERVICE']._serialized_end=1409
-  _globals['_CONTROLSERVICE']._serialized_start=1412
-  _globals['_CONTROLSERVICE']._serialized_end=1595
+  _globals['_ROUTERSTATUS']._serialized_end=743
+  _globals['_SETWORKERSREQUEST']._serialized_start=745
+  _globals['_SETWORKERSREQUEST']._serialized_end=812
+  _globals['_WORKERADDRESS']._serialized_start=814
+  _globals['_WORKERADDRESS']._serialized_end=925
+  _globals['_SETWORKERSRESPONSE']._serialized_start=927
+  _globals['_SETWORKERSRESPONSE']._serialized_end=947
+  _globals['_GETDEMANDREQUEST']._serialized_start=949
+  _globals['_GETDEMANDREQUEST']._serialized_end=967
+  _globals['_GETDEMANDRESPONSE']._serialized_start=970
+  _globals['_GETDEMANDRESPONSE']._serialized_end=1114
+  _globals['_DEMAND']._serialized_start=1117
+  _globals['_DEMAND']._serialized_end=1336
+  _globals['_ADMINSERVICE']._serialized_start=1338
+  _globals['_ADMINSERVICE']._serialized_end=1434
+  _globals['_CONTROLSERVICE']._serialized_start=1437
+  _globals['_CONTROLSERVICE']._serialized_end=1620
 # @@protoc_insertion_point(module_scope)

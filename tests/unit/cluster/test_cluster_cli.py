@@ -34,6 +34,7 @@ def cluster_status() -> admin_pb2.GetStatusResponse:
         state(worker_id="decode-0", address="127.0.0.1:7002", state=state.STATE_CONNECTING),
     ]
     router = admin_pb2.RouterStatus(num_queued=3, max_queued=1024, num_running=5, pid=99, uptime_s=61)
+    router.metrics_address = "127.0.0.1:9500"
     return admin_pb2.GetStatusResponse(model="bard", router_address="127.0.0.1:50051", workers=workers, router=router)
 
 
@@ -51,6 +52,7 @@ def test_status_json_names_each_worker_with_its_ranks_and_blocks(router: Scripte
     assert ready["ranks"] == [{"tp_rank": 0, "pid": 4242, "host": "127.0.0.1", "device": "cpu"}]
     assert ready["kv_blocks"] == {"free": 1000, "held": 20, "cached": 4, "total": 1024}
     assert ready["running_sequences"] == 7
+    assert document["router"]["metrics_address"] == "127.0.0.1:9500"
     assert (ready["metrics_address"], connecting["metrics_address"]) == ("127.0.0.1:9400", None)
     assert (connecting["worker_id"], connecting["state"], connecting["role"]) == ("decode-0", "connecting", "unknown")
     assert (document["router"]["queued"], document["router"]["running"], document["router"]["pid"]) == (3, 5, 99)

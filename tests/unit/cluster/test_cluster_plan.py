@@ -140,10 +140,11 @@ def test_what_the_schema_says_by_default_is_what_a_worker_does_by_default() -> N
 
 
 @pytest.mark.parametrize(("is_wanted", "port"), [(True, 0), (False, None)])
-def test_workers_serve_their_metrics_unless_told_not_to(is_wanted: bool, port: int | None) -> None:
-    config = replace(config_of(), metrics=MetricsSection(workers=is_wanted))
+def test_processes_serve_their_metrics_unless_told_not_to(is_wanted: bool, port: int | None) -> None:
+    config = replace(config_of(), metrics=MetricsSection(workers=is_wanted, router=not is_wanted))
     plan = plan_cluster(config, num_gpus=0, num_cores=2)
     assert {rank.metrics_port for worker in plan.workers for rank in worker.ranks} == {port}
+    assert (plan.router.metrics_port is None) is is_wanted
 
 
 def test_settings_survive_the_way_to_a_process() -> None:

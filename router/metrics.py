@@ -1,0 +1,187 @@
+"""What is measured of requests on one router: how they end, where they are placed and why, how long clients wait.
+
+Told on the event loop, each with a time; nothing here waits or raises. What the dispatcher counts anyway is asked of it
+when the page is read. `python -m router.metrics` prints docs/router-metrics.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+
+from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
+from router.ledger import Kind, Placement, Work
+from router.policies import Candidate, Policy, Request
+
+OUTCOMES = ("finished", "cancelled", "failed", "rejected")
+RETRY_REASONS = ("worker_lost", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
+
+REQUESTS = Metric(
+    "baton_requests_total",
+    "counter",
+    "Requests that ended. rejected: without having run; failed: with an error after they had.",
+    (("outcome", OUTCOMES),),
+)
+RETRIES = Metric(
+    "baton_retries_total",
+    "counter",
+    "Attempts that failed and were followed by another one, by what ended them; no client saw more than a pause.",
+    (("reason", RETRY_REASONS),),
+)
+QUEUED = Metric("baton_queued_requests", "gauge", "Requests that wait for a worker.")
+RUNNING = Metric("baton_running_requests", "gauge", "Requests that are on workers.")
+PLACEMENTS = Metric(
+    "baton_placements_total",
+    "counter",
+    "Placements on workers, each attempt one, by why: a hand-off; a prompt computed by its decode worker because there "
+    "was little to compute (short, cached), because prefill was busy and decode was not (idle), or for want of prefill "
+    "workers; by the session's last turn, which decided between near equals; after a failure (retried); from another "
+    "decode worker (moved).",
+    (("kind", tuple(Kind)),),
+)
+DECISION = Metric(
+    "baton_decision_seconds", "histogram", "Time that choosing workers takes, hashing of the prompt included."
+)
+FIRST_TOKEN = Metric(
+    "baton_time_to_first_token_seconds", "histogram", "Time from a request's arrival to its first token from a worker."
+)
+INTER_TOKEN = Metric(
+    "baton_inter_token_seconds",
+    "histogram",
+    "Time between two tokens of a sequence as they come from workers; of tokens that come together, their share of it, "
+    "once.",
+)
+METRICS = (REQUESTS, RETRIES, QUEUED, RUNNING, PLACEMENTS, DECISION, FIRST_TOKEN, INTER_TOKEN)
+
+
+@dataclass
+class Counters:
+    """Requests that ended, by how, and attempts that took another way."""
+
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    retried: Counter[str] = field(default_factory=Counter)
+    """By what ended the attempt before."""
+    local_prefills: int = 0
+
+
+class Source(Protocol):
+    """Who knows how the router stands: the dispatcher."""
+
+    counters: Counters
+
+    @property
+    def num_queued(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+
+class RouterMetrics:
+    """Of one router. `source` is asked at every reading of the page, on that page's thread."""
+
+    def __init__(self, source: Source) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_SourceCollector(source))
+        self._placements = LabelledCounter(PLACEMENTS, self.registry)
+        self._decision = duration_histogram(DECISION, self.registry)
+        self._first_token = duration_histogram(FIRST_TOKEN, self.registry)
+        self._inter_token = duration_histogram(INTER_TOKEN, self.registry)
+
+    def decided(self, seconds: float) -> None:
+        self._decision.observe(seconds)
+
+    def placed(self, kind: Kind) -> None:
+        self._placements.add(1, kind)
+
+    def first_token(self, seconds: float) -> None:
+        """After a request's arrival."""
+        self._first_token.observe(seconds)
+
+    def next_tokens(self, seconds: float, count: int) -> None:
+        """So many of a sequence, so long after those before."""
+        self._inter_token.observe(seconds / count)
+
+
+class MeasuredPolicy(Policy):
+    """A policy whose choices are timed and whose placements are counted."""
+
+    def __init__(self, policy: Policy, metrics: RouterMetrics) -> None:
+        self._policy = policy
+        self._metrics = metrics
+
+    def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+        begun = time.perf_counter()
+        placement = self._policy.choose(request, prefill, decode)
+        self._metrics.decided(time.perf_counter() - begun)
+        return placement
+
+    def placed(self, request: Request, placement: Placement) -> None:
+        self._metrics.placed(placement.kind)
+        self._policy.placed(request, placement)
+
+    def finished(self, num_output_tokens: int) -> None:
+        self._policy.finished(num_output_tokens)
+
+    def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:
+        self._policy.handed_over(placement, work, exposed_s)
+
+    def lost(self, worker_id: str) -> None:
+        self._policy.lost(worker_id)
+
+
+class _SourceCollector(Collector):
+    """Turns how a router stands into series while a page is read."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[MetricFamily]:
+        source, counters = self._source, self._source.counters
+        yield _counter(REQUESTS, {outcome: getattr(counters, outcome) for outcome in OUTCOMES})
+        retried = dict.fromkeys(RETRY_REASONS, 0)
+        for reason, number in counters.retried.copy().items():
+            name = reason.lower()
+            retried[name if name in retried else OTHER] += number
+        yield _counter(RETRIES, retried)
+        for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
+            yield GaugeMetricFamily(metric.name, metric.doc, value=number)
+
+
+def _counter(metric: Metric, counts: Mapping[str, int]) -> CounterMetricFamily:
+    family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
+    for label, number in counts.items():
+        family.add_metric((label,), number)
+    return family
+
+
+_INTRODUCTION = """\
+# Metrics of the router
+
+Each router serves its metrics for Prometheus at `http://ADDRESS/metrics`; `baton status --json` names the address
+(`router.metrics_address`), and `metrics.router: false` in [cluster.yaml](../cluster.yaml) turns the page off. It is
+served on the router's own host where that is loopback or `router.insecure` allows it, else on 127.0.0.1. Counters start
+at zero with the process and have every series from the start; no label ever names a request, a worker or a client.
+Times are in seconds. What workers measure of hand-offs is in [metrics.md](metrics.md).
+
+This page is made from the code: `python -m router.metrics > docs/router-metrics.md`.
+"""
+
+
+def reference() -> str:
+    """docs/router-metrics.md."""
+    return render_reference(_INTRODUCTION, METRICS)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

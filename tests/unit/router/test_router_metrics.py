@@ -1,0 +1,147 @@
+"""What the router's page says: each request, attempt and placement once, and how long its client waited."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+
+import pytest
+from fake_worker import DECODE, LENGTH, PREFILL, phase, tokens
+from router_harness import ids, running_router
+from wired_router import ManualClock, WiredRouter, run
+
+from cluster.keys import RequestKey
+from cluster.pb import admin_pb2, worker_pb2
+from router import metrics as module
+from router.ledger import Kind
+from router.metrics import METRICS, OUTCOMES, RETRY_REASONS
+from router.retry import RETRYABLE
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def value(router: WiredRouter, name: str, **labels: str) -> float | None:
+    return router.dispatcher.metrics.registry.get_sample_value(f"baton_{name}", labels)
+
+
+def by_label(router: WiredRouter, name: str, label: str) -> dict[str, float]:
+    """Series above zero."""
+    samples = [s for family in router.dispatcher.metrics.registry.collect() for s in family.samples]
+    return {s.labels[label]: s.value for s in samples if s.name == f"baton_{name}" and s.value}
+
+
+def test_every_series_is_there_from_the_start() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        for outcome in OUTCOMES:
+            assert value(router, "requests_total", outcome=outcome) == 0
+        for reason in RETRY_REASONS:
+            assert value(router, "retries_total", reason=reason) == 0
+        for kind in Kind:
+            assert value(router, "placements_total", kind=kind) == 0
+        names = {family.name for family in router.dispatcher.metrics.registry.collect()}
+        assert names == {metric.name.removesuffix("_total") for metric in METRICS}
+
+    run(scenario)
+
+
+def test_a_request_is_counted_where_it_was_placed_how_it_ended_and_how_long_it_took() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client = router.submit()
+        key = RequestKey(client.request_id, 1).to_proto()
+        assert (value(router, "running_requests"), value(router, "queued_requests")) == (1, 0)
+        await clock.advance(0.3)
+        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a")))
+        await clock.advance(0.2)
+        router.workers["d0"].tell(phase(key, DECODE), tokens(key, 1, ids("bc")))
+        await clock.advance(0.04)
+        router.workers["d0"].tell(tokens(key, 3, ids("d"), finish_reason=LENGTH))
+        assert by_label(router, "placements_total", "kind") == {"disaggregated": 1}
+        assert by_label(router, "requests_total", "outcome") == {"finished": 1}
+        assert value(router, "decision_seconds_count") == 1
+        assert value(router, "time_to_first_token_seconds_count") == 1
+        assert value(router, "time_to_first_token_seconds_sum") == pytest.approx(0.3)
+        assert value(router, "inter_token_seconds_count") == 2
+        assert value(router, "inter_token_seconds_sum") == pytest.approx(0.1 + 0.04), "two tokens came together"
+        assert (value(router, "running_requests"), value(router, "queued_requests")) == (0, 0)
+
+    run(scenario)
+
+
+def test_sequences_of_one_request_are_timed_each_by_itself_and_late_tokens_not_at_all() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client = router.submit(n=2)
+        key = RequestKey(client.request_id, 1).to_proto()
+        prefill, decode = router.workers["p0"], router.workers["d0"]
+        prefill.tell(phase(key, PREFILL), tokens(key, 0, ids("a")), tokens(key, 0, ids("b"), sequence_index=1))
+        await clock.advance(0.5)
+        decode.tell(tokens(key, 0, ids("a")), tokens(key, 1, ids("c"), sequence_index=1))
+        assert value(router, "inter_token_seconds_count") == 1
+        assert value(router, "inter_token_seconds_sum") == pytest.approx(0.5)
+
+    run(scenario)
+
+
+def test_a_lost_worker_is_a_retry_and_another_placement_of_the_same_request() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0"])
+        client = router.submit()
+        router.workers["p0"].lose()
+        assert by_label(router, "retries_total", "reason") == {"worker_lost": 1}
+        assert by_label(router, "placements_total", "kind") == {"disaggregated": 1, "retried": 1}
+        router.dispatcher.counters.retried["NEVER_HEARD_OF"] += 1
+        assert by_label(router, "retries_total", "reason") == {"worker_lost": 1, "other": 1}
+        router.dispatcher.cancel(client.request_id, "by the test")
+        assert by_label(router, "requests_total", "outcome") == {"cancelled": 1}
+
+    run(scenario)
+
+
+def test_the_reasons_of_retries_are_those_that_there_are() -> None:
+    names = {worker_pb2.Failed.Reason.Name(r).removeprefix("REASON_").lower() for r in RETRYABLE}
+    assert names | {"worker_lost", "other"} == set(RETRY_REASONS)
+
+
+async def test_the_page_is_served_where_the_status_says(tmp_path: Path) -> None:
+    async with running_router(tmp_path, metrics_port=0) as router:
+        status = await router.admin.GetStatus(admin_pb2.GetStatusRequest())
+        with urllib.request.urlopen(f"http://{status.router.metrics_address}/metrics", timeout=10) as answer:
+            page = answer.read().decode()
+        assert 'baton_requests_total{outcome="finished"} 0.0' in page
+
+
+async def test_without_a_port_there_is_no_page(tmp_path: Path) -> None:
+    async with running_router(tmp_path) as router:
+        status = await router.admin.GetStatus(admin_pb2.GetStatusRequest())
+        assert status.router.metrics_address == ""
+
+
+def test_the_turns_of_a_session_are_placed_together_and_counted() -> None:
+    """From the client's field to the policy and the page; by their ids, p0 and d0 would come first."""
+    cost = worker_pb2.StepCost(fixed_s=0.01, prompt_token_s=0.1, sequence_s=0.001)
+
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
+        for worker in router.workers.values():
+            worker.tell(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
+        first = [router.submit(), router.submit(session_id="s")]
+        for client in first:
+            router.dispatcher.cancel(client.request_id, "by the test")
+        second = router.submit(session_id="s"), router.submit()
+        placed = [client.live.placement for client in (*first, *second)]
+        assert [p and (p.prefill_id, p.decode_id) for p in placed] == [
+            ("p0", "d0"),
+            ("p1", "d1"),
+            ("p1", "d1"),
+            ("p0", "d0"),
+        ]
+        assert placed[2] is not None and placed[2].reason.endswith("where its session is")
+        assert by_label(router, "placements_total", "kind")["session"] == 1
+
+    run(scenario)
+
+
+def test_the_page_in_docs_is_the_code() -> None:
+    assert (ROOT / "docs" / "router-metrics.md").read_text() == module.reference()
