@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.config import load_config
 from cluster.plan import WorkerPlan, plan_cluster
-from cluster.settings import JsonSettings
+from cluster.settings import JsonSettings, RouterSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0
@@ -93,6 +93,13 @@ class Program:
 def running_cluster(config_file: Path, num_gpus: int = 0) -> Iterator[str]:
     """The router's address, once it serves. Raises ConfigError for a bad file, ProgramFailed for a bad start."""
     plan = plan_cluster(load_config(config_file), num_gpus=num_gpus, num_cores=len(os.sched_getaffinity(0)))
+    with running_workers(plan.workers) as flags, running_router(replace(plan.router, workers=flags)) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def running_workers(workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, ...]]:
+    """All of them, ready, in the form of RouterSettings.workers. Raises ProgramFailed for a bad start."""
     with contextlib.ExitStack() as stack:
 
         def start(module: str, settings: JsonSettings) -> Program:
@@ -100,16 +107,23 @@ def running_cluster(config_file: Path, num_gpus: int = 0) -> Iterator[str]:
             stack.callback(program.stop)
             return program
 
-        leaders = [_start_group(worker, start) for worker in plan.workers]
+        leaders = [_start_group(worker, start) for worker in workers]
         addresses = [leader.expect("ready")["address"] for leader in leaders]
-        flags = tuple(
-            f"{worker.role}:{worker.worker_id}={address}"
-            for worker, address in zip(plan.workers, addresses, strict=True)
+        yield tuple(
+            f"{worker.role}:{worker.worker_id}={address}" for worker, address in zip(workers, addresses, strict=True)
         )
-        router = start("router", replace(plan.router, port=0, workers=flags))
-        address = str(router.expect("ready")["address"])
+
+
+@contextlib.contextmanager
+def running_router(settings: RouterSettings) -> Iterator[str]:
+    """Its address, once it serves, at a free port. Raises ProgramFailed for a bad start."""
+    program = Program("router", replace(settings, port=0))
+    try:
+        address = str(program.expect("ready")["address"])
         wait_until_serving(address)
         yield address
+    finally:
+        program.stop()
 
 
 def _start_group(worker: WorkerPlan, start: Any) -> Program:

@@ -1,0 +1,115 @@
+"""Conversations that arrive as those of the Mooncake conversation trace do, at a sixteenth of their length.
+
+What is kept of the trace (12,031 requests of an hour): how long first prompts, later additions and outputs are, how
+many turns a session has, that requests come in bursts, and that everybody shares a system prompt, here one of a few.
+What is not: the hour. A session's next turn comes after a tenth of the run at the median, so that there are next turns.
+Pure: from a seed, or from the trace's own JSONL, to sessions; knows no cluster and no clock.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+SCALE = 16
+"""Tokens of the trace for each token here."""
+MOST_PROMPT_TOKENS = 1800
+_TOKENS = range(4, 1000)
+"""Ids that are no special token of the bundled model."""
+_SYSTEM_PROMPTS = (32, 96, 192)
+"""Tokens of each. The trace has one, of a block of 512."""
+_TURNS = (0.69, 0.18, 0.06, 0.03, 0.02, 0.01, 0.01)
+"""Share of sessions with one turn, two, ..."""
+_FIRST = (330, 1.23)
+"""Median and spread (of a lognormal) of a first prompt's tokens; below: of what a later turn adds, of outputs."""
+_NEXT = (12, 1.3)
+_OUTPUT = (21, 0.8)
+_THINK = (0.1, 1.0)
+"""Median, as a share of the run, and spread of the time from one turn to the next."""
+_BURST = 1.55
+"""Sessions that begin at one instant, on average: requests of ten seconds then vary as much as the trace's."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`at`: when it comes, as a share of the run. `token_ids`: what the client adds to the history."""
+
+    at: float
+    token_ids: tuple[int, ...]
+    num_output_tokens: int
+
+
+@dataclass(frozen=True)
+class Session:
+    """One after another; a turn's prompt begins with all turns and answers before it, unless each is whole."""
+
+    session_id: str
+    turns: tuple[Turn, ...]
+    are_whole: bool = False
+
+
+def generate(num_requests: int, seed: int) -> list[Session]:
+    """By the time of their first turn."""
+    draw = random.Random(seed)
+    prompts = [tuple(draw.choices(_TOKENS, k=length)) for length in _SYSTEM_PROMPTS]
+    sessions: list[Session] = []
+    left = num_requests
+    begin = 0.0
+    mean_turns = sum(turns * share for turns, share in enumerate(_TURNS, start=1))
+    while left > 0:
+        if draw.random() < 1 / _BURST:
+            begin += draw.expovariate(num_requests / mean_turns / _BURST)
+        session = _session(str(len(sessions)), begin % 1.0, draw.choice(prompts), left, draw)
+        sessions.append(session)
+        left -= len(session.turns)
+    return sorted(sessions, key=lambda s: s.turns[0].at)
+
+
+def _session(session_id: str, begin: float, system: tuple[int, ...], most: int, draw: random.Random) -> Session:
+    num_turns = draw.choices(range(1, len(_TURNS) + 1), weights=_TURNS)[0]
+    turns: list[Turn] = []
+    at, length = begin, 0
+    for number in range(min(num_turns, most)):
+        added = _lognormal(draw, _FIRST if number == 0 else _NEXT)
+        num_output = min(70, max(2, round(_lognormal(draw, _OUTPUT))))
+        size = min(max(4, round(added)), MOST_PROMPT_TOKENS - len(system) - 70)
+        length += size + num_output
+        if turns and (at > 1.0 or len(system) + length > MOST_PROMPT_TOKENS):
+            break
+        own = tuple(draw.choices(_TOKENS, k=size))
+        turns.append(Turn(at, own if turns else system + own, num_output))
+        at += _lognormal(draw, _THINK)
+    return Session(session_id, tuple(turns))
+
+
+def _lognormal(draw: random.Random, of: tuple[float, float]) -> float:
+    median, spread = of
+    return draw.lognormvariate(math.log(median), spread)
+
+
+def read_trace(file: Path, num_requests: int) -> list[Session]:
+    """The first requests of a Mooncake trace. A block of 512 tokens there is one of 32 here, the same for the same
+    hash; answers are in later prompts as the trace has them, so each prompt is whole."""
+    with file.open(encoding="utf-8") as lines:
+        entries = [json.loads(line) for line, _ in zip(lines, range(num_requests), strict=False)]
+    last_at = max(1, max(entry["timestamp"] for entry in entries))
+    session_of: dict[int, int] = {}
+    numbers: Iterator[int] = count()
+    turns: dict[int, list[Turn]] = {}
+    for entry in entries:
+        own = entry["hash_ids"][1:]  # the first is everybody's
+        known = next((session_of[h] for h in reversed(own) if h in session_of), None)
+        number = next(numbers) if known is None else known
+        session_of |= dict.fromkeys(own, number)
+        num_tokens = min(MOST_PROMPT_TOKENS, max(4, entry["input_length"] // SCALE))
+        token_ids = [t for h in entry["hash_ids"] for t in random.Random(h).choices(_TOKENS, k=512 // SCALE)]
+        turn = Turn(
+            entry["timestamp"] / last_at, tuple(token_ids[:num_tokens]), max(2, entry["output_length"] // SCALE)
+        )
+        turns.setdefault(number, []).append(turn)
+    return [Session(str(number), tuple(each), are_whole=True) for number, each in turns.items()]
