@@ -45,6 +45,9 @@ class StepSize:
 
 
 NO_STEP = StepSize()
+PACE_SHARE = 0.9
+"""Of the time that a token may take, a step in which sequences decode fills so much with prompts; the rest is for what
+comes between steps."""
 
 
 @dataclass(frozen=True)

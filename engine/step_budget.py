@@ -12,13 +12,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from cluster.step_cost import StepCost, StepSize
+from cluster.step_cost import PACE_SHARE, StepCost, StepSize
 from engine.sequence import Sequence
 
 LEAST_PROMPT_TOKENS = 16
 """Of a step, however slow: prompts must not stand still."""
-PACE_SHARE = 0.9
-"""Of the time that a token may take; the rest is for what comes between steps."""
 
 
 class StepBudget:

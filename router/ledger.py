@@ -31,6 +31,8 @@ class Kind(StrEnum):
     """The same, and half of the prompt or more is cached there."""
     LOCAL_IDLE = "local_idle"
     """Nothing decodes there, and every prefill worker is busy."""
+    LOCAL_BESIDE = "local_beside"
+    """Every prefill worker is busy, and beside what decodes there it is computed sooner."""
     LOCAL_NO_PREFILL = "local_no_prefill"
     """There is no prefill worker."""
     SESSION = "session"

@@ -7,8 +7,8 @@
 
 Pairs that keep the objectives come before those that do not; among equals the lowest completion wins. A decode worker
 computes a prompt itself when that ends sooner and holds its other sequences up for no longer than one token may take,
-or when it has none and every prefill worker is busy. A session goes back to the workers of its last turn where that
-ends as soon as elsewhere, or nearly.
+or when every prefill worker is busy: beside what decodes there, a prompt gets the time that the pace of those leaves. A
+session goes back to the workers of its last turn where that ends as soon as elsewhere, or nearly.
 What workers have not learned yet is taken from the others; while nobody knows anything, the least loaded are chosen.
 Workers of a role are weighed apart, and the best of each meet: a choice costs as many looks as there are workers.
 """
@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cluster.step_cost import StepCost, StepSize, usual
-from router.ledger import Kind, Ledger, Placement, Work
+from cluster.step_cost import PACE_SHARE, StepCost, StepSize, usual
+from router.ledger import Kind, Ledger, Load, Placement, Work
 from router.policies.least_loaded import LeastLoaded
 from router.policies.seam import Candidate, Objectives, Policy, Request, disaggregated, local
 from router.sessions import Sessions
@@ -28,6 +28,8 @@ FIRST_GUESS_TOKENS = 128
 """Of one sequence's output, before any has ended."""
 NEARLY = 1.05
 """Times the soonest end: what a session's own workers may take, and still be nearly as soon."""
+_LEAST_SHARE = 0.02
+"""Of a decode worker's time, for prompts: they move on even where the pace leaves nothing."""
 _MEMORY = 0.95
 """What an ended sequence, or a hand-off, leaves of those before it."""
 
@@ -142,8 +144,8 @@ class Predicted(Policy):
             elif d.own.first_token_s <= self._objectives.tpot_s:
                 is_cached = 2 * d.own.num_cached_tokens >= request.work.num_prompt_tokens
                 yield self._option(d.own, d, d.end_s, Kind.LOCAL_CACHED if is_cached else Kind.LOCAL_SHORT)
-            elif is_busy and not d.num_others:
-                yield self._option(d.own, d, d.end_s, Kind.LOCAL_IDLE)
+            elif is_busy:
+                yield self._option(d.own, d, d.end_s, Kind.LOCAL_BESIDE if d.num_others else Kind.LOCAL_IDLE)
 
     def _option(self, p: _Prefill, d: _Decode, end_s: float, kind: Kind) -> _Option:
         first_s = p.first_token_s
@@ -163,12 +165,13 @@ class Predicted(Policy):
             return local(p.worker_id, num_cached_tokens=p.num_cached_tokens, kind=kind)
         return local(p.worker_id, when, p.num_cached_tokens, kind)
 
-    def _weigh_prefill(self, worker: Candidate, cost: StepCost, request: Request) -> _Prefill:
+    def _weigh_prefill(self, worker: Candidate, cost: StepCost, request: Request, time_share: float = 1.0) -> _Prefill:
+        """`time_share`: of the worker's time, what prompts get."""
         num_tokens = request.work.num_prompt_tokens
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._ledger[worker.worker_id]
-        wait_s = cost.of(load.prompts) if load.num_prompts else 0.0
-        first_token_s = wait_s + cost.of(StepSize.of_prompt(num_tokens - cached, cached))
+        wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
+        first_token_s = wait_s + cost.of(StepSize.of_prompt(num_tokens - cached, cached)) / time_share
         return _Prefill(first_token_s, worker.worker_id, wait_s, cached)
 
     def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request, num_tokens: float) -> _Decode:
@@ -182,12 +185,19 @@ class Predicted(Policy):
         room_s = 0.0
         if num_missing > 0 and load.num_tokens:
             room_s = min(1.0, num_missing / load.num_tokens) * self._mean_output * step_s
-        own = self._weigh_prefill(worker, cost, request)
+        own = self._weigh_prefill(worker, cost, request, self._time_share(cost, load))
         num_handed = work.num_prompt_tokens - own.num_cached_tokens
         handoff_s = num_handed * self._handoff_s / self._handed_tokens if self._handed_tokens else 0.0
         end_s = room_s + num_tokens * step_s
         misses_tpot = step_s > self._objectives.tpot_s
         return _Decode(misses_tpot, handoff_s + end_s, worker.worker_id, end_s, load.sequences.num_sequences, own)
+
+    def _time_share(self, cost: StepCost, load: Load) -> float:
+        """What a decode worker has for prompts: beside sequences, its steps are filled up to their pace."""
+        if not load.sequences.num_sequences:
+            return 1.0
+        step_s = cost.of_sequences(load.sequences.num_sequences, load.sequences.num_kv_tokens)
+        return max(_LEAST_SHARE, 1 - step_s / (PACE_SHARE * self._objectives.tpot_s))
 
     def _expected_tokens(self, request: Request) -> float:
         """Of one sequence."""

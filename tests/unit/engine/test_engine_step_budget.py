@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.keys import RequestKey
-from cluster.step_cost import StepCost, StepSize
+from cluster.step_cost import PACE_SHARE, StepCost, StepSize
 from engine.sampling import SamplingParams
 from engine.sequence import Job, Sequence
-from engine.step_budget import LEAST_PROMPT_TOKENS, PACE_SHARE, StepBudget
+from engine.step_budget import LEAST_PROMPT_TOKENS, StepBudget
 
 COST = StepCost(fixed_s=0.01, prompt_token_s=0.001, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
 TPOT_S = 0.1

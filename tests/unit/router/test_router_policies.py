@@ -9,7 +9,7 @@ import pytest
 from candidates import FakeCandidate, named, request_of
 
 from cluster.step_cost import StepCost
-from router.ledger import Charge, Ledger, Placement, Work
+from router.ledger import Charge, Kind, Ledger, Placement, Work
 from router.policies import Objectives, Policy, make_policy
 from router.prefix_index import PromptHashes
 
@@ -42,13 +42,21 @@ def test_without_prefill_workers_decode_computes_the_prompt(name: str) -> None:
     assert placement.reason == "local prefill on d0: there is no prefill worker"
 
 
-@pytest.mark.parametrize("name", ["predicted", "least_loaded", "round_robin"])
+@pytest.mark.parametrize("name", ["least_loaded", "round_robin"])
 def test_equals_share_a_burst_though_nothing_was_heard_meanwhile(name: str) -> None:
     ledger = Ledger()
     policy = policy_of(name, ledger)
     fleet = workers("p1", "p0"), workers("d1", "d0")
     chosen = [place(policy, ledger, 2000, *fleet) for _ in range(8)]
     assert Counter(c.prefill_id for c in chosen) == {"p0": 4, "p1": 4}
+    assert Counter(c.decode_id for c in chosen) == {"d0": 4, "d1": 4}
+
+
+def test_a_burst_of_prompts_leaves_no_worker_idle() -> None:
+    ledger = Ledger()
+    policy = policy_of("predicted", ledger)
+    chosen = [place(policy, ledger, 2000, workers("p1", "p0"), workers("d1", "d0")) for _ in range(8)]
+    assert Counter(c.computing_id for c in chosen) == {"p0": 2, "p1": 2, "d0": 2, "d1": 2}
     assert Counter(c.decode_id for c in chosen) == {"d0": 4, "d1": 4}
 
 
@@ -104,6 +112,7 @@ def test_a_slow_worker_gets_less() -> None:
     ledger = Ledger()
     policy = policy_of("predicted", ledger)
     prefill = [FakeCandidate("p0", SLOW), FakeCandidate("p1", COST)]
+    busy(ledger, "d0", 190)  # it has no time for prompts
     chosen = Counter(place(policy, ledger, 1000, prefill, workers("d0")).prefill_id for _ in range(22))
     assert chosen["p1"] == 20 and chosen["p0"] == 2
 
@@ -112,6 +121,7 @@ def test_a_worker_that_has_measured_nothing_is_taken_for_as_quick_as_the_others(
     ledger = Ledger()
     policy = policy_of("predicted", ledger)
     prefill = [FakeCandidate("p0"), FakeCandidate("p1", COST)]
+    busy(ledger, "d0", 190)  # it has no time for prompts
     chosen = Counter(place(policy, ledger, 1000, prefill, workers("d0")).prefill_id for _ in range(10))
     assert chosen == {"p0": 5, "p1": 5}
 
@@ -145,9 +155,21 @@ def test_a_short_prompt_is_computed_where_it_decodes_while_prefill_is_busy() -> 
     busy(ledger, "d0")
     Charge(ledger, Placement("p0", "elsewhere", ""), Work(5000, 1, 6000))
     short = policy_of("predicted", ledger).choose(request_of(100), workers("p0"), workers("d0"))
-    assert short.prefill_id is None and short.reason == "local prefill on d0: first token predicted after 24 ms"
+    assert short.prefill_id is None and short.reason == "local prefill on d0: first token predicted after 27 ms"
+    assert short.kind is Kind.LOCAL_SHORT
+
+
+def test_a_long_prompt_is_computed_beside_what_decodes_when_that_is_sooner_than_a_wait_for_prefill() -> None:
+    ledger = Ledger()
+    busy(ledger, "d0", 100)  # of 45 ms, a step of theirs takes 24 and leaves 21 for prompts
+    waiting = Charge(ledger, Placement("p0", "elsewhere", ""), Work(2000, 1, 3000))
     long = policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0"))
-    assert long.prefill_id == "p0", "its other sequences would wait for 200 ms"
+    assert long.kind is Kind.LOCAL_BESIDE and "after 448 ms" in long.reason
+    waiting.prefill_done()
+    assert policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0"
+    Charge(ledger, Placement("p0", "elsewhere", ""), Work(1000, 1, 3000))
+    long = policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0"))
+    assert long.prefill_id == "p0", "0.2 s in the queue, and 0.2 s that nothing stretches"
 
 
 def test_an_idle_decode_worker_computes_a_long_prompt_too_when_prefill_is_busy() -> None:
