@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
+from typing import Any
 
 SCALE = 16
 """Tokens of the trace for each token here."""
 MOST_PROMPT_TOKENS = 1800
+_MOST_OUTPUT = 70
 _TOKENS = range(4, 1000)
 """Ids that are no special token of the bundled model."""
 _SYSTEM_PROMPTS = (32, 96, 192)
@@ -76,8 +76,8 @@ def _session(session_id: str, begin: float, system: tuple[int, ...], most: int, 
     at, length = begin, 0
     for number in range(min(num_turns, most)):
         added = _lognormal(draw, _FIRST if number == 0 else _NEXT)
-        num_output = min(70, max(2, round(_lognormal(draw, _OUTPUT))))
-        size = min(max(4, round(added)), MOST_PROMPT_TOKENS - len(system) - 70)
+        num_output = min(_MOST_OUTPUT, max(2, round(_lognormal(draw, _OUTPUT))))
+        size = min(max(4, round(added)), MOST_PROMPT_TOKENS - len(system) - _MOST_OUTPUT)
         length += size + num_output
         if turns and (at > 1.0 or len(system) + length > MOST_PROMPT_TOKENS):
             break
@@ -92,24 +92,44 @@ def _lognormal(draw: random.Random, of: tuple[float, float]) -> float:
     return draw.lognormvariate(math.log(median), spread)
 
 
-def read_trace(file: Path, num_requests: int) -> list[Session]:
-    """The first requests of a Mooncake trace. A block of 512 tokens there is one of 32 here, the same for the same
-    hash; answers are in later prompts as the trace has them, so each prompt is whole."""
+def read_trace(file: Path, num_requests: int, seed: int) -> list[Session]:
+    """Sessions of a Mooncake trace, drawn until there are so many requests; the trace's whole time is the run's.
+
+    A block of 512 tokens there is one of 32 here, the same for the same hash. Later prompts hold answers as the trace
+    has them, so each prompt is whole."""
     with file.open(encoding="utf-8") as lines:
-        entries = [json.loads(line) for line, _ in zip(lines, range(num_requests), strict=False)]
+        entries = [json.loads(line) for line in lines]
+    drawn: list[list[dict[str, Any]]] = []
+    left = num_requests
+    sessions = _split(entries)
+    random.Random(seed).shuffle(sessions)
+    for session in sessions:
+        if left > 0:
+            drawn.append(session[:left])
+            left -= len(session)
     last_at = max(1, max(entry["timestamp"] for entry in entries))
+    return [
+        Session(str(number), tuple(_whole_turn(entry, last_at) for entry in session), are_whole=True)
+        for number, session in enumerate(drawn)
+    ]
+
+
+def _split(entries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Requests that share more than the block that all begin with are of one session."""
+    sessions: list[list[dict[str, Any]]] = []
     session_of: dict[int, int] = {}
-    numbers: Iterator[int] = count()
-    turns: dict[int, list[Turn]] = {}
     for entry in entries:
-        own = entry["hash_ids"][1:]  # the first is everybody's
-        known = next((session_of[h] for h in reversed(own) if h in session_of), None)
-        number = next(numbers) if known is None else known
+        own = entry["hash_ids"][1:]
+        number = next((session_of[h] for h in reversed(own) if h in session_of), len(sessions))
+        if number == len(sessions):
+            sessions.append([])
+        sessions[number].append(entry)
         session_of |= dict.fromkeys(own, number)
-        num_tokens = min(MOST_PROMPT_TOKENS, max(4, entry["input_length"] // SCALE))
-        token_ids = [t for h in entry["hash_ids"] for t in random.Random(h).choices(_TOKENS, k=512 // SCALE)]
-        turn = Turn(
-            entry["timestamp"] / last_at, tuple(token_ids[:num_tokens]), max(2, entry["output_length"] // SCALE)
-        )
-        turns.setdefault(number, []).append(turn)
-    return [Session(str(number), tuple(each), are_whole=True) for number, each in turns.items()]
+    return sessions
+
+
+def _whole_turn(entry: dict[str, Any], last_at: int) -> Turn:
+    num_tokens = min(MOST_PROMPT_TOKENS, max(4, entry["input_length"] // SCALE))
+    token_ids = [t for h in entry["hash_ids"] for t in random.Random(h).choices(_TOKENS, k=512 // SCALE)]
+    num_output = min(_MOST_OUTPUT, max(2, entry["output_length"] // SCALE))
+    return Turn(entry["timestamp"] / last_at, tuple(token_ids[:num_tokens]), num_output)

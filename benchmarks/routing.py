@@ -207,7 +207,9 @@ class Arguments:
     most_requests: int
 
     def sessions(self, num_requests: int) -> list[Session]:
-        return generate(num_requests, self.seed) if self.trace is None else read_trace(self.trace, num_requests)
+        return (
+            generate(num_requests, self.seed) if self.trace is None else read_trace(self.trace, num_requests, self.seed)
+        )
 
 
 async def play(
