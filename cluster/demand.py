@@ -5,7 +5,7 @@ Pure. Who counts is for the router; what follows from it, for `cluster.auto_rati
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Self
 
 from cluster.pb import admin_pb2
@@ -34,7 +34,10 @@ class Demand:
     """That each of those held in the middle of its output, its prompt among them."""
 
     def __add__(self, other: Demand) -> Demand:
-        return Demand(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        pairs = zip(
+            vars(self).values(), vars(other).values(), strict=True
+        )  # `astuple` copies deeply, at 20 us a request
+        return Demand(*(mine + theirs for mine, theirs in pairs))
 
     @classmethod
     def from_proto(cls, message: admin_pb2.Demand) -> Self:

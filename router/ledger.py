@@ -125,6 +125,9 @@ class Charge:
         ledger.add(placement.decode_id, self._held)
 
     def prefill_done(self) -> None:
+        """Called for each token: all but the first time it costs nothing."""
+        if self._prefill is NOTHING:
+            return
         self._ledger.add(self._placement.computing_id, -self._prefill)
         self._prefill = NOTHING
 
