@@ -170,3 +170,27 @@ def test_a_model_is_made_once_and_can_be_served(tmp_path: Path) -> None:
     ended, _ = run("benchmarks/engine.py", "--model", str(tmp_path / "S"), *sizes)
     assert ended.returncode == 0, ended.stderr
     assert "bfloat16" in ended.stdout
+
+
+def test_the_routing_benchmark_compares_policies_and_finds_nothing_lost_or_changed() -> None:
+    sizes = ("--rounds", "1", "--seconds", "2", "--requests", "16")
+    ended, left = run("benchmarks/routing.py", "--json", *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    assert list(told["policies"]) == ["predicted", "least_loaded", "round_robin"]
+    for found in told["policies"].values():
+        assert 0 < found["ttft_ms_p50"] <= found["ttft_ms_p90"] and 0 <= found["prefix_hit_ratio"] < 1
+    assert told["lost"] == told["changed"] == []
+    assert told["decision"]["workers"] == 64 and told["decision"]["cached_blocks"] > 99_000
+
+
+def test_the_router_overhead_benchmark_prints_the_promised_keys() -> None:
+    sizes = ("--rounds", "1", "--streams", "4", "--tokens", "16")
+    ended, left = run("benchmarks/router_overhead.py", "--json", *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    assert {"added_per_request_us", "added_per_token_us", "added_cpu_per_token_us", "second_router_gain"} <= set(told)
+    assert list(told["many_streams"]) == ["echo", "router", "router_paced", "two_routers", "two_routers_paced"]
+    assert all(found["tok_s"] > 0 for found in told["many_streams"].values())
