@@ -107,8 +107,12 @@ class GenerationStream:
 class BatonClient:
     """One connection to a router; it connects at the first call. `timeout_s` of a call is its gRPC deadline."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
+        """`api_key`: sent with each call. Raises InvalidRequest for one that no header can carry."""
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise InvalidRequest("the API key holds characters that no key has; was it copied whole?")
         self.address = address
+        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._channel = create_blocking_channel(address)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
@@ -116,7 +120,8 @@ class BatonClient:
     def stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> GenerationStream:
         """Errors, NotReachable included, are raised by iterating."""
         request = pb.GenerateStreamRequest(spec=spec)
-        return GenerationStream(self._generation.GenerateStream(request, timeout=timeout_s), self.address)
+        call = self._generation.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        return GenerationStream(call, self.address)
 
     def generate(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> pb.GenerateResponse:
         response: pb.GenerateResponse = self._call(
@@ -156,7 +161,7 @@ class BatonClient:
 
     def _call(self, method: Any, request: Any, *, timeout_s: float | None = 30.0) -> Any:
         with _as_baton_errors(self.address):
-            return method(request, timeout=timeout_s)
+            return method(request, timeout=timeout_s, metadata=self._metadata)
 
 
 @contextmanager

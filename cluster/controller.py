@@ -257,7 +257,7 @@ class Controller:
             control = admin_pb2_grpc.ControlServiceStub(channel)
             await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=addresses), timeout=_CALL_S)
         if len(addresses) == len(self._workers) and not self._has_served:
-            self._has_served = await self._router_sees(len(addresses), str(card["address"]))
+            self._has_served = await self._router_sees(len(addresses), str(card["control_address"]))
             if self._has_served:
                 self._notices.put_nowait(Notice("serving", "router", str(card["address"])))
 

@@ -4,6 +4,8 @@
     ├── InvalidRequest        INVALID_ARGUMENT     the client's mistake, field by field
     ├── OutOfRange            OUT_OF_RANGE         well-formed, but larger than the model allows
     ├── NotServed             UNIMPLEMENTED        a field of the contract that is not served yet
+    ├── Unauthenticated       UNAUTHENTICATED      no API key came, or none that is known here
+    ├── PermissionDenied      PERMISSION_DENIED    the API key does not have the scope
     ├── NotFound              NOT_FOUND            no such model or generation
     ├── FailedPrecondition    FAILED_PRECONDITION  the model cannot do this (no chat template, say)
     ├── Overloaded            RESOURCE_EXHAUSTED   the queue is full; retry after `retry_after_s`
@@ -60,6 +62,16 @@ class OutOfRange(BatonError):
 class NotServed(BatonError):
     grpc_code = "UNIMPLEMENTED"
     reason = "NOT_SERVED"
+
+
+class Unauthenticated(BatonError):
+    grpc_code = "UNAUTHENTICATED"
+    reason = "UNAUTHENTICATED"
+
+
+class PermissionDenied(BatonError):
+    grpc_code = "PERMISSION_DENIED"
+    reason = "PERMISSION_DENIED"
 
 
 class NotFound(BatonError):

@@ -137,6 +137,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         model_name=config.model.name or "",
         host=router.host,
         port=router.port,
+        keys_file=config.auth.keys_file,
         needs_prefill=config.roles.prefill.num_workers > 0,
         max_model_len=config.model.max_model_len,
         max_num_seqs=config.engine.max_num_seqs,

@@ -125,6 +125,8 @@ class RouterSettings(JsonSettings):
     host: str = "127.0.0.1"
     port: int = 50051
     """Public gRPC port; 0: any free one."""
+    keys_file: str | None = None
+    """File of API keys; None: clients need none."""
     control_port: int = 0
     """Port on which the controller names the workers; loopback only; 0: any free one."""
     workers: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""The view for operators (AdminService, public port) and the controller's word on workers (ControlService, own port).
+"""The view for operators (AdminService, both ports) and the controller's word on workers (ControlService, its port).
 
 Reads the dispatcher and its fleet; changes nothing but the set of workers.
 """

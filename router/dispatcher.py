@@ -118,6 +118,11 @@ class Dispatcher:
         live.beat()
         return None
 
+    def find(self, generation_id: str) -> LiveRequest | None:
+        """One that is queued or running."""
+        running = self._running.get(generation_id)
+        return running.live if running is not None else self._queue.find(generation_id)
+
     def cancel(self, generation_id: str, why: str) -> bool:
         """False when it is not queued or running, which includes one that has ended."""
         waiter = self._queue.pop(generation_id)

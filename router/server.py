@@ -20,6 +20,7 @@ from grpc_reflection.v1alpha import reflection
 
 from cluster import rpc
 from cluster.address import is_loopback
+from cluster.api_keys import Scope
 from cluster.metrics import MetricsPage
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
@@ -27,7 +28,9 @@ from cluster.settings import RouterSettings
 from router.admin import AdminService, ControlService
 from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
+from router.gate import Gate
 from router.handlers import service_handler
+from router.key_file import KeyFile
 from router.model import ServedModel
 from router.pace import Pace
 from router.policies import Objectives
@@ -38,6 +41,8 @@ GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["Gene
 ADMIN: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
 CONTROL: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["ControlService"]
 
+_SCOPES: dict[str, Scope] = {GENERATION.full_name: "generate", ADMIN.full_name: "admin"}
+"""That an API key needs for a service; reflection needs a key of any scope, health none."""
 _HEALTH_NAMES = ("", GENERATION.full_name)
 _LAST_WORDS_S = 1.0
 """After the drain, calls get this long to deliver their last message."""
@@ -66,6 +71,9 @@ class RouterServer:
         )
         self._tokenizer = Tokenizer.from_folder(folder)
         self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._key_file = KeyFile(settings.keys_file) if settings.keys_file is not None else None
+        self.keys = self._key_file.ring if self._key_file is not None else None
+        self._gate = Gate(self.keys, _SCOPES, (health.SERVICE_NAME,))
         self._fleet_changed = asyncio.Event()
         limits = Limits(
             settings.max_running_requests,
@@ -80,7 +88,7 @@ class RouterServer:
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
-        self._health_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[str, str]:
         """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
@@ -91,6 +99,7 @@ class RouterServer:
             settings.port,
             insecure=settings.insecure,
             max_message_bytes=min(_TRANSPORT_SLACK * settings.max_message_bytes, _MOST_MESSAGE_BYTES),
+            interceptors=(self._gate,),
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
@@ -98,22 +107,31 @@ class RouterServer:
         )
         self._servers.append(control)
         address = rpc.format_address(settings.host, port)
-        await self._add_public_services(public, address)
-        service = ControlService(self.dispatcher)
+        metrics_address = self._metrics_page.address if self._metrics_page is not None else ""
+        admin = AdminService(
+            self.dispatcher, model=self._model.name, router_address=address, metrics_address=metrics_address
+        )
+        await self._add_public_services(public, admin)
+        limit = rpc.INTERNAL_MESSAGE_BYTES
         control.add_generic_rpc_handlers(
-            (service_handler(CONTROL, service, max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES),)
+            (
+                service_handler(CONTROL, ControlService(self.dispatcher), max_message_bytes=limit),
+                service_handler(ADMIN, admin, max_message_bytes=limit),
+            )
         )
         for server in self._servers:
             await server.start()
-        self._health_task = asyncio.create_task(self._follow_health(), name="health")
+        self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
+        if self._key_file is not None:
+            self._tasks.append(asyncio.create_task(self._key_file.follow(self._executor), name="keys"))
         self.dispatcher.set_workers(self._workers)
         return address, rpc.format_address(_CONTROL_HOST, control_port)
 
     async def stop(self) -> None:
         """Refuses new requests, lets running ones end within the drain's time, and closes everything."""
-        if self._health_task is not None:
-            self._health_task.cancel()
-            await asyncio.gather(self._health_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._set_health(is_serving=False)
         if self.dispatcher.num_running:
             self._report(f"draining {self.dispatcher.num_running} requests")
@@ -132,13 +150,9 @@ class RouterServer:
             registry = self.dispatcher.metrics.registry
             self._metrics_page = MetricsPage(registry, host, settings.metrics_port, insecure=settings.insecure)
 
-    async def _add_public_services(self, server: grpc.aio.Server, address: str) -> None:
+    async def _add_public_services(self, server: grpc.aio.Server, admin: AdminService) -> None:
         pace = Pace(self._settings.stream_messages_per_s)
-        generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace)
-        metrics_address = self._metrics_page.address if self._metrics_page is not None else ""
-        admin = AdminService(
-            self.dispatcher, model=self._model.name, router_address=address, metrics_address=metrics_address
-        )
+        generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace, self._gate)
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(
             (

@@ -18,6 +18,7 @@ from cluster.pb import generation_pb2 as pb
 from router.chat_input import read_chat
 from router.dispatcher import Dispatcher
 from router.fields import Violations, invalid
+from router.gate import Gate
 from router.handlers import Context
 from router.model import ServedModel
 from router.model_card import model_card
@@ -34,16 +35,23 @@ _SEED_BITS = 63
 
 
 class GenerationService:
-    """`executor` runs the tokenizer on long texts."""
+    """`executor` runs the tokenizer on long texts; `gate` knows who calls."""
 
     def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer, dispatcher: Dispatcher, executor: Executor, pace: Pace
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        dispatcher: Dispatcher,
+        executor: Executor,
+        pace: Pace,
+        gate: Gate,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._dispatcher = dispatcher
         self._executor = executor
         self._pace = pace
+        self._gate = gate
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         live = await self._submit(request, context, is_streaming=False)
@@ -107,9 +115,13 @@ class GenerationService:
     async def CancelGeneration(
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
+        """A generation of another tenant is as unknown as one that never was."""
+        tenant = self._gate.caller_of(context).tenant
         response = pb.CancelGenerationResponse()
         for generation_id in dict.fromkeys(request.generation_ids):
-            is_cancelled = self._dispatcher.cancel(generation_id, "by CancelGeneration")
+            live = self._dispatcher.find(generation_id)
+            is_theirs = live is not None and live.caller.tenant == tenant
+            is_cancelled = is_theirs and self._dispatcher.cancel(generation_id, "by CancelGeneration")
             (response.cancelled_ids if is_cancelled else response.unknown_ids).append(generation_id)
         return response
 
@@ -130,10 +142,11 @@ class GenerationService:
         self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Context, *, is_streaming: bool
     ) -> LiveRequest:
         now, arrival_time_s = self._dispatcher.clock(), time.time()
+        caller = self._gate.caller_of(context)
         if not request.HasField("spec"):
             raise invalid((FieldViolation("spec", "must be set"),))
         _check_deadline(context)
-        valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec, is_streaming))
+        valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec, is_streaming, caller.tenant))
         live = LiveRequest(
             f"gen-{secrets.token_hex(12)}",
             valid,
@@ -142,6 +155,7 @@ class GenerationService:
             now=now,
             arrival_time_s=arrival_time_s,
             is_streaming=is_streaming,
+            caller=caller,
         )
         self._dispatcher.submit(live, time_left_s=context.time_remaining())
         return live
@@ -151,9 +165,9 @@ class GenerationService:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
-    def _validate(self, spec: pb.GenerationSpec, is_streaming: bool) -> ValidatedRequest:
-        fresh_seed = secrets.randbits(_SEED_BITS)
-        return validate(spec, self._model, self._encode, fresh_seed=fresh_seed, is_streaming=is_streaming)
+    def _validate(self, spec: pb.GenerationSpec, is_streaming: bool, tenant: str) -> ValidatedRequest:
+        seed = secrets.randbits(_SEED_BITS)
+        return validate(spec, self._model, self._encode, fresh_seed=seed, is_streaming=is_streaming, tenant=tenant)
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return self._encode_with_offsets(prompt, add_special_tokens=True).token_ids

@@ -50,6 +50,7 @@ class ValidatedRequest:
     stream_interval_tokens: int | None
     """None: the router chooses."""
     cache_salt: bytes
+    """Of the tenant and the client: who has another one shares no prefix cache."""
     bypass_prefix_cache: bool
     queue_timeout_s: float | None
     """None: the router's own."""
@@ -67,10 +68,12 @@ def validate(
     *,
     fresh_seed: int,
     is_streaming: bool = True,
+    tenant: str = "",
 ) -> ValidatedRequest:
     """Raises NotFound (model), NotServed, InvalidRequest or OutOfRange (longer than the context), in this order.
 
     `is_streaming`: what comes of it is told by GenerateStream, which can tell more than Generate.
+    `tenant`: whose request it is; empty where there are no tenants.
     """
     check_model("spec.model", spec.model, model)
     _refuse_not_served(spec, is_streaming)
@@ -100,13 +103,19 @@ def validate(
         wants_logprobs=output.HasField("top_logprobs"),
         wants_timing=output.include_timing,
         stream_interval_tokens=output.stream_interval_tokens or None,
-        cache_salt=spec.cache.cache_salt.encode("utf-8"),
+        cache_salt=salt_of(tenant, spec.cache.cache_salt),
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         queue_timeout_s=queue_timeout_s,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
         session_id=spec.scheduling.session_id,
     )
+
+
+def salt_of(tenant: str, client_salt: str) -> bytes:
+    """What keeps prefix caches apart. No two pairs have the same: a name of a tenant holds no zero byte."""
+    own = client_salt.encode("utf-8")
+    return b"\0" + tenant.encode("utf-8") + b"\0" + own if tenant else own
 
 
 def check_model(field: str, name: str, model: ServedModel) -> None:

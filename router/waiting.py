@@ -50,6 +50,10 @@ class WaitingQueue:
         if trail is not None:
             self._waiters.move_to_end(generation_id, last=False)
 
+    def find(self, generation_id: str) -> LiveRequest | None:
+        waiter = self._waiters.get(generation_id)
+        return None if waiter is None else waiter.live
+
     def pop(self, generation_id: str) -> Waiter | None:
         """Takes one out; None when it does not wait here."""
         waiter = self._waiters.pop(generation_id, None)

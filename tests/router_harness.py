@@ -95,12 +95,12 @@ class Router:
     async def until_all_ready(self) -> None:
         """Every worker, not only the one of each role that is enough to serve: which one comes first is chance."""
 
-        async def ask() -> bool:
-            status = await self.admin.GetStatus(admin_pb2.GetStatusRequest())
+        async def ask(admin: Any) -> bool:
+            status = await admin.GetStatus(admin_pb2.GetStatusRequest())
             return all(worker.state == admin_pb2.WorkerStatus.STATE_READY for worker in status.workers)
 
-        async with asyncio.timeout(20):
-            while not await ask():
+        async with asyncio.timeout(20), rpc.create_channel(self.control_address) as control:
+            while not await ask(admin_pb2_grpc.AdminServiceStub(control)):
                 pass
 
     async def stream(self, spec: pb.GenerationSpec, **call: Any) -> list[pb.GenerateStreamResponse]:

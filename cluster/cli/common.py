@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.address import parse_address
-from cluster.errors import BatonError, CheckpointError, ConfigError, InvalidRequest, NotReachable
+from cluster.errors import BatonError, CheckpointError, ConfigError, InvalidRequest, NotReachable, Unauthenticated
 from cluster.program import ExitCode
 
 if TYPE_CHECKING:
@@ -36,6 +36,17 @@ Address = Annotated[
     str,
     typer.Option(
         metavar="HOST:PORT", envvar="BATON_ADDRESS", callback=_checked_address, help="The router's gRPC address."
+    ),
+]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="BATON_API_KEY",
+        show_envvar=True,
+        show_default=False,
+        help="API key, where the cluster wants one; better in the environment, where `ps` does not show it.",
     ),
 ]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
@@ -75,14 +86,16 @@ def print_error(error: BatonError) -> None:
     lines = [f"{v.field}: {v.description}" for v in error.violations] or [error.message]
     if isinstance(error, NotReachable):
         lines.append("start a cluster with `baton serve`, or name another with --address")
+    if isinstance(error, Unauthenticated):
+        lines.append("name one with --api-key or BATON_API_KEY")
     if error.retry_after_s is not None:
         lines.append(f"try again in {error.retry_after_s:g} s")
     print("error: " + "\n       ".join(lines), file=sys.stderr)
 
 
-def connect(address: str) -> BatonClient:
+def connect(address: str, api_key: str | None = None) -> BatonClient:
     """gRPC's own log lines are silenced: what they say arrives as an error."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.client import BatonClient
 
-    return BatonClient(address)
+    return BatonClient(address, api_key=api_key)

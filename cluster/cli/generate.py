@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from cluster.cli.common import DEFAULT_ADDRESS, Address, AsJson, connect, outcome
+from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, connect, outcome
 
 if TYPE_CHECKING:
     from cluster.client import GenerationStream
@@ -32,6 +32,7 @@ def generate(
         str, typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads it from standard input.")
     ],
     address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKeyOption = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -45,7 +46,7 @@ def generate(
 ) -> None:
     """Generate text from a prompt and print it as it comes."""
     temperature = resolve_temperature(temperature, greedy)
-    with outcome(), connect(address) as client:
+    with outcome(), connect(address, api_key) as client:
         from cluster.client import make_spec
         from cluster.transcript import Transcript
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import config
+from cluster.cli import config, keys
 from cluster.cli.chat import chat
 from cluster.cli.common import INTERRUPTED
 from cluster.cli.generate import generate
@@ -53,6 +53,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.add_typer(config.app, name="config")
+app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from cluster.config.load import load_config, parse_config
 from cluster.config.schema import (
+    AuthSection,
     EngineSection,
     MetricsSection,
     ModelSection,
@@ -20,6 +21,7 @@ from cluster.config.schema import (
 )
 
 __all__ = [
+    "AuthSection",
     "EngineSection",
     "MetricsSection",
     "ModelSection",

@@ -1,7 +1,7 @@
 """From the operator's file to a ServingConfig, or to one ConfigError that lists every mistake with its position.
 
-Owns the order of the work: read the file, parse YAML into nodes (`yaml.compose`, so nothing is constructed), read
-`metadata.serving` against the schema, then check the keys against one another and the model folder on disk.
+Owns the order of the work: read the file, parse YAML into nodes, read `metadata.serving` against the schema, then check
+the keys against one another and the model folder on disk.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from cluster.config.checks import Finding, check
+from cluster.config.compose import compose, read_text
 from cluster.config.read import Reader, entries, join, nearest, place_of, report_doubled_keys
 from cluster.config.schema import ServingConfig
 from cluster.config.source import Place, Source, clip
@@ -25,19 +26,13 @@ def load_config(path: str | Path, *, model_path: str | None = None) -> ServingCo
 
     Raises ConfigError with all problems, each as `cluster.yaml:41:17: metadata.serving....: what` and the line.
     """
-    try:
-        text = Path(path).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    return parse_config(text, str(path), model_path=model_path)
+    return parse_config(read_text(path), str(path), model_path=model_path)
 
 
 def parse_config(text: str, filename: str, *, model_path: str | None = None) -> ServingConfig:
     """The same from text; `filename` is shown in errors, and relative paths start at its folder."""
     source = Source(filename, text)
-    serving = _find_serving(source, _compose(source, text))
+    serving = _find_serving(source, compose(source, text, f"Baton's part goes under {ROOT}"))
     reader = Reader(source, ServingConfig)
     config = reader.read_section(ServingConfig, ROOT, serving)
     config = _resolve_paths(config, Path(filename).parent, model_path)
@@ -45,7 +40,7 @@ def parse_config(text: str, filename: str, *, model_path: str | None = None) -> 
     if wrong_model and model_path is not None:
         raise ConfigError(f"--model: {wrong_model}")
     model = [Finding("model.path", wrong_model)] if wrong_model else []
-    for finding in (*check(config), *model):
+    for finding in (*check(config), *model, *_wrong_keys(config)):
         keys = [join(ROOT, key) for key in (finding.key, *finding.rests_on)]
         if not any(source.has_problem(key) for key in keys):
             source.report(_nearest_place(reader, keys), keys[0], finding.what)
@@ -56,30 +51,6 @@ def parse_config(text: str, filename: str, *, model_path: str | None = None) -> 
 def _raise_if_wrong(source: Source) -> None:
     if source.num_problems:
         raise ConfigError(source.render())
-
-
-def _compose(source: Source, text: str) -> yaml.Node:
-    """The node graph of a single document; bad YAML is raised at once, since nothing after it can be trusted."""
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
-        context = f" {error.context}" if error.context else ""
-        place = Place(mark.line + 1, mark.column + 1) if mark else None
-        source.report(place, "", f"is not valid YAML: {error.problem}{context}{hint}")
-    except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        place = Place(before.count("\n") + 1, error.position - before.rfind("\n"))
-        source.report(place, "", f"is not valid YAML: the character U+{error.character:04X} may not stand in a file")
-    except RecursionError:
-        source.report(None, "", "is not valid YAML: nested too deeply")
-    else:
-        if isinstance(root, yaml.MappingNode):
-            return root
-        what = "is empty" if root is None else "must be a mapping of keys to values at its top"
-        source.report(place_of(root) if root else None, "", f"{what}; Baton's part goes under {ROOT}")
-    raise ConfigError(source.render())
 
 
 def _find_serving(source: Source, root: yaml.Node) -> yaml.Node:
@@ -105,7 +76,8 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
     else:
         model = replace(config.model, path=str((folder / config.model.path).absolute()))
     log_dir = None if config.log_dir is None else str((folder / config.log_dir).absolute())
-    return replace(config, model=model, log_dir=log_dir)
+    keys_file = None if config.auth.keys_file is None else str((folder / config.auth.keys_file).absolute())
+    return replace(config, model=model, log_dir=log_dir, auth=replace(config.auth, keys_file=keys_file))
 
 
 def _wrong_model(path: Path) -> str | None:
@@ -116,6 +88,13 @@ def _wrong_model(path: Path) -> str | None:
     if not (path / "config.json").is_file():
         return f"no config.json in {path}; name a Hugging Face checkpoint"
     return None
+
+
+def _wrong_keys(config: ServingConfig) -> list[Finding]:
+    path = config.auth.keys_file
+    if path is None or Path(path).is_file():
+        return []
+    return [Finding("auth.keys_file", f"no such file: {path}; make it with `baton keys create --file {path}`")]
 
 
 def _nearest_place(reader: Reader, keys: list[str]) -> Place | None:

@@ -41,6 +41,8 @@ class Kind:
     choices: tuple[str, ...]
     is_optional: bool
     bounds: Bounds
+    is_list: bool = False
+    """A list of such values."""
 
     @property
     def section(self) -> type | None:
@@ -54,9 +56,11 @@ def kinds_of(section: type) -> dict[str, Kind]:
     for f in dataclasses.fields(section):
         arguments = typing.get_args(hints[f.name]) if isinstance(hints[f.name], types.UnionType) else (hints[f.name],)
         inner = next(a for a in arguments if a is not type(None))
+        is_list = typing.get_origin(inner) is tuple
+        inner = typing.get_args(inner)[0] if is_list else inner
         choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
         bounds = f.metadata.get("bounds", Bounds())
-        found[f.name] = Kind(str if choices else inner, choices, type(None) in arguments, bounds)
+        found[f.name] = Kind(str if choices else inner, choices, type(None) in arguments, bounds, is_list)
     return found
 
 
@@ -119,7 +123,7 @@ class Reader:
             self._source.report(place_of(node), path, f"must be a mapping of keys to values (got {_shown(node)})")
         for name, kind in kinds_of(section).items():
             if name not in values and _is_required(section, name):
-                values[name] = "" if kind.section is None else kind.section("")
+                values[name] = () if kind.is_list else "" if kind.section is None else kind.section("")
         return section(**values)
 
     def _read_fields(self, section: type, path: str, node: yaml.MappingNode, values: dict[str, Any]) -> None:
@@ -161,6 +165,9 @@ class Reader:
         if kind.section is not None:
             values[name] = self.read_section(kind.section, key, node)
             return
+        if kind.is_list:
+            self._read_list(kind, key, node, name, values)
+            return
         try:
             value = _scalar(kind, node)
             _check_bounds(kind.bounds, value)
@@ -169,6 +176,18 @@ class Reader:
             self._source.report(place_of(node), key, f"{what} (got {_shown(node)}){''.join(hint)}")
         else:
             values[name] = value
+
+    def _read_list(self, kind: Kind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
+        """Each item as a value of its own; those that cannot be read are reported and left out."""
+        if not isinstance(node, yaml.SequenceNode):
+            self._source.report(place_of(node), key, f"must be a list (got {_shown(node)}), such as [{_shown(node)}]")
+            return
+        items: list[Any] = []
+        for number, item in enumerate(node.value):
+            read: dict[str, Any] = {}
+            self._read(dataclasses.replace(kind, is_list=False), f"{key}[{number}]", item, name, read)
+            items.extend(read.values())
+        values[name] = tuple(items)
 
 
 def _scalar(kind: Kind, node: yaml.Node) -> Any:

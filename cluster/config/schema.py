@@ -205,6 +205,15 @@ class RouterSection:
 
 
 @dataclass(frozen=True)
+class AuthSection:
+    """Who may use the public port; docs/security.md."""
+
+    keys_file: str | None = None
+    """File of API keys, relative to the folder of this file; `baton keys create` makes it, and a change counts within
+    about a second. null: nobody needs a key."""
+
+
+@dataclass(frozen=True)
 class SloSection:
     """What requests should keep. `router.policy: predicted` prefers workers on which they do."""
 
@@ -249,6 +258,8 @@ class ServingConfig:
     """How KV travels between workers."""
     router: RouterSection = field(default_factory=RouterSection)
     """The public front door."""
+    auth: AuthSection = field(default_factory=AuthSection)
+    """Who may use it."""
     rebalance: RebalanceSection = field(default_factory=RebalanceSection)
     """Whether the ratio moves by itself."""
     metrics: MetricsSection = field(default_factory=MetricsSection)

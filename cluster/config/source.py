@@ -30,8 +30,10 @@ class Problem:
 class Source:
     """The text of one file and the problems found in it."""
 
-    def __init__(self, filename: str, text: str) -> None:
+    def __init__(self, filename: str, text: str, *, shows_lines: bool = True) -> None:
+        """`shows_lines` False: problems are told without the line, which may hold a secret."""
         self.filename = filename
+        self._shows_lines = shows_lines
         self._lines = text.splitlines()
         self._problems: list[Problem] = []
 
@@ -61,7 +63,7 @@ class Source:
 
     def _excerpt(self, place: Place) -> str:
         """The line and a caret under the column; of a very long line, the part around the column."""
-        if not 1 <= place.line <= len(self._lines):
+        if not self._shows_lines or not 1 <= place.line <= len(self._lines):
             return ""
         line = "".join(c if c.isprintable() else " " for c in self._lines[place.line - 1])
         first = max(0, place.column - _MAX_LINE // 2) if len(line) > _MAX_LINE else 0

@@ -76,7 +76,7 @@ def test_every_problem_is_reported_in_the_order_of_the_file(folder: Path) -> Non
         "    model: {dtype: fp32}\n",
     )
     dtypes = "auto, float32, bfloat16 or float16"
-    sections = "model, roles, engine, transfer, router, rebalance, metrics, log_dir"
+    sections = ", ".join(kinds_of(ServingConfig))
     assert [line.replace(" metadata.serving.", " ") for line in found] == [
         "4:12: model.path: is missing",
         f'4:20: model.dtype: must be {dtypes} (got fp32); did you mean "float32"?',

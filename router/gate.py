@@ -1,0 +1,108 @@
+"""Who may call what on the public listener: API keys in, callers out.
+
+A gRPC interceptor lets a call through to its method or ends it there, before its message is read; the method then asks
+`caller_of` on whose behalf it works. Health is open to everybody, every other method needs a key that is known, and the
+services named at the start need a scope as well. Without a keys file everybody is ANYONE. Knows no method.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+import grpc
+
+from cluster import rpc
+from cluster.api_keys import ApiKey, Scope, digest_of
+from cluster.errors import BatonError, PermissionDenied, Unauthenticated
+from router.caller import ANYONE, Caller, Quota
+from router.handlers import Context
+
+HEADER = "authorization"
+_SCHEME = "bearer"
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class KeyRing:
+    """The keys that are known now; `replace` swaps all of them at once."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._by_digest: dict[str, tuple[str, Caller]] = {}
+        self.replace(keys)
+
+    def __len__(self) -> int:
+        return len(self._by_digest)
+
+    def replace(self, keys: Iterable[ApiKey]) -> None:
+        self._by_digest = {key.sha256: (key.sha256, _caller(key)) for key in keys}
+
+    def caller(self, key: str) -> Caller | None:
+        """Where the table is looked at depends on the digest alone, which who sends a key cannot steer towards another
+        one's; whether it is that one is compared in constant time."""
+        digest = digest_of(key)
+        known, caller = self._by_digest.get(digest, ("", None))
+        return caller if hmac.compare_digest(known, digest) else None
+
+
+class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """`keys` None: no keys are needed. `scopes`: which one a service needs, by its full name."""
+
+    def __init__(self, keys: KeyRing | None, scopes: Mapping[str, Scope], open_services: Iterable[str]) -> None:
+        self._keys = keys
+        self._scopes = dict(scopes)
+        self._open = frozenset(open_services)
+
+    def caller_of(self, context: Context) -> Caller:
+        """Raises Unauthenticated, also for a key that was revoked since its call was let through."""
+        return self._caller(context.invocation_metadata() or ())
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        service = handler_call_details.method.rpartition("/")[0].lstrip("/")
+        if self._keys is not None and service not in self._open:
+            try:
+                self._check_scope(self._caller(handler_call_details.invocation_metadata or ()), service)
+            except BatonError as error:
+                return _refusal(error)
+        return await continuation(handler_call_details)
+
+    def _check_scope(self, caller: Caller, service: str) -> None:
+        needed = self._scopes.get(service)
+        if needed is not None and needed not in caller.scopes:
+            raise PermissionDenied(
+                f"API key {caller.key_id} does not have the scope {needed}, which {service} needs: it has "
+                f"{', '.join(sorted(caller.scopes))}"
+            )
+
+    def _caller(self, metadata: Metadata) -> Caller:
+        if self._keys is None:
+            return ANYONE
+        sent = [value for name, value in metadata if name.lower() == HEADER]
+        if not sent:
+            raise Unauthenticated(f"an API key is needed: send it as `{HEADER}: Bearer KEY` with the call")
+        value = sent[0]
+        scheme, _, key = (value if isinstance(value, str) else "").partition(" ")
+        if len(sent) > 1 or scheme.lower() != _SCHEME or not key.strip():
+            raise Unauthenticated(f"the {HEADER} of a call must be one `Bearer KEY`, with an API key of this cluster")
+        caller = self._keys.caller(key.strip())
+        if caller is None:
+            raise Unauthenticated("the API key is not known here: it was revoked, or belongs to another cluster")
+        return caller
+
+
+def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+    """Ends a call of any kind at once: it reads none of the messages that may come."""
+
+    async def refuse(_: object, context: Context) -> None:
+        await rpc.abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _caller(key: ApiKey) -> Caller:
+    return Caller(key.id, key.tenant, frozenset(key.scopes), key.weight, Quota(**vars(key.quota)))

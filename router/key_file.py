@@ -1,0 +1,64 @@
+"""The keys file while the router runs: a changed file takes effect within about a second, a broken one changes nothing.
+
+    load at the start (a mistake is a ConfigError) -> follow: stat, and read again what differs
+
+Only `stat` runs on the event loop; a changed file is read and checked on the executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from concurrent.futures import Executor
+from pathlib import Path
+
+from cluster.api_keys import ApiKey, load_keys
+from cluster.errors import ConfigError
+from router.gate import KeyRing
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+
+Stamp = tuple[int, int, int]
+"""What differs between two states of a file: its inode, its length, when it was changed."""
+
+
+class KeyFile:
+    """The keys of one file, kept in `ring`."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for a file that cannot be read or is wrong."""
+        self._path = Path(path)
+        self._stamp = self._look()
+        self.ring = KeyRing(load_keys(path))
+
+    async def follow(self, executor: Executor) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            await self.refresh(executor)
+
+    async def refresh(self, executor: Executor) -> bool:
+        """Takes the file up if it has changed; True when it did."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            return False
+        self._stamp = stamp
+        try:
+            keys: tuple[ApiKey, ...] = await asyncio.get_running_loop().run_in_executor(executor, load_keys, self._path)
+        except ConfigError as error:
+            log.error("the API keys stay as they were: %s", error.message)
+            return False
+        self.ring.replace(keys)
+        log.info("%d API keys from now on", len(keys))
+        return True
+
+    def _look(self) -> Stamp | None:
+        """None: it is not there."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns
