@@ -16,6 +16,7 @@ from cluster.errors import InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.rpc import create_blocking_channel, from_rpc_error
+from cluster.tls import ClientTls
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -107,13 +108,16 @@ class GenerationStream:
 class BatonClient:
     """One connection to a router; it connects at the first call. `timeout_s` of a call is its gRPC deadline."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None) -> None:
-        """`api_key`: sent with each call. Raises InvalidRequest for one that no header can carry."""
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
+        """`api_key`: sent with each call. Raises InvalidRequest for one that no header can carry, and ConfigError for
+        files of `tls` that cannot be used."""
         if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
             raise InvalidRequest("the API key holds characters that no key has; was it copied whole?")
         self.address = address
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
-        self._channel = create_blocking_channel(address)
+        self._channel = create_blocking_channel(address, tls=tls)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
 

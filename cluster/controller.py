@@ -26,6 +26,7 @@ from cluster.plan import CPU_SHARE, ClusterPlan, WorkerPlan
 from cluster.rpc import create_channel
 from cluster.settings import RouterSettings
 from cluster.supervisor import Running, State, Supervisor
+from cluster.tls import internal_tls_of
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +169,8 @@ class Controller:
             for name, worker in self._plans.items()
         }
         router = RouterLauncher(plan.router, programs.router, log_dir, self._reporter("router"))
+        tls = internal_tls_of(plan.router)
+        self._tls = None if tls is None else tls.client
         self._drain_s = plan.router.drain_timeout_s
         self._router = Supervisor("router", router.launch, self._on_change)
         self._workers = {
@@ -253,7 +256,7 @@ class Controller:
             if worker.state is State.READY
         ]
         card = self._router.card
-        async with create_channel(str(card["control_address"])) as channel:
+        async with create_channel(str(card["control_address"]), tls=self._tls) as channel:
             control = admin_pb2_grpc.ControlServiceStub(channel)
             await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=addresses), timeout=_CALL_S)
         if len(addresses) == len(self._workers) and not self._has_served:
@@ -263,7 +266,7 @@ class Controller:
 
     async def _router_sees(self, num_workers: int, address: str) -> bool:
         """Waits until the router is connected to its workers; False when those have changed meanwhile."""
-        async with create_channel(address) as channel:
+        async with create_channel(address, tls=self._tls) as channel:
             admin = admin_pb2_grpc.AdminServiceStub(channel)
             while True:
                 status = await admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=_CALL_S)

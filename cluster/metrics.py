@@ -7,14 +7,17 @@ label, and each series is there from the start. Knows no single metric.
 from __future__ import annotations
 
 import itertools
+import socket
+import ssl
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
 
 from cluster.address import format_address, is_loopback
 from cluster.errors import ConfigError
+from cluster.tls import ServerTls
 
 OTHER = "other"
 """Takes the place of a label's value that was not declared."""
@@ -63,21 +66,40 @@ def duration_histogram(metric: Metric, registry: CollectorRegistry) -> Histogram
 class MetricsPage:
     """The page of one registry, served from its own threads at `address` until `close`."""
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, *, insecure: bool = False) -> None:
-        """`port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had."""
-        if not is_loopback(host) and not insecure:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        *,
+        insecure: bool = False,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """`port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had, and for files of
+        `tls` that cannot be used."""
+        if not is_loopback(host) and tls is None and not insecure:
             raise ConfigError(
-                f"refusing to serve metrics on {host!r} without TLS: use 127.0.0.1, or allow it with `insecure` "
-                "where the network keeps strangers out"
+                f"refusing to serve metrics on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or "
+                "allow it with `insecure` where the network keeps strangers out"
             )
+        if tls is not None:
+            tls.context()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began: twice the lines, and nobody asks
         try:
-            self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+            self._server, self._thread = start_http_server(
+                port,
+                addr=host,
+                registry=registry,
+                certfile=None if tls is None else tls.cert,
+                keyfile=None if tls is None else tls.key,
+            )
         except (OSError, OverflowError) as error:
             raise ConfigError(
                 f"cannot serve metrics on {format_address(host, port)}: it is in use or not an address of this "
                 "machine; choose another port (0: any free one) or host"
             ) from error
+        if tls is not None:
+            _shake_hands_in_threads(self._server.socket)
         self.address = format_address(host, self._server.server_port)
 
     def close(self) -> None:
@@ -85,6 +107,13 @@ class MetricsPage:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+def _shake_hands_in_threads(listener: socket.socket) -> None:
+    """The thread that accepts does not shake hands: a reader that stalls holds up its own thread, not everybody."""
+    assert isinstance(listener, ssl.SSLSocket)
+    untyped: Any = listener
+    untyped.do_handshake_on_connect = False
 
 
 def render_reference(introduction: str, metrics: Sequence[Metric]) -> str:

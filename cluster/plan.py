@@ -123,6 +123,9 @@ def plan_worker(
             dead_after_s=transfer.dead_after_s,
             metrics_port=0 if config.metrics.workers else None,
             step_log=step_log if tp_rank == 0 else None,
+            internal_tls_cert=config.internal_tls.cert,
+            internal_tls_key=config.internal_tls.key,
+            internal_tls_ca=config.internal_tls.ca,
             insecure=config.router.insecure,
         )
         for tp_rank in range(tp_size)
@@ -151,5 +154,11 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         max_message_bytes=router.max_message_bytes,
         dead_after_s=config.transfer.dead_after_s,
         metrics_port=0 if config.metrics.router else None,
+        tls_cert=config.tls.cert,
+        tls_key=config.tls.key,
+        tls_client_ca=config.tls.client_ca,
+        internal_tls_cert=config.internal_tls.cert,
+        internal_tls_key=config.internal_tls.key,
+        internal_tls_ca=config.internal_tls.ca,
         insecure=router.insecure,
     )

@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from cluster import errors
 from cluster.address import format_address, is_loopback
 from cluster.errors import BatonError, ConfigError, FieldViolation, InternalError, NotReachable
+from cluster.tls import ClientTls, ServerTls
 
 __all__ = [
     "DETAILS_KEY",
@@ -50,7 +51,7 @@ _MAX_DETAILS_BYTES = 3000
 _PING_EVERY_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
 
-ChannelOptions = list[tuple[str, int]]
+ChannelOptions = list[tuple[str, Any]]
 
 
 def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> ChannelOptions:
@@ -92,24 +93,28 @@ def create_server(
     port: int = 0,
     *,
     insecure: bool = False,
+    tls: ServerTls | None = None,
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES,
     interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
 ) -> tuple[grpc.aio.Server, int]:
     """A server bound to `host:port` (0: any free port) and the port it got; add services, then `await server.start()`.
 
-    Call it inside the running event loop. Raises ConfigError for an address that is neither loopback nor allowed by
-    `insecure`, and for one that cannot be bound.
+    Call it inside the running event loop. Raises ConfigError for an address that is not loopback, without `tls` and not
+    allowed by `insecure`; for one that cannot be bound; and for files of `tls` that cannot be used.
     """
-    if not is_loopback(host) and not insecure:
+    if not is_loopback(host) and tls is None and not insecure:
         raise ConfigError(
-            f"refusing to listen on {host!r} without TLS: use 127.0.0.1, or allow it with `insecure` "
-            "where the network keeps strangers out"
+            f"refusing to listen on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or allow it "
+            "with `insecure` where the network keeps strangers out"
         )
+    credentials = None if tls is None else tls.credentials()
     server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
     address = format_address(host, port)
     refused = f"cannot listen on {address}: it is in use or not an address of this machine; choose another port or host"
     try:
-        bound = server.add_insecure_port(address)
+        bound = (
+            server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
+        )
     except RuntimeError as error:
         raise ConfigError(refused) from error
     if bound == 0:
@@ -118,22 +123,33 @@ def create_server(
 
 
 def create_channel(
-    address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES, is_alone: bool = False
+    address: str,
+    *,
+    tls: ClientTls | None = None,
+    max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+    is_alone: bool = False,
 ) -> grpc.aio.Channel:
     """A channel for asyncio code; it connects at first use and again by itself.
 
     `is_alone`: on a connection of its own. Channels to one address share one otherwise, and with it how long to wait
-    before the next attempt after one that failed.
+    before the next attempt after one that failed. Raises ConfigError for files of `tls` that cannot be used.
     """
     options = channel_options(max_message_bytes)
     if is_alone:
         options.append(("grpc.use_local_subchannel_pool", 1))
-    return grpc.aio.insecure_channel(address, options=options)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.secure_channel(address, tls.credentials(), options=options + tls.options)
 
 
-def create_blocking_channel(address: str, *, max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> grpc.Channel:
+def create_blocking_channel(
+    address: str, *, tls: ClientTls | None = None, max_message_bytes: int = INTERNAL_MESSAGE_BYTES
+) -> grpc.Channel:
     """The same for threads."""
-    return grpc.insecure_channel(address, options=channel_options(max_message_bytes))
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return grpc.insecure_channel(address, options=options)
+    return grpc.secure_channel(address, tls.credentials(), options=options + tls.options)
 
 
 def status_of(error: BatonError) -> status_pb2.Status:

@@ -110,6 +110,12 @@ class WorkerSettings(JsonSettings):
     """Port of the Prometheus page; 0: any free one; None: no page."""
     step_log: str | None = None
     """File that gets one JSON line for each step: who joined, ran and left."""
+    internal_tls_cert: str | None = None
+    """File with the certificate that this process shows to others of the cluster; None: without TLS."""
+    internal_tls_key: str | None = None
+    """File with its private key."""
+    internal_tls_ca: str | None = None
+    """File with the authority that signed the certificates of all of them."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""
 
@@ -158,5 +164,17 @@ class RouterSettings(JsonSettings):
     """At shutdown, running requests get this long to end."""
     metrics_port: int | None = None
     """Port of the Prometheus page; 0: any free one; None: no page."""
+    tls_cert: str | None = None
+    """File with the certificate of the public port; None: without TLS."""
+    tls_key: str | None = None
+    """File with its private key."""
+    tls_client_ca: str | None = None
+    """File with the authorities of clients, who must show a certificate; None: they need none."""
+    internal_tls_cert: str | None = None
+    """File with the certificate that this process shows to workers and the controller; None: without TLS."""
+    internal_tls_key: str | None = None
+    """File with its private key."""
+    internal_tls_ca: str | None = None
+    """File with the authority that signed the certificates of all of them."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""

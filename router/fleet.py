@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
+from cluster.tls import ClientTls
 from router.prefix_index import Holders
 from router.worker_client import Listener, WorkerClient
 
@@ -51,6 +52,8 @@ class Fleet:
         *,
         needs_prefill: bool = True,
     ) -> None:
+        self.tls: ClientTls | None = None
+        """With which workers are called that are named from now on."""
         self._needs_prefill = needs_prefill
         self._listener = listener
         self._dead_after_s = dead_after_s
@@ -94,6 +97,7 @@ class Fleet:
                     self._listener,
                     self._dead_after_s,
                     self._holders,
+                    self.tls,
                 )
                 worker.is_draining = address.is_draining
                 self._workers[address.worker_id] = worker

@@ -25,6 +25,7 @@ from cluster.metrics import MetricsPage
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
+from cluster.tls import internal_tls_of, public_tls_of
 from router.admin import AdminService, ControlService
 from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
@@ -71,6 +72,8 @@ class RouterServer:
         )
         self._tokenizer = Tokenizer.from_folder(folder)
         self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
+        self._tls = public_tls_of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+        self._internal_tls = internal_tls_of(settings)
         self._key_file = KeyFile(settings.keys_file) if settings.keys_file is not None else None
         self.keys = self._key_file.ring if self._key_file is not None else None
         self._gate = Gate(self.keys, _SCOPES, (health.SERVICE_NAME,))
@@ -85,6 +88,7 @@ class RouterServer:
             Objectives(settings.ttft_slo_s, settings.tpot_slo_s),
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
+        self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
@@ -98,12 +102,16 @@ class RouterServer:
             settings.host,
             settings.port,
             insecure=settings.insecure,
+            tls=self._tls,
             max_message_bytes=min(_TRANSPORT_SLACK * settings.max_message_bytes, _MOST_MESSAGE_BYTES),
             interceptors=(self._gate,),
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
-            _CONTROL_HOST, settings.control_port, max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES
+            _CONTROL_HOST,
+            settings.control_port,
+            tls=None if self._internal_tls is None else self._internal_tls.server,
+            max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES,
         )
         self._servers.append(control)
         address = rpc.format_address(settings.host, port)
@@ -143,12 +151,19 @@ class RouterServer:
             self._metrics_page.close()
 
     def _serve_metrics(self) -> None:
-        """The page has no TLS: where the router is open to others by TLS alone, it stays on loopback."""
+        """With the TLS of the cluster's inside, as workers serve theirs; without it the page stays on loopback where the
+        router is open to others by the TLS of its public port alone."""
         settings = self._settings
         if settings.metrics_port is not None:
-            host = settings.host if is_loopback(settings.host) or settings.insecure else _CONTROL_HOST
-            registry = self.dispatcher.metrics.registry
-            self._metrics_page = MetricsPage(registry, host, settings.metrics_port, insecure=settings.insecure)
+            tls = None if self._internal_tls is None else self._internal_tls.page
+            is_open = is_loopback(settings.host) or settings.insecure or tls is not None
+            self._metrics_page = MetricsPage(
+                self.dispatcher.metrics.registry,
+                settings.host if is_open else _CONTROL_HOST,
+                settings.metrics_port,
+                insecure=settings.insecure,
+                tls=tls,
+            )
 
     async def _add_public_services(self, server: grpc.aio.Server, admin: AdminService) -> None:
         pace = Pace(self._settings.stream_messages_per_s)

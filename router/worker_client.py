@@ -24,6 +24,7 @@ from cluster.errors import BatonError, FailedPrecondition
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
 from cluster.pulse import Pulse, Timing, Verdict
 from cluster.step_cost import StepCost
+from cluster.tls import ClientTls
 from router.prefix_index import Holders, PrefixIndex, PromptHashes
 
 log = logging.getLogger(__name__)
@@ -66,8 +67,10 @@ class WorkerClient:
         listener: Listener,
         dead_after_s: float = DEAD_AFTER_S,
         holders: Holders | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """`holders`: what all workers' prefix caches hold; None: this one's is looked at by itself."""
+        self._tls = tls
         self.worker_id = worker_id
         self.address = address
         self.role = role
@@ -119,7 +122,7 @@ class WorkerClient:
 
     async def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        async with rpc.create_channel(self.address, is_alone=True) as channel:
+        async with rpc.create_channel(self.address, tls=self._tls, is_alone=True) as channel:
             while True:
                 try:
                     await self._session(channel)

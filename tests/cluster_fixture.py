@@ -23,6 +23,7 @@ from cluster.errors import BatonError
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, worker_pb2
 from cluster.rpc import create_blocking_channel
 from cluster.settings import RouterSettings, WorkerSettings
+from cluster.tls import ClientTls
 from engine.block_manager import BlockManager
 from engine.generate import Completion, Engine
 from engine.runner import ModelRunner
@@ -60,7 +61,7 @@ HAND_OVER = {"policy": "least_loaded"}
 
 class PlainCluster:
     """Use it as a context manager. `prefill`, `decode` and `router` are settings of one process, the rest of both
-    workers; logs go to `folder`."""
+    workers; `tls` is what clients use; logs go to `folder`."""
 
     def __init__(
         self,
@@ -70,12 +71,14 @@ class PlainCluster:
         prefill: Settings | None = None,
         decode: Settings | None = None,
         router: Settings | None = None,
+        tls: ClientTls | None = None,
         **workers: Any,
     ) -> None:
         self._model_path = str(model_path)
         self._folder = folder
         self._overrides = {PREFILL: dict(prefill or {}), DECODE: dict(decode or {})}
         self._router_settings = dict(router or {})
+        self._tls = tls
         self._common = {"threads": 1, "device": "cpu", "dtype": "float32", **workers}
         self.processes: dict[str, Process] = {}
 
@@ -189,8 +192,8 @@ class PlainCluster:
         return self.processes[worker_id].expect("ready")
 
     def _connect(self) -> None:
-        self.client = BatonClient(self.address)
-        self.channel = create_blocking_channel(self.address)
+        self.client = BatonClient(self.address, tls=self._tls)
+        self.channel = create_blocking_channel(self.address, tls=self._tls)
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
         self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)
         watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(), timeout=START_TIMEOUT_S)

@@ -14,6 +14,7 @@ import grpc
 
 from cluster import rpc
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
+from cluster.tls import ServerTls
 
 PREFILL = generation_pb2.Heartbeat.PHASE_PREFILL
 TRANSFER = generation_pb2.Heartbeat.PHASE_TRANSFER
@@ -63,7 +64,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         worker_id: str,
         role: worker_pb2.Role,
         script: Callable[[FakeWorker, worker_pb2.Admit], None] | None = None,
+        tls: ServerTls | None = None,
     ) -> None:
+        self.tls = tls
         self.worker_id = worker_id
         self.role = role
         self.script = script
@@ -80,7 +83,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def start(self, port: int = 0) -> str:
         """Listens; returns host:port. A worker that is started again has another incarnation."""
         self.incarnation = uuid.uuid4().hex
-        self._server, bound = rpc.create_server(port=port)
+        self._server, bound = rpc.create_server(port=port, tls=self.tls)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         await self._server.start()
         self.address = f"127.0.0.1:{bound}"

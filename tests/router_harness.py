@@ -23,6 +23,7 @@ from cluster import rpc
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
+from cluster.tls import ClientTls, internal_tls_of
 from router.server import RouterServer
 
 VOCAB_SIZE = 300
@@ -69,6 +70,7 @@ class Router:
     address: str
     control_address: str
     channel: grpc.aio.Channel
+    control_tls: ClientTls | None = None
 
     @property
     def generation(self) -> Any:
@@ -99,7 +101,7 @@ class Router:
             status = await admin.GetStatus(admin_pb2.GetStatusRequest())
             return all(worker.state == admin_pb2.WorkerStatus.STATE_READY for worker in status.workers)
 
-        async with asyncio.timeout(20), rpc.create_channel(self.control_address) as control:
+        async with asyncio.timeout(20), rpc.create_channel(self.control_address, tls=self.control_tls) as control:
             while not await ask(admin_pb2_grpc.AdminServiceStub(control)):
                 pass
 
@@ -110,18 +112,28 @@ class Router:
 
 @contextlib.asynccontextmanager
 async def running_router(
-    folder: Path, workers: Sequence[FakeWorker] = (), *, chat_template: str | None = CHAT_TEMPLATE, **settings: Any
+    folder: Path,
+    workers: Sequence[FakeWorker] = (),
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    tls: ClientTls | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Router]:
-    """Starts the workers and a router that knows them, waits until it serves with all of them, and ends all of it."""
+    """Starts the workers and a router that knows them, waits until it serves with all of them, and ends all of it.
+
+    `tls`: of the client's channel.
+    """
     for worker in workers:
         await worker.start()
     given = {"port": 0, "drain_timeout_s": 0.0, "workers": tuple(worker.flag for worker in workers)} | settings
     model_path = str(make_model_folder(folder, chat_template=chat_template))
-    server = RouterServer(RouterSettings(model_path=model_path, **given), lambda line: None)
+    complete = RouterSettings(model_path=model_path, **given)
+    internal = internal_tls_of(complete)
+    server = RouterServer(complete, lambda line: None)
     address, control_address = await server.start()
     try:
-        async with rpc.create_channel(address) as channel:
-            router = Router(server, address, control_address, channel)
+        async with rpc.create_channel(address, tls=tls) as channel:
+            router = Router(server, address, control_address, channel, internal.client if internal else None)
             if workers:
                 await router.until_serving()
                 await router.until_all_ready()

@@ -23,6 +23,7 @@ from cluster import rpc
 from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
 from cluster.settings import WorkerSettings
+from cluster.tls import internal_tls_of
 
 ROOT = Path(__file__).parent.parent
 START_TIMEOUT_S = 120.0
@@ -131,7 +132,8 @@ class Worker:
         self.is_lost = False
         self.stats = worker_pb2.WorkerStats()
         self._commands: queue.Queue[worker_pb2.Command | None] = queue.Queue()
-        self._channel = rpc.create_blocking_channel(self.address)
+        tls = internal_tls_of(self.settings)
+        self._channel = rpc.create_blocking_channel(self.address, tls=None if tls is None else tls.client)
         stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._events = stub.Session(iter(self._commands.get, None))
         first = next(self._events).events

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import struct
 from typing import TypeVar
 
 from google.protobuf.message import Message
 
 from cluster.errors import Unavailable
+from worker.sockets import Connection
 
 _HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -16,12 +16,12 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 M = TypeVar("M", bound=Message)
 
 
-def write_frame(sock: socket.socket, message: Message) -> None:
+def write_frame(sock: Connection, message: Message) -> None:
     data = message.SerializeToString()
     sock.sendall(_HEADER.pack(len(data)) + data)
 
 
-def read_frame(sock: socket.socket, message_type: type[M]) -> M:
+def read_frame(sock: Connection, message_type: type[M]) -> M:
     """Raises Unavailable when the peer closes, ValueError for a frame larger than any we send."""
     (size,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
     if size > MAX_FRAME_BYTES:
@@ -31,7 +31,7 @@ def read_frame(sock: socket.socket, message_type: type[M]) -> M:
     return message
 
 
-def _read_exactly(sock: socket.socket, size: int) -> bytes:
+def _read_exactly(sock: Connection, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         chunk = sock.recv(size - len(data))
@@ -39,12 +39,3 @@ def _read_exactly(sock: socket.socket, size: int) -> bytes:
             raise Unavailable("a tensor-parallel rank closed its connection")
         data += chunk
     return bytes(data)
-
-
-def connect(address: str, timeout_s: float) -> socket.socket:
-    """A TCP connection to host:port with no delay on small frames."""
-    host, _, port = address.rpartition(":")
-    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    sock.settimeout(None)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sock

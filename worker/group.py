@@ -10,7 +10,6 @@ handing them over would cost more than it frees. One step runs at a time.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from engine.step import StepInput
 from engine.threads import give_back
 from worker.frames import read_frame, write_frame
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
+from worker.sockets import Connection
 
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 
@@ -60,7 +60,7 @@ class RankGroup:
 
     def __init__(
         self,
-        followers: list[socket.socket],
+        followers: list[Connection],
         done: Done,
         lost: Callable[[str], None],
         wake: Callable[[], None],
@@ -171,7 +171,7 @@ class RankGroup:
         for sock in self._followers:
             write_frame(sock, command)
 
-    def _listen(self, rank: int, sock: socket.socket) -> None:
+    def _listen(self, rank: int, sock: Connection) -> None:
         try:
             while True:
                 reply = read_frame(sock, rank_pb2.RankReply)

@@ -25,6 +25,7 @@ from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, Unava
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
 from cluster.pulse import Timing, Verdict
+from cluster.tls import ClientTls
 from worker.streams import Stream
 from worker.terms import Terms
 
@@ -52,7 +53,11 @@ class Listener(Protocol):
 class Links:
     """All links of one worker."""
 
-    def __init__(self, terms: Terms, timing: Timing, listener: Listener, post: Post) -> None:
+    def __init__(
+        self, terms: Terms, timing: Timing, listener: Listener, post: Post, tls: ClientTls | None = None
+    ) -> None:
+        """`tls`: towards other workers."""
+        self._tls = tls
         self._terms = terms
         self._timing = timing
         self._listener = listener
@@ -130,7 +135,7 @@ class Links:
 
     async def _dial(self, stream: Stream[SenderMessage], address: str, incarnation: str) -> None:
         try:
-            async with rpc.create_channel(address, is_alone=True) as channel:
+            async with rpc.create_channel(address, tls=self._tls, is_alone=True) as channel:
                 await self._converse(stream, handoff_pb2_grpc.HandoffServiceStub(channel), incarnation)
         except grpc.aio.AioRpcError as error:
             is_final = error.code() is grpc.StatusCode.FAILED_PRECONDITION

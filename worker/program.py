@@ -21,6 +21,7 @@ from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
 from cluster.pulse import Timing
 from cluster.settings import WorkerSettings
+from cluster.tls import internal_tls_of
 from engine.block_manager import BlockManager
 from engine.memory_plan import MemoryPlan
 from engine.sampling import Sampler
@@ -29,13 +30,14 @@ from kv_transfer.choose import host_id
 from kv_transfer.mover import KvMover
 from kv_transfer.transport import serve_store
 from worker.core import Core
-from worker.frames import connect, read_frame, write_frame
+from worker.frames import read_frame, write_frame
 from worker.group import RankGroup
 from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, ready_for_steps, resolve
 from worker.memory import check_memory, memory_line
 from worker.metrics import HandoffMetrics, ask
 from worker.rank import ErrorKind, RankExecutor
 from worker.service import Service
+from worker.sockets import Connection, accept, connect
 from worker.step_log import StepLog
 from worker.terms import Terms
 
@@ -78,6 +80,7 @@ class Leader(_Rank):
         self._settings = resolved.settings
         self._report = report
         self._incarnation = uuid.uuid4().hex[:12]
+        self._tls = internal_tls_of(self._settings)
         self._listener: socket.socket | None = None
         self._core: Core | None = None
         self._group: RankGroup | None = None
@@ -119,7 +122,8 @@ class Leader(_Rank):
         group.attach(RankExecutor(runner, mover, group.reply))
         metrics_address = self._serve_metrics(core, mover)
         info = self._info(plan, hellos, metrics_address)
-        service = self._service = Service(core, info, self._terms(store_address), timing, group.tick)
+        terms = self._terms(store_address)
+        service = self._service = Service(core, info, terms, timing, group.tick, self._tls)
         core.attach(group, service)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
@@ -147,22 +151,24 @@ class Leader(_Rank):
             if self._group is not None:
                 self._group.close()
 
-    def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[socket.socket], list[rank_pb2.RankHello]]:
+    def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[Connection], list[rank_pb2.RankHello]]:
         """Sockets of ranks 1.. in their order, and every rank's hello, rank 0's first."""
         settings = self._settings
-        sockets: dict[int, socket.socket] = {}
+        sockets: dict[int, Connection] = {}
         hellos = {0: rank_hello(settings, self._resolved.device)}
         assert self._listener is not None, "prepare comes before start"
         while len(sockets) < settings.tp_size - 1:
             self._report(f"waiting for ranks: {len(sockets) + 1} of {settings.tp_size}")
             try:
-                sock, _ = self._listener.accept()
+                sock = accept(self._listener, self._tls)
+            except Unavailable as error:
+                logger.warning("%s", error)
+                continue
             except TimeoutError as error:
                 missing = sorted(set(range(1, settings.tp_size)) - set(sockets))
                 raise Unavailable(f"tensor-parallel ranks {missing} did not connect in time") from error
             except OSError as error:
                 raise Cancelled("stopped while waiting for its ranks") from error
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             hello = read_frame(sock, rank_pb2.RankReply).hello
             if hello.tp_rank in hellos or not 0 < hello.tp_rank < settings.tp_size:
                 raise InternalError(
@@ -193,7 +199,13 @@ class Leader(_Rank):
         if settings.metrics_port is None:
             return ""
         self._metrics.watch(lambda: ask(core.post, core.held), mover)
-        page = MetricsPage(self._metrics.registry, settings.host, settings.metrics_port, insecure=settings.insecure)
+        page = MetricsPage(
+            self._metrics.registry,
+            settings.host,
+            settings.metrics_port,
+            insecure=settings.insecure,
+            tls=None if self._tls is None else self._tls.page,
+        )
         self._metrics_page = page
         return page.address
 
@@ -258,7 +270,7 @@ class Follower(_Rank):
         super().__init__()
         self._resolved = resolved
         self._report = report
-        self._sock: socket.socket | None = None
+        self._sock: Connection | None = None
         self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._executor: RankExecutor | None = None
         self._write_lock = threading.Lock()
@@ -270,7 +282,7 @@ class Follower(_Rank):
         settings = self._resolved.settings
         if settings.leader is None:
             raise InternalError(f"tensor-parallel rank {settings.tp_rank} needs --leader, rank 0's rank address")
-        sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S)
+        sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S, internal_tls_of(settings))
         write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
         command = read_frame(sock, rank_pb2.RankCommand)
         loaded = load_rank(self._resolved, command.start, self._report)

@@ -23,6 +23,7 @@ from cluster import rpc
 from cluster.errors import Unavailable
 from cluster.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.pulse import TICKS_PER_HEARTBEAT, Timing
+from cluster.tls import InternalTls
 from worker.core import Core
 from worker.links import AnyMessage, Links
 from worker.terms import Terms
@@ -80,15 +81,18 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         terms: Terms,
         timing: Timing,
         tick_ranks: Callable[[float], str] = lambda elapsed_s: "",
+        tls: InternalTls | None = None,
     ) -> None:
-        """`tick_ranks` is told how much time has passed; it says why the ranks cannot go on now, or nothing."""
+        """`tick_ranks` is told how much time has passed; it says why the ranks cannot go on now, or nothing.
+        `tls`: with the router and with other workers."""
+        self._tls = tls
         self._core = core
         self._tick_ranks = tick_ranks
         self._frozen = ""
         """Why the ranks cannot go on; empty while they can."""
         self._info = info
         self._timing = timing
-        self._links = Links(terms, timing, core.carrier, core.post)
+        self._links = Links(terms, timing, core.carrier, core.post, None if tls is None else tls.client)
         self._sessions: dict[str, _Session] = {}
         self._session_names = itertools.count(1)
         self._loop = asyncio.new_event_loop()
@@ -111,7 +115,8 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
 
     async def _start(self, host: str, port: int, insecure: bool) -> int:
         limit = rpc.INTERNAL_MESSAGE_BYTES
-        self._server, bound = rpc.create_server(host, port, max_message_bytes=limit, insecure=insecure)
+        tls = None if self._tls is None else self._tls.server
+        self._server, bound = rpc.create_server(host, port, max_message_bytes=limit, insecure=insecure, tls=tls)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self, self._server)
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]

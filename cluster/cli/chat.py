@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, connect, outcome, print_error
+from cluster.cli.common import (
+    DEFAULT_ADDRESS,
+    Address,
+    ApiKeyOption,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    connect,
+    outcome,
+    print_error,
+)
 from cluster.cli.generate import Greedy, MaxTokens, Seed, Temperature, TopK, TopP, collect, resolve_temperature
 from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, NotReachable
 
@@ -29,6 +39,9 @@ _WELCOME = "Each line is a message. Ctrl-C stops an answer, /quit or Ctrl-D ends
 def chat(
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     system: Annotated[str | None, typer.Option(help="First message, which sets the tone.", show_default=False)] = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = None,
@@ -39,7 +52,7 @@ def chat(
 ) -> None:
     """Talk with the model; every message carries the conversation so far."""
     temperature = resolve_temperature(temperature, greedy)
-    with outcome(), connect(address, api_key) as client:
+    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
         from cluster.client import make_spec
 
         def spec_of(messages: Messages) -> GenerationSpec:

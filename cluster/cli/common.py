@@ -49,6 +49,30 @@ ApiKeyOption = Annotated[
         help="API key, where the cluster wants one; better in the environment, where `ps` does not show it.",
     ),
 ]
+TlsCa = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-ca",
+        metavar="FILE",
+        envvar="BATON_TLS_CA",
+        show_default=False,
+        help="Use TLS, with a server whose certificate is of these authorities (PEM).",
+    ),
+]
+TlsCert = Annotated[
+    str | None,
+    typer.Option(
+        "--tls-cert",
+        metavar="FILE",
+        envvar="BATON_TLS_CERT",
+        show_default=False,
+        help="Certificate to show, where the cluster wants one.",
+    ),
+]
+TlsKey = Annotated[
+    str | None,
+    typer.Option("--tls-key", metavar="FILE", envvar="BATON_TLS_KEY", show_default=False, help="Its private key."),
+]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
@@ -85,7 +109,7 @@ def exit_code(error: BatonError) -> int:
 def print_error(error: BatonError) -> None:
     lines = [f"{v.field}: {v.description}" for v in error.violations] or [error.message]
     if isinstance(error, NotReachable):
-        lines.append("start a cluster with `baton serve`, or name another with --address")
+        lines.append("start a cluster with `baton serve`, or name another with --address; one with TLS needs --tls-ca")
     if isinstance(error, Unauthenticated):
         lines.append("name one with --api-key or BATON_API_KEY")
     if error.retry_after_s is not None:
@@ -93,9 +117,19 @@ def print_error(error: BatonError) -> None:
     print("error: " + "\n       ".join(lines), file=sys.stderr)
 
 
-def connect(address: str, api_key: str | None = None) -> BatonClient:
+def connect(
+    address: str,
+    api_key: str | None = None,
+    tls_ca: str | None = None,
+    tls_cert: str | None = None,
+    tls_key: str | None = None,
+) -> BatonClient:
     """gRPC's own log lines are silenced: what they say arrives as an error."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.client import BatonClient
+    from cluster.tls import ClientTls
 
-    return BatonClient(address, api_key=api_key)
+    if tls_ca is None and (tls_cert or tls_key):
+        raise InvalidRequest("--tls-cert and --tls-key are for TLS: name the server's authority, too, with --tls-ca")
+    tls = None if tls_ca is None else ClientTls(tls_ca, tls_cert, tls_key)
+    return BatonClient(address, api_key=api_key, tls=tls)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, connect, outcome
+from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
 
 if TYPE_CHECKING:
     from cluster.client import GenerationStream
@@ -33,6 +33,9 @@ def generate(
     ],
     address: Address = DEFAULT_ADDRESS,
     api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -46,7 +49,7 @@ def generate(
 ) -> None:
     """Generate text from a prompt and print it as it comes."""
     temperature = resolve_temperature(temperature, greedy)
-    with outcome(), connect(address, api_key) as client:
+    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
         from cluster.client import make_spec
         from cluster.transcript import Transcript
 

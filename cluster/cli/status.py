@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, connect, outcome
+from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import GetStatusResponse, WorkerStatus
@@ -15,9 +15,16 @@ if TYPE_CHECKING:
 _COLUMNS = ("worker", "state", "role", "node", "ranks (pid, device)", "free", "held", "cached", "total", "seqs", "wait")
 
 
-def status(address: Address = DEFAULT_ADDRESS, api_key: ApiKeyOption = None, as_json: AsJson = False) -> None:
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
     """Show the workers, their KV blocks and the queue."""
-    with outcome(), connect(address, api_key) as client:
+    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
         described = describe(client.status())
         if as_json:
             import json

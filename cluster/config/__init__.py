@@ -10,6 +10,7 @@ from cluster.config.load import load_config, parse_config
 from cluster.config.schema import (
     AuthSection,
     EngineSection,
+    InternalTlsSection,
     MetricsSection,
     ModelSection,
     RebalanceSection,
@@ -17,12 +18,14 @@ from cluster.config.schema import (
     RolesSection,
     RouterSection,
     ServingConfig,
+    TlsSection,
     TransferSection,
 )
 
 __all__ = [
     "AuthSection",
     "EngineSection",
+    "InternalTlsSection",
     "MetricsSection",
     "ModelSection",
     "RebalanceSection",
@@ -30,6 +33,7 @@ __all__ = [
     "RolesSection",
     "RouterSection",
     "ServingConfig",
+    "TlsSection",
     "TransferSection",
     "load_config",
     "parse_config",

@@ -31,14 +31,29 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_engine(config)
     yield from _check_device(config)
     yield from _check_timers(config)
+    yield from _check_tls(config)
     router = config.router
-    if not router.insecure and not is_loopback(router.host):
+    if not router.insecure and config.tls.cert is None and not is_loopback(router.host):
         yield Finding(
             "router.host",
-            f"refusing to listen on {router.host} without TLS; use 127.0.0.1, or set router.insecure: true where the "
-            "network keeps strangers out",
-            ("router.insecure",),
+            f"refusing to listen on {router.host} without TLS; set tls.cert and tls.key, use 127.0.0.1, or set "
+            "router.insecure: true where the network keeps strangers out",
+            ("router.insecure", "tls.cert"),
         )
+
+
+def _check_tls(config: ServingConfig) -> Iterator[Finding]:
+    """A certificate is of no use without its key, nor either without the authority where both sides verify."""
+    for section, names in (("tls", ("cert", "key")), ("internal_tls", ("cert", "key", "ca"))):
+        values = vars(getattr(config, section))
+        given = [name for name, path in values.items() if path is not None]
+        missing = [name for name in names if values[name] is None]
+        if given and missing:
+            yield Finding(
+                f"{section}.{missing[0]}",
+                f"is missing beside {section}.{given[0]}; name {' and '.join(names)}, or leave all of {section} null",
+                tuple(f"{section}.{name}" for name in given),
+            )
 
 
 def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:

@@ -6,19 +6,24 @@ the keys against one another and the model folder on disk.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import yaml
 
 from cluster.config.checks import Finding, check
 from cluster.config.compose import compose, read_text
 from cluster.config.read import Reader, entries, join, nearest, place_of, report_doubled_keys
-from cluster.config.schema import ServingConfig
+from cluster.config.schema import AuthSection, InternalTlsSection, ServingConfig, TlsSection
 from cluster.config.source import Place, Source, clip
 from cluster.errors import ConfigError
 
 ROOT = "metadata.serving"
+_OF_FILES = ("auth", "tls", "internal_tls")
+"""Sections whose values are all names of files."""
+S = TypeVar("S", AuthSection, TlsSection, InternalTlsSection)
 
 
 def load_config(path: str | Path, *, model_path: str | None = None) -> ServingConfig:
@@ -40,7 +45,7 @@ def parse_config(text: str, filename: str, *, model_path: str | None = None) -> 
     if wrong_model and model_path is not None:
         raise ConfigError(f"--model: {wrong_model}")
     model = [Finding("model.path", wrong_model)] if wrong_model else []
-    for finding in (*check(config), *model, *_wrong_keys(config)):
+    for finding in (*check(config), *model, *_missing_files(config)):
         keys = [join(ROOT, key) for key in (finding.key, *finding.rests_on)]
         if not any(source.has_problem(key) for key in keys):
             source.report(_nearest_place(reader, keys), keys[0], finding.what)
@@ -76,8 +81,13 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
     else:
         model = replace(config.model, path=str((folder / config.model.path).absolute()))
     log_dir = None if config.log_dir is None else str((folder / config.log_dir).absolute())
-    keys_file = None if config.auth.keys_file is None else str((folder / config.auth.keys_file).absolute())
-    return replace(config, model=model, log_dir=log_dir, auth=replace(config.auth, keys_file=keys_file))
+    sections = {name: _with_paths(getattr(config, name), folder) for name in _OF_FILES}
+    return replace(config, model=model, log_dir=log_dir, **sections)
+
+
+def _with_paths(section: S, folder: Path) -> S:
+    """A section whose values are all names of files."""
+    return replace(section, **{name: str((folder / path).absolute()) for name, path in vars(section).items() if path})
 
 
 def _wrong_model(path: Path) -> str | None:
@@ -90,11 +100,12 @@ def _wrong_model(path: Path) -> str | None:
     return None
 
 
-def _wrong_keys(config: ServingConfig) -> list[Finding]:
-    path = config.auth.keys_file
-    if path is None or Path(path).is_file():
-        return []
-    return [Finding("auth.keys_file", f"no such file: {path}; make it with `baton keys create --file {path}`")]
+def _missing_files(config: ServingConfig) -> Iterator[Finding]:
+    for section in _OF_FILES:
+        for name, path in vars(getattr(config, section)).items():
+            if path is not None and not Path(path).is_file():
+                made_by = f"make it with `baton keys create --file {path}`" if section == "auth" else "docs/security.md"
+                yield Finding(f"{section}.{name}", f"no such file: {path}; {made_by}")
 
 
 def _nearest_place(reader: Reader, keys: list[str]) -> Place | None:

@@ -181,7 +181,7 @@ class RouterSection:
     """The public front door."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback needs `insecure`."""
+    """Address to listen on; anything but loopback needs TLS or `insecure`."""
     port: int = bounded(50051, at_least=0, at_most=65_535)
     """Port of the gRPC API; 0: any free one."""
     policy: PolicyName = "predicted"
@@ -211,6 +211,31 @@ class AuthSection:
     keys_file: str | None = None
     """File of API keys, relative to the folder of this file; `baton keys create` makes it, and a change counts within
     about a second. null: nobody needs a key."""
+
+
+@dataclass(frozen=True)
+class TlsSection:
+    """TLS of the router's public port. Paths are relative to the folder of this file."""
+
+    cert: str | None = None
+    """File with the router's certificate and those between it and its authority, PEM; null: no TLS."""
+    key: str | None = None
+    """File with its private key, PEM, not encrypted."""
+    client_ca: str | None = None
+    """File with the authorities of clients, who must then show a certificate; null: they need none."""
+
+
+@dataclass(frozen=True)
+class InternalTlsSection:
+    """TLS between the cluster's own processes, with certificates that both sides show and verify. The files must be at
+    the same place on every node."""
+
+    cert: str | None = None
+    """File with the certificate of every process, PEM, with the DNS name `baton`; null: no TLS."""
+    key: str | None = None
+    """File with its private key, PEM, not encrypted."""
+    ca: str | None = None
+    """File with the authority that signed it, and that signs for this cluster only."""
 
 
 @dataclass(frozen=True)
@@ -260,6 +285,10 @@ class ServingConfig:
     """The public front door."""
     auth: AuthSection = field(default_factory=AuthSection)
     """Who may use it."""
+    tls: TlsSection = field(default_factory=TlsSection)
+    """How it is encrypted."""
+    internal_tls: InternalTlsSection = field(default_factory=InternalTlsSection)
+    """How the processes behind it talk."""
     rebalance: RebalanceSection = field(default_factory=RebalanceSection)
     """Whether the ratio moves by itself."""
     metrics: MetricsSection = field(default_factory=MetricsSection)

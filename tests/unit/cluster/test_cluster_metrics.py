@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import socket
+import ssl
 import threading
 import urllib.request
+from pathlib import Path
 
 import pytest
+from certificates import Authority
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import ConfigError
 from cluster.metrics import LabelledCounter, Metric, MetricsPage, render_reference
+from cluster.tls import ServerTls
 
 METRIC = Metric("baton_moves_total", "counter", "What moved.", (("way", ("up", "other")), ("size", ("big", "small"))))
 
@@ -98,3 +104,31 @@ def test_a_closed_page_leaves_neither_thread_nor_port(registry: CollectorRegistr
     assert set(threading.enumerate()) == before
     with socket.create_server(("127.0.0.1", port_of(page))):
         pass
+
+
+def test_a_page_with_tls_is_read_by_who_believes_its_authority_and_is_not_held_up(
+    registry: CollectorRegistry, tmp_path: Path
+) -> None:
+    ours = Authority(tmp_path)
+    page = MetricsPage(registry, "0.0.0.0", 0, tls=ours.server("localhost"))
+    try:
+        port = port_of(page)
+        with socket.create_connection(("127.0.0.1", port)):  # says nothing, and nobody waits for it
+            secure = http.client.HTTPSConnection("localhost", port, timeout=20, context=ours.client().context())
+            with contextlib.closing(secure):
+                secure.request("GET", "/metrics")
+                assert b"baton_moves_total" in secure.getresponse().read()
+        strange = http.client.HTTPSConnection(
+            "localhost", port, timeout=20, context=Authority(tmp_path).client().context()
+        )
+        with contextlib.closing(strange), pytest.raises(ssl.SSLCertVerificationError):
+            strange.request("GET", "/metrics")
+        with pytest.raises(OSError):
+            read(port)
+    finally:
+        page.close()
+
+
+def test_a_page_with_files_that_cannot_be_used_is_refused(registry: CollectorRegistry, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        MetricsPage(registry, "127.0.0.1", 0, tls=ServerTls(str(tmp_path / "cert"), str(tmp_path / "key")))

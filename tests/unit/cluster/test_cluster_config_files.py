@@ -1,0 +1,57 @@
+"""Files that metadata.serving names: where they are looked for, and what is told of those that are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config import ServingConfig, parse_config
+from cluster.errors import ConfigError
+from cluster.plan import plan_cluster
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where cluster.yaml stands, with a model folder `m` beside it."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path
+
+
+def parse(folder: Path, serving: str) -> ServingConfig:
+    return parse_config(f"metadata:\n  serving:\n    model: {{path: m}}\n{serving}", str(folder / "cluster.yaml"))
+
+
+def test_files_are_found_beside_the_configuration(folder: Path) -> None:
+    for name in ("keys.yaml", "c", "k", "ca"):
+        (folder / name).write_text("")
+    config = parse(
+        folder,
+        "    auth: {keys_file: keys.yaml}\n    tls: {cert: c, key: k, client_ca: null}\n"
+        "    internal_tls: {cert: c, key: k, ca: ca}\n    router: {host: 0.0.0.0}\n",
+    )
+    plan = plan_cluster(config, num_gpus=0, num_cores=1)
+    here = {name: str(folder / name) for name in ("keys.yaml", "c", "k", "ca")}
+    router, rank = plan.router, plan.workers[0].ranks[0]
+    assert (router.keys_file, router.tls_cert, router.tls_key) == (here["keys.yaml"], here["c"], here["k"])
+    assert router.tls_client_ca is None
+    for process in (router, rank):
+        files = (process.internal_tls_cert, process.internal_tls_key, process.internal_tls_ca)
+        assert files == (here["c"], here["k"], here["ca"])
+
+
+@pytest.mark.parametrize(
+    ("serving", "expected"),
+    [
+        ("    auth: {keys_file: nowhere.yaml}\n", "metadata.serving.auth.keys_file: no such file: "),
+        ("    tls: {cert: m/config.json}\n", "metadata.serving.tls.key: is missing beside tls.cert; name cert and key"),
+        ("    tls: {client_ca: m/config.json}\n", "metadata.serving.tls.cert: is missing beside tls.client_ca"),
+        ("    internal_tls: {cert: m/config.json, key: m/config.json}\n", "internal_tls.ca: is missing beside"),
+        ("    tls: {cert: m/none, key: m/config.json}\n", "tls.cert: no such file: "),
+    ],
+)
+def test_half_of_tls_and_files_that_are_not_there_are_refused(folder: Path, serving: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(folder, serving)
+    assert expected in caught.value.message

@@ -1,0 +1,132 @@
+"""The connections of the rank protocol: TCP without delay, and TLS on it where the cluster's processes use that.
+
+A connection is read by one thread while others write. An `ssl.SSLSocket` may not be used so: here the TLS state is
+apart from the socket, is held only while bytes go through it, and never while a thread waits for the network.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from typing import Protocol
+
+from cluster.errors import Unavailable
+from cluster.tls import INTERNAL_NAME, InternalTls
+
+_READ_BYTES = 64 * 1024
+
+
+class Connection(Protocol):
+    """What frames are written to and read from; `socket.socket` is one."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+
+    def recv(self, size: int, /) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class TlsConnection:
+    """TLS over a connected socket: one thread reads, any thread writes. Both sides show a certificate.
+
+    Invariant: records leave in the order in which they were made, since `_write_lock` is held over both.
+    """
+
+    def __init__(self, sock: socket.socket, tls: InternalTls, *, is_server: bool) -> None:
+        """Shakes hands within the socket's timeout. Raises Unavailable, and closes the socket, where the peer is not of
+        the cluster or does not answer."""
+        self._sock = sock
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        context = tls.server.context() if is_server else tls.client.context()
+        name = None if is_server else INTERNAL_NAME
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server, server_hostname=name)
+        self._state_lock = threading.Lock()
+        self._write_lock = threading.Lock()
+        try:
+            self._shake_hands()
+        except OSError as error:
+            sock.close()
+            raise _broken(error) from error
+
+    def sendall(self, data: bytes) -> None:
+        with self._write_lock:
+            left = memoryview(data)
+            while left:
+                with self._state_lock:
+                    left = left[self._tls.write(left) :]
+                self._flush()
+
+    def recv(self, size: int) -> bytes:
+        """Up to `size` bytes, at least one; b"" at the end of the connection. Raises Unavailable for bytes that are not
+        the peer's."""
+        while True:
+            with self._state_lock:
+                try:
+                    return self._tls.read(size)
+                except ssl.SSLWantReadError:
+                    pass
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return b""
+                except ssl.SSLError as error:
+                    raise _broken(error) from error
+            self._receive()
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _shake_hands(self) -> None:
+        """A refusal is sent to the peer before it is raised here."""
+        while True:
+            try:
+                self._tls.do_handshake()
+            except ssl.SSLWantReadError:
+                self._flush()
+                self._receive()
+            except ssl.SSLError:
+                self._flush()
+                raise
+            else:
+                self._flush()
+                return
+
+    def _flush(self) -> None:
+        with self._state_lock:
+            data = self._outgoing.read()
+        if data:
+            self._sock.sendall(data)
+
+    def _receive(self) -> None:
+        """Waits for bytes from the peer, or for its end."""
+        data = self._sock.recv(_READ_BYTES)
+        with self._state_lock:
+            if data:
+                self._incoming.write(data)
+            else:
+                self._incoming.write_eof()
+
+
+def _broken(error: OSError) -> Unavailable:
+    what = error.reason if isinstance(error, ssl.SSLError) and error.reason else error
+    return Unavailable(f"no TLS with a peer of the rank protocol: {what}; both need a certificate of internal_tls.ca")
+
+
+def connect(address: str, timeout_s: float, tls: InternalTls | None = None) -> Connection:
+    """A connection to host:port that sends small frames at once. `timeout_s`: until it stands."""
+    host, _, port = address.rpartition(":")
+    sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+    return _ready(sock, tls, is_server=False)
+
+
+def accept(listener: socket.socket, tls: InternalTls | None = None) -> Connection:
+    """The next peer of a listener; raises TimeoutError when none comes within its timeout."""
+    sock, _ = listener.accept()
+    sock.settimeout(listener.gettimeout())
+    return _ready(sock, tls, is_server=True)
+
+
+def _ready(sock: socket.socket, tls: InternalTls | None, *, is_server: bool) -> Connection:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection: Connection = sock if tls is None else TlsConnection(sock, tls, is_server=is_server)
+    sock.settimeout(None)
+    return connection
