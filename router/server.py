@@ -151,8 +151,7 @@ class RouterServer:
             self._metrics_page.close()
 
     def _serve_metrics(self) -> None:
-        """With the TLS of the cluster's inside, as workers serve theirs; without it the page stays on loopback where the
-        router is open to others by the TLS of its public port alone."""
+        """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
         settings = self._settings
         if settings.metrics_port is not None:
             tls = None if self._internal_tls is None else self._internal_tls.page
