@@ -42,9 +42,9 @@ PLACEMENTS = Metric(
     "baton_placements_total",
     "counter",
     "Placements on workers, each attempt one, by why: a hand-off; a prompt computed by its decode worker because there "
-    "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what does), or for want of prefill "
-    "workers; by the session's last turn, which decided between near equals; after a failure (retried); from another "
-    "decode worker (moved).",
+    "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
+    "does), or for want of prefill workers; by the session's last turn, which decided between near equals; after a "
+    "failure (retried); from another decode worker (moved).",
     (("kind", tuple(Kind)),),
 )
 DECISION = Metric(
