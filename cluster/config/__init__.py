@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from cluster.config.load import load_config, parse_config
 from cluster.config.schema import (
+    AdminSection,
     AuthSection,
     EngineSection,
     InternalTlsSection,
@@ -23,6 +24,7 @@ from cluster.config.schema import (
 )
 
 __all__ = [
+    "AdminSection",
     "AuthSection",
     "EngineSection",
     "InternalTlsSection",

@@ -32,13 +32,23 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_device(config)
     yield from _check_timers(config)
     yield from _check_tls(config)
-    router = config.router
-    if not router.insecure and config.tls.cert is None and not is_loopback(router.host):
+    for name, listener in (("router", config.router), ("admin", config.admin)):
+        if not listener.insecure and config.tls.cert is None and not is_loopback(listener.host):
+            yield Finding(
+                f"{name}.host",
+                f"refusing to listen on {listener.host} without TLS; set tls.cert and tls.key, use 127.0.0.1, or set "
+                f"{name}.insecure: true where the network keeps strangers out",
+                (f"{name}.insecure", "tls.cert"),
+            )
+    yield from _check_ports(config)
+
+
+def _check_ports(config: ServingConfig) -> Iterator[Finding]:
+    if config.admin.port and config.admin.port == config.router.port:
         yield Finding(
-            "router.host",
-            f"refusing to listen on {router.host} without TLS; set tls.cert and tls.key, use 127.0.0.1, or set "
-            "router.insecure: true where the network keeps strangers out",
-            ("router.insecure", "tls.cert"),
+            "admin.port",
+            f"{config.admin.port} is router.port as well; use {config.admin.port + 1}, or 0 for any free one",
+            ("router.port",),
         )
 
 

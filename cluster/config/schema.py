@@ -256,6 +256,20 @@ class RebalanceSection:
     """fixed: the ratio is what this file says."""
     slo: SloSection = field(default_factory=SloSection)
     """What requests should keep."""
+    drain_timeout_s: float = bounded(60.0, above=0, at_most=DAY_S)
+    """How long a worker that is to be stopped keeps its requests; what is left then goes on elsewhere."""
+
+
+@dataclass(frozen=True)
+class AdminSection:
+    """Where operators change the running cluster: `baton apply`, `baton rebalance`, `baton drain`."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; anything but loopback needs `insecure`."""
+    port: int = bounded(50052, at_least=0, at_most=65_535)
+    """Port of the AdminService; 0: any free one. `baton serve --port N` takes N + 1."""
+    insecure: bool = False
+    """Allow an address other than loopback although there is no TLS."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +305,8 @@ class ServingConfig:
     """How the processes behind it talk."""
     rebalance: RebalanceSection = field(default_factory=RebalanceSection)
     """Whether the ratio moves by itself."""
+    admin: AdminSection = field(default_factory=AdminSection)
+    """Where the running cluster is changed."""
     metrics: MetricsSection = field(default_factory=MetricsSection)
     """What can be watched."""
     log_dir: str | None = None

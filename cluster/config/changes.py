@@ -1,0 +1,81 @@
+"""What differs between two configurations, which of it a running cluster takes up, and a file's values set in place.
+
+Pure: configurations and text in, keys and text out. Keys are dotted paths below `metadata.serving`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import yaml
+
+from cluster.config.load import ROOT
+from cluster.config.read import entries, join
+from cluster.config.schema import ServingConfig
+from cluster.errors import FailedPrecondition
+
+LIVE_SECTIONS = ("roles", "rebalance")
+"""What changes while the cluster runs; the rest is read at its start."""
+
+
+def leaves(section: Any, path: str = "") -> dict[str, Any]:
+    """Every key that holds a value."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        value, key = getattr(section, field.name), join(path, field.name)
+        found |= leaves(value, key) if dataclasses.is_dataclass(value) else {key: value}
+    return found
+
+
+def differences(running: ServingConfig, wanted: ServingConfig) -> dict[str, Any]:
+    """The keys whose value is another one, with the one that is wanted."""
+    now = leaves(running)
+    return {key: value for key, value in leaves(wanted).items() if value != now[key]}
+
+
+def refuse_fixed(changed: Iterable[str]) -> None:
+    """Raises FailedPrecondition that names the keys which only a restart changes."""
+    fixed = [key for key in changed if key.partition(".")[0] not in LIVE_SECTIONS]
+    if fixed:
+        raise FailedPrecondition(
+            f"{', '.join(fixed)} cannot change while the cluster runs: restart `baton serve` for "
+            f"{'it' if len(fixed) == 1 else 'them'}, or put back what is running; "
+            f"{' and '.join(LIVE_SECTIONS)} can change at any time"
+        )
+
+
+def set_values(text: str, values: Mapping[str, Any]) -> str:
+    """The file with these values in place of its own; comments and everything else stay as they are.
+
+    Raises FailedPrecondition for a file in which a key does not stand as a plain value.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise FailedPrecondition("the file is not valid YAML; mend it first") from error
+    spots = []
+    for key, value in values.items():
+        node = _find(root, join(ROOT, key))
+        if not isinstance(node, yaml.ScalarNode) or node.start_mark.line != node.end_mark.line:
+            raise FailedPrecondition(f"the file does not spell out {ROOT}.{key}; write it there, or edit the file")
+        spots.append((node.start_mark.index, node.end_mark.index, _plain(value)))
+    for start, end, new in sorted(spots, reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
+
+
+def _find(root: yaml.Node | None, key: str) -> yaml.Node | None:
+    node = root
+    for name in key.split("."):
+        inside = {k: value for k, _, value in entries(node)} if isinstance(node, yaml.MappingNode) else {}
+        node = inside.get(name)
+    return node
+
+
+def _plain(value: Any) -> str:
+    """As YAML spells it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

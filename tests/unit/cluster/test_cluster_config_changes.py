@@ -1,0 +1,67 @@
+"""What a running cluster takes up of another configuration, and values set in a file that keeps its comments."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.config import load_config, parse_config
+from cluster.config.changes import differences, refuse_fixed, set_values
+from cluster.errors import FailedPrecondition
+
+FILE = Path(__file__).resolve().parents[3] / "cluster.yaml"
+
+
+def test_only_roles_and_rebalance_change_while_the_cluster_runs() -> None:
+    running = load_config(FILE)
+    roles = replace(running.roles, decode=replace(running.roles.decode, devices=3))
+    wanted = replace(running, roles=roles, engine=replace(running.engine, block_size=32))
+    changed = differences(running, wanted)
+    assert changed == {"roles.decode.devices": 3, "engine.block_size": 32}
+    with pytest.raises(FailedPrecondition, match=r"^engine.block_size cannot change while the cluster runs: restart"):
+        refuse_fixed(changed)
+    refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms"])
+
+
+@given(st.integers(0, 99), st.integers(1, 99), st.floats(1, 9).map(lambda s: round(s, 3)))
+def test_values_set_in_the_shipped_file_are_read_back_and_nothing_else_changes(
+    prefill: int, decode: int, tpot_ms: float
+) -> None:
+    text = FILE.read_text(encoding="utf-8")
+    values = {
+        "roles.prefill.devices": prefill,
+        "roles.prefill.min_workers": 0,
+        "roles.decode.devices": decode,
+        "rebalance.slo.tpot_ms": tpot_ms,
+    }
+    edited = set_values(text, values)
+    before, after = parse_config(text, str(FILE)), parse_config(edited, str(FILE))
+    asked = {key: value for key, value in values.items() if differences(before, after).get(key) is not None}
+    assert differences(before, after) == asked
+    assert (after.roles.prefill.devices, after.roles.decode.devices) == (prefill, decode)
+    assert [line.partition("#")[2] for line in edited.splitlines()] == [
+        line.partition("#")[2] for line in text.splitlines()
+    ], "a comment changed"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("metadata: {serving: {model: {path: m}}}", "does not spell out metadata.serving.roles.decode.devices"),
+        ("metadata: {serving: {roles: 3}}", "does not spell out metadata.serving.roles.decode.devices"),
+        ("metadata: [", "is not valid YAML; mend it first"),
+        ("", "does not spell out"),
+    ],
+)
+def test_a_file_that_does_not_spell_a_key_is_not_edited(text: str, problem: str) -> None:
+    with pytest.raises(FailedPrecondition, match=problem):
+        set_values(text, {"roles.decode.devices": 2})
+
+
+def test_a_value_is_set_inside_flow_mappings_too() -> None:
+    text = "metadata: {serving: {roles: {decode: {devices: 1, tensor_parallel: 1}}}}  # one\n"
+    assert set_values(text, {"roles.decode.devices": 12}) == text.replace("devices: 1", "devices: 12")
