@@ -119,7 +119,7 @@ class BatonClient:
         self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self._channel = create_blocking_channel(address, tls=tls)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.StatusServiceStub(self._channel)
 
     def stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> GenerationStream:
         """Errors, NotReachable included, are raised by iterating."""

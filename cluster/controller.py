@@ -267,7 +267,7 @@ class Controller:
     async def _router_sees(self, num_workers: int, address: str) -> bool:
         """Waits until the router is connected to its workers; False when those have changed meanwhile."""
         async with create_channel(address, tls=self._tls) as channel:
-            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            admin = admin_pb2_grpc.StatusServiceStub(channel)
             while True:
                 status = await admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=_CALL_S)
                 if sum(w.state == admin_pb2.WorkerStatus.STATE_READY for w in status.workers) == num_workers:

@@ -1,6 +1,6 @@
-"""The view for operators (AdminService, both ports) and the controller's word on workers (ControlService, its port).
+"""The view for operators (StatusService, both ports) and the controller's word on workers (ControlService, its port).
 
-Reads the dispatcher and its fleet; changes nothing but the set of workers.
+Reads the dispatcher and its fleet; changes nothing but the set of workers and what requests should keep.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ from router.dispatcher import Dispatcher
 from router.fields import Violations
 from router.fleet import DECODE, PREFILL, WorkerAddress
 from router.handlers import Context
+from router.policies import Objectives
 from router.worker_client import WorkerClient
 
 
-class AdminService:
+class StatusService:
     """`router_address` is where clients reach this router, `metrics_address` where its page is, if it has one."""
 
-    def __init__(self, dispatcher: Dispatcher, *, model: str, router_address: str, metrics_address: str = "") -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        control: ControlService,
+        *,
+        model: str,
+        router_address: str,
+        metrics_address: str = "",
+    ) -> None:
         self._dispatcher = dispatcher
+        self._control = control
         self._model = model
         self._router_address = router_address
         self._metrics_address = metrics_address
@@ -31,8 +41,21 @@ class AdminService:
         return admin_pb2.GetStatusResponse(
             model=self._model,
             router_address=self._router_address,
-            workers=[_worker_status(worker) for worker in self._dispatcher.fleet],
+            workers=[self._worker_status(worker) for worker in self._dispatcher.fleet],
             router=self._router_status(),
+            config_version=self._control.config_version,
+        )
+
+    def _worker_status(self, worker: WorkerClient) -> admin_pb2.WorkerStatus:
+        return admin_pb2.WorkerStatus(
+            worker_id=worker.worker_id,
+            address=worker.address,
+            state=worker.state,
+            info=worker.info,
+            stats=worker.stats,
+            role=worker.role,
+            is_draining=worker.is_draining,
+            num_requests=self._dispatcher.num_requests(worker),
         )
 
     def _router_status(self) -> admin_pb2.RouterStatus:
@@ -54,6 +77,8 @@ class AdminService:
 class ControlService:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
+        self.config_version = 0
+        """Of the configuration that workers were last named by."""
 
     async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, context: Context) -> admin_pb2.SetWorkersResponse:
         wrong = Violations()
@@ -63,6 +88,12 @@ class ControlService:
         if len({worker.worker_id for worker in request.workers}) < len(request.workers):
             wrong.add("workers", "name the same worker_id twice")
         wrong.raise_if_any()
+        self.config_version = request.config_version
+        if request.HasField("needs_prefill"):
+            self._dispatcher.fleet.needs_prefill = request.needs_prefill
+        if request.HasField("objectives"):
+            told = request.objectives
+            self._dispatcher.set_objectives(Objectives(told.ttft_ms / 1000, told.tpot_ms / 1000))
         self._dispatcher.set_workers(
             WorkerAddress(w.worker_id, w.address, w.role, w.is_draining) for w in request.workers
         )
@@ -78,9 +109,3 @@ class ControlService:
             step_cost=usual(costs).to_proto() if costs else None,
             kv_tokens=min(pools, default=0),
         )
-
-
-def _worker_status(worker: WorkerClient) -> admin_pb2.WorkerStatus:
-    return admin_pb2.WorkerStatus(
-        worker_id=worker.worker_id, address=worker.address, state=worker.state, info=worker.info, stats=worker.stats
-    )

@@ -77,7 +77,7 @@ class Dispatcher:
         self._policy = MeasuredPolicy(make_policy(limits.policy, self.ledger, limits.objectives), self.metrics)
         self.fleet = Fleet(
             self,
-            lambda worker: self._running.num_on(worker),
+            self.num_requests,
             limits.dead_after_s,
             needs_prefill=limits.needs_prefill,
         )
@@ -165,6 +165,14 @@ class Dispatcher:
         self.fleet.set_workers(addresses)
         self._on_change()
         self._pump()
+
+    def set_objectives(self, objectives: Objectives) -> None:
+        """Of requests that are placed from now on."""
+        self._policy.set_objectives(objectives)
+
+    def num_requests(self, worker: WorkerClient) -> int:
+        """That are on it now."""
+        return self._running.num_on(worker)
 
     def on_ready(self, worker: WorkerClient) -> None:
         self._on_change()

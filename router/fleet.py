@@ -54,7 +54,7 @@ class Fleet:
     ) -> None:
         self.tls: ClientTls | None = None
         """With which workers are called that are named from now on."""
-        self._needs_prefill = needs_prefill
+        self.needs_prefill = needs_prefill
         self._listener = listener
         self._dead_after_s = dead_after_s
         self._holders = Holders()
@@ -77,7 +77,7 @@ class Fleet:
     @property
     def can_serve(self) -> bool:
         """A decode worker is ready, and a prefill worker where one is needed."""
-        return bool(self.ready(DECODE) and (self.ready(PREFILL) or not self._needs_prefill))
+        return bool(self.ready(DECODE) and (self.ready(PREFILL) or not self.needs_prefill))
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""

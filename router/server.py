@@ -26,7 +26,7 @@ from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
 from cluster.tls import internal_tls_of, public_tls_of
-from router.admin import AdminService, ControlService
+from router.admin import ControlService, StatusService
 from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
 from router.gate import Gate
@@ -39,10 +39,10 @@ from router.service import GenerationService
 from router.tokenizer import Tokenizer
 
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
-ADMIN: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["AdminService"]
+STATUS: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["StatusService"]
 CONTROL: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["ControlService"]
 
-_SCOPES: dict[str, Scope] = {GENERATION.full_name: "generate", ADMIN.full_name: "admin"}
+_SCOPES: dict[str, Scope] = {GENERATION.full_name: "generate", STATUS.full_name: "admin"}
 """That an API key needs for a service; reflection needs a key of any scope, health none."""
 _HEALTH_NAMES = ("", GENERATION.full_name)
 _LAST_WORDS_S = 1.0
@@ -89,6 +89,7 @@ class RouterServer:
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
+        self._control = ControlService(self.dispatcher)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
@@ -116,15 +117,19 @@ class RouterServer:
         self._servers.append(control)
         address = rpc.format_address(settings.host, port)
         metrics_address = self._metrics_page.address if self._metrics_page is not None else ""
-        admin = AdminService(
-            self.dispatcher, model=self._model.name, router_address=address, metrics_address=metrics_address
+        status = StatusService(
+            self.dispatcher,
+            self._control,
+            model=self._model.name,
+            router_address=address,
+            metrics_address=metrics_address,
         )
-        await self._add_public_services(public, admin)
+        await self._add_public_services(public, status)
         limit = rpc.INTERNAL_MESSAGE_BYTES
         control.add_generic_rpc_handlers(
             (
-                service_handler(CONTROL, ControlService(self.dispatcher), max_message_bytes=limit),
-                service_handler(ADMIN, admin, max_message_bytes=limit),
+                service_handler(CONTROL, self._control, max_message_bytes=limit),
+                service_handler(STATUS, status, max_message_bytes=limit),
             )
         )
         for server in self._servers:
@@ -164,18 +169,18 @@ class RouterServer:
                 tls=tls,
             )
 
-    async def _add_public_services(self, server: grpc.aio.Server, admin: AdminService) -> None:
+    async def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
         pace = Pace(self._settings.stream_messages_per_s)
         generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace, self._gate)
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(
             (
                 service_handler(GENERATION, generation, max_message_bytes=limit),
-                service_handler(ADMIN, admin, max_message_bytes=limit),
+                service_handler(STATUS, status, max_message_bytes=limit),
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (GENERATION.full_name, ADMIN.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        names = (GENERATION.full_name, STATUS.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
         untyped_server: Any = server
         reflection.enable_server_reflection(names, untyped_server)
         await self._set_health(is_serving=False)

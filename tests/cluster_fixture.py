@@ -195,7 +195,7 @@ class PlainCluster:
         self.client = BatonClient(self.address, tls=self._tls)
         self.channel = create_blocking_channel(self.address, tls=self._tls)
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        self.admin: Any = admin_pb2_grpc.AdminServiceStub(self.channel)
+        self.admin: Any = admin_pb2_grpc.StatusServiceStub(self.channel)
         watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(), timeout=START_TIMEOUT_S)
         for answer in watch:
             if answer.status == health_pb2.HealthCheckResponse.SERVING:

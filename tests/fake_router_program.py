@@ -1,4 +1,4 @@
-"""A program in place of `router.program`: serves ControlService and AdminService for real, and generates nothing."""
+"""A program in place of `router.program`: serves ControlService and StatusService for real, and generates nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.rpc import server_options
 from cluster.settings import RouterSettings
 
 
-class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.StatusServiceServicer):
     """Every worker it was told of counts as connected."""
 
     def __init__(self, settings: RouterSettings) -> None:
@@ -30,7 +30,7 @@ class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.AdminServ
 
     def start(self) -> str:
         admin_pb2_grpc.add_ControlServiceServicer_to_server(self, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
         self._server.start()
         address = f"{self._settings.host}:{port}"

@@ -78,7 +78,7 @@ class Router:
 
     @property
     def admin(self) -> Any:
-        return admin_pb2_grpc.AdminServiceStub(self.channel)
+        return admin_pb2_grpc.StatusServiceStub(self.channel)
 
     @property
     def health(self) -> Any:

@@ -68,7 +68,7 @@ def failing(error: BatonError, *before: Event) -> Script:
     return script
 
 
-class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_grpc.StatusServiceServicer):
     """Answers as `script` says and remembers what it was asked."""
 
     def __init__(self) -> None:

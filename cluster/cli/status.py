@@ -39,6 +39,7 @@ def describe(status: GetStatusResponse) -> dict[str, Any]:
     router = status.router
     return {
         "model": status.model,
+        "config_version": status.config_version or None,
         "router": {
             "address": status.router_address,
             "pid": router.pid,
@@ -65,7 +66,9 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
         "worker_id": worker.worker_id or info.worker_id,
         "address": worker.address,
         "state": Message.State.Name(worker.state).removeprefix("STATE_").lower(),
-        "role": Role.Name(info.role).removeprefix("ROLE_").lower() if info.role else "unknown",
+        "role": Role.Name(worker.role).removeprefix("ROLE_").lower() if worker.role else "unknown",
+        "is_draining": worker.is_draining,
+        "requests_on_it": worker.num_requests,
         "node": info.node,
         "incarnation": info.incarnation,
         "ranks": [
@@ -104,7 +107,11 @@ def _print_table(described: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = max(console.width, 160)
-    console.print(f"{described['model']} at {router['address']}, up {router['uptime_s']} s")
+    version = described["config_version"]
+    console.print(
+        f"{described['model']} at {router['address']}, up {router['uptime_s']} s"
+        + (f", configuration {version}" if version else "")
+    )
     console.print(
         f"requests: {router['running']} running, {router['queued']} of {router['max_queued']} queued, "
         f"{router['finished']} finished, {router['cancelled']} cancelled, {router['failed']} failed, "
@@ -127,4 +134,5 @@ def _row(worker: dict[str, Any]) -> list[str]:
     blocks = worker["kv_blocks"]
     numbers = [*blocks.values(), worker["running_sequences"], worker["waiting_requests"]]
     known = [str(number) if blocks["total"] else "-" for number in numbers]
-    return [worker["worker_id"], worker["state"], worker["role"], worker["node"] or "-", ranks or "-", *known]
+    state = f"{worker['state']}, draining" if worker["is_draining"] else worker["state"]
+    return [worker["worker_id"], state, worker["role"], worker["node"] or "-", ranks or "-", *known]

@@ -13,19 +13,21 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("model", "router_address", "workers", "router")
+    __slots__ = ("model", "router_address", "workers", "router", "config_version")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_VERSION_FIELD_NUMBER: _ClassVar[int]
     model: str
     router_address: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     router: RouterStatus
-    def __init__(self, model: _Optional[str] = ..., router_address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ...) -> None: ...
+    config_version: int
+    def __init__(self, model: _Optional[str] = ..., router_address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., config_version: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("address", "state", "info", "stats", "worker_id")
+    __slots__ = ("address", "state", "info", "stats", "worker_id", "role", "is_draining", "num_requests")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStatus.State]
@@ -41,12 +43,18 @@ class WorkerStatus(_message.Message):
     INFO_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: WorkerStatus.State
     info: _worker_pb2.WorkerInfo
     stats: _worker_pb2.WorkerStats
     worker_id: str
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ...) -> None: ...
+    role: _worker_pb2.Role
+    is_draining: bool
+    num_requests: int
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("num_queued", "max_queued", "num_running", "num_finished", "num_cancelled", "num_failed", "num_rejected", "pid", "uptime_s", "metrics_address")
@@ -73,10 +81,16 @@ class RouterStatus(_message.Message):
     def __init__(self, num_queued: _Optional[int] = ..., max_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_rejected: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[int] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class SetWorkersRequest(_message.Message):
-    __slots__ = ("workers",)
+    __slots__ = ("workers", "config_version", "needs_prefill", "objectives")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NEEDS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerAddress]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ...) -> None: ...
+    config_version: int
+    needs_prefill: bool
+    objectives: Objectives
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., config_version: _Optional[int] = ..., needs_prefill: bool = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("worker_id", "address", "role", "is_draining")
@@ -131,3 +145,157 @@ class Demand(_message.Message):
     num_output_tokens: float
     num_kv_tokens: float
     def __init__(self, num_arrived: _Optional[float] = ..., num_placed: _Optional[float] = ..., num_prompt_tokens: _Optional[float] = ..., num_attended: _Optional[float] = ..., num_cached_tokens: _Optional[float] = ..., num_sequences: _Optional[float] = ..., num_outputs: _Optional[float] = ..., num_output_tokens: _Optional[float] = ..., num_kv_tokens: _Optional[float] = ...) -> None: ...
+
+class Objectives(_message.Message):
+    __slots__ = ("ttft_ms", "tpot_ms")
+    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
+    ttft_ms: float
+    tpot_ms: float
+    def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
+
+class GetClusterRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetClusterResponse(_message.Message):
+    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    PROCESSES_FIELD_NUMBER: _ClassVar[int]
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    CHANGING_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FILE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    num_prefill: int
+    num_decode: int
+    processes: _containers.RepeatedCompositeFieldContainer[ProcessStatus]
+    router: GetStatusResponse
+    changing: Plan
+    last_sequence: int
+    config_file: str
+    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ...) -> None: ...
+
+class ProcessStatus(_message.Message):
+    __slots__ = ("name", "state", "num_starts", "why", "address", "pids", "role", "is_draining", "tp_size")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_STARTS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PIDS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TP_SIZE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    state: str
+    num_starts: int
+    why: str
+    address: str
+    pids: _containers.RepeatedScalarFieldContainer[int]
+    role: _worker_pb2.Role
+    is_draining: bool
+    tp_size: int
+    def __init__(self, name: _Optional[str] = ..., state: _Optional[str] = ..., num_starts: _Optional[int] = ..., why: _Optional[str] = ..., address: _Optional[str] = ..., pids: _Optional[_Iterable[int]] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., tp_size: _Optional[int] = ...) -> None: ...
+
+class Plan(_message.Message):
+    __slots__ = ("origin", "changes", "steps", "num_done")
+    ORIGIN_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DONE_FIELD_NUMBER: _ClassVar[int]
+    origin: str
+    changes: _containers.RepeatedScalarFieldContainer[str]
+    steps: _containers.RepeatedScalarFieldContainer[str]
+    num_done: int
+    def __init__(self, origin: _Optional[str] = ..., changes: _Optional[_Iterable[str]] = ..., steps: _Optional[_Iterable[str]] = ..., num_done: _Optional[int] = ...) -> None: ...
+
+class SetRolesRequest(_message.Message):
+    __slots__ = ("num_prefill", "num_decode", "expected_version", "dry_run")
+    NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    num_prefill: int
+    num_decode: int
+    expected_version: int
+    dry_run: bool
+    def __init__(self, num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., expected_version: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class ApplyRequest(_message.Message):
+    __slots__ = ("yaml", "expected_version", "dry_run", "filename")
+    YAML_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    FILENAME_FIELD_NUMBER: _ClassVar[int]
+    yaml: str
+    expected_version: int
+    dry_run: bool
+    filename: str
+    def __init__(self, yaml: _Optional[str] = ..., expected_version: _Optional[int] = ..., dry_run: bool = ..., filename: _Optional[str] = ...) -> None: ...
+
+class DrainWorkerRequest(_message.Message):
+    __slots__ = ("worker_id", "expected_version", "dry_run")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DRY_RUN_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    expected_version: int
+    dry_run: bool
+    def __init__(self, worker_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., dry_run: bool = ...) -> None: ...
+
+class ChangeResponse(_message.Message):
+    __slots__ = ("version", "plan", "after_sequence", "is_change")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    IS_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    plan: Plan
+    after_sequence: int
+    is_change: bool
+    def __init__(self, version: _Optional[int] = ..., plan: _Optional[_Union[Plan, _Mapping]] = ..., after_sequence: _Optional[int] = ..., is_change: bool = ...) -> None: ...
+
+class WatchEventsRequest(_message.Message):
+    __slots__ = ("after_sequence",)
+    AFTER_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    after_sequence: int
+    def __init__(self, after_sequence: _Optional[int] = ...) -> None: ...
+
+class ClusterEvent(_message.Message):
+    __slots__ = ("sequence", "kind", "text", "version", "worker_id", "time")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        KIND_UNSPECIFIED: _ClassVar[ClusterEvent.Kind]
+        KIND_PLANNED: _ClassVar[ClusterEvent.Kind]
+        KIND_STEP: _ClassVar[ClusterEvent.Kind]
+        KIND_STEP_DONE: _ClassVar[ClusterEvent.Kind]
+        KIND_CHANGED: _ClassVar[ClusterEvent.Kind]
+        KIND_FAILED: _ClassVar[ClusterEvent.Kind]
+        KIND_REFUSED: _ClassVar[ClusterEvent.Kind]
+        KIND_WORKER_READY: _ClassVar[ClusterEvent.Kind]
+        KIND_WORKER_LOST: _ClassVar[ClusterEvent.Kind]
+    KIND_UNSPECIFIED: ClusterEvent.Kind
+    KIND_PLANNED: ClusterEvent.Kind
+    KIND_STEP: ClusterEvent.Kind
+    KIND_STEP_DONE: ClusterEvent.Kind
+    KIND_CHANGED: ClusterEvent.Kind
+    KIND_FAILED: ClusterEvent.Kind
+    KIND_REFUSED: ClusterEvent.Kind
+    KIND_WORKER_READY: ClusterEvent.Kind
+    KIND_WORKER_LOST: ClusterEvent.Kind
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    kind: ClusterEvent.Kind
+    text: str
+    version: int
+    worker_id: str
+    time: float
+    def __init__(self, sequence: _Optional[int] = ..., kind: _Optional[_Union[ClusterEvent.Kind, str]] = ..., text: _Optional[str] = ..., version: _Optional[int] = ..., worker_id: _Optional[str] = ..., time: _Optional[float] = ...) -> None: ...

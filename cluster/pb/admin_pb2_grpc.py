@@ -25,8 +25,8 @@ if _version_not_supported:
     )
 
 
-class AdminServiceStub(object):
-    """Read-only view for operators, on the router's public port.
+class StatusServiceStub(object):
+    """What one router knows of its workers; read-only, on its public port.
     """
 
     def __init__(self, channel):
@@ -36,14 +36,14 @@ class AdminServiceStub(object):
             channel: A grpc.Channel.
         """
         self.GetStatus = channel.unary_unary(
-                '/baton.admin.v1.AdminService/GetStatus',
+                '/baton.admin.v1.StatusService/GetStatus',
                 request_serializer=cluster_dot_pb_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=cluster_dot_pb_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
 
 
-class AdminServiceServicer(object):
-    """Read-only view for operators, on the router's public port.
+class StatusServiceServicer(object):
+    """What one router knows of its workers; read-only, on its public port.
     """
 
     def GetStatus(self, request, context):
@@ -53,7 +53,7 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
 
-def add_AdminServiceServicer_to_server(servicer, server):
+def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -62,14 +62,14 @@ def add_AdminServiceServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'baton.admin.v1.AdminService', rpc_method_handlers)
+            'baton.admin.v1.StatusService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('baton.admin.v1.AdminService', rpc_method_handlers)
+    server.add_registered_method_handlers('baton.admin.v1.StatusService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class AdminService(object):
-    """Read-only view for operators, on the router's public port.
+class StatusService(object):
+    """What one router knows of its workers; read-only, on its public port.
     """
 
     @staticmethod
@@ -86,9 +86,263 @@ class AdminService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/baton.admin.v1.AdminService/GetStatus',
+            '/baton.admin.v1.StatusService/GetStatus',
             cluster_dot_pb_dot_admin__pb2.GetStatusRequest.SerializeToString,
             cluster_dot_pb_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class AdminServiceStub(object):
+    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change goes through
+    one door: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.GetCluster = channel.unary_unary(
+                '/baton.admin.v1.AdminService/GetCluster',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.GetClusterRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.GetClusterResponse.FromString,
+                _registered_method=True)
+        self.SetRoles = channel.unary_unary(
+                '/baton.admin.v1.AdminService/SetRoles',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.SetRolesRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.ChangeResponse.FromString,
+                _registered_method=True)
+        self.Apply = channel.unary_unary(
+                '/baton.admin.v1.AdminService/Apply',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.ApplyRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.ChangeResponse.FromString,
+                _registered_method=True)
+        self.DrainWorker = channel.unary_unary(
+                '/baton.admin.v1.AdminService/DrainWorker',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.ChangeResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/baton.admin.v1.AdminService/WatchEvents',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.ClusterEvent.FromString,
+                _registered_method=True)
+
+
+class AdminServiceServicer(object):
+    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change goes through
+    one door: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """
+
+    def GetCluster(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRoles(self, request, context):
+        """How many workers each role shall have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Apply(self, request, context):
+        """A whole cluster.yaml.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DrainWorker(self, request, context):
+        """Takes one worker out, and its devices out of its role.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """What happens, from the event after `after_sequence` on, for as long as the caller listens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AdminServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'GetCluster': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetCluster,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.GetClusterRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.GetClusterResponse.SerializeToString,
+            ),
+            'SetRoles': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRoles,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.SetRolesRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.ChangeResponse.SerializeToString,
+            ),
+            'Apply': grpc.unary_unary_rpc_method_handler(
+                    servicer.Apply,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.ApplyRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.ChangeResponse.SerializeToString,
+            ),
+            'DrainWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainWorker,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.DrainWorkerRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.ChangeResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.WatchEventsRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.ClusterEvent.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.admin.v1.AdminService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.admin.v1.AdminService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AdminService(object):
+    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change goes through
+    one door: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """
+
+    @staticmethod
+    def GetCluster(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.AdminService/GetCluster',
+            cluster_dot_pb_dot_admin__pb2.GetClusterRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.GetClusterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRoles(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.AdminService/SetRoles',
+            cluster_dot_pb_dot_admin__pb2.SetRolesRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.ChangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Apply(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.AdminService/Apply',
+            cluster_dot_pb_dot_admin__pb2.ApplyRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.ChangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.AdminService/DrainWorker',
+            cluster_dot_pb_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.ChangeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.admin.v1.AdminService/WatchEvents',
+            cluster_dot_pb_dot_admin__pb2.WatchEventsRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.ClusterEvent.FromString,
             options,
             channel_credentials,
             insecure,

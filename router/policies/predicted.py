@@ -94,6 +94,9 @@ class Predicted(Policy):
         self._handed_tokens = self._handoff_s = 0.0
         """Of the last hand-offs, older ones fading."""
 
+    def set_objectives(self, objectives: Objectives) -> None:
+        self._objectives = objectives
+
     def finished(self, num_output_tokens: int) -> None:
         self._mean_output = _MEMORY * self._mean_output + (1 - _MEMORY) * num_output_tokens
 

@@ -66,6 +66,9 @@ class Policy(ABC):
     def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:  # noqa: B027
         """A prompt has gone from one worker to another; its client waited so long more for the second token."""
 
+    def set_objectives(self, objectives: Objectives) -> None:  # noqa: B027 (most look at none)
+        """From now on."""
+
     def placed(self, request: Request, placement: Placement) -> None:  # noqa: B027
         """So it was done, by `choose` or after a failure."""
 

@@ -38,7 +38,7 @@ def test_reflection_lists_the_services_and_their_methods(cluster: PlainCluster) 
 
     assert set(reflected.get_services()) == {
         "baton.v1.GenerationService",
-        "baton.admin.v1.AdminService",
+        "baton.admin.v1.StatusService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -71,7 +71,7 @@ class Cluster:
 
     def workers_of_router(self) -> dict[str, str]:
         with grpc.insecure_channel(self.status()["router"]["address"]) as channel:
-            answer = admin_pb2_grpc.AdminServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
+            answer = admin_pb2_grpc.StatusServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
         return {w.worker_id: w.address for w in answer.workers}
 
     def close(self) -> list[int]:

@@ -35,7 +35,7 @@ def router(loop: asyncio.AbstractEventLoop) -> Iterator[ScriptedRouter]:
     async def start() -> Any:
         server, port = rpc.create_server()
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(scripted, server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(scripted, server)
+        admin_pb2_grpc.add_StatusServiceServicer_to_server(scripted, server)
         await server.start()
         scripted.address = f"127.0.0.1:{port}"
         return server

@@ -33,9 +33,24 @@ def cluster_status() -> admin_pb2.GetStatusResponse:
         state(worker_id="prefill-0", address="127.0.0.1:7001", state=state.STATE_READY, info=info, stats=stats),
         state(worker_id="decode-0", address="127.0.0.1:7002", state=state.STATE_CONNECTING),
     ]
+    workers[0].role, workers[1].role, workers[0].is_draining = worker_pb2.ROLE_DECODE, worker_pb2.ROLE_DECODE, True
     router = admin_pb2.RouterStatus(num_queued=3, max_queued=1024, num_running=5, pid=99, uptime_s=61)
     router.metrics_address = "127.0.0.1:9500"
     return admin_pb2.GetStatusResponse(model="bard", router_address="127.0.0.1:50051", workers=workers, router=router)
+
+
+def test_status_shows_the_role_of_now_and_not_the_one_a_worker_was_started_for(router: ScriptedRouter) -> None:
+    router.status = cluster_status()
+    router.status.config_version = 7
+    document = json.loads(baton("status", "--json", "--address", router.address).stdout)
+    assert document["config_version"] == 7
+    assert [(w["worker_id"], w["role"], w["is_draining"]) for w in document["workers"]] == [
+        ("prefill-0", "decode", True),
+        ("decode-0", "decode", False),
+    ]
+    assert baton("status", "--address", router.address).stdout.startswith(
+        "bard at 127.0.0.1:50051, up 61 s, configuration 7\n"
+    )
 
 
 def test_status_json_names_each_worker_with_its_ranks_and_blocks(router: ScriptedRouter) -> None:
@@ -45,7 +60,7 @@ def test_status_json_names_each_worker_with_its_ranks_and_blocks(router: Scripte
     ready, connecting = document["workers"]
     assert (ready["worker_id"], ready["role"], ready["node"], ready["state"]) == (
         "prefill-0",
-        "prefill",
+        "decode",
         "node-a",
         "ready",
     )
@@ -54,7 +69,7 @@ def test_status_json_names_each_worker_with_its_ranks_and_blocks(router: Scripte
     assert ready["running_sequences"] == 7
     assert document["router"]["metrics_address"] == "127.0.0.1:9500"
     assert (ready["metrics_address"], connecting["metrics_address"]) == ("127.0.0.1:9400", None)
-    assert (connecting["worker_id"], connecting["state"], connecting["role"]) == ("decode-0", "connecting", "unknown")
+    assert (connecting["worker_id"], connecting["state"], connecting["role"]) == ("decode-0", "connecting", "decode")
     assert (document["router"]["queued"], document["router"]["running"], document["router"]["pid"]) == (3, 5, 99)
 
 
@@ -64,9 +79,9 @@ def test_status_is_a_table_for_people(router: ScriptedRouter) -> None:
     assert lines[0] == "bard at 127.0.0.1:50051, up 61 s"
     assert lines[1].startswith("requests: 5 running, 3 of 1024 queued, 0 finished")
     ready = next(line for line in lines if "prefill-0" in line)
-    assert " ".join(ready.split()) == "prefill-0 ready prefill node-a 0 (4242, cpu) 1000 20 4 1024 7 0"
+    assert " ".join(ready.split()) == "prefill-0 ready, draining decode node-a 0 (4242, cpu) 1000 20 4 1024 7 0"
     connecting = next(line for line in lines if "decode-0" in line)
-    assert " ".join(connecting.split()) == "decode-0 connecting unknown - - - - - - - -"
+    assert " ".join(connecting.split()) == "decode-0 connecting decode - - - - - - - -"
 
 
 def test_status_of_a_cluster_without_workers_says_so(router: ScriptedRouter) -> None:

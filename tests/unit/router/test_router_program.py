@@ -99,7 +99,7 @@ def test_reflection_lists_the_public_services_only(tmp_path: Path) -> None:
         ask = reflection_pb2.ServerReflectionRequest(list_services="")
         answer = next(reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([ask])))
     names = {service.name for service in answer.list_services_response.service}
-    assert {"baton.v1.GenerationService", "baton.admin.v1.AdminService", "grpc.health.v1.Health"} <= names
+    assert {"baton.v1.GenerationService", "baton.admin.v1.StatusService", "grpc.health.v1.Health"} <= names
     assert "baton.admin.v1.ControlService" not in names
     router.stop()
     router.wait()
