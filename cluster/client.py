@@ -89,7 +89,7 @@ class GenerationStream:
         return self
 
     def __next__(self) -> pb.GenerateStreamResponse:
-        with _as_baton_errors(self._address, has_begun=self._has_begun):
+        with as_baton_errors(self._address, has_begun=self._has_begun):
             event: pb.GenerateStreamResponse = next(self._call)
         self._has_begun = True
         return event
@@ -164,12 +164,12 @@ class BatonClient:
         self.close()
 
     def _call(self, method: Any, request: Any, *, timeout_s: float | None = 30.0) -> Any:
-        with _as_baton_errors(self.address):
+        with as_baton_errors(self.address):
             return method(request, timeout=timeout_s, metadata=self._metadata)
 
 
 @contextmanager
-def _as_baton_errors(address: str, *, has_begun: bool = False) -> Iterator[None]:
+def as_baton_errors(address: str, *, has_begun: bool = False) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:

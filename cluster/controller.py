@@ -1,18 +1,22 @@
-"""The controller: a Ray actor that starts the workers and the router of a plan, keeps them up, and introduces them.
+"""The controller: a Ray actor that starts the workers and the router of a plan, keeps them up, introduces them, and
+changes their roles while they serve.
 
 Each worker is a placement group of its own (STRICT_PACK: its ranks share a node) and a supervisor of its own: rank 0
 prepares first and says where the other ranks find it, then all start; when one ends, all are killed and started
 afresh. The router is told the complete set of workers after every change. Decisions are in `cluster.plan`,
-`cluster.restart` and `cluster.supervisor`, which know no Ray; no request passes through here.
+`cluster.restart`, `cluster.supervisor` and `cluster.door` (what becomes of a change, from the file or from the
+AdminService), which know no Ray; no request passes through here.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import grpc
@@ -21,26 +25,33 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.actors import HostedProcess, die_with_parent
-from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
+from cluster.admin_service import start_admin
+from cluster.config import ServingConfig
+from cluster.config_file import ConfigFile, Watch
+from cluster.crew import Crew
+from cluster.door import Door, Keep
+from cluster.errors import BatonError, ConfigError
+from cluster.events import Event, EventKind, EventLog
+from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan, WorkerPlan
-from cluster.rpc import create_channel
+from cluster.router_link import RouterLink
 from cluster.settings import RouterSettings
+from cluster.steps import STOP_S, Steps
 from cluster.supervisor import Running, State, Supervisor
-from cluster.tls import internal_tls_of
 
 logger = logging.getLogger(__name__)
 
-NoticeKind = Literal["progress", "ready", "lost", "failed", "serving"]
-STOP_S = 5.0
-"""How long a worker may take to end by itself."""
+NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "serving", "change"]
 _PLACING_S = 5.0
-_CALL_S = 5.0
 _RETRY_S = 0.1
+_LOOK_S = 0.25
+"""How often the file is looked at."""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """Something an operator wants to see. `serving` comes once: every worker and the router are up."""
+    """Something an operator wants to see. `admin` (the AdminService's address) and then `serving` (every worker and the
+    router are up; the router's address) come once."""
 
     kind: NoticeKind
     who: str
@@ -80,10 +91,11 @@ class RunningGroup:
 
 
 class WorkerLauncher:
-    """Starts one worker, as often as it takes, in the placement group that it keeps."""
+    """Starts one worker, as often as it takes, in the placement group that it keeps; `plan`: what the next start goes
+    by."""
 
     def __init__(self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None]) -> None:
-        self._plan = plan
+        self.plan = plan
         self._module = module
         self._log_dir = log_dir
         self._report = report
@@ -91,9 +103,9 @@ class WorkerLauncher:
 
     async def launch(self) -> Running:
         if self._group is None:
-            bundles = [self._plan.bundle for _ in self._plan.ranks]
+            bundles = [self.plan.bundle for _ in self.plan.ranks]
             self._group = placement_group(bundles, strategy="STRICT_PACK")
-        ranks = [self._host(number, self._group) for number in range(len(self._plan.ranks))]
+        ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
         try:
             return RunningGroup(ranks, await self._start(ranks))
         except BaseException:
@@ -106,10 +118,10 @@ class WorkerLauncher:
             remove_placement_group(self._group)
 
     def _host(self, number: int, group: PlacementGroup) -> HostedProcess:
-        name = self._plan.worker_id if len(self._plan.ranks) == 1 else f"{self._plan.worker_id} rank {number}"
+        name = self.plan.worker_id if len(self.plan.ranks) == 1 else f"{self.plan.worker_id} rank {number}"
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         return HostedProcess(
-            self._module, name, self._report, bundle=self._plan.bundle, strategy=strategy, log_dir=self._log_dir
+            self._module, name, self._report, bundle=self.plan.bundle, strategy=strategy, log_dir=self._log_dir
         )
 
     async def _start(self, ranks: Sequence[HostedProcess]) -> dict[str, Any]:
@@ -117,9 +129,9 @@ class WorkerLauncher:
         locating = asyncio.gather(*(rank.locate() for rank in ranks))
         done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
         if not done:
-            self._report(f"waiting for Ray to find a node with room for {len(ranks)} × {self._plan.bundle}")
+            self._report(f"waiting for Ray to find a node with room for {len(ranks)} × {self.plan.bundle}")
         places = await locating
-        settings = [replace(s, host=place.host) for s, place in zip(self._plan.ranks, places, strict=True)]
+        settings = [replace(s, host=place.host) for s, place in zip(self.plan.ranks, places, strict=True)]
         leader = json.loads(await ranks[0].prepare(settings[0].to_json()))["rank_address"]
         others = [replace(s, leader=leader).to_json() for s in settings[1:]]
         await asyncio.gather(*(rank.prepare(text) for rank, text in zip(ranks[1:], others, strict=True)))
@@ -157,32 +169,43 @@ class RouterLauncher:
 class Controller:
     """The actor. `run` once; `notices` for as long as someone listens; `shutdown` at the end."""
 
-    def __init__(self, plan: ClusterPlan, programs: Programs, log_dir: str | None) -> None:
+    def __init__(
+        self, config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
+    ) -> None:
         die_with_parent()
         self._notices: asyncio.Queue[Notice] = asyncio.Queue()
         self._changed = asyncio.Event()
         self._has_served = False
         self._is_stopping = False
-        self._plans = {worker.worker_id: worker for worker in plan.workers}
-        self._launchers = {
-            name: WorkerLauncher(worker, programs.worker, log_dir, self._reporter(name))
-            for name, worker in self._plans.items()
-        }
-        router = RouterLauncher(plan.router, programs.router, log_dir, self._reporter("router"))
-        tls = internal_tls_of(plan.router)
-        self._tls = None if tls is None else tls.client
+        self._file = file
         self._drain_s = plan.router.drain_timeout_s
-        self._router = Supervisor("router", router.launch, self._on_change)
-        self._workers = {
-            name: Supervisor(name, launcher.launch, self._on_change) for name, launcher in self._launchers.items()
-        }
-        self._announcing: asyncio.Task[None] | None = None
+        log_dir = config.log_dir
+        router = RouterLauncher(plan.router, programs.router, log_dir, self._reporter("router"))
+        self.router = Supervisor("router", router.launch, self._on_change)
+        self.crew = Crew(
+            lambda worker: WorkerLauncher(worker, programs.worker, log_dir, self._reporter(worker.worker_id)),
+            self._on_change,
+        )
+        self.crew.add(plan.workers)
+        self._link = RouterLink(self.router, self._compose)
+        first = plan.workers[0].ranks[0]
+        steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
+        self.events = EventLog(self._on_event)
+        self.door = Door(config, steps, self.events, plan.max_devices)
+        self._admin: grpc.aio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Starts everything; returns at once."""
-        for supervisor in (self._router, *self._workers.values()):
-            supervisor.run()
-        self._announcing = asyncio.create_task(self._announce())
+        try:
+            self._admin, address = await start_admin(self.door.config.admin, self)
+        except ConfigError as error:
+            self._notices.put_nowait(Notice("failed", "admin", error.message, is_mistake=True))
+            return
+        self._notices.put_nowait(Notice("admin", "admin", address))
+        self.router.run()
+        self.crew.run()
+        self._tasks.append(asyncio.create_task(self._announce()))
 
     async def notices(self) -> list[Notice]:
         """Waits for news; returns all there are."""
@@ -200,21 +223,43 @@ class Controller:
                 "why": supervisor.why,
                 **supervisor.card,
             }
-            for supervisor in (self._router, *self._workers.values())
+            for supervisor in (self.router, *(member.supervisor for member in self.crew))
         }
 
     async def shutdown(self) -> None:
         """The router first, so that running requests end; then the workers."""
         self._is_stopping = True
-        if self._announcing is not None:
-            self._announcing.cancel()
-        await self._router.stop(self._drain_s + STOP_S)
-        await asyncio.gather(*(worker.stop(STOP_S) for worker in self._workers.values()))
-        for launcher in self._launchers.values():
-            launcher.close()
+        for task in self._tasks:
+            task.cancel()
+        await self.door.close()
+        await self.router.stop(self._drain_s + STOP_S)
+        await self.crew.stop(STOP_S)
+        if self._admin is not None:
+            await self._admin.stop(None)
+
+    @property
+    def config_path(self) -> str:
+        return "" if self._file is None else str(self._file.path)
+
+    @property
+    def keep(self) -> Keep | None:
+        return None if self._file is None else self._file.keep
+
+    def parse(self, text: str, filename: str) -> ServingConfig:
+        """As if it stood in the file that is watched."""
+        file = self._file or ConfigFile(Path("cluster.yaml"))
+        return file.parse(text, filename)
+
+    async def router_status(self) -> admin_pb2.GetStatusResponse | None:
+        return await self._link.status()
 
     def _reporter(self, who: str) -> Callable[[str], None]:
         return lambda line: self._notices.put_nowait(Notice("progress", who, line))
+
+    def _on_event(self, event: Event) -> None:
+        logger.info("%s: %s", event.kind.value, event.text)
+        if event.kind not in (EventKind.WORKER_READY, EventKind.WORKER_LOST):
+            self._notices.put_nowait(Notice("change", "controller", event.text))
 
     def _on_change(self, supervisor: Supervisor) -> None:
         self._changed.set()
@@ -222,10 +267,12 @@ class Controller:
             return
         match supervisor.state:
             case State.READY:
+                self.events.add(EventKind.WORKER_READY, f"{supervisor.name} is ready", supervisor.name)
                 notice = Notice("ready", supervisor.name, str(supervisor.card.get("address", "")))
             case State.BACKING_OFF:
+                self.events.add(EventKind.WORKER_LOST, f"{supervisor.name}: {supervisor.why}", supervisor.name)
                 notice = Notice("lost", supervisor.name, supervisor.why)
-            case State.FAILED:
+            case State.FAILED if not self._has_served:
                 notice = Notice("failed", supervisor.name, supervisor.why, supervisor.is_mistake)
             case _:
                 return
@@ -236,49 +283,54 @@ class Controller:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if self._router.state is not State.READY:
+            if not self._link.is_up:
                 continue
-            try:
-                await self._set_workers()
-            except grpc.RpcError as error:
-                logger.info("the router has not heard of its workers yet: %s", error)
+            if not await self._link.try_to_tell():
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)
+            elif not self._has_served and all(member.is_ready for member in self.crew):
+                await self._first_served()
 
-    async def _set_workers(self) -> None:
-        addresses = [
-            admin_pb2.WorkerAddress(
-                worker_id=name,
-                address=str(worker.card["address"]),
-                role=worker_pb2.ROLE_PREFILL if self._plans[name].role == "prefill" else worker_pb2.ROLE_DECODE,
-            )
-            for name, worker in self._workers.items()
-            if worker.state is State.READY
-        ]
-        card = self._router.card
-        async with create_channel(str(card["control_address"]), tls=self._tls) as channel:
-            control = admin_pb2_grpc.ControlServiceStub(channel)
-            await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=addresses), timeout=_CALL_S)
-        if len(addresses) == len(self._workers) and not self._has_served:
-            self._has_served = await self._router_sees(len(addresses), str(card["control_address"]))
-            if self._has_served:
-                self._notices.put_nowait(Notice("serving", "router", str(card["address"])))
+    def _compose(self) -> admin_pb2.SetWorkersRequest:
+        slo = self.door.config.rebalance.slo
+        return admin_pb2.SetWorkersRequest(
+            workers=self.crew.addresses(),
+            config_version=self.door.version,
+            needs_prefill=self.door.needs_prefill,
+            objectives=admin_pb2.Objectives(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms),
+        )
 
-    async def _router_sees(self, num_workers: int, address: str) -> bool:
-        """Waits until the router is connected to its workers; False when those have changed meanwhile."""
-        async with create_channel(address, tls=self._tls) as channel:
-            admin = admin_pb2_grpc.StatusServiceStub(channel)
-            while True:
-                status = await admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=_CALL_S)
-                if sum(w.state == admin_pb2.WorkerStatus.STATE_READY for w in status.workers) == num_workers:
-                    return True
-                if self._changed.is_set():
-                    return False
-                await asyncio.sleep(_RETRY_S)
+    async def _first_served(self) -> None:
+        """Waits until the router is connected to its workers, unless those have changed meanwhile."""
+        while not self._changed.is_set():
+            status = await self._link.status()
+            ready = admin_pb2.WorkerStatus.STATE_READY
+            if status is not None and sum(w.state == ready for w in status.workers) == len(self.crew):
+                self._has_served = True
+                self._notices.put_nowait(Notice("serving", "router", str(self.router.card["address"])))
+                if self._file is not None:
+                    self._tasks.append(asyncio.create_task(self._watch(self._file)))
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _watch(self, file: ConfigFile) -> None:
+        """Looks at the file whenever no change is being carried out."""
+        watch = Watch(file, self._apply_file, lambda why: self.door.refuse(self.config_path, why))
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if self.door.changing is None:
+                watch.look()
+
+    def _apply_file(self, wanted: ServingConfig) -> None:
+        # A refusal is an event already.
+        with contextlib.suppress(BatonError):
+            self.door.propose(wanted, f"{self.config_path} was edited")
 
 
-def start_controller(plan: ClusterPlan, programs: Programs, log_dir: str | None) -> Any:
-    """Starts the actor on the caller's node and returns its handle."""
+def start_controller(
+    config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
+) -> Any:
+    """Starts the actor on the caller's node and returns its handle. `file`: the one that is watched."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class = ray.remote(Controller).options(num_cpus=CPU_SHARE, max_restarts=0, scheduling_strategy=here)
-    return actor_class.remote(plan, programs, log_dir)
+    return actor_class.remote(config, plan, programs, file)

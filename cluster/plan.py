@@ -45,6 +45,8 @@ class ClusterPlan:
 
     workers: tuple[WorkerPlan, ...]
     router: RouterSettings
+    max_devices: int | None = None
+    """That Ray has; None: CPU ranks, of which there may be any number."""
 
 
 def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None) -> ClusterPlan:
@@ -62,7 +64,7 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None)
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
-    return ClusterPlan(workers, _plan_router(config))
+    return ClusterPlan(workers, _plan_router(config), num_gpus if device == "cuda" else None)
 
 
 def _device(config: ServingConfig, num_gpus: int) -> str:

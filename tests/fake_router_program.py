@@ -22,6 +22,7 @@ class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.StatusSer
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self._workers: list[Any] = []
+        self._version = 0
         self._ended = threading.Event()
         self._server = grpc.server(ThreadPoolExecutor(2), options=server_options())
 
@@ -44,13 +45,18 @@ class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.StatusSer
         self._ended.set()
 
     def SetWorkers(self, request: Any, context: Any) -> Any:
-        self._workers = list(request.workers)
+        self._workers, self._version = list(request.workers), request.config_version
         return admin_pb2.SetWorkersResponse()
 
     def GetStatus(self, request: Any, context: Any) -> Any:
         ready = admin_pb2.WorkerStatus.STATE_READY
-        workers = [admin_pb2.WorkerStatus(worker_id=w.worker_id, address=w.address, state=ready) for w in self._workers]
-        return admin_pb2.GetStatusResponse(workers=workers)
+        workers = [
+            admin_pb2.WorkerStatus(
+                worker_id=w.worker_id, address=w.address, state=ready, role=w.role, is_draining=w.is_draining
+            )
+            for w in self._workers
+        ]
+        return admin_pb2.GetStatusResponse(workers=workers, config_version=self._version)
 
 
 def create(settings_json: str, report: Report) -> Program:

@@ -74,6 +74,16 @@ TlsKey = Annotated[
     typer.Option("--tls-key", metavar="FILE", envvar="BATON_TLS_KEY", show_default=False, help="Its private key."),
 ]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+AdminAddress = Annotated[
+    str,
+    typer.Option(
+        metavar="HOST:PORT",
+        envvar="BATON_ADMIN_ADDRESS",
+        callback=_checked_address,
+        help="The AdminService's address, as `baton serve` tells it.",
+    ),
+]
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
@@ -109,7 +119,8 @@ def exit_code(error: BatonError) -> int:
 def print_error(error: BatonError) -> None:
     lines = [f"{v.field}: {v.description}" for v in error.violations] or [error.message]
     if isinstance(error, NotReachable):
-        lines.append("start a cluster with `baton serve`, or name another with --address; one with TLS needs --tls-ca")
+        lines.append("start a cluster with `baton serve`, or name another with --address or --admin-address")
+        lines.append("one with TLS needs --tls-ca")
     if isinstance(error, Unauthenticated):
         lines.append("name one with --api-key or BATON_API_KEY")
     if error.retry_after_s is not None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.address import format_address
-from cluster.cli.common import DEFAULT_ADDRESS, outcome
+from cluster.cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
 from cluster.cli.signals import StopSignals
 from cluster.errors import BatonError, ConfigError
 
@@ -28,10 +28,12 @@ if TYPE_CHECKING:
     from rich.status import Status
 
     from cluster.config import ServingConfig
+    from cluster.config_file import ConfigFile
     from cluster.controller import Notice
 
 _POLL_S = 0.2
 _END_S = 30.0
+_LAST_PORT = 65_535
 
 
 def serve(
@@ -42,6 +44,12 @@ def serve(
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="gRPC port; 0: any free one.", show_default=False)
     ] = None,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(
+            "--admin-port", min=0, max=65535, help="Port of the AdminService; default with --port: the next one."
+        ),
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -51,16 +59,19 @@ def serve(
 ) -> None:
     """Start a cluster and serve until Ctrl-C."""
     with outcome():
-        serving = _load(config, model, port)
-        _check_port(serving)
-        _Session(serving, ray_address).run()
+        file = _file(config or default_config(), model, port, admin_port)
+        serving = file.load()
+        _check_port("--port", serving.router.host, serving.router.port)
+        _check_port("--admin-port", serving.admin.host, serving.admin.port)
+        _Session(replace(file, path=file.path.absolute()), serving, ray_address).run()
 
 
-def _load(path: Path | None, model: Path | None, port: int | None) -> ServingConfig:
-    from cluster.config import load_config
+def _file(path: Path, model: Path | None, port: int | None, admin_port: int | None) -> ConfigFile:
+    from cluster.config_file import ConfigFile
 
-    serving = load_config(path or default_config(), model_path=None if model is None else str(model))
-    return serving if port is None else replace(serving, router=replace(serving.router, port=port))
+    if admin_port is None and port is not None:
+        admin_port = port + 1 if 0 < port < _LAST_PORT else 0
+    return ConfigFile(path, None if model is None else str(model.absolute()), port, admin_port)
 
 
 def default_config() -> Path:
@@ -73,9 +84,8 @@ def default_config() -> Path:
     return found
 
 
-def _check_port(serving: ServingConfig) -> None:
-    """Before the seconds that Ray and the weights take; the router's own bind has the last word."""
-    host, port = serving.router.host, serving.router.port
+def _check_port(option: str, host: str, port: int) -> None:
+    """Before the seconds that Ray and the weights take; the server's own bind has the last word."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -84,17 +94,18 @@ def _check_port(serving: ServingConfig) -> None:
     except OSError as error:
         raise BatonError(
             f"cannot listen on {format_address(host, port)}: {error.strerror}; stop what uses port {port} "
-            f"(another `baton serve`?), or choose another: baton serve --port {port + 1}"
+            f"(another `baton serve`?), or choose another: baton serve {option} {min(port + 10, _LAST_PORT)}"
         ) from error
 
 
 class _Session:
     """One run, from the start of Ray to the end of the last process."""
 
-    def __init__(self, serving: ServingConfig, ray_address: str | None) -> None:
+    def __init__(self, file: ConfigFile, serving: ServingConfig, ray_address: str | None) -> None:
+        self._file = file
         self._serving = serving
         self._ray_address = ray_address
-        self._view = _View(serving)
+        self._view = _View(serving, file.path)
         self._signals = StopSignals(on_second=self._kill)
         self._folder: Path | None = None
 
@@ -130,7 +141,7 @@ class _Session:
             num_gpus=int(ray.cluster_resources().get("GPU", 0)),
             num_cores=num_cores if self._ray_address is None else None,
         )
-        controller = start_controller(plan, Programs(), self._serving.log_dir)
+        controller = start_controller(self._serving, plan, Programs(), self._file)
         try:
             self._follow(controller)
         finally:
@@ -178,14 +189,16 @@ def _end(controller: Any) -> None:
 class _View:
     """What the operator sees: a moving line at a terminal, one line for each event elsewhere; then the banner."""
 
-    def __init__(self, serving: ServingConfig) -> None:
+    def __init__(self, serving: ServingConfig, path: Path) -> None:
         from rich.console import Console
 
         self._serving = serving
+        self._path = path
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._status: Status | None = self._console.status("") if self._console.is_terminal else None
         self._began = time.monotonic()
         self._is_serving = False
+        self._admin_address = ""
 
     def __enter__(self) -> None:
         if self._status is not None:
@@ -212,6 +225,10 @@ class _View:
                 self._console.print(f"{notice.who} is ready")
             case "lost":
                 self._console.print(f"{notice.who} was lost ({notice.text}); starting it again")
+            case "change":
+                self._console.print(notice.text)
+            case "admin":
+                self._admin_address = notice.text
             case "serving":
                 self._is_serving = True
                 self._banner(notice.text)
@@ -233,11 +250,13 @@ class _View:
         if self._status is not None:
             self._status.stop()
         baton, option = _command(), "" if address == DEFAULT_ADDRESS else f" --address {address}"
+        admin = "" if self._admin_address == DEFAULT_ADMIN_ADDRESS else f" --admin-address {self._admin_address}"
         self._console.print(
             f"\nBaton is serving: {describe(serving)}\n\n"
             f"  gRPC    {address}\n"
             f'  try     {baton} generate{option} "ROMEO:"\n'
             f"  look    {baton} status{option}\n"
+            f"  change  {baton} rebalance{admin} P:D, or edit {os.path.relpath(self._path)}\n"
             f"  stop    Ctrl-C\n\n"
             f"ready after {time.monotonic() - self._began:.1f} s\n"
         )

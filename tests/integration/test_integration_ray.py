@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,16 @@ import psutil
 import pytest
 
 from cluster import local_ray
-from cluster.config import EngineSection, ModelSection, RoleSection, RolesSection, RouterSection, ServingConfig
+from cluster.config import (
+    AdminSection,
+    EngineSection,
+    ModelSection,
+    RoleSection,
+    RolesSection,
+    RouterSection,
+    ServingConfig,
+)
+from cluster.config_file import ConfigFile
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.plan import plan_cluster
 
@@ -27,6 +37,7 @@ def config_of(model_path: str = "models/fake") -> ServingConfig:
         roles=RolesSection(RoleSection(), RoleSection(devices=2, tensor_parallel=2)),
         engine=EngineSection(device="cpu"),
         router=RouterSection(port=0),
+        admin=AdminSection(port=0),
     )
 
 
@@ -43,14 +54,15 @@ def ray_folder() -> Iterator[Path]:
 class Cluster:
     """A controller and what it told."""
 
-    def __init__(self, config: ServingConfig, log_dir: Path) -> None:
+    def __init__(self, config: ServingConfig, log_dir: Path, file: ConfigFile | None = None) -> None:
         import ray
 
         from cluster.controller import Programs, start_controller
 
         plan = plan_cluster(config, num_gpus=0, num_cores=2)
         programs = Programs(worker="fake_worker_program", router="fake_router_program")
-        self.controller: Any = start_controller(plan, programs, str(log_dir))
+        config = replace(config, log_dir=str(log_dir))
+        self.controller: Any = start_controller(config, plan, programs, file)
         self.notices: list[Any] = []
         self._get: Callable[..., Any] = ray.get
         self._kill: Callable[..., Any] = ray.kill

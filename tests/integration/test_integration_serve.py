@@ -126,7 +126,7 @@ def test_a_second_cluster_on_the_same_port_is_refused_with_the_remedy(cluster: S
     assert second.wait() == 1
     second.close()
     assert f"cannot listen on 127.0.0.1:{port}" in second.output
-    assert f"baton serve --port {port + 1}" in second.output
+    assert f"baton serve --port {port + 10}" in second.output
     assert "Traceback" not in second.output
 
 

@@ -1,0 +1,84 @@
+"""A small blocking Python client of the AdminService: the CLI, the tests and the benchmarks use it.
+
+Errors come back as the exceptions of `cluster.errors`. Knows no retry: a call happens once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from cluster.client import as_baton_errors
+from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.rpc import create_blocking_channel
+
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
+_CALL_S = 30.0
+_ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED)
+
+
+class AdminClient:
+    """One connection to a controller; `expected_version` 0: whatever is current."""
+
+    def __init__(self, address: str = DEFAULT_ADMIN_ADDRESS) -> None:
+        self.address = address
+        self._channel = create_blocking_channel(address)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def cluster(self) -> admin_pb2.GetClusterResponse:
+        response: admin_pb2.GetClusterResponse = self._call(self._admin.GetCluster, admin_pb2.GetClusterRequest())
+        return response
+
+    def set_roles(
+        self, prefill: int, decode: int, *, expected_version: int = 0, dry_run: bool = False
+    ) -> admin_pb2.ChangeResponse:
+        """So many workers of each role."""
+        request = admin_pb2.SetRolesRequest(
+            num_prefill=prefill, num_decode=decode, expected_version=expected_version, dry_run=dry_run
+        )
+        return self._change(self._admin.SetRoles, request)
+
+    def apply(
+        self, text: str, *, filename: str = "", expected_version: int = 0, dry_run: bool = False
+    ) -> admin_pb2.ChangeResponse:
+        """What a cluster.yaml says."""
+        request = admin_pb2.ApplyRequest(
+            yaml=text, filename=filename, expected_version=expected_version, dry_run=dry_run
+        )
+        return self._change(self._admin.Apply, request)
+
+    def drain(self, worker_id: str, *, expected_version: int = 0, dry_run: bool = False) -> admin_pb2.ChangeResponse:
+        """Takes a worker out."""
+        request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, expected_version=expected_version, dry_run=dry_run)
+        return self._change(self._admin.DrainWorker, request)
+
+    def events(self, after_sequence: int = 0) -> Iterator[admin_pb2.ClusterEvent]:
+        """From the one after that (0: from now) on, for ever."""
+        with as_baton_errors(self.address):
+            yield from self._admin.WatchEvents(admin_pb2.WatchEventsRequest(after_sequence=after_sequence))
+
+    def follow(self, answer: admin_pb2.ChangeResponse) -> Iterator[admin_pb2.ClusterEvent]:
+        """The events of an accepted change, to the one that it is done or has failed."""
+        # Event 0 does not exist, and 0 means "from now": the first event of a fresh cluster is never a change's.
+        for event in self.events(answer.after_sequence):
+            yield event
+            if event.kind in _ENDS:
+                return
+
+    def close(self) -> None:
+        """Ends every watch."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _change(self, method: Any, request: Any) -> admin_pb2.ChangeResponse:
+        response: admin_pb2.ChangeResponse = self._call(method, request)
+        return response
+
+    def _call(self, method: Any, request: Any) -> Any:
+        with as_baton_errors(self.address):
+            return method(request, timeout=_CALL_S)

@@ -1,0 +1,190 @@
+"""AdminService: what operators see and change of the whole cluster, on a port of its own in the controller's process.
+
+Translates between messages and the door; decides nothing. Errors become gRPC statuses here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+
+from cluster import rpc
+from cluster.config import AdminSection, ServingConfig
+from cluster.crew import ROLE_NUMBERS, Crew
+from cluster.door import Answer, Door, Keep, Plan
+from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest
+from cluster.events import Event, EventLog
+from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.supervisor import Supervisor
+
+log = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class Desk(Protocol):
+    """What the service reads and changes; the controller."""
+
+    door: Door
+    events: EventLog
+    crew: Crew
+
+    @property
+    def router(self) -> Supervisor: ...
+
+    @property
+    def config_path(self) -> str:
+        """Of the file that is watched; empty: none."""
+        ...
+
+    @property
+    def keep(self) -> Keep | None:
+        """Writes an accepted change into that file."""
+        ...
+
+    def parse(self, text: str, filename: str) -> ServingConfig:
+        """Raises ConfigError."""
+        ...
+
+    async def router_status(self) -> admin_pb2.GetStatusResponse | None: ...
+
+
+class AdminService(admin_pb2_grpc.AdminServiceServicer):
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
+        desk = self._desk
+        members = [m for m in desk.crew.members() if not m.is_draining]
+        changing = desk.door.changing
+        return admin_pb2.GetClusterResponse(
+            version=desk.door.version,
+            num_prefill=sum(m.role == "prefill" for m in members),
+            num_decode=sum(m.role == "decode" for m in members),
+            processes=_processes(desk),
+            router=await desk.router_status(),
+            changing=None if changing is None else plan_message(changing),
+            last_sequence=desk.events.last_sequence,
+            config_file=desk.config_path,
+        )
+
+    async def SetRoles(self, request: admin_pb2.SetRolesRequest, context: Context) -> admin_pb2.ChangeResponse:
+        def change() -> Answer:
+            door = self._desk.door
+            return door.propose(
+                door.with_split(request.num_prefill, request.num_decode),
+                f"rebalance {request.num_prefill}:{request.num_decode}",
+                expected_version=request.expected_version,
+                dry_run=request.dry_run,
+                keep=self._desk.keep,
+            )
+
+        return await _answered(context, change)
+
+    async def Apply(self, request: admin_pb2.ApplyRequest, context: Context) -> admin_pb2.ChangeResponse:
+        def change() -> Answer:
+            desk, origin = self._desk, f"apply {request.filename}".rstrip()
+            try:
+                wanted = desk.parse(request.yaml, request.filename)
+            except ConfigError as error:
+                desk.door.refuse(origin, error.message)
+                raise InvalidRequest(error.message) from error
+            return desk.door.propose(
+                wanted,
+                origin,
+                expected_version=request.expected_version,
+                dry_run=request.dry_run,
+                keep=desk.keep,
+            )
+
+        return await _answered(context, change)
+
+    async def DrainWorker(self, request: admin_pb2.DrainWorkerRequest, context: Context) -> admin_pb2.ChangeResponse:
+        def change() -> Answer:
+            door = self._desk.door
+            return door.propose(
+                door.without(request.worker_id),
+                f"drain {request.worker_id}",
+                expected_version=request.expected_version,
+                dry_run=request.dry_run,
+                leaving=[request.worker_id],
+                keep=self._desk.keep,
+            )
+
+        return await _answered(context, change)
+
+    async def WatchEvents(
+        self, request: admin_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[admin_pb2.ClusterEvent]:
+        events = self._desk.events
+        async for event in events.after(request.after_sequence or events.last_sequence):
+            yield event_message(event)
+
+
+async def start_admin(section: AdminSection, desk: Desk) -> tuple[grpc.aio.Server, str]:
+    """Listens; the server and its address. Raises ConfigError for one that it may not or cannot have.
+
+    Whoever reaches this port may change the cluster: API keys with the scope `admin`, and TLS, go in here.
+    """
+    server, port = rpc.create_server(section.host, section.port, insecure=section.insecure)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(desk), server)
+    await server.start()
+    return server, rpc.format_address(section.host, port)
+
+
+def plan_message(plan: Plan) -> admin_pb2.Plan:
+    return admin_pb2.Plan(origin=plan.origin, changes=plan.changes, steps=map(str, plan.steps), num_done=plan.num_done)
+
+
+def event_message(event: Event) -> admin_pb2.ClusterEvent:
+    return admin_pb2.ClusterEvent(
+        sequence=event.sequence,
+        kind=f"KIND_{event.kind.name}",
+        text=event.text,
+        version=event.version,
+        worker_id=event.worker_id,
+        time=event.time,
+    )
+
+
+async def _answered(context: Context, change: Callable[[], Answer]) -> admin_pb2.ChangeResponse:
+    try:
+        answer = change()
+    except BatonError as error:
+        failure = error
+    except Exception:
+        log.exception("a change failed")
+        failure = InternalError("the controller failed on this change; its log says why")
+    else:
+        return admin_pb2.ChangeResponse(
+            version=answer.version,
+            plan=plan_message(answer.plan),
+            after_sequence=answer.after_sequence,
+            is_change=answer.is_change,
+        )
+    await rpc.abort(context, failure)
+
+
+def _processes(desk: Desk) -> list[admin_pb2.ProcessStatus]:
+    router = _process(desk.router)
+    workers = []
+    for member in desk.crew:
+        process = _process(member.supervisor)
+        process.role, process.is_draining = ROLE_NUMBERS[member.plan.role], member.is_draining
+        process.tp_size = len(member.plan.ranks)
+        workers.append(process)
+    return [router, *workers]
+
+
+def _process(supervisor: Supervisor) -> admin_pb2.ProcessStatus:
+    return admin_pb2.ProcessStatus(
+        name=supervisor.name,
+        state=supervisor.state.value,
+        num_starts=supervisor.num_starts,
+        why=supervisor.why,
+        address=str(supervisor.card.get("address", "")),
+        pids=supervisor.card.get("pids", ()),
+    )

@@ -1,0 +1,129 @@
+"""The operator's cluster.yaml while a cluster runs: read with what `baton serve` was told beside it, watched by its
+content, and edited in place when a change comes from elsewhere, so that file and cluster agree.
+
+`Watch` decides what a look at the file means; who looks, and how often, is the controller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ServingConfig, parse_config
+from cluster.config.changes import differences, set_values
+from cluster.errors import BatonError, ConfigError, FailedPrecondition
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """`model_path` and the ports replace what the file says, as `baton serve --model --port` have it."""
+
+    path: Path
+    model_path: str | None = None
+    router_port: int | None = None
+    admin_port: int | None = None
+
+    def read(self) -> str:
+        """Raises ConfigError."""
+        try:
+            return self.path.read_bytes().decode("utf-8-sig")
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+    def parse(self, text: str, filename: str = "") -> ServingConfig:
+        """Raises ConfigError; `filename`: where the text comes from, if not from this file."""
+        config = parse_config(text, filename or str(self.path), model_path=self.model_path)
+        if self.router_port is not None:
+            config = replace(config, router=replace(config.router, port=self.router_port))
+        if self.admin_port is not None:
+            config = replace(config, admin=replace(config.admin, port=self.admin_port))
+        return config
+
+    def load(self) -> ServingConfig:
+        """Raises ConfigError."""
+        return self.parse(self.read())
+
+    def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> None:
+        """Sets the values of these keys in the file, comments and all else as they were.
+
+        Raises FailedPrecondition unless the file says exactly what is wanted afterwards.
+        """
+        try:
+            text = self.read()
+            if not differences(self.parse(text), wanted):
+                return
+            edited = set_values(text, changed)
+            left = differences(self.parse(edited), wanted)
+            if left:
+                raise FailedPrecondition(f"it also says something else than what runs about {', '.join(left)}")
+            self._write(edited)
+        except OSError as error:
+            raise FailedPrecondition(f"{self.path} cannot be written: {error.strerror}; edit it instead") from error
+        except BatonError as error:
+            raise FailedPrecondition(
+                f"{self.path} would not agree with the cluster: {error.message}; edit it, it is watched"
+            ) from error
+
+    def _write(self, text: str) -> None:
+        """Whole or not at all."""
+        target = self.path.resolve()
+        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            os.chmod(name, target.stat().st_mode & 0o7777)
+            os.replace(name, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+
+
+class Watch:
+    """Call `look` every so often, when no change is being carried out.
+
+    `apply` is given a valid configuration that the file has come to say; `refuse` a text that says what is wrong with
+    it. A mistake is told once, and only when it is still there at the next look: an editor may be half way.
+    """
+
+    def __init__(self, file: ConfigFile, apply: Callable[[ServingConfig], None], refuse: Callable[[str], None]) -> None:
+        self._file = file
+        self._apply = apply
+        self._refuse = refuse
+        self._done: tuple[str, str] | None = None
+        """What has been dealt with: a text, or why there is none. At first nothing: an edit during the start counts."""
+        self._doubtful: str | None = None
+
+    def look(self) -> None:
+        content = self._read()
+        if content == self._done:
+            self._doubtful = None
+            return
+        text, problem = content
+        wanted = None
+        if not problem:
+            try:
+                wanted = self._file.parse(text)
+            except ConfigError as error:
+                problem = error.message
+        if wanted is None and self._doubtful != problem + text:
+            self._doubtful = problem + text
+            return
+        self._done, self._doubtful = content, None
+        if wanted is None:
+            self._refuse(problem)
+        else:
+            self._apply(wanted)
+
+    def _read(self) -> tuple[str, str]:
+        try:
+            return self._file.read(), ""
+        except ConfigError as error:
+            return "", error.message

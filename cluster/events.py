@@ -1,0 +1,70 @@
+"""What has happened in the cluster, numbered, for whoever listens: the newest are kept, and waited for.
+
+One event loop. A listener says after which event it goes on, so that nothing falls between an answer and its watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from enum import Enum
+
+_KEPT = 1000
+
+
+class EventKind(Enum):
+    """The names are those of ClusterEvent.Kind."""
+
+    PLANNED = "planned"
+    STEP = "step"
+    STEP_DONE = "step done"
+    CHANGED = "changed"
+    FAILED = "failed"
+    REFUSED = "refused"
+    WORKER_READY = "worker ready"
+    WORKER_LOST = "worker lost"
+
+
+@dataclass(frozen=True)
+class Event:
+    """`version`: of the configuration at that time."""
+
+    sequence: int
+    kind: EventKind
+    text: str
+    version: int
+    worker_id: str
+    time: float
+
+
+class EventLog:
+    """`on_event` is called with each event as it comes."""
+
+    def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
+        self.version = 1
+        """Stamped on each event."""
+        self.last_sequence = 0
+        self._events: deque[Event] = deque(maxlen=_KEPT)
+        self._on_event = on_event
+        self._came = asyncio.Event()
+
+    def add(self, kind: EventKind, text: str, worker_id: str = "") -> None:
+        self.last_sequence += 1
+        event = Event(self.last_sequence, kind, text, self.version, worker_id, time.time())
+        self._events.append(event)
+        self._on_event(event)
+        came, self._came = self._came, asyncio.Event()
+        came.set()
+
+    async def after(self, sequence: int) -> AsyncIterator[Event]:
+        """Those that are kept, then each as it comes; for ever."""
+        while True:
+            came = self._came
+            for event in [e for e in self._events if e.sequence > sequence]:
+                sequence = event.sequence
+                yield event
+            if sequence >= self.last_sequence:
+                await came.wait()

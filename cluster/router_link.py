@@ -1,0 +1,67 @@
+"""The controller's word to the router, and the router's to the controller.
+
+The router is told the complete set of workers, with the version, the needs and the objectives of the configuration,
+until it has heard them; what it says of its workers is how a step is verified.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+
+from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.rpc import create_channel
+from cluster.supervisor import State, Supervisor
+
+logger = logging.getLogger(__name__)
+
+CALL_S = 5.0
+LOOK_EVERY_S = 0.05
+
+
+class RouterLink:
+    """`compose` makes what the router is told, anew for each attempt."""
+
+    def __init__(self, router: Supervisor, compose: Callable[[], admin_pb2.SetWorkersRequest]) -> None:
+        self._router = router
+        self._compose = compose
+        self._telling = asyncio.Lock()
+
+    @property
+    def is_up(self) -> bool:
+        return self._router.state is State.READY
+
+    async def tell(self) -> None:
+        """Returns when the router has heard how things are; waits for one that is down."""
+        while not await self.try_to_tell():
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def try_to_tell(self) -> bool:
+        """Once; False when it did not hear."""
+        async with self._telling:
+            if not self.is_up:
+                return False
+            try:
+                async with create_channel(str(self._router.card["control_address"])) as channel:
+                    control = admin_pb2_grpc.ControlServiceStub(channel)
+                    await control.SetWorkers(self._compose(), timeout=CALL_S)
+            except grpc.RpcError as error:
+                logger.info("the router has not heard of its workers yet: %s", error)
+                return False
+        return True
+
+    async def status(self) -> admin_pb2.GetStatusResponse | None:
+        """What the router says; None when it does not answer."""
+        if not self.is_up:
+            return None
+        try:
+            async with create_channel(str(self._router.card["address"])) as channel:
+                stub = admin_pb2_grpc.StatusServiceStub(channel)
+                answer: admin_pb2.GetStatusResponse = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_S)
+                return answer
+        except grpc.RpcError as error:
+            logger.info("the router does not answer: %s", error)
+            return None
