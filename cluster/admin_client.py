@@ -52,14 +52,13 @@ class AdminClient:
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, expected_version=expected_version, dry_run=dry_run)
         return self._change(self._admin.DrainWorker, request)
 
-    def events(self, after_sequence: int = 0) -> Iterator[admin_pb2.ClusterEvent]:
-        """From the one after that (0: from now) on, for ever."""
+    def events(self, after_sequence: int | None = None) -> Iterator[admin_pb2.ClusterEvent]:
+        """From the one after that (None: from now) on, for ever."""
         with as_baton_errors(self.address):
             yield from self._admin.WatchEvents(admin_pb2.WatchEventsRequest(after_sequence=after_sequence))
 
     def follow(self, answer: admin_pb2.ChangeResponse) -> Iterator[admin_pb2.ClusterEvent]:
         """The events of an accepted change, to the one that it is done or has failed."""
-        # Event 0 does not exist, and 0 means "from now": the first event of a fresh cluster is never a change's.
         for event in self.events(answer.after_sequence):
             yield event
             if event.kind in _ENDS:

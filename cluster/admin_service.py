@@ -120,7 +120,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ClusterEvent]:
         events = self._desk.events
-        async for event in events.after(request.after_sequence or events.last_sequence):
+        since = request.after_sequence if request.HasField("after_sequence") else events.last_sequence
+        async for event in events.after(since):
             yield event_message(event)
 
 

@@ -90,7 +90,7 @@ class Watch:
     """Call `look` every so often, when no change is being carried out.
 
     `apply` is given a valid configuration that the file has come to say; `refuse` a text that says what is wrong with
-    it. A mistake is told once, and only when it is still there at the next look: an editor may be half way.
+    it. Either is told once, and only of what is the same at two looks: a file that is half written may well be valid.
     """
 
     def __init__(self, file: ConfigFile, apply: Callable[[ServingConfig], None], refuse: Callable[[str], None]) -> None:
@@ -99,24 +99,19 @@ class Watch:
         self._refuse = refuse
         self._done: tuple[str, str] | None = None
         """What has been dealt with: a text, or why there is none. At first nothing: an edit during the start counts."""
-        self._doubtful: str | None = None
+        self._last: tuple[str, str] | None = None
 
     def look(self) -> None:
         content = self._read()
-        if content == self._done:
-            self._doubtful = None
+        is_steady, self._last = content == self._last, content
+        if content == self._done or not is_steady:
             return
+        self._done = content
         text, problem = content
-        wanted = None
-        if not problem:
-            try:
-                wanted = self._file.parse(text)
-            except ConfigError as error:
-                problem = error.message
-        if wanted is None and self._doubtful != problem + text:
-            self._doubtful = problem + text
-            return
-        self._done, self._doubtful = content, None
+        try:
+            wanted = None if problem else self._file.parse(text)
+        except ConfigError as error:
+            wanted, problem = None, error.message
         if wanted is None:
             self._refuse(problem)
         else:

@@ -44,8 +44,8 @@ logger = logging.getLogger(__name__)
 NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "serving", "change"]
 _PLACING_S = 5.0
 _RETRY_S = 0.1
-_LOOK_S = 0.25
-"""How often the file is looked at."""
+_LOOK_S = 0.2
+"""How often the file is looked at; an edit counts at the second look that finds it."""
 
 
 @dataclass(frozen=True)

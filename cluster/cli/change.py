@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and change nothing.")]
 ExpectedVersion = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--expected-version",
         min=1,
@@ -39,7 +39,7 @@ ExpectedVersion = Annotated[
 def apply(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The cluster.yaml.")] = Path("cluster.yaml"),
     dry_run: DryRun = False,
-    expected_version: ExpectedVersion = 0,
+    expected_version: ExpectedVersion = None,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
 ) -> None:
@@ -54,7 +54,7 @@ def apply(
         with _connected(admin_address) as client:
             _change(
                 client,
-                lambda: client.apply(text, filename=name, expected_version=expected_version, dry_run=dry_run),
+                lambda: client.apply(text, filename=name, expected_version=expected_version or 0, dry_run=dry_run),
                 is_dry_run=dry_run,
                 as_json=as_json,
             )
@@ -63,7 +63,7 @@ def apply(
 def rebalance(
     split: Annotated[str, typer.Argument(metavar="P:D", help="Workers for prefill and for decode, such as 3:1.")],
     dry_run: DryRun = False,
-    expected_version: ExpectedVersion = 0,
+    expected_version: ExpectedVersion = None,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
 ) -> None:
@@ -75,7 +75,7 @@ def rebalance(
     with outcome(), _connected(admin_address) as client:
         _change(
             client,
-            lambda: client.set_roles(prefill, decode, expected_version=expected_version, dry_run=dry_run),
+            lambda: client.set_roles(prefill, decode, expected_version=expected_version or 0, dry_run=dry_run),
             is_dry_run=dry_run,
             as_json=as_json,
         )
@@ -84,7 +84,7 @@ def rebalance(
 def drain(
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `baton status` shows it.")],
     dry_run: DryRun = False,
-    expected_version: ExpectedVersion = 0,
+    expected_version: ExpectedVersion = None,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
     as_json: AsJson = False,
 ) -> None:
@@ -92,7 +92,7 @@ def drain(
     with outcome(), _connected(admin_address) as client:
         _change(
             client,
-            lambda: client.drain(worker, expected_version=expected_version, dry_run=dry_run),
+            lambda: client.drain(worker, expected_version=expected_version or 0, dry_run=dry_run),
             is_dry_run=dry_run,
             as_json=as_json,
         )
