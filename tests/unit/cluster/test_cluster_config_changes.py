@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import load_config, parse_config
@@ -27,6 +27,7 @@ def test_only_roles_and_rebalance_change_while_the_cluster_runs() -> None:
     refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms"])
 
 
+@settings(deadline=None, max_examples=20)
 @given(st.integers(0, 99), st.integers(1, 99), st.floats(1, 9).map(lambda s: round(s, 3)))
 def test_values_set_in_the_shipped_file_are_read_back_and_nothing_else_changes(
     prefill: int, decode: int, tpot_ms: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import RoleName
@@ -149,6 +149,7 @@ def devices(members: Sequence[Member]) -> int:
     return sum(m.tp_size for m in members)
 
 
+@settings(deadline=None)
 @given(fleets(), wants(), st.one_of(st.none(), st.integers(0, 8)))
 def test_every_plan_ends_in_what_is_wanted_and_keeps_every_minimum_on_its_way(
     members: list[Member], wanted: dict[RoleName, Wanted], spare: int | None
@@ -174,6 +175,7 @@ def test_every_plan_ends_in_what_is_wanted_and_keeps_every_minimum_on_its_way(
     assert plan_ratio(now, {r: Wanted(w.num_workers, w.tp_size, w.min_workers) for r, w in wanted.items()}) == ()
 
 
+@settings(deadline=None)
 @given(fleets(), wants())
 def test_as_many_workers_flip_as_can_unless_both_roles_exchange_some(
     members: list[Member], wanted: dict[RoleName, Wanted]
