@@ -1,0 +1,233 @@
+"""Roles that change under streams, in a cluster as `baton serve` starts it: nothing is reloaded, no request is lost."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_fixture import token_spec
+from serve_process import ROOT, Serve
+
+from cluster.admin_client import AdminClient
+from cluster.client import BatonClient
+from cluster.errors import BatonError, FailedPrecondition
+from cluster.pb import admin_pb2, generation_pb2
+
+WAIT_S = 60.0
+NUM_PROMPTS = 6
+TOKENS = 96
+pytestmark = pytest.mark.timeout(300)
+
+_draw = random.Random(1)
+SHARED = _draw.choices(range(4, 1000), k=96)
+PROMPTS = [[*SHARED, *_draw.choices(range(4, 1000), k=16)] for _ in range(NUM_PROMPTS)]
+
+
+class Cluster:
+    """One prefill and three decode workers at first; `file` is the one that is watched."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "cluster.yaml"
+        (folder / "models").symlink_to(ROOT / "models")
+        shutil.copy(ROOT / "cluster.yaml", self.file)
+        self.split(1, 3)
+        # Every prompt is handed over, however short.
+        self.edit("policy: predicted", "policy: least_loaded")
+        self.edit("kv_cache_tokens: 16384", "kv_cache_tokens: 8192")
+        self.serve = Serve("--config", str(self.file), "--port", "0")
+        self.client = BatonClient(self.serve.address)
+        self.admin = AdminClient(self.serve.admin_address)
+
+    def edit(self, old: str, new: str) -> None:
+        text = self.file.read_text(encoding="utf-8")
+        assert old in text, f"{old!r} is not in {self.file}"
+        self.file.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+    def split(self, prefill: int, decode: int) -> None:
+        """Edits the two numbers."""
+        before, first, between, second, after = self._parts()
+        assert first and second
+        text = f"{before}devices: {prefill}{between}devices: {decode}{after}"
+        self.file.write_text(text, encoding="utf-8")
+
+    def _parts(self) -> tuple[str, str, str, str, str]:
+        text = self.file.read_text(encoding="utf-8")
+        before, mark, rest = text.partition("devices: ")
+        digit, rest = rest[:1], rest[1:]
+        between, mark_two, after = rest.partition("devices: ")
+        assert mark and mark_two
+        return before, digit, between, after[:1], after[1:]
+
+    def status(self) -> dict[str, admin_pb2.WorkerStatus]:
+        return {worker.worker_id: worker for worker in self.client.status().workers}
+
+    def roles(self) -> tuple[int, int]:
+        roles = [worker.role for worker in self.status().values()]
+        return roles.count(1), roles.count(2)
+
+    def until_event(self, after: int, kind: int) -> admin_pb2.ClusterEvent:
+        for event in self.admin.events(after):
+            if event.kind == kind:
+                return event
+        raise AssertionError("the events ended")
+
+    def last_sequence(self) -> int:
+        return int(self.admin.cluster().last_sequence)
+
+    def close(self) -> None:
+        self.client.close()
+        self.admin.close()
+        self.serve.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("rebalance"))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+class Load:
+    """Each prompt over and over, one thread for each, until it is left; what came of every request is held against
+    the output without any change."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._client = cluster.client
+        self._is_over = threading.Event()
+        self.reference = [self._run(prompt) for prompt in PROMPTS]
+        self.problems: list[str] = []
+        self.num_done = 0
+        self._changed = threading.Condition()
+        self._threads = [threading.Thread(target=self._loop, args=(n,), daemon=True) for n in range(NUM_PROMPTS)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        for thread in self._threads:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+    def wait_for_more(self, count: int) -> None:
+        """Until so many more requests have ended."""
+        with self._changed:
+            goal = self.num_done + count
+            assert self._changed.wait_for(lambda: self.problems or self.num_done >= goal, WAIT_S)
+
+    def _loop(self, number: int) -> None:
+        while not self._is_over.is_set():
+            problem = ""
+            try:
+                if self._run(PROMPTS[number]) != self.reference[number]:
+                    problem = f"the output of prompt {number} changed"
+            except BatonError as error:
+                problem = f"prompt {number}: {error!r}"
+            with self._changed:
+                self.num_done += 1
+                if problem:
+                    self.problems.append(problem)
+                self._changed.notify_all()
+
+    def _run(self, prompt: list[int]) -> list[int]:
+        tokens: list[int] = []
+        with self._client.stream(token_spec(prompt, TOKENS), timeout_s=WAIT_S) as stream:
+            for event in stream:
+                if event.HasField("delta"):
+                    assert event.delta.first_token_index == len(tokens), "a gap or a repeat"
+                    tokens.extend(event.delta.token_ids)
+        return tokens
+
+
+def usage(cluster: Cluster, prompt: list[int]) -> generation_pb2.Usage:
+    return cluster.client.generate(token_spec(prompt, 4), timeout_s=WAIT_S).usage
+
+
+def test_workers_change_their_roles_under_streams_and_nothing_is_reloaded_or_lost(cluster: Cluster) -> None:
+    changed, refused = admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_REFUSED
+    with Load(cluster) as load:
+        load.wait_for_more(NUM_PROMPTS)
+        before = cluster.status()
+        for prefill, decode in ((3, 1), (2, 2)):
+            since = cluster.last_sequence()
+            cluster.split(prefill, decode)
+            cluster.until_event(since, changed)
+            assert cluster.roles() == (prefill, decode)
+            load.wait_for_more(NUM_PROMPTS)
+            if prefill == 3:
+                since = cluster.last_sequence()
+                good = cluster.file.read_text(encoding="utf-8")
+                cluster.edit("devices: 3", "devices: three")
+                event = cluster.until_event(since, refused)
+                assert f"{cluster.file}:" in event.text
+                assert "roles.prefill.devices: must be a whole number (got three)" in event.text
+                assert cluster.roles() == (3, 1)
+                cluster.file.write_text(good, encoding="utf-8")
+        after = cluster.status()
+    assert load.problems == []
+    for worker_id, worker in after.items():
+        old = before[worker_id]
+        assert (worker.info.incarnation, worker.address) == (old.info.incarnation, old.address)
+        assert [rank.pid for rank in worker.info.ranks] == [rank.pid for rank in old.info.ranks]
+        assert worker.stats.num_steps > old.stats.num_steps > 0, "it was reloaded, or never used"
+        assert worker.stats.blocks_total == old.stats.blocks_total
+        assert old.stats.blocks_cached > 0
+    assert {name: process.num_starts for name, process in processes(cluster).items()} == dict.fromkeys(
+        ["router", *after], 1
+    )
+    for _ in range(4):
+        assert usage(cluster, PROMPTS[0]).cached_tokens >= len(SHARED) // 16 * 16, "the prefix cache was lost"
+
+
+def processes(cluster: Cluster) -> dict[str, admin_pb2.ProcessStatus]:
+    return {process.name: process for process in cluster.admin.cluster().processes}
+
+
+def test_a_change_that_is_tried_stale_or_impossible_changes_nothing(cluster: Cluster) -> None:
+    text, roles = cluster.file.read_text(encoding="utf-8"), cluster.roles()
+    version = cluster.admin.cluster().version
+    assert version > 1
+    plan = cluster.admin.set_roles(1, 3, dry_run=True)
+    assert (plan.is_change, len(plan.plan.steps)) == (False, 1)
+    with pytest.raises(FailedPrecondition, match=f"version {version - 1} is not current: {version} is"):
+        cluster.admin.set_roles(1, 3, expected_version=version - 1)
+    with pytest.raises(FailedPrecondition, match="0 decode workers cannot be"):
+        cluster.admin.set_roles(4, 0)
+    assert cluster.client.status().config_version == cluster.admin.cluster().version == version
+    assert (cluster.file.read_text(encoding="utf-8"), cluster.roles()) == (text, roles)
+
+
+def test_a_drained_worker_ends_without_losing_a_request_and_its_device_serves_again(cluster: Cluster) -> None:
+    followed = list(cluster.admin.follow(cluster.admin.set_roles(1, 3)))
+    assert followed[-1].kind == admin_pb2.ClusterEvent.KIND_CHANGED
+    drained = next(name for name, worker in cluster.status().items() if worker.role == 2)
+    pids = list(processes(cluster)[drained].pids)
+    with Load(cluster) as load:
+        load.wait_for_more(NUM_PROMPTS)
+        list(cluster.admin.follow(cluster.admin.drain(drained)))
+        assert drained not in cluster.status()
+        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+        assert "devices: 2" in cluster.file.read_text(encoding="utf-8")
+        load.wait_for_more(NUM_PROMPTS)
+        followed = list(cluster.admin.follow(cluster.admin.set_roles(1, 3)))
+        assert [event.text for event in followed if event.kind == admin_pb2.ClusterEvent.KIND_STEP_DONE]
+        assert (cluster.roles(), drained in cluster.status()) == ((1, 3), True)
+        load.wait_for_more(NUM_PROMPTS)
+    assert load.problems == []
+
+
+def test_the_last_decode_worker_is_not_drained(cluster: Cluster) -> None:
+    list(cluster.admin.follow(cluster.admin.set_roles(3, 1)))
+    last = next(name for name, worker in cluster.status().items() if worker.role == 2)
+    with pytest.raises(FailedPrecondition, match=r"0 decode workers cannot be: roles\.decode\.min_workers is 1"):
+        cluster.admin.drain(last)
+    assert cluster.roles() == (3, 1)
