@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 from cluster.client import as_baton_errors
+from cluster.errors import DeadlineExceeded
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.rpc import create_blocking_channel
 
@@ -52,10 +53,16 @@ class AdminClient:
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, expected_version=expected_version, dry_run=dry_run)
         return self._change(self._admin.DrainWorker, request)
 
-    def events(self, after_sequence: int | None = None) -> Iterator[admin_pb2.ClusterEvent]:
-        """From the one after that (None: from now) on, for ever."""
-        with as_baton_errors(self.address):
-            yield from self._admin.WatchEvents(admin_pb2.WatchEventsRequest(after_sequence=after_sequence))
+    def events(
+        self, after_sequence: int | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[admin_pb2.ClusterEvent]:
+        """From the one after that (None: from now) on; for ever, or ends quietly after `timeout_s`."""
+        request = admin_pb2.WatchEventsRequest(after_sequence=after_sequence)
+        try:
+            with as_baton_errors(self.address):
+                yield from self._admin.WatchEvents(request, timeout=timeout_s)
+        except DeadlineExceeded:
+            return
 
     def follow(self, answer: admin_pb2.ChangeResponse) -> Iterator[admin_pb2.ClusterEvent]:
         """The events of an accepted change, to the one that it is done or has failed."""

@@ -18,6 +18,9 @@ from cluster.config import ServingConfig, parse_config
 from cluster.config.changes import differences, set_values
 from cluster.errors import BatonError, ConfigError, FailedPrecondition
 
+_STEADY_LOOKS = 2
+_MISTAKE_LOOKS = 10
+
 
 @dataclass(frozen=True)
 class ConfigFile:
@@ -90,7 +93,8 @@ class Watch:
     """Call `look` every so often, when no change is being carried out.
 
     `apply` is given a valid configuration that the file has come to say; `refuse` a text that says what is wrong with
-    it. Either is told once, and only of what is the same at two looks: a file that is half written may well be valid.
+    it. Either is told once, and only of what stays the same for some looks: a file that is half written may well be
+    valid, and one whose writer got no time is empty for longer than one thinks.
     """
 
     def __init__(self, file: ConfigFile, apply: Callable[[ServingConfig], None], refuse: Callable[[str], None]) -> None:
@@ -100,22 +104,25 @@ class Watch:
         self._done: tuple[str, str] | None = None
         """What has been dealt with: a text, or why there is none. At first nothing: an edit during the start counts."""
         self._last: tuple[str, str] | None = None
+        self._num_same = 0
 
     def look(self) -> None:
         content = self._read()
-        is_steady, self._last = content == self._last, content
-        if content == self._done or not is_steady:
+        self._num_same = self._num_same + 1 if content == self._last else 1
+        self._last = content
+        if content == self._done or self._num_same < _STEADY_LOOKS:
             return
-        self._done = content
         text, problem = content
         try:
             wanted = None if problem else self._file.parse(text)
         except ConfigError as error:
             wanted, problem = None, error.message
-        if wanted is None:
-            self._refuse(problem)
-        else:
+        if wanted is not None:
+            self._done = content
             self._apply(wanted)
+        elif self._num_same >= _MISTAKE_LOOKS:
+            self._done = content
+            self._refuse(problem)
 
     def _read(self) -> tuple[str, str]:
         try:

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "serving", "change"]
 _PLACING_S = 5.0
 _RETRY_S = 0.1
-_LOOK_S = 0.2
+_LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
 
 
@@ -232,6 +232,7 @@ class Controller:
         for task in self._tasks:
             task.cancel()
         await self.door.close()
+        await self._link.close()
         await self.router.stop(self._drain_s + STOP_S)
         await self.crew.stop(STOP_S)
         if self._admin is not None:

@@ -29,6 +29,7 @@ class RouterLink:
         self._router = router
         self._compose = compose
         self._telling = asyncio.Lock()
+        self._channels: dict[str, tuple[tuple[int, str], grpc.aio.Channel]] = {}
 
     @property
     def is_up(self) -> bool:
@@ -45,9 +46,8 @@ class RouterLink:
             if not self.is_up:
                 return False
             try:
-                async with create_channel(str(self._router.card["control_address"])) as channel:
-                    control = admin_pb2_grpc.ControlServiceStub(channel)
-                    await control.SetWorkers(self._compose(), timeout=CALL_S)
+                control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
+                await control.SetWorkers(self._compose(), timeout=CALL_S)
             except grpc.RpcError as error:
                 logger.info("the router has not heard of its workers yet: %s", error)
                 return False
@@ -65,3 +65,22 @@ class RouterLink:
         except grpc.RpcError as error:
             logger.info("the router does not answer: %s", error)
             return None
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for _, channel in self._channels.values():
+            await channel.close(None)
+        self._channels.clear()
+
+    async def _channel(self, name: str) -> grpc.aio.Channel:
+        """To that address of the router's present life."""
+        address = str(self._router.card[name])
+        life = (self._router.num_starts, address)
+        known = self._channels.get(name)
+        if known is not None and known[0] == life:
+            return known[1]
+        channel = create_channel(address)
+        self._channels[name] = (life, channel)
+        if known is not None:
+            await known[1].close(CALL_S)
+        return channel
