@@ -1,5 +1,5 @@
 # Baton's commands. Each works on a fresh clone: what it needs is installed into .venv first.
-#   make serve          a cluster on this machine; ARGS="--port 50052" and the like are passed on
+#   make serve          a cluster on this machine; ARGS="--port 50061" and the like are passed on
 #   make test           every test
 #   make check          what must hold before a commit: ruff, mypy, architecture
 #   make proto          regenerates cluster/pb from proto/

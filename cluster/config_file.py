@@ -30,6 +30,8 @@ class ConfigFile:
     model_path: str | None = None
     router_port: int | None = None
     admin_port: int | None = None
+    is_own: bool = True
+    """The operator's; False: the one that comes with Baton, which nobody watches and nobody writes."""
 
     def read(self) -> str:
         """Raises ConfigError."""

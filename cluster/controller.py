@@ -240,11 +240,11 @@ class Controller:
 
     @property
     def config_path(self) -> str:
-        return "" if self._file is None else str(self._file.path)
+        return str(self._file.path) if self._file is not None and self._file.is_own else ""
 
     @property
     def keep(self) -> Keep | None:
-        return None if self._file is None else self._file.keep
+        return self._file.keep if self._file is not None and self._file.is_own else None
 
     def parse(self, text: str, filename: str) -> ServingConfig:
         """As if it stood in the file that is watched."""
@@ -309,7 +309,7 @@ class Controller:
             if status is not None and sum(w.state == ready for w in status.workers) == len(self.crew):
                 self._has_served = True
                 self._notices.put_nowait(Notice("serving", "router", str(self.router.card["address"])))
-                if self._file is not None:
+                if self._file is not None and self._file.is_own:
                     self._tasks.append(asyncio.create_task(self._watch(self._file)))
                 return
             await asyncio.sleep(_RETRY_S)
@@ -331,7 +331,8 @@ class Controller:
 def start_controller(
     config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
 ) -> Any:
-    """Starts the actor on the caller's node and returns its handle. `file`: the one that is watched."""
+    """Starts the actor on the caller's node and returns its handle. `file`: where `config` comes from; it is watched if
+    it is the operator's own."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class = ray.remote(Controller).options(num_cpus=CPU_SHARE, max_restarts=0, scheduling_strategy=here)
     return actor_class.remote(config, plan, programs, file)

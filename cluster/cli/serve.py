@@ -59,19 +59,21 @@ def serve(
 ) -> None:
     """Start a cluster and serve until Ctrl-C."""
     with outcome():
-        file = _file(config or default_config(), model, port, admin_port)
+        here = Path("cluster.yaml")
+        file = _file(config or (here if here.is_file() else None), model, port, admin_port)
         serving = file.load()
         _check_port("--port", serving.router.host, serving.router.port)
         _check_port("--admin-port", serving.admin.host, serving.admin.port)
         _Session(replace(file, path=file.path.absolute()), serving, ray_address).run()
 
 
-def _file(path: Path, model: Path | None, port: int | None, admin_port: int | None) -> ConfigFile:
+def _file(path: Path | None, model: Path | None, port: int | None, admin_port: int | None) -> ConfigFile:
     from cluster.config_file import ConfigFile
 
     if admin_port is None and port is not None:
         admin_port = port + 1 if 0 < port < _LAST_PORT else 0
-    return ConfigFile(path, None if model is None else str(model.absolute()), port, admin_port)
+    model_path = None if model is None else str(model.absolute())
+    return ConfigFile(path or default_config(), model_path, port, admin_port, is_own=path is not None)
 
 
 def default_config() -> Path:
@@ -105,7 +107,7 @@ class _Session:
         self._file = file
         self._serving = serving
         self._ray_address = ray_address
-        self._view = _View(serving, file.path)
+        self._view = _View(serving, file)
         self._signals = StopSignals(on_second=self._kill)
         self._folder: Path | None = None
 
@@ -189,11 +191,11 @@ def _end(controller: Any) -> None:
 class _View:
     """What the operator sees: a moving line at a terminal, one line for each event elsewhere; then the banner."""
 
-    def __init__(self, serving: ServingConfig, path: Path) -> None:
+    def __init__(self, serving: ServingConfig, file: ConfigFile) -> None:
         from rich.console import Console
 
         self._serving = serving
-        self._path = path
+        self._file = file
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._status: Status | None = self._console.status("") if self._console.is_terminal else None
         self._began = time.monotonic()
@@ -251,12 +253,13 @@ class _View:
             self._status.stop()
         baton, option = _command(), "" if address == DEFAULT_ADDRESS else f" --address {address}"
         admin = "" if self._admin_address == DEFAULT_ADMIN_ADDRESS else f" --admin-address {self._admin_address}"
+        edit = f", or edit {os.path.relpath(self._file.path)}" if self._file.is_own else ""
         self._console.print(
             f"\nBaton is serving: {describe(serving)}\n\n"
             f"  gRPC    {address}\n"
             f'  try     {baton} generate{option} "ROMEO:"\n'
             f"  look    {baton} status{option}\n"
-            f"  change  {baton} rebalance{admin} P:D, or edit {os.path.relpath(self._path)}\n"
+            f"  change  {baton} rebalance{admin} P:D{edit}\n"
             f"  stop    Ctrl-C\n\n"
             f"ready after {time.monotonic() - self._began:.1f} s\n"
         )

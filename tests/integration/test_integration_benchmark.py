@@ -116,6 +116,19 @@ def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(fault: st
     assert set(told["stall_s"]) == {"p50", "p99", "max"}
 
 
+def test_the_rebalance_benchmark_loses_nothing_reloads_nothing_and_hears_the_mistake_refused() -> None:
+    times = ("--seconds", "10", "--every", "4", "--capacity-seconds", "2")
+    ended, left = run(
+        "benchmarks/rebalance.py", "--json", "--tokens", "16", "--requests", "6", "--streams", "3", *times
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    assert told["changes"] == 2 and told["flips"] == 3 and told["mistakes_refused"] == 1
+    assert told["lost"] == told["changed"] == told["restarted"] == told["problems"] == []
+    assert told["completed"] >= 1
+
+
 def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
     sizes = ("--batch", "1", "--batch", "8", "--batch", "32", "--prompt", "20", "--prompt", "100", "--rounds", "1")
     ended, left = run("benchmarks/engine.py", "--json", "--model", str(model), "--quantization", "int8", *sizes)

@@ -203,3 +203,11 @@ def test_a_choice_looks_at_each_worker_once_however_many_pairs_there_are() -> No
     decode = [Asked(f"d{i}", COST) for i in range(64)]
     policy_of("predicted").choose(request_of(1000), prefill, decode)
     assert set(asked.values()) == {1} and len(asked) == 128
+
+
+def test_objectives_that_change_count_from_the_next_request_on() -> None:
+    policy = make_policy("predicted", Ledger(), Objectives(tpot_s=0.001))
+    fleet = workers("p0", cost=SLOW), workers("d0")
+    assert policy.choose(request_of(100), *fleet).kind is Kind.DISAGGREGATED
+    policy.set_objectives(Objectives(tpot_s=0.1))
+    assert policy.choose(request_of(100), *fleet).kind is Kind.LOCAL_SHORT

@@ -1,0 +1,78 @@
+"""What the controller tells a router, and what the router says back: roles of now, version, needs, objectives."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_worker import pair
+from grpc_health.v1 import health_pb2
+from router_harness import Router, running_router
+
+from cluster import rpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
+
+pytestmark = pytest.mark.asyncio
+
+PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
+
+
+@asynccontextmanager
+async def control_of(router: Router) -> AsyncIterator[Any]:
+    async with rpc.create_channel(router.control_address) as channel:
+        yield admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def named(router: Router, **roles: worker_pb2.Role) -> list[admin_pb2.WorkerAddress]:
+    """The workers it has, with other roles."""
+    return [
+        admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=roles.get(w.worker_id, w.role))
+        for w in router.server.dispatcher.fleet
+    ]
+
+
+async def status(router: Router) -> admin_pb2.GetStatusResponse:
+    answer: admin_pb2.GetStatusResponse = await router.admin.GetStatus(admin_pb2.GetStatusRequest())
+    return answer
+
+
+async def test_a_flipped_worker_keeps_its_session_and_shows_its_role_of_now(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        sessions = list(router.server.dispatcher.fleet)
+        flipped = admin_pb2.SetWorkersRequest(
+            workers=named(router, **{prefill.worker_id: DECODE, decode.worker_id: PREFILL}), config_version=7
+        )
+        await control.SetWorkers(flipped)
+        told = await status(router)
+        assert told.config_version == 7
+        roles = {w.worker_id: (w.role, w.info.role, w.state) for w in told.workers}
+        ready = admin_pb2.WorkerStatus.STATE_READY
+        assert roles == {prefill.worker_id: (DECODE, PREFILL, ready), decode.worker_id: (PREFILL, DECODE, ready)}
+        assert list(router.server.dispatcher.fleet) == sessions
+
+
+async def test_a_router_that_needs_no_prefill_any_more_serves_from_decode_workers_alone(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        both = named(router, **{prefill.worker_id: DECODE})
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=both))
+        await router.until_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=both, needs_prefill=False))
+        await router.until_serving()
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=both))
+        assert router.server.dispatcher.fleet.can_serve, "a field that is not set changes what it was"
+
+
+async def test_objectives_hold_from_the_moment_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        heard = []
+        monkeypatch.setattr(router.server.dispatcher, "set_objectives", heard.append)
+        objectives = admin_pb2.Objectives(ttft_ms=250, tpot_ms=20)
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router)))
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), objectives=objectives))
+        assert [(o.ttft_s, o.tpot_s) for o in heard] == [(0.25, 0.02)]
