@@ -71,7 +71,7 @@ class Process:
         self._module = module
         self._program: Program | None = None
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        _send_logs_to(self._lines.put, name, log_dir)
+        send_logs_to(self._lines.put, name, log_dir)
 
     def locate(self) -> Place:
         return Place(host=ray.util.get_node_ip_address(), pid=os.getpid())
@@ -138,8 +138,9 @@ class _LineHandler(logging.Handler):
         self._put(f"{record.levelname.lower()}: {self.format(record)}")
 
 
-def _send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> None:
-    """Warnings become lines for the operator; with a folder, everything from INFO on goes to a file of its own too."""
+def send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> None:
+    """Of this process. Warnings become lines for the operator; with a folder, everything from INFO on goes to a file of
+    its own too."""
     root = logging.getLogger()
     root.addHandler(_LineHandler(put))
     root.setLevel(logging.INFO)

@@ -24,7 +24,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import HostedProcess, die_with_parent
+from cluster.actors import HostedProcess, die_with_parent, send_logs_to
 from cluster.admin_service import start_admin
 from cluster.config import ServingConfig
 from cluster.config_file import ConfigFile, Watch
@@ -180,6 +180,7 @@ class Controller:
         self._file = file
         self._drain_s = plan.router.drain_timeout_s
         log_dir = config.log_dir
+        send_logs_to(self._reporter("controller"), "controller", log_dir)
         router = RouterLauncher(plan.router, programs.router, log_dir, self._reporter("router"))
         self.router = Supervisor("router", router.launch, self._on_change)
         self.crew = Crew(

@@ -1,7 +1,7 @@
 """A program in place of `worker.program`: real processes that find each other and live, but load no model.
 
 It obeys the protocol of `cluster.program`: rank 0 prepares first and the others are told where it is. A model path that
-ends in `broken` fails to start like a bad checkpoint.
+ends in `broken` fails to start like a bad checkpoint, and so does a worker whose KV blocks have 13 tokens.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ class FakeWorker:
     def start(self) -> str:
         settings = self._settings
         assert settings.leader == (None if settings.tp_rank == 0 else RANK_ADDRESS)
-        if settings.model_path.endswith("broken"):
+        if settings.model_path.endswith("broken") or settings.block_size == 13:
             raise CheckpointError(f"{settings.model_path}: model.safetensors is truncated")
         logging.getLogger(__name__).warning("a warning of %s", settings.worker_id)
-        card = {"worker_id": settings.worker_id, "address": f"{settings.host}:2", "tp_rank": settings.tp_rank}
+        card = {
+            "worker_id": settings.worker_id,
+            "address": f"{settings.host}:2",
+            "tp_rank": settings.tp_rank,
+            "role": settings.role,
+        }
         return json.dumps({**card, "pid": os.getpid()})
 
     def wait(self) -> None:

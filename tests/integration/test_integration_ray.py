@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from cluster import local_ray
+from cluster.admin_client import AdminClient
 from cluster.config import (
     AdminSection,
     EngineSection,
@@ -24,6 +26,7 @@ from cluster.config import (
     ServingConfig,
 )
 from cluster.config_file import ConfigFile
+from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.plan import plan_cluster
 
@@ -64,16 +67,26 @@ class Cluster:
         config = replace(config, log_dir=str(log_dir))
         self.controller: Any = start_controller(config, plan, programs, file)
         self.notices: list[Any] = []
+        self.admin_address = ""
         self._get: Callable[..., Any] = ray.get
         self._kill: Callable[..., Any] = ray.kill
         self._get(self.controller.run.remote(), timeout=WAIT_S)
 
     def until(self, kind: str, who: str) -> Any:
         """The next notice of that kind."""
+        return self._until(lambda notice: (notice.kind, notice.who) == (kind, who))
+
+    def until_text(self, kind: str, part: str) -> Any:
+        """The next notice of that kind which says so."""
+        return self._until(lambda notice: notice.kind == kind and part in notice.text)
+
+    def _until(self, is_wanted: Callable[[Any], bool]) -> Any:
         while True:
             while self.notices:
                 notice = self.notices.pop(0)
-                if (notice.kind, notice.who) == (kind, who):
+                if notice.kind == "admin":
+                    self.admin_address = notice.text
+                if is_wanted(notice):
                     return notice
             self.notices = self._get(self.controller.notices.remote(), timeout=WAIT_S)
 
@@ -155,3 +168,93 @@ def test_a_broken_checkpoint_is_reported_at_once_and_not_tried_again(ray_folder:
     assert (notice.text, notice.is_mistake) == ("models/broken: model.safetensors is truncated", True)
     assert cluster.status()["decode-0"]["num_starts"] == 1
     cluster.close()
+
+
+def change(cluster: Cluster, ask: Callable[[AdminClient], admin_pb2.ChangeResponse]) -> list[str]:
+    """Asks for a change, and returns what was told of it until it was done or failed."""
+    with AdminClient(cluster.admin_address) as admin:
+        return [event.text for event in admin.follow(ask(admin))]
+
+
+@pytest.fixture
+def watched(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
+    """Two prefill workers and one decode worker, all of one rank, and the file that says so."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "metadata:\n  serving:\n    model: {path: model}\n    log_dir: logs\n    engine: {device: cpu}\n"
+        "    router: {port: 0}\n    admin: {port: 0}\n    roles:\n"
+        "      prefill: {devices: 2, tensor_parallel: 1}  # two\n"
+        "      decode: {devices: 1, tensor_parallel: 1, block_size: 16}\n"
+    )
+    file = ConfigFile(path)
+    cluster = Cluster(file.load(), tmp_path / "logs", file)
+    cluster.until("serving", "router")
+    yield cluster
+    pids = cluster.close()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)], "a process outlived the shutdown"
+
+
+def edit(tmp_path: Path, old: str, new: str) -> None:
+    text = (tmp_path / "cluster.yaml").read_text()
+    assert old in text
+    (tmp_path / "cluster.yaml").write_text(text.replace(old, new))
+
+
+def test_a_flipped_worker_that_is_killed_comes_back_in_its_new_role(watched: Cluster, tmp_path: Path) -> None:
+    told = change(watched, lambda admin: admin.set_roles(1, 2))
+    assert told[-1] == "rebalance 1:2: done: 2:1 to 1:2"
+    assert "prefill: {devices: 1, tensor_parallel: 1}  # two" in (tmp_path / "cluster.yaml").read_text()
+    before = watched.status()["prefill-1"]
+    assert (before["num_starts"], before["role"]) == (1, "prefill"), "a flip starts nothing"
+    os.kill(before["pids"][0], signal.SIGKILL)
+    watched.until("lost", "prefill-1")
+    watched.until("ready", "prefill-1")
+    after = watched.status()["prefill-1"]
+    assert (after["num_starts"], after["role"]) == (2, "decode")
+    assert "rebalance 1:2: done" in (tmp_path / "logs" / "controller.log").read_text()
+
+
+def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watched: Cluster, tmp_path: Path) -> None:
+    old = watched.status()["decode-0"]["pids"]
+    edit(tmp_path, "decode: {devices: 1, tensor_parallel: 1", "decode: {devices: 2, tensor_parallel: 2")
+    watched.until_text("change", "done: 2:1")
+    status = watched.status()
+    assert set(status) == {"router", "prefill-0", "prefill-1", "decode-1"}
+    assert len(status["decode-1"]["pids"]) == 2
+    assert not [pid for pid in old if psutil.pid_exists(pid)]
+    assert set(watched.workers_of_router()) == {"prefill-0", "prefill-1", "decode-1"}
+
+
+def test_a_worker_that_does_not_start_fails_the_change_and_the_cluster_serves_on(
+    watched: Cluster, tmp_path: Path
+) -> None:
+    edit(tmp_path, "block_size: 16", "block_size: 13")
+    assert "decode-1 did not start" in watched.until_text("change", "steps are done").text
+    assert {name: group["state"] for name, group in watched.status().items()} == dict.fromkeys(
+        ["router", "prefill-0", "prefill-1", "decode-0"], "ready"
+    )
+    edit(tmp_path, "block_size: 13", "block_size: 16")
+    with AdminClient(watched.admin_address) as admin:
+        assert not admin.cluster().HasField("changing")
+        assert not admin.set_roles(2, 1, dry_run=True).plan.steps
+
+
+def test_a_mistake_in_the_file_is_refused_with_its_place(watched: Cluster, tmp_path: Path) -> None:
+    edit(tmp_path, "devices: 2", "devices: two")
+    text = watched.until_text("change", "refused").text
+    assert f"{tmp_path / 'cluster.yaml'}:9:26: metadata.serving.roles.prefill.devices: must be a whole number" in text
+    with AdminClient(watched.admin_address) as admin:
+        with pytest.raises(FailedPrecondition, match="would not agree with the cluster"):
+            admin.set_roles(1, 2)
+        assert admin.cluster().version == 1
+
+
+def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cluster = Cluster(replace(config_of(), admin=AdminSection(port=port)), tmp_path)
+        notice = cluster.until("failed", "admin")
+        cluster.close()
+    assert notice.is_mistake and f"cannot listen on 127.0.0.1:{port}" in notice.text
