@@ -275,7 +275,7 @@ def show(found: dict[str, Any]) -> None:
 def show_decisions(found: dict[str, Any]) -> None:
     Console().print(
         f"a decision among {found['workers']} workers with {found['cached_blocks']} cached blocks: "
-        f"{found['p50_ms']} ms, p99 {found['p99_ms']} ms"
+        f"{found['p50_ms']} ms, p99 {found['p99_ms']} ms ({found['cpu_p99_ms']} ms of processor)"
     )
 
 
