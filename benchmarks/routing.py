@@ -281,8 +281,8 @@ def show_decisions(found: dict[str, Any]) -> None:
 
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each policy is run.")] = 3,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long requests come in each run.")] = 40.0,
-    load: Annotated[float, typer.Option(min=0.05, help="Share of what the cluster can do at once.")] = 0.7,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long requests come in each run.")] = 35.0,
+    load: Annotated[float, typer.Option(min=0.05, help="Share of what the cluster can do at once.")] = 0.65,
     pool_tokens: Annotated[int, typer.Option(min=4096, help="KV pool of each worker.")] = 16_384,
     requests: Annotated[int, typer.Option(min=16, help="Most of one run.")] = 2000,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake trace (JSONL) in place of generated sessions.")] = None,
