@@ -13,6 +13,8 @@ from hashlib import blake2b
 
 _TOKEN = array("i")
 """How a token's id is written."""
+_BLOCKS_AT_ONCE = 16
+"""Written together: fewer would cost more each, more would be written for nothing where only the first is asked for."""
 HASH_BYTES = 16
 """128 bits: too many for two different prefixes to meet, by accident or by search."""
 
@@ -32,12 +34,13 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Ite
 
     The last token is never covered: computing it is what gives the logits of the next one.
     """
-    block_bytes = block_size * _TOKEN.itemsize
-    num_blocks = max(0, len(token_ids) - 1) // block_size
-    tokens = array(_TOKEN.typecode, token_ids[: num_blocks * block_size]).tobytes()
+    block_bytes, stride = block_size * _TOKEN.itemsize, block_size * _BLOCKS_AT_ONCE
+    num_tokens = max(0, len(token_ids) - 1) // block_size * block_size
     keyed, parent = blake2b(key=key_of(salt), digest_size=HASH_BYTES), b""
-    for begin in range(0, num_blocks * block_bytes, block_bytes):
-        hasher = keyed.copy()
-        hasher.update(parent + tokens[begin : begin + block_bytes])
-        parent = hasher.digest()
-        yield parent
+    for first in range(0, num_tokens, stride):
+        tokens = array(_TOKEN.typecode, token_ids[first : min(first + stride, num_tokens)]).tobytes()
+        for begin in range(0, len(tokens), block_bytes):
+            hasher = keyed.copy()
+            hasher.update(parent + tokens[begin : begin + block_bytes])
+            parent = hasher.digest()
+            yield parent

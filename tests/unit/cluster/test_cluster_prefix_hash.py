@@ -35,3 +35,13 @@ def test_a_hash_is_fixed_since_workers_and_router_may_be_of_different_releases()
     (found,) = hashes([1, 2, 300_000], salt=b"tenant")
     assert found == extend(b"", [1, 2], key_of(b"tenant")) and len(found) == HASH_BYTES
     assert found.hex() == "890dbc0cbdb28a7b1d80a91685e30ebc"
+
+
+@pytest.mark.parametrize("num_tokens", [31, 32, 33, 34, 64, 65, 100])
+def test_a_long_prompts_hashes_are_those_of_its_blocks_one_after_another(num_tokens: int) -> None:
+    """However many blocks are written at once."""
+    tokens, parent, expected = list(range(num_tokens)), b"", []
+    for end in range(2, num_tokens, 2):
+        parent = extend(parent, tokens[end - 2 : end], key_of(b""))
+        expected.append(parent)
+    assert hashes(tokens) == expected
