@@ -45,7 +45,7 @@ class Carrier(Protocol):
 
 @dataclass
 class DecodeTask:
-    """A job of this role: first one sequence for the prompt, then `n` that decode."""
+    """A job of this role: first one sequence for the prompt and the output's known start, then `n` that decode."""
 
     job: Job
     prompt: Sequence
@@ -99,10 +99,10 @@ class DecodeRole:
         if job.key.attempt > 1 and any(key.request_id == job.key.request_id for key in self._tasks):
             self._held_back[job.key] = job, expect_handoff, set(dropped)
             return
-        sequence = Sequence(job, 0, next(self._arrivals), fan_out=job.params.n)
+        sequence = Sequence.root(job, next(self._arrivals))
         self._tasks[job.key] = DecodeTask(job, sequence, dropped=set(dropped))
         if expect_handoff:
-            self._carry_out(self._receiver.announce(job.key, len(job.prompt_token_ids)))
+            self._carry_out(self._receiver.announce(job.key, sequence.num_tokens))
         else:
             self._tasks[job.key].live[0] = sequence
             self._scheduler.add(sequence)
@@ -161,7 +161,7 @@ class DecodeRole:
         self._reserve_waiting()
         started = self._scheduler.admit()
         for sequence in started:
-            if not sequence.output_token_ids:
+            if sequence.is_fresh:
                 self._tell_phase(sequence.job.key, generation_pb2.Heartbeat.PHASE_PREFILL, sequence.num_cached_tokens)
         if started:
             planned, more = self._scheduler.plan(budget)
@@ -188,7 +188,7 @@ class DecodeRole:
             self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         if not sampled:
             return
-        if not sequence.output_token_ids:
+        if sequence.is_fresh:
             self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
         born = [sequence] + [Sequence(task.job, i, sequence.arrival) for i in range(1, sequence.fan_out)]
         sequence.fan_out = 1
@@ -241,7 +241,7 @@ class DecodeRole:
             self._carry_out(self._receiver.reserved(task.job.key, task.prompt.num_cached_tokens))
 
     def _reserve(self, task: DecodeTask) -> bool:
-        n, num_tokens = task.job.params.n, len(task.job.prompt_token_ids)
+        n, num_tokens = task.job.params.n, task.prompt.num_tokens
         num_spare = n - 1 if num_tokens % self._blocks.block_size else n
         if not claim_blocks(task.prompt, self._blocks):
             return False
@@ -264,13 +264,13 @@ class DecodeRole:
 
     def _start_decoding(self, task: DecodeTask, first_tokens: tuple[handoff_pb2.FirstToken, ...]) -> None:
         prompt, before = task.prompt, task.prompt.num_computed_tokens
-        prompt.num_computed_tokens = len(task.job.prompt_token_ids)
+        prompt.num_computed_tokens = prompt.num_tokens
         publish_blocks(prompt, self._blocks, before)
         self._scheduler.num_reserved_seqs -= task.job.params.n
         born = []
         for first in first_tokens:
             if not first.is_finished and first.sequence_index not in task.dropped:
-                output = list(task.job.known_tokens.get(first.sequence_index, ()) or (first.token_id,))
+                output = task.job.first_output(first.sequence_index, first.token_id)
                 child = Sequence(task.job, first.sequence_index, prompt.arrival, output_token_ids=output)
                 born.append(child)
         if born:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Self
 
 from cluster.keys import RequestKey
 from engine.block_manager import BlockManager
@@ -30,6 +31,24 @@ class Job:
     """First output tokens by sequence that an earlier attempt has told already: taken as sampled, not told again."""
     prompt_logprobs: int | None = None
     """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
+
+    @property
+    def known_start(self) -> tuple[int, ...]:
+        """Output tokens that are computed, cached and handed over with the prompt, as if they were its end.
+
+        Those that are known of a request of one sequence. Several share a prompt and part after it: each computes what
+        is known of its own by itself.
+        """
+        return self.known_tokens.get(0, ()) if self.params.n == 1 else ()
+
+    def first_output(self, index: int, token_id: int) -> list[int]:
+        """Output of sequence `index` once what comes before it is computed and has led to `token_id`.
+
+        That token after the known start; of several sequences, what is known of this one in its place.
+        """
+        if self.params.n == 1:
+            return [*self.known_start, token_id]
+        return list(self.known_tokens.get(index, ())) or [token_id]
 
     @property
     def private_salt(self) -> bytes:
@@ -53,6 +72,16 @@ class Sequence:
     num_cached_tokens: int = 0
     num_scored_tokens: int = 0
     """Prompt tokens whose logprobs are told, where they are wanted; they are told once, however often computed."""
+
+    @classmethod
+    def root(cls, job: Job, arrival: int) -> Self:
+        """What is computed first of a job: its prompt with the known start. All its sequences are born of it."""
+        return cls(job, 0, arrival, fan_out=job.params.n, output_token_ids=list(job.known_start))
+
+    @property
+    def is_fresh(self) -> bool:
+        """Nothing has been sampled for it yet: its output is what it began with."""
+        return len(self.output_token_ids) == len(self.job.known_start)
 
     @property
     def must_score(self) -> bool:

@@ -81,7 +81,8 @@ class PrefillRole:
     def admit(self, job: Job, epoch: str) -> None:
         """The router gave this worker a prompt, to be handed over on the link `epoch`."""
         self._tasks[job.key] = PrefillTask(job, epoch)
-        self._carry_out(self._sender.open(job.key, epoch, len(job.prompt_token_ids)))
+        num_tokens = len(job.prompt_token_ids) + len(job.known_start)
+        self._carry_out(self._sender.open(job.key, epoch, num_tokens))
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """Computes no further at once; what a gather still reads is released when it is done."""
@@ -172,17 +173,17 @@ class PrefillRole:
 
     def _finish_prompt(self, sequence: Sequence, sampled: list[SampledToken]) -> None:
         self._scheduler.remove(sequence)
-        key = sequence.job.key
+        job, key, num_before = sequence.job, sequence.job.key, len(sequence.output_token_ids)
         first_tokens: list[handoff_pb2.FirstToken] = []
         is_open = False
         for index, token in enumerate(sampled):
-            known = sequence.job.known_tokens.get(index, ())
-            token_id = known[0] if known else token.token_id
-            finish = check_finish(sequence.job.params, known or [token_id])
-            is_open = is_open or finish is None
-            if not known:
-                self._reporter.emit_tokens(Sequence(sequence.job, index, sequence.arrival), token, 0)
-            first = handoff_pb2.FirstToken(sequence_index=index, token_id=token_id, is_finished=finish is not None)
+            output = job.first_output(index, token.token_id)
+            is_finished = check_finish(job.params, output) is not None
+            is_open = is_open or not is_finished
+            if job.params.n == 1 or not job.known_tokens.get(index):
+                born = Sequence(job, index, sequence.arrival, output_token_ids=output)
+                self._reporter.emit_tokens(born, token, num_before)
+            first = handoff_pb2.FirstToken(sequence_index=index, token_id=output[num_before], is_finished=is_finished)
             first_tokens.append(first)
         if not is_open:
             self._carry_out(self._sender.abort(key, "the first token ended the request"))
@@ -211,7 +212,7 @@ class PrefillRole:
                     self._release(action.key)
 
     def _begin(self, task: PrefillTask) -> None:
-        task.sequence = Sequence(task.job, 0, next(self._arrivals), fan_out=task.job.params.n)
+        task.sequence = Sequence.root(task.job, next(self._arrivals))
         self._scheduler.add(task.sequence)
 
     def _fail(self, action: Fail) -> None:

@@ -187,7 +187,7 @@ class Sender:
     def open(self, key: RequestKey, epoch: str, num_tokens: int) -> Actions:
         """The router named a decode worker, to which `epoch` is the link, for a prompt of `num_tokens` tokens."""
         self._outgoing[key] = Outgoing(key, epoch, num_tokens)
-        message = handoff_pb2.Open(key=key.to_proto(), num_prompt_tokens=num_tokens)
+        message = handoff_pb2.Open(key=key.to_proto(), num_tokens=num_tokens)
         return [Tell(epoch, handoff_pb2.SenderMessage(open=message))]
 
     def reserved(self, epoch: str, key: RequestKey, num_cached_tokens: int) -> Actions:

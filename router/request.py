@@ -92,6 +92,8 @@ class LiveRequest:
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
         self._arrived_at = now
+        self._num_handed_over = 0
+        """Output tokens that are prefilled with the prompt in this attempt: the prefill worker tells the next one."""
         self._is_streaming = is_streaming
         self._is_started = False
         self._is_heartbeat_due = False
@@ -110,8 +112,9 @@ class LiveRequest:
 
     @property
     def has_left_prefill(self) -> bool:
-        """The prefill worker owes it nothing more: decode has begun and every first token is here."""
-        return self.lifecycle.state is RequestState.DECODING and all(s.num_tokens for s in self.sequences)
+        """The prefill worker owes it nothing more: decode has begun, and every token is here that prefill leads to."""
+        is_decoding = self.lifecycle.state is RequestState.DECODING
+        return is_decoding and all(s.num_tokens > self._num_handed_over for s in self.sequences)
 
     @property
     def exposed_s(self) -> float:
@@ -185,11 +188,13 @@ class LiveRequest:
         """The attempt is over and another begins: what is still told of the last one is not its own any more."""
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED, now, why)
-        self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
-        self.prompt_logprobs.restart()
-        for sequence in self.sequences:
-            sequence.restart()
+        self._begin_attempt()
         self.beat()
+
+    def move(self, now: float, why: str) -> None:
+        """It leaves the worker that decodes it, and goes on from the same tokens on another."""
+        self.lifecycle.advance(RequestState.TRANSFERRING, now, why)
+        self._begin_attempt()
 
     def beat(self) -> None:
         """Has the client told in which phase the request is."""
@@ -291,6 +296,13 @@ class LiveRequest:
             if step is not RequestState.TRANSFERRING or not without_hand_off:
                 self.lifecycle.advance(step, now, why)
         return True
+
+    def _begin_attempt(self) -> None:
+        self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
+        self.prompt_logprobs.restart()
+        for sequence in self.sequences:
+            sequence.restart()
+        self._num_handed_over = self.num_tokens if len(self.sequences) == 1 else 0
 
     def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
         self.lifecycle.advance(state, now, why)

@@ -40,6 +40,8 @@ class Load:
     most_sequences: int = 2
     cancels: float = 0.0
     """Chance of a turn to bring a cancel; a sequence is stopped half as often."""
+    moves: float = 0.0
+    """Chance of a turn to bring a wish to move a request to another decode worker."""
 
     def new_request(self, world: World, stems: list[list[int]]) -> Request | None:
         """None while the router knows no worker of either role."""
@@ -80,6 +82,10 @@ class Load:
             self._judge(world, request)
 
     def _disturb(self, world: World) -> None:
+        if self.moves and world.router.num_open and world.random.random() < self.moves:
+            decodes = world.names("decode")
+            if decodes:
+                world.router.move(world.random.choice(world.router.open), world.random.choice(decodes))
         if not self.cancels or world.random.random() >= self.cancels:
             return
         if world.router.num_open:

@@ -235,7 +235,7 @@ class Ranks:
         if any(p.kind == "send" and p.command.slot == what.slot for p in side.posted):
             raise Alarm(f"{chunk} is gathered over a slot that is being sent")
         places = self.pages.places(what.block_table, what.token_start, what.token_end)
-        mine = world.mark_of(chunk.key).cells(world.prompt_of(chunk.key)[: what.token_end], what.token_start)
+        mine = world.mark_of(chunk.key).cells(world.tokens_of(chunk.key)[: what.token_end], what.token_start)
         layers = slice(what.layer_start, what.layer_end)
         cells = self.pages.read(places, layers, mine, f"a gather of {self.node.name} for {chunk}")
         if side.is_closed or world.strikes("gather failed"):

@@ -54,6 +54,8 @@ class Request:
     stopped: set[int] = field(default_factory=set)
     """Those of them that a stop string ended."""
     is_decoding: bool = False
+    num_handed_over: int = 0
+    """Output tokens that are prefilled with the prompt in this attempt: the prefill worker tells the next one."""
     kept_tokens: list[int] = field(default_factory=list)
     """What failed attempts said that they leave behind."""
 
@@ -77,7 +79,7 @@ class Request:
 
     @property
     def has_left_prefill(self) -> bool:
-        return self.is_decoding and all(self.tokens.values())
+        return self.is_decoding and all(len(tokens) > self.num_handed_over for tokens in self.tokens.values())
 
 
 class Router:
@@ -159,6 +161,15 @@ class Router:
                 self._world.counts[f"told {worker_pb2.Failed.Reason.Name(message.reason)}"] += 1
                 self._set_back(request, by=node.name)
 
+    def move(self, request: Request, decode: str) -> None:
+        """What decodes on one worker goes on from the same tokens on another: the first hands it over to the second."""
+        if request.outcome or not request.has_left_prefill or request.decode == decode:
+            return
+        self._world.counts["moved"] += 1
+        self._take_back(request)
+        request.early.clear()
+        self._place(request, request.decode, decode)
+
     def on_lost(self, node: Node) -> None:
         """The node's session is gone; it may come back with another."""
         self.caches.pop(node.name, None)
@@ -200,7 +211,6 @@ class Router:
             return
         self._world.counts["retried"] += 1
         request.early.clear()
-        request.is_decoding = False
         if request.prefill and not (is_lost and by == request.decode):
             request.tried.add(request.prefill)
         lost = {by} if is_lost else set()
@@ -217,6 +227,8 @@ class Router:
 
     def _place(self, request: Request, prefill: str, decode: str) -> None:
         request.attempt += 1
+        request.is_decoding = False
+        request.num_handed_over = len(request.tokens[0]) if request.n == 1 else 0
         request.prefill, request.decode = prefill, decode
         sampling = worker_pb2.Sampling(
             temperature=1,

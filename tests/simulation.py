@@ -197,8 +197,10 @@ class World:
     def mark_of(self, key: RequestKey) -> Mark:
         return self.router.requests[key.request_id].mark
 
-    def prompt_of(self, key: RequestKey) -> Sequence[int]:
-        return self.router.requests[key.request_id].prompt
+    def tokens_of(self, key: RequestKey) -> Sequence[int]:
+        """A prompt, and of a request of one sequence its output as far as the client has it."""
+        request = self.router.requests[key.request_id]
+        return request.prompt + request.tokens[0] if request.n == 1 else request.prompt
 
     def strikes(self, fault: str) -> bool:
         """Whether a fault happens now; one that does is counted."""

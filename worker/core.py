@@ -275,7 +275,8 @@ class Core:
     def _problem_of(self, job: Job) -> str:
         """Why a job cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
         num_prompt_tokens, max_output_tokens = len(job.prompt_token_ids), job.params.max_output_tokens
-        ids = (*job.prompt_token_ids, *job.params.logit_bias, *job.params.allowed_token_ids)
+        known = [token_id for token_ids in job.known_tokens.values() for token_id in token_ids]
+        ids = (*job.prompt_token_ids, *known, *job.params.logit_bias, *job.params.allowed_token_ids)
         if job.key in self.reporter or job.key in self.prefill or job.key in self.decode:
             return "this worker already holds a request of this id and attempt"
         if num_prompt_tokens == 0:
@@ -285,6 +286,8 @@ class Core:
         if num_prompt_tokens + max_output_tokens > self._max_model_len:
             total = f"{num_prompt_tokens} prompt + {max_output_tokens} output tokens"
             return f"{total} exceed max_model_len {self._max_model_len}"
+        if len(job.known_start) >= max_output_tokens:
+            return f"{len(job.known_start)} output tokens are known, and {max_output_tokens} are the most"
         return ""
 
     def _cancel(self, key: RequestKey, reason: str, sequence_index: int | None) -> None:

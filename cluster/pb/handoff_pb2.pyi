@@ -110,12 +110,12 @@ class Alive(_message.Message):
     def __init__(self) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("key", "num_prompt_tokens")
+    __slots__ = ("key", "num_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
-    num_prompt_tokens: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ...) -> None: ...
+    num_tokens: int
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("key", "num_cached_tokens")

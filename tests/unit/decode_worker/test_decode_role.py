@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cluster.keys import RequestKey
-from cluster.pb import handoff_pb2, worker_pb2
+from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from decode_worker.role import DecodeRole
 from engine.block_manager import BlockManager
 from engine.sampling import SampledToken, SamplingParams
@@ -48,12 +50,12 @@ class Surroundings:
     def open(self, key: RequestKey, epoch: str) -> None:
         self.role.link_called(epoch, 8, 2)
         self.role.link_up(epoch)
-        message = handoff_pb2.Open(key=key.to_proto(), num_prompt_tokens=len(PROMPT))
+        message = handoff_pb2.Open(key=key.to_proto(), num_tokens=len(PROMPT))
         self.role.hear(epoch, handoff_pb2.SenderMessage(open=message))
 
     def offer(self, key: RequestKey, epoch: str, index: int, token_start: int, token_end: int) -> None:
         where = {"token_start": token_start, "token_end": token_end, "layer_start": 0, "layer_end": 1}
-        offer = handoff_pb2.Offer(key=key.to_proto(), chunk_index=index, slot=index, **where)
+        offer = handoff_pb2.Offer(key=key.to_proto(), chunk_index=index, slot=index % 2, **where)
         self.role.hear(epoch, handoff_pb2.SenderMessage(offer=offer))
 
     def reserved(self, key: RequestKey) -> list[int]:
@@ -154,21 +156,67 @@ def test_tokens_that_are_known_are_computed_in_one_step_and_told_no_more() -> No
     assert around.blocks.num_held == 0
 
 
-def test_after_a_hand_off_as_well() -> None:
+def hand_over(around: Surroundings, key: RequestKey, epoch: str, num_tokens: int, token_ids: dict[int, int]) -> None:
+    """All of it, in chunks of up to 8 tokens, and the token of each sequence that the prefill worker was led to."""
+    around.open(key, epoch)
+    around.role.plan(StepBudget(100))
+    starts = range(0, num_tokens, 8)
+    for index, start in enumerate(starts):
+        around.offer(key, epoch, index, start, min(start + 8, num_tokens))
+        around.role.landed(around.landings.pop(), "", PEER_LOST)
+    first = [handoff_pb2.FirstToken(sequence_index=i, token_id=token_id) for i, token_id in token_ids.items()]
+    commit = handoff_pb2.Commit(key=key.to_proto(), num_chunks=len(starts), first_tokens=first)
+    around.role.hear(epoch, handoff_pb2.SenderMessage(commit=commit))
+
+
+def test_what_is_known_of_each_of_several_sequences_is_computed_after_a_hand_off_of_their_prompt() -> None:
     around = Surroundings()
     role = around.role
-    known = {0: (5, 6, 7)}
-    role.admit(Job(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens=known), expect_handoff=True)
-    around.open(SECOND, "two")
-    role.plan(StepBudget(100))
-    for index in range(2):
-        around.offer(SECOND, "two", index, 8 * index, 8 * index + 8)
-    for chunk in around.landings:
-        role.landed(chunk, "", PEER_LOST)
-    first = handoff_pb2.FirstToken(sequence_index=0, token_id=5)
-    commit = handoff_pb2.Commit(key=SECOND.to_proto(), num_chunks=2, first_tokens=[first])
-    role.hear("two", handoff_pb2.SenderMessage(commit=commit))
-    assert run_step(role, 70) == [(0, 3)]
+    params = SamplingParams(max_output_tokens=6, n=2)
+    role.admit(Job(SECOND, PROMPT, params, known_tokens={0: (5, 6, 7)}), expect_handoff=True)
+    hand_over(around, SECOND, "two", len(PROMPT), {0: 5, 1: 9})
+    assert sorted(run_step(role, 70, 60)) == [(0, 3), (1, 1)]
+    assert sorted(around.tokens) == [(0, 3, 60), (1, 1, 70)]
+    role.cancel(SECOND, "over")
+    role.check_idle()
+
+
+@pytest.mark.parametrize("num_known", [3, 4])
+def test_the_known_output_of_one_sequence_is_handed_over_with_its_prompt(num_known: int) -> None:
+    around = Surroundings()
+    role = around.role
+    known = {0: tuple(range(5, 5 + num_known))}
+    role.admit(Job(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens=known), expect_handoff=True)
+    hand_over(around, SECOND, "two", len(PROMPT) + num_known, {0: 50})
+    assert around.tokens == [], "the prefill worker tells the token after those that are known"
+    assert around.blocks.num_held == (len(PROMPT) + num_known) // 4 + 1
+    assert run_step(role, 70) == [(0, 1)]
+    assert around.tokens == [(0, num_known + 1, 70)]
+    while role.num_running:
+        assert run_step(role, 71) == [(0, 1)]
+    assert around.tokens[-1] == (0, 7, 71)
+    role.check_idle()
+    assert around.blocks.num_held == 0
+
+
+def test_a_hand_off_without_what_is_known_is_refused() -> None:
+    around = Surroundings()
+    job = Job(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens={0: (5,)})
+    around.role.admit(job, expect_handoff=True)
+    hand_over(around, SECOND, "two", len(PROMPT), {0: 5})
+    (failed,) = [event.failed for event in around.heard if event.HasField("failed")]
+    assert failed.reason == worker_pb2.Failed.REASON_TRANSFER_FAILED and failed.num_kept_tokens == len(PROMPT)
+    around.role.check_idle()
+
+
+def test_the_known_output_of_one_sequence_is_computed_here_with_its_prompt() -> None:
+    around = Surroundings()
+    role = around.role
+    job = Job(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens={0: (5, 6, 7)})
+    role.admit(job, expect_handoff=False)
+    assert run_step(role, 70) == [(0, len(PROMPT) + 3)]
     assert around.tokens == [(0, 3, 70)]
+    phases = [event.phase.phase for event in around.heard]
+    assert phases == [generation_pb2.Heartbeat.PHASE_PREFILL, generation_pb2.Heartbeat.PHASE_DECODE]
     assert [run_step(role, token) for token in (71, 72)] == [[(0, 1)], [(0, 1)]]
     role.check_idle()

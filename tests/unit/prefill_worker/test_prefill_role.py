@@ -27,7 +27,8 @@ class Surroundings:
         self.gathers: list[tuple[Chunk, int]] = []
         self.heard: list[worker_pb2.Event] = []
         self.told: list[handoff_pb2.SenderMessage] = []
-        self.tokens: list[tuple[int, int]] = []
+        self.tokens: list[tuple[int, int, int]] = []
+        """Sequence, id and position of each that was told."""
         self.blocks = BlockManager(16, 4)
         self.role = PrefillRole(self, self, self.blocks, num_layers=1)
 
@@ -35,7 +36,7 @@ class Surroundings:
         self.heard.append(event)
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
-        self.tokens.append((sequence.index, sampled.token_id))
+        self.tokens.append((sequence.index, sampled.token_id, index))
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
 
@@ -129,7 +130,28 @@ def test_tokens_that_the_client_has_are_handed_over_and_not_told_again() -> None
     around.gathered()
     commit = around.told[-1].commit
     assert [(t.sequence_index, t.token_id) for t in commit.first_tokens] == [(0, 3), (1, 77)]
-    assert around.tokens == [(0, 3)]
+    assert around.tokens == [(0, 3, 0)]
+
+
+def test_the_known_output_of_one_sequence_is_part_of_what_is_handed_over() -> None:
+    around = Surroundings()
+    job = Job(RequestKey("r", 2), PROMPT[:8], SamplingParams(max_output_tokens=4), known_tokens={0: (77, 78)})
+    around.begin(job)
+    assert around.told[-1].open.num_tokens == 10
+    around.step(10, [SampledToken(3)])
+    assert [(c.range.token_start, c.range.token_end) for c, _ in around.gathers] == [(0, 8), (8, 10)]
+    around.gathered()
+    commit = around.told[-1].commit
+    assert [(t.sequence_index, t.token_id, t.is_finished) for t in commit.first_tokens] == [(0, 3, False)]
+    assert around.tokens == [(0, 3, 2)]
+
+
+def test_the_token_after_the_known_ones_may_be_the_last() -> None:
+    around = Surroundings()
+    params = SamplingParams(max_output_tokens=3)
+    around.begin(Job(RequestKey("r", 2), PROMPT[:8], params, known_tokens={0: (77, 78)}))
+    around.step(10, [SampledToken(3)])
+    assert around.tokens == [(0, 3, 2)] and around.told[-1].HasField("abort")
 
 
 def test_a_lost_link_says_how_much_of_the_prompt_another_attempt_finds_here() -> None:

@@ -141,6 +141,26 @@ def test_once_decode_has_begun_another_attempt_goes_on_from_the_tokens_that_were
     run(scenario)
 
 
+def test_the_next_prefill_worker_still_owes_the_token_after_those_that_are_known() -> None:
+    """Decode begins, and tells the one after it, before that token is here."""
+
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0", "d1"])
+        client, key = reach(router, "transferring")
+        router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, "b"))
+        router.workers["d0"].lose()
+        p0, d1 = router.workers["p0"], router.workers["d1"]
+        again = admit_of(p0).key
+        d1.tell(phase(again, DECODE), logged(again, 3, "d"))
+        p0.tell(logged(again, 2, "c"))
+        d1.tell(logged(again, 4, "e", finish_reason=LENGTH))
+        client.take()
+        assert client.texts == ["abcde"] and client.completed is not None
+        router.check_idle()
+
+    run(scenario)
+
+
 def test_whoever_told_tokens_was_not_in_vain_so_a_long_output_outlives_many_workers() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0", "d1"])

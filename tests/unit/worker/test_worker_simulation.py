@@ -123,19 +123,51 @@ def test_a_second_attempt_is_sent_only_what_the_first_has_not_left(seed: int, by
     assert request.outcome == "done" and request.prefill == "prefill-1"
     assert first_wrong_token(prompt, request.tokens[0]) is None
     assert kept >= 16
-    assert received() - before == (len(prompt) - kept // 4 * 4) * cell_bytes
+    num_tokens = len(prompt) + request.num_handed_over
+    assert received() - before == (num_tokens - kept // 4 * 4) * cell_bytes
+    world.check_idle()
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (4, 8), (8, 3)])
+@pytest.mark.parametrize("seed", range(10))
+def test_what_moves_from_one_decode_worker_to_another_goes_on_with_its_tokens(
+    seed: int, blocks: tuple[int, int]
+) -> None:
+    world = World(seed)
+    world.add("prefill-0", 30, 4)
+    for i, block_size in enumerate(blocks):
+        world.add(f"decode-{i}", 700 // block_size, block_size)
+    Load(16, longest_output=120, cancels=0.005, moves=0.5).carry(world)
+    assert world.counts["moved"] >= 10 and not world.counts["request failed"] and not world.counts["retried"]
+
+
+def test_of_what_moves_only_the_end_is_computed_again() -> None:
+    world = World(1)
+    world.add("prefill-0", 30, 4)
+    first, second = (world.add(f"decode-{i}", 60, 4) for i in range(2))
+    prompt = list(range(30))
+    request = world.router.submit(prompt, "prefill-0", "decode-0", max_output_tokens=60)
+    world.run(until=lambda: len(request.tokens[0]) >= 25)
+    world.router.move(request, "decode-1")
+    num_held = len(prompt) + request.num_handed_over
+    before = first.core._stats.num_prefill_tokens
+    world.run()
+    assert request.outcome == "done" and first_wrong_token(prompt, request.tokens[0]) is None
+    assert first.core._stats.num_prefill_tokens - before < 4, "no more than a block that was not full"
+    assert second.core._stats.kv_bytes_received == num_held * CELL_BYTES * second.sizes["num_layers"]
+    assert second.core._stats.num_prefill_tokens == 0
     world.check_idle()
 
 
 @pytest.mark.parametrize("fault", EVERY_FAULT)
 def test_each_fault_by_itself_strikes_and_leaves_nothing_behind(fault: str) -> None:
     counts = 0
-    for seed in range(6):
+    for seed in range(8):
         world = World(seed, {fault: 20 * EVERY_FAULT[fault] if fault != "worker died" else 0.01})
         for i in range(2):
             world.add(f"prefill-{i}", 16, 4, transfer_timeout_s=0.02)
             world.add(f"decode-{i}", 24, 4, transfer_timeout_s=0.02)
-        Load(30, cancels=0.02).carry(world)
+        Load(30, cancels=0.02, moves=0.05).carry(world)
         counts += world.counts[fault]
     assert counts >= 10
 
@@ -173,7 +205,7 @@ class Scene:
             "transfer_timeout_s": 0.02,
         }
         for i in range(self.num_prefill):
-            num_blocks = -(-(load.longest_prompt + self.prefill_extra) // self.prefill_block) + 1
+            num_blocks = -(-(whole + self.prefill_extra) // self.prefill_block) + 1
             slots = {"num_slots": self.num_slots, "chunk_tokens": self.chunk_tokens}
             world.add(f"prefill-{i}", num_blocks, self.prefill_block, **slots, **sizes)
         for i in range(self.num_decode):
@@ -208,6 +240,7 @@ scenes = st.builds(
         longest_output=st.integers(1, 12),
         most_sequences=st.integers(1, 4),
         cancels=st.sampled_from([0.0, 0.02, 0.1]),
+        moves=st.sampled_from([0.0, 0.05, 0.3]),
     ),
 )
 
