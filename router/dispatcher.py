@@ -26,12 +26,13 @@ from cluster.pb import worker_pb2
 from router import failures
 from router.commands import admit_decode, admit_local, admit_prefill
 from router.demand import DemandWindow, Output
-from router.fleet import DECODE, PREFILL, Fleet, WorkerAddress
+from router.fleet import PREFILL, Fleet, WorkerAddress
+from router.keeper import Keeper
 from router.ledger import Charge, Ledger, Placement
 from router.metrics import Counters, MeasuredPolicy, RouterMetrics
 from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
-from router.retry import RETRYABLE, Setback, Trail, next_placement
+from router.retry import RETRYABLE, Setback, Trail, moved, next_placement, stood_in
 from router.running import Running, RunningTable
 from router.waiting import Waiter, WaitingQueue
 from router.worker_client import WorkerClient
@@ -82,6 +83,7 @@ class Dispatcher:
             needs_prefill=limits.needs_prefill,
         )
         self._on_change = on_change
+        self._keeper = Keeper(self, self.fleet, self.ledger, limits.dead_after_s)
         self._queue = WaitingQueue()
         self._running = RunningTable(self.fleet.let_go)
         self._is_draining = False
@@ -147,6 +149,7 @@ class Dispatcher:
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new; gives what is there `timeout_s` to end, then fails the rest."""
         self._is_draining = True
+        self._keeper.stop()
         try:
             async with asyncio.timeout(timeout_s):
                 while self._queue or self._running:
@@ -163,6 +166,7 @@ class Dispatcher:
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set, with their roles of now."""
         self.fleet.set_workers(addresses)
+        self._keeper.start()
         self._on_change()
         self._pump()
 
@@ -182,13 +186,14 @@ class Dispatcher:
         self._policy.lost(worker.worker_id)
         setback = Setback("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
         for running in self._running.on(worker):
-            self._set_back(running, setback, by=worker)
+            self.set_back(running, setback, by=worker)
         self.fleet.let_go()
         self._on_change()
 
     def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
         """Each event concerns one request, and a fault in handling it only that one."""
         now = self.clock()
+        self._keeper.heard(worker, events)
         for event in events.events:
             kind = event.WhichOneof("event")
             message: Any = getattr(event, kind) if kind in _OF_A_REQUEST else None
@@ -215,6 +220,8 @@ class Dispatcher:
             if live.key.attempt == 1:
                 self._policy.handed_over(running.placement, live.work, live.exposed_s)
             self._running.part(running, running.prefill)
+            if running.is_move:
+                self._keeper.move_away()  # one that has moved makes way for the next
 
     def _on_failed(self, running: Running, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
         error = failures.error_of(failed, worker.worker_id)
@@ -224,7 +231,7 @@ class Dispatcher:
             reason = worker_pb2.Failed.Reason.Name(failed.reason).removeprefix("REASON_")
             is_unheard = failed.reason == worker_pb2.Failed.REASON_PEER_LOST and worker is running.prefill
             unheard_id = running.placement.decode_id if is_unheard else None
-            self._set_back(running, Setback(reason, error, unheard_id=unheard_id), by=worker)
+            self.set_back(running, Setback(reason, error, unheard_id=unheard_id), by=worker)
 
     def _on_tokens(self, running: Running, tokens: worker_pb2.Tokens, now: float) -> None:
         live = running.live
@@ -253,27 +260,31 @@ class Dispatcher:
         while self._queue and len(self._running) < self.limits.max_running_requests and self.fleet.can_serve:
             waiter = self._queue.next()
             self._dispatch(waiter.live, waiter.trail or Trail())
+        self._keeper.move_away()
         if self._next_heartbeat is None and (self._queue or self._running):
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
         if not self._queue and not self._running:
             self._became_idle.set()
 
     def _dispatch(self, live: LiveRequest, trail: Trail) -> None:
-        placement = self._policy.choose(live.to_place, self.fleet.ready(PREFILL), self.fleet.ready(DECODE))
+        placement = self._policy.choose(live.to_place, *self.fleet.who_can())
         if trail.num_attempts == 1:
             num_prompt, num_sequences = live.work.num_prompt_tokens, live.work.num_sequences
             self.demand.placed(self.clock(), num_prompt, placement.num_cached_tokens, num_sequences)
         self._place(live, placement, trail)
 
-    def _place(self, live: LiveRequest, placement: Placement, trail: Trail) -> None:
+    def _place(self, live: LiveRequest, placement: Placement, trail: Trail, *, is_move: bool = False) -> None:
         """Decode first, as it has to reserve before prefill can send."""
+        self.fleet.has_served = True
         decode = self.fleet[placement.decode_id]
         prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
+        if decode.role == PREFILL:
+            placement = stood_in(placement)
         live.placement = placement
         self._policy.placed(live.to_place, placement)
         workers = [decode] if prefill is None else [prefill, decode]
         charge = Charge(self.ledger, placement, live.work)
-        running = Running(live, placement, charge, prefill, workers, trail)
+        running = Running(live, placement, charge, prefill, workers, trail, is_move)
         self._running.add(running)
         if prefill is None:
             self.counters.local_prefills += 1
@@ -285,7 +296,23 @@ class Dispatcher:
             if sequence.end is not None:  # by an earlier attempt
                 running.tell_to_drop(sequence.index)
 
-    def _set_back(self, running: Running, setback: Setback, *, by: WorkerClient) -> None:
+    def running_on(self, worker: WorkerClient) -> list[Running]:
+        return self._running.on(worker)
+
+    def move(self, running: Running, to_id: str, why: str) -> None:
+        """It leaves the worker that decodes it, which hands it over as it is."""
+        live = running.live
+        running.tell_to_drop()
+        self._running.leave(running)
+        self.counters.moved += 1
+        live.move(self.clock(), why)
+        self._place(live, moved(running.placement, to_id, why, live.work), running.trail, is_move=True)
+
+    def serve_waiting(self) -> None:
+        self._on_change()
+        self._pump()
+
+    def set_back(self, running: Running, setback: Setback, *, by: WorkerClient | None = None) -> None:
         """An attempt cannot go on: places the request again where that can help, else fails it."""
         live, trail = running.live, running.trail
         if not trail.may_go_on(live.num_tokens) or self._is_draining:
@@ -297,7 +324,7 @@ class Dispatcher:
         self.counters.retried[setback.reason] += 1
         trail.note(running.placement, setback)
         live.restart(self.clock(), setback.reason)
-        prefill, decode = self.fleet.ready(PREFILL), self.fleet.ready(DECODE)
+        prefill, decode = self.fleet.who_can()
         last = running.placement
         placement = next_placement(trail, last, setback, live.to_place, prefill, decode, self._policy)
         if placement is not None:

@@ -43,6 +43,10 @@ def worker_lost(worker_id: str) -> Unavailable:
     return Unavailable(f"worker {worker_id} was lost while it ran this request", retry_after_s=RETRY_AFTER_S)
 
 
+def worker_stalled(worker_id: str) -> Unavailable:
+    return Unavailable(f"worker {worker_id} stalled while it ran this request", retry_after_s=RETRY_AFTER_S)
+
+
 def given_up(error: BatonError, num_tokens: int) -> BatonError:
     """The same error for a client that has so many tokens already."""
     if not num_tokens:

@@ -55,6 +55,8 @@ class Fleet:
         self.tls: ClientTls | None = None
         """With which workers are called that are named from now on."""
         self.needs_prefill = needs_prefill
+        self.has_served = False
+        """A request has run here."""
         self._listener = listener
         self._dead_after_s = dead_after_s
         self._holders = Holders()
@@ -72,12 +74,23 @@ class Fleet:
 
     def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
         """Those that may get new work of a role."""
-        return [w for w in self._workers.values() if w.is_ready and w.role == role and not w.is_draining]
+        return [w for w in self._workers.values() if w.role == role and w.can_take_work]
+
+    def who_can(self) -> tuple[list[WorkerClient], list[WorkerClient]]:
+        """(Prefill, decode): who may get new work of each kind now.
+
+        A role is a label: while no decode worker is ready, prefill workers do both. Not before something has run here:
+        while a cluster starts, its decode workers are still to come.
+        """
+        prefill, decode = self.ready(PREFILL), self.ready(DECODE)
+        return (prefill, decode) if decode or not self.has_served else ([], prefill)
 
     @property
     def can_serve(self) -> bool:
-        """A decode worker is ready, and a prefill worker where one is needed."""
-        return bool(self.ready(DECODE) and (self.ready(PREFILL) or not self.needs_prefill))
+        """A decode worker is ready, and a prefill worker where one is needed; or one that stands in for it."""
+        if not self.ready(DECODE):
+            return self.has_served and bool(self.ready(PREFILL))
+        return bool(self.ready(PREFILL)) or not self.needs_prefill
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""

@@ -35,6 +35,8 @@ class Kind(StrEnum):
     """Every prefill worker is busy, and beside what decodes there it is computed sooner."""
     LOCAL_NO_PREFILL = "local_no_prefill"
     """There is no prefill worker."""
+    LOCAL_NO_DECODE = "local_no_decode"
+    """No decode worker is ready, and a prefill worker stands in for one."""
     SESSION = "session"
     """Elsewhere it would have ended as soon, or hardly sooner; the session's last turn decided."""
     RETRIED = "retried"

@@ -22,7 +22,7 @@ from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Policy, Request
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
-RETRY_REASONS = ("worker_lost", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
+RETRY_REASONS = ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
 
 REQUESTS = Metric(
     "baton_requests_total",
@@ -43,8 +43,10 @@ PLACEMENTS = Metric(
     "counter",
     "Placements on workers, each attempt one, by why: a hand-off; a prompt computed by its decode worker because there "
     "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
-    "does), or for want of prefill workers; by the session's last turn, which decided between near equals; after a "
-    "failure (retried); from another decode worker (moved).",
+    "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
+    "does), or for want of prefill workers (no_prefill); on a prefill worker for want of decode workers (no_decode); "
+    "by the session's last turn, which decided between near equals; after a failure (retried); from another decode "
+    "worker (moved).",
     (("kind", tuple(Kind)),),
 )
 DECISION = Metric(
@@ -73,6 +75,8 @@ class Counters:
     retried: Counter[str] = field(default_factory=Counter)
     """By what ended the attempt before."""
     local_prefills: int = 0
+    moved: int = 0
+    """Requests that went from one decode worker to another, each time."""
 
 
 class Source(Protocol):

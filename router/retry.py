@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.errors import BatonError
 from cluster.pb import worker_pb2
-from router.ledger import Kind, Placement
+from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Policy, Request
 
 MAX_ATTEMPTS = 3
@@ -78,6 +78,18 @@ class Trail:
             self.tried.add((placement.prefill_id, placement.decode_id))
         if setback.unheard_id is not None:
             self.unheard_ids.add(setback.unheard_id)
+
+
+def stood_in(placement: Placement) -> Placement:
+    """Of a request that a prefill worker decodes, by a local prefill: the reason says why."""
+    what = placement.reason.partition(": ")[0]
+    return replace(placement, reason=f"{what}: no decode worker is ready", kind=Kind.LOCAL_NO_DECODE)
+
+
+def moved(last: Placement, to_id: str, why: str, work: Work) -> Placement:
+    """From the worker that decodes it, which has all of it, to another."""
+    reason = f"moved from {last.decode_id} to {to_id}: {why}"
+    return Placement(last.decode_id, to_id, reason, work.num_prompt_tokens, Kind.MOVED)
 
 
 def next_placement(

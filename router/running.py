@@ -29,6 +29,8 @@ class Running:
     workers: list[WorkerClient]
     """Those that hold something for it: at first both, then the decode worker."""
     trail: Trail
+    is_move: bool = False
+    """`prefill` is where it decoded before, and hands it over as it was."""
 
     def tell_to_drop(self, sequence_index: int | None = None, *, by: WorkerClient | None = None) -> None:
         """The request, or one sequence of it, at each of its workers except `by`."""

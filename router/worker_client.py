@@ -83,6 +83,8 @@ class WorkerClient:
         self.step_cost: StepCost | None = None
         """What the worker has learned of its own steps; None: nothing yet."""
         self._holders = holders
+        self.is_suspect = False
+        """It seems to stall, and gets nothing new until it tells something again."""
         self._listener = listener
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
@@ -94,6 +96,11 @@ class WorkerClient:
     @property
     def is_ready(self) -> bool:
         return self.state == READY
+
+    @property
+    def can_take_work(self) -> bool:
+        """It is ready, and nothing speaks against giving it more."""
+        return self.is_ready and not self.is_draining and not self.is_suspect
 
     @property
     def kv_tokens(self) -> int:
@@ -199,6 +206,7 @@ class WorkerClient:
         self._forget_cache()
         self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY
+        self.is_suspect = False
         log.info("worker %s is ready at %s", self.worker_id, self.address)
         self._listener.on_ready(self)
 

@@ -248,8 +248,13 @@ class ModelWorker:
             self._end(task, index)
 
     def _append(self, task: Task, index: int) -> None:
-        """The next token of one sequence, or all that are known, which are not told."""
+        """The next token of one sequence, or all that are known, which are not told.
+
+        Those that are known of a request of one sequence are prefilled with its prompt.
+        """
         output, given, admit = task.story.written[index], task.story.given[index], task.admit
+        if admit.sampling.n == 1:
+            output.extend(given[len(output) :])
         position = len(output)
         is_known = position < len(given)
         output.extend(given[position:] or [self._sample(position, admit.key.attempt)])

@@ -62,7 +62,7 @@ async def rest(stream: Any) -> list[Any]:
     return events
 
 
-async def test_a_lost_decode_worker_costs_its_stream_a_wait_until_it_is_back(tmp_path: Path) -> None:
+async def test_a_prefill_worker_stands_in_for_the_last_decode_worker_until_one_is_back(tmp_path: Path) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode)) as router:
         stream, events, key = await begin(router, prefill)
@@ -71,16 +71,25 @@ async def test_a_lost_decode_worker_costs_its_stream_a_wait_until_it_is_back(tmp
             events.append(await stream.read())
         port = int(decode.address.rpartition(":")[2])
         await decode.stop()
-        await router.until_health(NOT_SERVING)
-        assert prefill.cancels == []
-        old = decode.incarnation
-        await decode.start(port)
         admit = await prefill.next_admit()
-        assert admit.decode_peer.incarnation == decode.incarnation != old
+        assert admit.role == worker_pb2.ROLE_DECODE and not admit.expect_handoff
         assert [list(k.token_ids) for k in admit.known_tokens] == [ids("ab")]
-        prefill.emit(phase(admit.key, PREFILL), phase(admit.key, TRANSFER))
-        decode.emit(phase(admit.key, DECODE), tokens(admit.key, 2, ids("c"), finish_reason=LENGTH))
+        assert prefill.cancels == []
+        prefill.emit(phase(admit.key, PREFILL), phase(admit.key, DECODE))
+        prefill.emit(tokens(admit.key, 2, ids("c"), finish_reason=LENGTH))
         events += await rest(stream)
+        new = asyncio.ensure_future(router.stream(text_spec(output=pb.OutputOptions(include_timing=True))))
+        admit = await prefill.next_admit()
+        assert admit.role == worker_pb2.ROLE_DECODE and not admit.expect_handoff
+        prefill.emit(phase(admit.key, PREFILL), phase(admit.key, DECODE))
+        prefill.emit(tokens(admit.key, 0, ids("d"), finish_reason=LENGTH))
+        placement = (await new)[-1].completed.timing.placement
+        assert placement == "local prefill on prefill-0: no decode worker is ready"
+        await decode.start(port)
+        await router.until_all_ready()
+        router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec()))
+        admit = await prefill.next_admit()
+        assert admit.role == worker_pb2.ROLE_PREFILL and admit.decode_peer.incarnation == decode.incarnation
     assert text_of(events) == "abc" and kinds(events)[-1] == "completed"
 
 

@@ -30,6 +30,7 @@ S = RequestState
 
 def wait_again(router: WiredRouter, state: str = "first token") -> tuple[Client, worker_pb2.RequestKey]:
     client, key = reach(router, state)
+    router.workers["p0"].is_draining = True  # or it would stand in for d0
     router.workers["d0"].lose()
     assert client.live.lifecycle.state is S.QUEUED
     assert (router.dispatcher.num_queued, router.dispatcher.num_running) == (1, 0)
@@ -41,11 +42,13 @@ def test_who_has_waited_before_is_first_when_a_worker_is_back() -> None:
         router = WiredRouter(clock, ["p0", "d0"], max_running=1)
         client, key = reach(router, "first token")
         behind = router.submit()
+        router.workers["p0"].is_draining = True
         router.workers["d0"].lose()
         p0, d0 = router.workers["p0"], router.workers["d0"]
         assert router.dispatcher.num_queued == 2
         p0.take()
         assert cancelled(p0, key) == [None]
+        p0.is_draining = False
         d0.open()
         again = admit_of(d0)
         assert RequestKey.of(again.key) == (client.request_id, 2) and known(again) == {0: ids("a")}
@@ -100,8 +103,10 @@ def test_a_drain_lets_who_waits_again_run_and_fails_it_when_its_time_is_over() -
         await clock.advance(1.0)
         refused = router.submit()
         assert refused.live.lifecycle.state is S.REJECTED
+        router.workers["p0"].is_draining = False
         router.workers["d0"].open()
         assert RequestKey.of(admit_of(router.workers["p0"]).key) == (lucky.request_id, 2)
+        router.workers["p0"].is_draining = True
         router.workers["d0"].lose()  # the second attempt waits for a third
         await clock.advance(10.0)
         assert draining.done() and lucky.live.lifecycle.state is S.FAILED
