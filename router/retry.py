@@ -110,7 +110,7 @@ def next_placement(
     kept = by_id.get(last.decode_id) or by_id[policy.choose(request, [], heard).decode_id]
     decode_id = kept.worker_id
     untried = [p for p in prefill if (p.worker_id, decode_id) not in trail.tried and p.worker_id != setback.lost_id]
-    after = f"after {setback.reason} on {last.computing_id}"
+    after = f"after {setback.reason} on {setback.lost_id or last.computing_id}"
     why = "no other prefill worker" if not untried else "the last attempt"
     if untried and trail.num_attempts < MAX_ATTEMPTS:
         chosen = policy.choose(request, untried, [kept])

@@ -89,7 +89,14 @@ class WiredWorker(WorkerClient):
     def open(self) -> None:
         """A session with a worker that has just started."""
         WiredWorker.num_lives += 1
-        info = worker_pb2.WorkerInfo(worker_id=self.worker_id, incarnation=str(self.num_lives), role=self.role)
+        info = worker_pb2.WorkerInfo(
+            worker_id=self.worker_id,
+            incarnation=str(self.num_lives),
+            role=self.role,
+            block_size=16,
+            num_blocks=64,
+            max_num_seqs=16,
+        )
         self.tell(worker_pb2.Event(info=info))
 
     def lose(self) -> None:
@@ -113,10 +120,12 @@ class WiredWorker(WorkerClient):
 class WiredRouter:
     """A dispatcher over workers named `p0`, `d1`, ...: the letter is the role."""
 
-    def __init__(self, clock: ManualClock, worker_ids: Sequence[str], *, max_running: int = 100) -> None:
+    def __init__(
+        self, clock: ManualClock, worker_ids: Sequence[str], *, max_running: int = 100, dead_after_s: float = 3.0
+    ) -> None:
         self.clock = clock
         self.num_submitted = 0
-        limits = Limits(max_running, 100, QUEUE_TIMEOUT_S)
+        limits = Limits(max_running, 100, QUEUE_TIMEOUT_S, dead_after_s)
         self.dispatcher = Dispatcher(limits, lambda: None, clock)
         self.workers: dict[str, WiredWorker] = {}
         """Those that are named now."""
@@ -124,10 +133,12 @@ class WiredRouter:
         for worker in self.workers.values():
             worker.open()
 
-    def name(self, worker_ids: Sequence[str]) -> None:
-        """Makes these the complete set; new ones are not ready yet."""
+    def name(self, worker_ids: Sequence[str], *, relabelled: Sequence[str] = (), draining: Sequence[str] = ()) -> None:
+        """Makes these the complete set; new ones are not ready yet. `relabelled`: those of the other role now."""
+        other = {worker_pb2.ROLE_PREFILL: worker_pb2.ROLE_DECODE, worker_pb2.ROLE_DECODE: worker_pb2.ROLE_PREFILL}
+        roles = {i: other[ROLES[i[0]]] if i in relabelled else ROLES[i[0]] for i in worker_ids}
         with patch.object(fleet, "WorkerClient", WiredWorker):
-            self.dispatcher.fleet.set_workers(WorkerAddress(i, f"{i}:1", ROLES[i[0]]) for i in worker_ids)
+            self.dispatcher.set_workers(WorkerAddress(i, f"{i}:1", role, i in draining) for i, role in roles.items())
         self.workers = {worker.worker_id: worker for worker in self.dispatcher.fleet}  # type: ignore[misc]
 
     def submit(

@@ -335,7 +335,7 @@ def test_what_a_stop_string_cut_off_is_not_known() -> None:
 
 def test_times_are_those_of_the_attempt_that_went_well_and_the_first_token_that_came() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["p0", "p1", "d0"])
+        router = WiredRouter(clock, ["p0", "p1", "d0"], dead_after_s=1e6)
         client, key = reach(router, "dispatched")
         p0, p1, d0 = (router.workers[i] for i in ("p0", "p1", "d0"))
         await clock.advance(1)

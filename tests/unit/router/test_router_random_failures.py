@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_harness import EOS, TOKENIZER
@@ -21,6 +22,7 @@ from cluster.keys import RequestKey
 from cluster.lifecycle import TRANSITIONS, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
+from router import moves
 from router.retry import MAX_ATTEMPTS, RETRYABLE
 
 S = RequestState
@@ -37,6 +39,7 @@ ACTIONS = (
     "fail for good",
     "cancel",
     "rename",
+    *["relabel"] * 2,
     "wait",
     "drain",
 )
@@ -101,6 +104,10 @@ class World:
                 self.router.name(kept)
                 await self.clock.advance(0.0)
                 self._meet()
+            case "relabel":
+                relabelled = [worker_id for worker_id in WORKER_IDS if self.pick(3) == 0]
+                draining = [worker_id for worker_id in WORKER_IDS if self.pick(5) == 0]
+                self.router.name(list(self.router.workers), relabelled=relabelled, draining=draining)
             case "wait":
                 await self.clock.advance(QUEUE_TIMEOUT_S / 3)
             case "drain":
@@ -130,6 +137,7 @@ class World:
             client.take()
             self._check_client(client)
         self.router.check_idle()
+        self.seen["moved"] += self.router.dispatcher.counters.moved
         for worker in self.workers.values():
             assert not worker.tasks, f"{worker.wire.worker_id} still holds {list(worker.tasks)}"
 
@@ -212,6 +220,14 @@ def play(steps: Sequence[Step], seen: Counter[str]) -> None:
         world.check()
 
     run(scenario)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_outputs_move() -> Iterator[None]:
+    """Outputs are short here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "FEWEST_TOKENS_LEFT", 1)
+        yield
 
 
 STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**16)), min_size=20, max_size=200)
