@@ -101,7 +101,7 @@ def test_a_lost_worker_is_a_retry_and_another_placement_of_the_same_request() ->
 
 def test_the_reasons_of_retries_are_those_that_there_are() -> None:
     names = {worker_pb2.Failed.Reason.Name(r).removeprefix("REASON_").lower() for r in RETRYABLE}
-    assert names | {"worker_lost", "other"} == set(RETRY_REASONS)
+    assert names | {"worker_lost", "stalled", "other"} == set(RETRY_REASONS)
 
 
 async def test_the_page_is_served_where_the_status_says(tmp_path: Path) -> None:
