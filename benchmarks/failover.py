@@ -1,11 +1,15 @@
 """What a client sees of workers that die: the same outputs as if none had, and how long a stream stands still.
 
     python benchmarks/failover.py --json
-    python benchmarks/failover.py --fault stop
+    python benchmarks/failover.py --signal stop
 
-Streams of every kind (greedy and seeded; stop strings, penalties, logprobs, n = 2) run twice over two prefill and two
-decode workers: first undisturbed, then again and again while a random rank is killed, or stopped, every few seconds.
-Every request must end, and its output be the undisturbed one's: no token lost, repeated or changed. Exits 1 otherwise.
+Streams of every kind (greedy and seeded; stop strings, penalties, logprobs, n = 2) run over two prefill and two decode
+workers: first undisturbed, then again and again while a random rank is killed every few seconds, then while one is
+stopped for a while. Every request must end, and its output be the undisturbed one's: no token lost, repeated or
+changed. Exits 1 otherwise.
+
+A stall is the longest time between two messages of a stream that a fault fell into. Prompt and told tokens are computed
+again meanwhile: how long that should take is said by the undisturbed run, from its prompts' times under the same load.
 """
 
 from __future__ import annotations
@@ -39,13 +43,27 @@ from cluster.errors import BatonError
 from cluster.pb import generation_pb2 as pb
 from cluster.program import ExitCode
 
+STALL_OBJECTIVE_S = 2.0
+"""What a stall at p99 may last beyond the replayed prefill."""
 LOGPROBS_AGREE_TO = 1e-3
 """Steps of other sizes add up in other orders."""
 
 
 class Kind(StrEnum):
+    """What is done to a rank."""
+
     KILL = "kill"
     STOP = "stop"
+
+
+class Signal(StrEnum):
+    KILL = "kill"
+    STOP = "stop"
+    BOTH = "both"
+
+    @property
+    def kinds(self) -> list[Kind]:
+        return list(Kind) if self is Signal.BOTH else [Kind(self.value)]
 
 
 @dataclass(frozen=True)
@@ -67,6 +85,11 @@ class Outcome:
     ends: dict[int, tuple[int, str]] = field(default_factory=dict)
     told_at: list[float] = field(default_factory=list)
     """When each message with tokens came."""
+    num_told: list[int] = field(default_factory=list)
+    """Tokens that had been told by then, over all sequences."""
+    num_prompt_tokens: int = 0
+    prefill_s: float = 0.0
+    """From leaving the queue to the first token."""
     problem: str = ""
     """Why it did not complete, or what is wrong with what it told."""
 
@@ -83,10 +106,11 @@ class Outcome:
                 return f"logprobs of its sequence {index} are others"
         return ""
 
-    def longest_stall_s(self, since: float, until: float) -> float:
-        """The longest time between two messages that overlaps with a span of time."""
-        gaps = zip(self.told_at, self.told_at[1:], strict=False)
-        return max((after - before for before, after in gaps if after > since and before < until), default=0.0)
+    def longest_stall(self, since: float, until: float) -> tuple[float, int]:
+        """The longest time between two messages that overlaps with a span of time; tokens that had been told then."""
+        gaps = zip(self.told_at, self.told_at[1:], self.num_told, strict=False)
+        stalls = [(after - before, told) for before, after, told in gaps if after > since and before < until]
+        return max(stalls, default=(0.0, 0))
 
 
 @dataclass
@@ -111,6 +135,7 @@ def spec_of(number: int, num_tokens: int) -> pb.GenerationSpec:
         top_logprobs=1 if number % 3 == 0 else None,
         ignore_eos=number % 5 != 0,
         token_ids=True,
+        include_timing=True,
     )
     if number % 7 == 3:
         spec.sampling.frequency_penalty, spec.sampling.repetition_penalty = 0.4, 1.1
@@ -140,9 +165,14 @@ def _note(outcome: Outcome, event: pb.GenerateStreamResponse) -> None:
         outcome.texts[delta.index] = outcome.texts.get(delta.index, "") + delta.text
         outcome.logprobs.setdefault(delta.index, []).extend(entry.logprob for entry in delta.logprobs)
         outcome.told_at.append(time.perf_counter())
+        outcome.num_told.append(sum(map(len, outcome.tokens.values())))
     elif event.HasField("sequence_end"):
         end = event.sequence_end
         outcome.ends[end.index] = (end.finish_reason, end.stop_string)
+    elif event.HasField("completed"):
+        timing = event.completed.timing
+        outcome.prefill_s = timing.prefill.ToNanoseconds() / 1e9
+        outcome.num_prompt_tokens = event.completed.usage.prompt_tokens
 
 
 class Load:
@@ -185,7 +215,7 @@ def disturb(cluster: MortalCluster, kind: Kind, args: Arguments, is_over: thread
 
 
 def run_disturbed(load: Load, cluster: MortalCluster, kind: Kind, args: Arguments, progress: Progress) -> Run:
-    is_over, bar = threading.Event(), progress.add_task("disturbed", total=args.seconds)
+    is_over, bar = threading.Event(), progress.add_task(f"disturbed: {kind.value}", total=args.seconds)
     begun = time.perf_counter()
 
     def tick(_: int) -> None:
@@ -203,27 +233,50 @@ def run_disturbed(load: Load, cluster: MortalCluster, kind: Kind, args: Argument
         timer.cancel()
 
 
+class Replay:
+    """How long computing so many tokens takes, drawn as a line through the prompts of an undisturbed run."""
+
+    def __init__(self, undisturbed: list[Outcome]) -> None:
+        sizes = [float(o.num_prompt_tokens) for o in undisturbed]
+        seconds = [o.prefill_s for o in undisturbed]
+        self._slope, self._base = statistics.fmean(seconds), 0.0
+        if len(set(sizes)) > 1:
+            self._slope, self._base = statistics.linear_regression(sizes, seconds)
+
+    def seconds(self, num_tokens: int) -> float:
+        return max(0.0, self._base + self._slope * num_tokens)
+
+
+def percentiles_of(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100) if len(values) > 1 else [0.0] * 99
+    return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values, default=0.0), 3)}
+
+
 def summary(reference: dict[int, Outcome], run: Run, span_s: float) -> dict[str, Any]:
     """`span_s`: after a fault, in which a gap in a stream counts as a stall of it."""
     lost = [f"request {n}: {o.problem}" for n, o in run.outcomes if o.problem]
     changed = [
         f"request {n}: {what}" for n, o in run.outcomes if not o.problem and (what := o.difference(reference[n]))
     ]
-    stalls = [
-        stall
-        for fault in run.faults
-        for _, o in run.outcomes
-        if o.told_at and o.told_at[0] < fault.at < o.told_at[-1]
-        if (stall := o.longest_stall_s(fault.at, fault.at + span_s))
-    ]
-    percentiles = statistics.quantiles(stalls, n=100) if len(stalls) > 1 else [0.0] * 99
-    p50, p99, longest = percentiles[49], percentiles[98], max(stalls, default=0.0)
+    replay = Replay(list(reference.values()))
+    stalls, replays = [], []
+    for fault in run.faults:
+        for number, o in run.outcomes:
+            if o.told_at and o.told_at[0] < fault.at < o.told_at[-1]:
+                stall, num_told = o.longest_stall(fault.at, fault.at + span_s)
+                stalls.append(stall)
+                replays.append(replay.seconds(reference[number].num_prompt_tokens + num_told))
+    beyond = [stall - again for stall, again in zip(stalls, replays, strict=True)]
     return {
         "faults": len(run.faults),
         "completed": len(run.outcomes) - len(lost),
         "lost": lost,
         "changed": changed,
-        "stall_s": {"p50": round(p50, 3), "p99": round(p99, 3), "max": round(longest, 3)},
+        "stall_s": percentiles_of(stalls),
+        "replay_s": percentiles_of(replays),
+        "stall_beyond_replay_s": percentiles_of(beyond),
+        "p99_within_s": STALL_OBJECTIVE_S,
+        "is_within": percentiles_of(beyond)["p99"] <= STALL_OBJECTIVE_S,
     }
 
 
@@ -239,8 +292,10 @@ def make_config(file: Path) -> ServingConfig:
     return replace(config, roles=roles)
 
 
-def measure(cluster: MortalCluster, specs: list[pb.GenerationSpec], streams: int, kind: Kind, args: Arguments) -> Any:
-    """What `summary` says. Raises ProgramFailed when requests fail that nothing disturbs."""
+def measure(
+    cluster: MortalCluster, specs: list[pb.GenerationSpec], streams: int, kinds: list[Kind], args: Arguments
+) -> dict[str, Any]:
+    """What `summary` says of each kind. Raises ProgramFailed when requests fail that nothing disturbs."""
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bar = progress.add_task("undisturbed", total=len(specs))
         load = Load(cluster.address, specs, streams)
@@ -248,25 +303,34 @@ def measure(cluster: MortalCluster, specs: list[pb.GenerationSpec], streams: int
         wrong = [f"request {n}: {o.problem}" for n, o in undisturbed if o.problem]
         if wrong:
             raise ProgramFailed(f"undisturbed, {len(wrong)} requests failed: {wrong[0]}")
-        run = run_disturbed(Load(cluster.address, specs, streams), cluster, kind, args, progress)
-    return summary(dict(undisturbed), run, args.stop_seconds + args.every)
+        found = {}
+        for kind in kinds:
+            run = run_disturbed(Load(cluster.address, specs, streams), cluster, kind, args, progress)
+            found[kind.value] = summary(dict(undisturbed), run, args.stop_seconds + args.every)
+    return found
 
 
-def show(kind: Kind, found: dict[str, Any]) -> None:
-    table = Table(title=f"failover: {kind.value}")
-    for column in ("faults", "completed", "lost", "changed", "stall p50", "p99", "longest"):
+def show(found: dict[str, Any]) -> None:
+    table = Table(title="failover")
+    columns = ("faults", "completed", "lost", "changed", "stall p50", "p99", "longest", "replay p99", "p99 beyond it")
+    table.add_column("signal")
+    for column in columns:
         table.add_column(column, justify="right")
-    stall = found["stall_s"]
-    counts = (found["faults"], found["completed"], len(found["lost"]), len(found["changed"]))
-    table.add_row(*map(str, counts), *(f"{stall[name]:.2f} s" for name in ("p50", "p99", "max")))
+    for kind, of_kind in found.items():
+        stall = of_kind["stall_s"]
+        counts = (of_kind["faults"], of_kind["completed"], len(of_kind["lost"]), len(of_kind["changed"]))
+        seconds = (stall["p50"], stall["p99"], stall["max"], of_kind["replay_s"]["p99"])
+        beyond = of_kind["stall_beyond_replay_s"]["p99"]
+        table.add_row(kind, *map(str, counts), *(f"{s:.2f} s" for s in (*seconds, beyond)))
     Console().print(table)
-    for problem in [*found["lost"], *found["changed"]][:5]:
-        Console().print(problem[:400], markup=False)
+    for of_kind in found.values():
+        for problem in [*of_kind["lost"], *of_kind["changed"]][:5]:
+            Console().print(problem[:400], markup=False)
 
 
 def main(
-    fault: Annotated[Kind, typer.Option(help="What is done to a rank.")] = Kind.KILL,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long it goes on.")] = 120.0,
+    signal: Annotated[Signal, typer.Option(help="What is done to ranks; both: one after the other.")] = Signal.BOTH,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long each goes on.")] = 120.0,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds from one fault to the next.")] = 5.0,
     stop_seconds: Annotated[float, typer.Option(min=0.1, help="How long a stopped rank stands still.")] = 10.0,
     streams: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 64,
@@ -282,7 +346,7 @@ def main(
         args = Arguments(seconds, every, stop_seconds)
         specs = [spec_of(number, tokens) for number in range(requests)]
         with MortalCluster(make_config(config), seed).running() as cluster:
-            found = measure(cluster, specs, streams, fault, args)
+            found = measure(cluster, specs, streams, signal.kinds, args)
     except (ProgramFailed, BatonError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(ExitCode.FAILED) from None
@@ -290,8 +354,8 @@ def main(
         json.dump(found, sys.stdout)
         print()
     else:
-        show(fault, found)
-    if found["lost"] or found["changed"] or not found["faults"]:
+        show(found)
+    if any(of_kind["lost"] or of_kind["changed"] or not of_kind["faults"] for of_kind in found.values()):
         raise typer.Exit(1)
 
 
