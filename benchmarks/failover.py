@@ -248,7 +248,7 @@ class Replay:
 
 
 def percentiles_of(values: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(values, n=100) if len(values) > 1 else [0.0] * 99
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [0.0] * 99
     return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values, default=0.0), 3)}
 
 

@@ -280,7 +280,7 @@ class Dispatcher:
         prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
         if decode.role == PREFILL:
             placement = stood_in(placement)
-        live.placement = placement
+        live.place(placement)
         self._policy.placed(live.to_place, placement)
         workers = [decode] if prefill is None else [prefill, decode]
         charge = Charge(self.ledger, placement, live.work)

@@ -122,6 +122,8 @@ class Keeper:
         for running in self._residents.running_on(worker):
             if not self._fleet.who_can()[1]:
                 return
+            if not running.trail.may_go_on(running.live.num_tokens):
+                continue  # it would fail elsewhere: its last attempt may yet go well here
             error = failures.worker_stalled(worker.worker_id)
             self._residents.set_back(running, Setback("STALLED", error, worker.worker_id))
 

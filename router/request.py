@@ -184,6 +184,11 @@ class LiveRequest:
         self._notify()
         return Effect.STOPPED if is_stopped else Effect.ENDED
 
+    def place(self, placement: Placement) -> None:
+        """Workers are told of it now, with the tokens that are here."""
+        self.placement = placement
+        self._num_handed_over = self.num_tokens if len(self.sequences) == 1 else 0
+
     def restart(self, now: float, why: str) -> None:
         """The attempt is over and another begins: what is still told of the last one is not its own any more."""
         if self.lifecycle.state is not RequestState.QUEUED:
@@ -302,7 +307,6 @@ class LiveRequest:
         self.prompt_logprobs.restart()
         for sequence in self.sequences:
             sequence.restart()
-        self._num_handed_over = self.num_tokens if len(self.sequences) == 1 else 0
 
     def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
         self.lifecycle.advance(state, now, why)
