@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -19,6 +21,8 @@ from engine.sampling import SamplingParams
 from router.dispatcher import Dispatcher
 from router.fleet import WorkerAddress
 from router.server import RouterServer
+
+Disturb = Callable[[Dispatcher, Sequence[Worker]], Awaitable[None]]
 
 NUM_TOKENS = 500
 LOGPROBS_AGREE_TO = 1e-3
@@ -80,6 +84,56 @@ def name(dispatcher: Dispatcher, workers: Iterable[Worker], draining: str) -> No
     )
 
 
+@asynccontextmanager
+async def serving(workers: Sequence[Worker]) -> AsyncIterator[Router]:
+    """Who stalls on an overloaded machine is not what is tested here."""
+    names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
+    settings = RouterSettings(str(BUNDLED_MODEL), port=0, workers=names, policy="least_loaded", dead_after_s=30.0)
+    server = RouterServer(settings, lambda line: None)
+    addresses = await server.start()
+    try:
+        async with rpc.create_channel(addresses[0]) as channel:
+            router = Router(server, *addresses, channel)
+            await router.until_serving()
+            await router.until_all_ready()
+            yield router
+    finally:
+        await server.stop()
+
+
+def run_all(disturb: Disturb, **of_second: Any) -> list[Told]:
+    """All kinds of requests together, first on decode-0, while `disturb` moves them; what their clients were told.
+
+    That must be what one engine alone makes of them. `of_second`: settings of decode-1.
+    """
+    prompts = [random.Random(seed).choices(range(4, 1000), k=30 + 17 * seed) for seed in range(len(KINDS))]
+    specs = [spec_of(kind, prompt) for kind, prompt in zip(KINDS, prompts, strict=True)]
+    expected = single_process(prompts, [params_of(kind) for kind in KINDS])
+    told = [Told(params_of(kind).n) for kind in KINDS]
+
+    async def scenario(workers: Sequence[Worker]) -> None:
+        async with serving(workers) as router:
+            name(router.server.dispatcher, workers, draining="decode-1")
+            calls = [asyncio.create_task(t.read(router, s)) for t, s in zip(told, specs, strict=True)]
+            await until(lambda: all(len(tokens) > 8 for t in told for tokens in t.tokens))
+            await disturb(router.server.dispatcher, workers)
+            await asyncio.gather(*calls)
+
+    common: dict[str, Any] = {"model_path": str(BUNDLED_MODEL), "dtype": "float32", "threads": 1}
+    with running(
+        Worker(worker_id="prefill-0", role="prefill", **common),
+        Worker(worker_id="decode-0", role="decode", **common),
+        Worker(worker_id="decode-1", role="decode", **of_second, **common),
+    ) as workers:
+        asyncio.run(scenario(workers))
+    for kind, completions, got in zip(KINDS, expected, told, strict=True):
+        assert got.tokens == [list(c.token_ids) for c in completions], kind
+    logged = list(KINDS).index("logprobs")
+    reference = [token.logprob for token in expected[logged][0].sampled]
+    assert told[logged].logprobs[0] == pytest.approx(reference, abs=LOGPROBS_AGREE_TO)
+    return told
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("tp_size", "block_size"), [(1, 16), (2, 32)], ids=["alike", "of another tensor-parallel and block size"]
@@ -87,45 +141,26 @@ def name(dispatcher: Dispatcher, workers: Iterable[Worker], draining: str) -> No
 def test_requests_that_move_to_and_fro_while_they_decode_get_the_undisturbed_tokens(
     tp_size: int, block_size: int
 ) -> None:
-    prompts = [random.Random(seed).choices(range(4, 1000), k=30 + 17 * seed) for seed in range(len(KINDS))]
-    expected = single_process(prompts, [params_of(kind) for kind in KINDS])
-    common: dict[str, Any] = {"model_path": str(BUNDLED_MODEL), "dtype": "float32", "threads": 1}
-    told = [Told(params_of(kind).n) for kind in KINDS]
+    async def to_and_fro(dispatcher: Dispatcher, workers: Sequence[Worker]) -> None:
+        for count, draining in ((1, "decode-0"), (2, "decode-1")):
+            name(dispatcher, workers, draining)
+            wanted = count * len(KINDS)
+            await until(lambda wanted=wanted: dispatcher.counters.moved >= wanted)
+        assert not dispatcher.counters.retried
 
-    async def scenario(*workers: Worker) -> None:
-        names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
-        server = RouterServer(
-            RouterSettings(str(BUNDLED_MODEL), port=0, workers=names, policy="least_loaded"), lambda line: None
-        )
-        addresses = await server.start()
-        dispatcher = server.dispatcher
-        try:
-            async with rpc.create_channel(addresses[0]) as channel:
-                router = Router(server, *addresses, channel)
-                await router.until_serving()
-                await router.until_all_ready()
-                name(dispatcher, workers, draining="decode-1")
-                specs = [spec_of(kind, prompt) for kind, prompt in zip(KINDS, prompts, strict=True)]
-                calls = [asyncio.create_task(t.read(router, s)) for t, s in zip(told, specs, strict=True)]
-                for count, draining in ((1, "decode-0"), (2, "decode-1")):
-                    await until(lambda: all(len(tokens) > 8 for t in told for tokens in t.tokens))
-                    name(dispatcher, workers, draining)
-                    wanted = count * len(KINDS)
-                    await until(lambda wanted=wanted: dispatcher.counters.moved >= wanted)
-                await asyncio.gather(*calls)
-                assert not dispatcher.counters.retried
-        finally:
-            await server.stop()
+    for told in run_all(to_and_fro, tp_size=tp_size, block_size=block_size):
+        assert told.timing.migrations == 2
+        assert told.timing.placement == "moved from decode-1 to decode-0: the worker drains"
 
-    with running(
-        Worker(worker_id="prefill-0", role="prefill", **common),
-        Worker(worker_id="decode-0", role="decode", **common),
-        Worker(worker_id="decode-1", role="decode", tp_size=tp_size, block_size=block_size, **common),
-    ) as workers:
-        asyncio.run(scenario(*workers))
-    for kind, completions, got in zip(KINDS, expected, told, strict=True):
-        assert got.tokens == [list(c.token_ids) for c in completions], kind
-        assert got.timing.migrations == 2 and got.timing.placement.startswith("moved from decode-1 to decode-0")
-    logged = list(KINDS).index("logprobs")
-    reference = [token.logprob for token in expected[logged][0].sampled]
-    assert told[logged].logprobs[0] == pytest.approx(reference, abs=LOGPROBS_AGREE_TO)
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_is_killed_while_its_requests_leave_it_costs_no_token() -> None:
+    async def kill(dispatcher: Dispatcher, workers: Sequence[Worker]) -> None:
+        name(dispatcher, workers, draining="decode-0")
+        assert dispatcher.counters.moved > 0
+        process = workers[1].ranks[0].popen
+        process.kill()
+        assert process.wait(20) == -signal.SIGKILL
+
+    for told in run_all(kill):
+        assert told.timing.migrations >= 1
