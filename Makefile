@@ -6,6 +6,7 @@
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed: every output as if none had been
+#   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -20,7 +21,7 @@ TORCH_CPU_INDEX ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover bench clean
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -69,6 +70,9 @@ chaos: $(READY)
 
 chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
+
+malformed: $(READY)
+	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)
