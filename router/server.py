@@ -11,12 +11,9 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from cluster import rpc
 from cluster.address import is_loopback
@@ -31,6 +28,7 @@ from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
 from router.gate import Gate
 from router.handlers import service_handler
+from router.health import HEALTH, HealthService, reflection_handler
 from router.key_file import KeyFile
 from router.model import ServedModel
 from router.pace import Pace
@@ -76,7 +74,7 @@ class RouterServer:
         self._internal_tls = internal_tls_of(settings)
         self._key_file = KeyFile(settings.keys_file) if settings.keys_file is not None else None
         self.keys = self._key_file.ring if self._key_file is not None else None
-        self._gate = Gate(self.keys, _SCOPES, (health.SERVICE_NAME,))
+        self._gate = Gate(self.keys, _SCOPES, (HEALTH.full_name,))
         self._fleet_changed = asyncio.Event()
         limits = Limits(
             settings.max_running_requests,
@@ -90,7 +88,7 @@ class RouterServer:
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
         self._control = ControlService(self.dispatcher)
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,7 +122,7 @@ class RouterServer:
             router_address=address,
             metrics_address=metrics_address,
         )
-        await self._add_public_services(public, status)
+        self._add_public_services(public, status)
         limit = rpc.INTERNAL_MESSAGE_BYTES
         control.add_generic_rpc_handlers(
             (
@@ -145,7 +143,7 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._set_health(is_serving=False)
+        self._health.set(is_serving=False)
         if self.dispatcher.num_running:
             self._report(f"draining {self.dispatcher.num_running} requests")
         await self.dispatcher.drain(self._settings.drain_timeout_s)
@@ -169,7 +167,7 @@ class RouterServer:
                 tls=tls,
             )
 
-    async def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
+    def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
         pace = Pace(self._settings.stream_messages_per_s)
         generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace, self._gate)
         limit = self._settings.max_message_bytes
@@ -177,13 +175,10 @@ class RouterServer:
             (
                 service_handler(GENERATION, generation, max_message_bytes=limit),
                 service_handler(STATUS, status, max_message_bytes=limit),
+                service_handler(HEALTH, self._health, max_message_bytes=limit),
+                reflection_handler((GENERATION.full_name, STATUS.full_name, HEALTH.full_name)),
             )
         )
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (GENERATION.full_name, STATUS.full_name, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        untyped_server: Any = server
-        reflection.enable_server_reflection(names, untyped_server)
-        await self._set_health(is_serving=False)
 
     async def _follow_health(self) -> None:
         was_serving = False
@@ -193,11 +188,6 @@ class RouterServer:
             is_serving = self.dispatcher.fleet.can_serve
             if is_serving != was_serving:
                 was_serving = is_serving
-                await self._set_health(is_serving=is_serving)
+                self._health.set(is_serving=is_serving)
                 missing = "no prefill or no decode worker" if self._settings.needs_prefill else "no decode worker"
                 self._report("serving" if is_serving else f"not serving: {missing} is ready")
-
-    async def _set_health(self, *, is_serving: bool) -> None:
-        serving = health_pb2.HealthCheckResponse
-        for name in _HEALTH_NAMES:
-            await self._health.set(name, serving.SERVING if is_serving else serving.NOT_SERVING)
