@@ -38,7 +38,10 @@ class KeyFile:
         """Until it is cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            await self.refresh(executor)
+            try:
+                await self.refresh(executor)
+            except Exception:  # whatever it is, the next edit is looked at again
+                log.exception("the API keys stay as they were: the file could not be looked at")
 
     async def refresh(self, executor: Executor) -> bool:
         """Takes the file up if it has changed; True when it did."""

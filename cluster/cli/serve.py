@@ -251,7 +251,7 @@ class _View:
         serving = replace(self._serving, router=replace(self._serving.router, port=port))
         if self._status is not None:
             self._status.stop()
-        baton, option = _command(), "" if address == DEFAULT_ADDRESS else f" --address {address}"
+        baton, option = _command(), _options(self._serving, address)
         admin = "" if self._admin_address == DEFAULT_ADMIN_ADDRESS else f" --admin-address {self._admin_address}"
         edit = f", or edit {os.path.relpath(self._file.path)}" if self._file.is_own else ""
         self._console.print(
@@ -263,6 +263,14 @@ class _View:
             f"  stop    Ctrl-C\n\n"
             f"ready after {time.monotonic() - self._began:.1f} s\n"
         )
+
+
+def _options(serving: ServingConfig, address: str) -> str:
+    """What a client has to add to its command line."""
+    at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
+    tls = "" if serving.tls.cert is None else " --tls-ca FILE"
+    shown = "" if serving.tls.client_ca is None else " --tls-cert FILE --tls-key FILE"
+    return at + tls + shown + ("" if serving.auth.keys_file is None else " --api-key KEY")
 
 
 def _command() -> str:

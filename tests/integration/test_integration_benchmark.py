@@ -208,3 +208,14 @@ def test_the_router_overhead_benchmark_prints_the_promised_keys() -> None:
     assert {"added_per_request_us", "added_per_token_us", "added_cpu_per_token_us", "second_router_gain"} <= set(told)
     assert list(told["many_streams"]) == ["echo", "router", "router_paced", "two_routers", "two_routers_paced"]
     assert all(found["tok_s"] > 0 for found in told["many_streams"].values())
+
+
+def test_the_benchmark_of_malformed_requests_judges_each_and_leaves_nothing() -> None:
+    ended, left = run("-m", "benchmarks.malformed", "--requests", "40", "--good", "2", "--tokens", "4", "--json")
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["requests"] == sum(found["codes"].values()) == 40
+    assert "OK" not in found["codes"] and found["codes"]["INVALID_ARGUMENT"] > 10
+    assert (found["faults"], found["good_changed"]) == ([], 0)
+    assert found["alone_ms"]["number"] == 4 and set(found["ratio"]) == {"p50", "p90", "p99"}
+    assert not left
