@@ -103,7 +103,7 @@ class RouterServer:
             insecure=settings.insecure,
             tls=self._tls,
             max_message_bytes=min(_TRANSPORT_SLACK * settings.max_message_bytes, _MOST_MESSAGE_BYTES),
-            interceptors=(self._gate,),
+            interceptors=() if self.keys is None else (self._gate,),
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
