@@ -38,6 +38,7 @@ from cluster.router_link import RouterLink
 from cluster.settings import RouterSettings
 from cluster.steps import STOP_S, Steps
 from cluster.supervisor import Running, State, Supervisor
+from cluster.tls import internal_tls_of
 
 logger = logging.getLogger(__name__)
 
@@ -188,7 +189,8 @@ class Controller:
             self._on_change,
         )
         self.crew.add(plan.workers)
-        self._link = RouterLink(self.router, self._compose)
+        tls = internal_tls_of(plan.router)
+        self._link = RouterLink(self.router, self._compose, None if tls is None else tls.client)
         first = plan.workers[0].ranks[0]
         steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
         self.events = EventLog(self._on_event)

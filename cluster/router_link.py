@@ -15,6 +15,7 @@ import grpc
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.rpc import create_channel
 from cluster.supervisor import State, Supervisor
+from cluster.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +24,14 @@ LOOK_EVERY_S = 0.05
 
 
 class RouterLink:
-    """`compose` makes what the router is told, anew for each attempt."""
+    """`compose` makes what the router is told, anew for each attempt. `tls`: of the cluster's inside, if it has any."""
 
-    def __init__(self, router: Supervisor, compose: Callable[[], admin_pb2.SetWorkersRequest]) -> None:
+    def __init__(
+        self, router: Supervisor, compose: Callable[[], admin_pb2.SetWorkersRequest], tls: ClientTls | None = None
+    ) -> None:
         self._router = router
         self._compose = compose
+        self._tls = tls
         self._telling = asyncio.Lock()
         self._channels: dict[str, tuple[tuple[int, str], grpc.aio.Channel]] = {}
 
@@ -58,10 +62,9 @@ class RouterLink:
         if not self.is_up:
             return None
         try:
-            async with create_channel(str(self._router.card["address"])) as channel:
-                stub = admin_pb2_grpc.StatusServiceStub(channel)
-                answer: admin_pb2.GetStatusResponse = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_S)
-                return answer
+            stub = admin_pb2_grpc.StatusServiceStub(await self._channel("control_address"))
+            answer: admin_pb2.GetStatusResponse = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_S)
+            return answer
         except grpc.RpcError as error:
             logger.info("the router does not answer: %s", error)
             return None
@@ -79,7 +82,7 @@ class RouterLink:
         known = self._channels.get(name)
         if known is not None and known[0] == life:
             return known[1]
-        channel = create_channel(address)
+        channel = create_channel(address, tls=self._tls)
         self._channels[name] = (life, channel)
         if known is not None:
             await known[1].close(CALL_S)

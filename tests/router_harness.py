@@ -102,7 +102,7 @@ class Router:
             return all(worker.state == admin_pb2.WorkerStatus.STATE_READY for worker in status.workers)
 
         async with asyncio.timeout(20), rpc.create_channel(self.control_address, tls=self.control_tls) as control:
-            while not await ask(admin_pb2_grpc.AdminServiceStub(control)):
+            while not await ask(admin_pb2_grpc.StatusServiceStub(control)):
                 pass
 
     async def stream(self, spec: pb.GenerationSpec, **call: Any) -> list[pb.GenerateStreamResponse]:
