@@ -21,12 +21,14 @@ from router.moves import Resident, Room, choose_moves
 from router.retry import Setback
 from router.running import Running
 from router.stalls import TICK_S, Stalls, Watched
-from router.worker_client import WorkerClient
+from router.worker_client import HEARTBEAT_S, WorkerClient
 
 log = logging.getLogger(__name__)
 
 SILENT_PART = 3
-"""Of the time after which a silent worker is lost: after so small a part of it, the worker is a suspect."""
+"""Of the time after which a silent worker is lost: after so small a part of it, the worker is a suspect..."""
+FEWEST_BEATS = 2
+"""... but not before it has missed so many of its own beats."""
 
 
 class Residents(Protocol):
@@ -52,7 +54,7 @@ class Keeper:
         self._residents = residents
         self._fleet = fleet
         self._ledger = ledger
-        self._stalls = Stalls(dead_after_s / SILENT_PART)
+        self._stalls = Stalls(max(dead_after_s / SILENT_PART, FEWEST_BEATS * HEARTBEAT_S))
         self._timer: asyncio.TimerHandle | None = None
         self._last_tick = 0.0
         self._is_stopped = False
