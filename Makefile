@@ -5,7 +5,7 @@
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
-#   make chaos-failover streams while workers are killed: every output as if none had been
+#   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
