@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Self
 
-from cluster.client import as_baton_errors
+from cluster.client import as_baton_errors, key_metadata
 from cluster.errors import DeadlineExceeded
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.rpc import create_blocking_channel
+from cluster.tls import ClientTls
 
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
 _CALL_S = 30.0
@@ -21,9 +22,13 @@ _ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED
 class AdminClient:
     """One connection to a controller; `expected_version` 0: whatever is current."""
 
-    def __init__(self, address: str = DEFAULT_ADMIN_ADDRESS) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADMIN_ADDRESS, *, api_key: str | None = None, tls: ClientTls | None = None
+    ) -> None:
+        """Raises InvalidRequest for a key that no header can carry, ConfigError for files that cannot be used."""
         self.address = address
-        self._channel = create_blocking_channel(address)
+        self._metadata = key_metadata(api_key)
+        self._channel = create_blocking_channel(address, tls=tls)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def cluster(self) -> admin_pb2.GetClusterResponse:
@@ -60,7 +65,7 @@ class AdminClient:
         request = admin_pb2.WatchEventsRequest(after_sequence=after_sequence)
         try:
             with as_baton_errors(self.address):
-                yield from self._admin.WatchEvents(request, timeout=timeout_s)
+                yield from self._admin.WatchEvents(request, timeout=timeout_s, metadata=self._metadata)
         except DeadlineExceeded:
             return
 
@@ -87,4 +92,4 @@ class AdminClient:
 
     def _call(self, method: Any, request: Any) -> Any:
         with as_baton_errors(self.address):
-            return method(request, timeout=_CALL_S)
+            return method(request, timeout=_CALL_S, metadata=self._metadata)

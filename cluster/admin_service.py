@@ -17,12 +17,15 @@ from cluster.crew import ROLE_NUMBERS, Crew
 from cluster.door import Answer, Door, Keep, Plan
 from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from cluster.events import Event, EventLog
+from cluster.gate import Gate, KeyRing
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.supervisor import Supervisor
+from cluster.tls import ServerTls
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
 class Desk(Protocol):
@@ -125,12 +128,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             yield event_message(event)
 
 
-async def start_admin(section: AdminSection, desk: Desk) -> tuple[grpc.aio.Server, str]:
+async def start_admin(
+    section: AdminSection, desk: Desk, keys: KeyRing | None = None, tls: ServerTls | None = None
+) -> tuple[grpc.aio.Server, str]:
     """Listens; the server and its address. Raises ConfigError for one that it may not or cannot have.
 
-    Whoever reaches this port may change the cluster: API keys with the scope `admin`, and TLS, go in here.
+    Whoever reaches this port may change the cluster, with a key of the scope `admin` where there are `keys`.
     """
-    server, port = rpc.create_server(section.host, section.port, insecure=section.insecure)
+    interceptors = () if keys is None else (Gate(keys, {_NAME: "admin"}, ()),)
+    server, port = rpc.create_server(
+        section.host, section.port, insecure=section.insecure, tls=tls, interceptors=interceptors
+    )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(desk), server)
     await server.start()
     return server, rpc.format_address(section.host, port)

@@ -77,6 +77,15 @@ def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
         spec.token_ids.ids.extend(cast(Sequence[int], prompt))
 
 
+def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """What goes along with each call. Raises InvalidRequest for a key that no header can carry."""
+    if api_key is None:
+        return ()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("the API key holds characters that no key has; was it copied whole?")
+    return (("authorization", f"Bearer {api_key}"),)
+
+
 class GenerationStream:
     """The events of one generation; leaving it (as a context manager) cancels what has not ended."""
 
@@ -113,10 +122,8 @@ class BatonClient:
     ) -> None:
         """`api_key`: sent with each call. Raises InvalidRequest for one that no header can carry, and ConfigError for
         files of `tls` that cannot be used."""
-        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
-            raise InvalidRequest("the API key holds characters that no key has; was it copied whole?")
         self.address = address
-        self._metadata = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._metadata = key_metadata(api_key)
         self._channel = create_blocking_channel(address, tls=tls)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._admin = admin_pb2_grpc.StatusServiceStub(self._channel)

@@ -32,13 +32,14 @@ from cluster.crew import Crew
 from cluster.door import Door, Keep
 from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
+from cluster.key_file import KeyFile
 from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan, WorkerPlan
 from cluster.router_link import RouterLink
 from cluster.settings import RouterSettings
 from cluster.steps import STOP_S, Steps
 from cluster.supervisor import Running, State, Supervisor
-from cluster.tls import internal_tls_of
+from cluster.tls import internal_tls_of, public_tls_of
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +202,7 @@ class Controller:
     async def run(self) -> None:
         """Starts everything; returns at once."""
         try:
-            self._admin, address = await start_admin(self.door.config.admin, self)
+            address = await self._open_admin(self.door.config)
         except ConfigError as error:
             self._notices.put_nowait(Notice("failed", "admin", error.message, is_mistake=True))
             return
@@ -209,6 +210,15 @@ class Controller:
         self.router.run()
         self.crew.run()
         self._tasks.append(asyncio.create_task(self._announce()))
+
+    async def _open_admin(self, config: ServingConfig) -> str:
+        """With the router's keys and certificate. Raises ConfigError."""
+        file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
+        tls = public_tls_of(config.tls.cert, config.tls.key, config.tls.client_ca)
+        self._admin, address = await start_admin(config.admin, self, None if file is None else file.ring, tls)
+        if file is not None:
+            self._tasks.append(asyncio.create_task(file.follow(), name="keys"))
+        return address
 
     async def notices(self) -> list[Notice]:
         """Waits for news; returns all there are."""

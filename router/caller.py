@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.api_keys import ApiKey
+
 
 @dataclass(frozen=True)
 class Quota:
@@ -32,3 +34,10 @@ class Caller:
 
 ANYONE = Caller(key_id="", tenant="", scopes=frozenset({"generate", "admin"}))
 """Where no keys are configured, everybody is this one."""
+
+
+def caller_of(key: ApiKey | None) -> Caller:
+    """Whom an API key speaks for; None: keys are not needed."""
+    if key is None:
+        return ANYONE
+    return Caller(key.id, key.tenant, frozenset(key.scopes), key.weight, Quota(**vars(key.quota)))

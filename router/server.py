@@ -18,6 +18,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from cluster import rpc
 from cluster.address import is_loopback
 from cluster.api_keys import Scope
+from cluster.gate import Gate
+from cluster.key_file import KeyFile
 from cluster.metrics import MetricsPage
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
@@ -26,10 +28,8 @@ from cluster.tls import internal_tls_of, public_tls_of
 from router.admin import ControlService, StatusService
 from router.dispatcher import Dispatcher, Limits
 from router.fleet import WorkerAddress
-from router.gate import Gate
 from router.handlers import service_handler
 from router.health import HEALTH, HealthService, reflection_handler
-from router.key_file import KeyFile
 from router.model import ServedModel
 from router.pace import Pace
 from router.policies import Objectives

@@ -14,11 +14,12 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 from cluster.errors import DeadlineExceeded, FieldViolation
+from cluster.gate import Gate
 from cluster.pb import generation_pb2 as pb
+from router.caller import caller_of
 from router.chat_input import read_chat
 from router.dispatcher import Dispatcher
 from router.fields import Violations, invalid
-from router.gate import Gate
 from router.handlers import Context
 from router.model import ServedModel
 from router.model_card import model_card
@@ -116,7 +117,7 @@ class GenerationService:
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
         """A generation of another tenant is as unknown as one that never was."""
-        tenant = self._gate.caller_of(context).tenant
+        tenant = caller_of(self._gate.key_of(context)).tenant
         response = pb.CancelGenerationResponse()
         for generation_id in dict.fromkeys(request.generation_ids):
             live = self._dispatcher.find(generation_id)
@@ -142,7 +143,7 @@ class GenerationService:
         self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Context, *, is_streaming: bool
     ) -> LiveRequest:
         now, arrival_time_s = self._dispatcher.clock(), time.time()
-        caller = self._gate.caller_of(context)
+        caller = caller_of(self._gate.key_of(context))
         if not request.HasField("spec"):
             raise invalid((FieldViolation("spec", "must be set"),))
         _check_deadline(context)

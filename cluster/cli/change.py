@@ -16,12 +16,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.common import DEFAULT_ADMIN_ADDRESS, AdminAddress, AsJson, outcome
+from cluster.cli.common import (
+    DEFAULT_ADMIN_ADDRESS,
+    AdminAddress,
+    ApiKeyOption,
+    AsJson,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    client_tls,
+    outcome,
+)
 from cluster.errors import BatonError
 
 if TYPE_CHECKING:
     from cluster.admin_client import AdminClient
     from cluster.pb.admin_pb2 import ChangeResponse
+    from cluster.tls import ClientTls
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and change nothing.")]
 ExpectedVersion = Annotated[
@@ -41,6 +52,10 @@ def apply(
     dry_run: DryRun = False,
     expected_version: ExpectedVersion = None,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Have the running cluster do what a cluster.yaml says."""
@@ -51,7 +66,7 @@ def apply(
         text = given.read()
         given.parse(text)  # mistakes are told here, with exit code 3
         name = str(file.absolute())
-        with _connected(admin_address) as client:
+        with _connected(admin_address, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
             _change(
                 client,
                 lambda: client.apply(text, filename=name, expected_version=expected_version or 0, dry_run=dry_run),
@@ -65,6 +80,10 @@ def rebalance(
     dry_run: DryRun = False,
     expected_version: ExpectedVersion = None,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Set how many workers each role has; those that change their role go on serving."""
@@ -72,7 +91,7 @@ def rebalance(
         prefill, decode = parse_split(split)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    with outcome(), _connected(admin_address) as client:
+    with outcome(), _connected(admin_address, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
         _change(
             client,
             lambda: client.set_roles(prefill, decode, expected_version=expected_version or 0, dry_run=dry_run),
@@ -86,10 +105,14 @@ def drain(
     dry_run: DryRun = False,
     expected_version: ExpectedVersion = None,
     admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Take a worker out: it gets nothing new, and ends when nothing is left on it."""
-    with outcome(), _connected(admin_address) as client:
+    with outcome(), _connected(admin_address, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
         _change(
             client,
             lambda: client.drain(worker, expected_version=expected_version or 0, dry_run=dry_run),
@@ -107,11 +130,11 @@ def parse_split(text: str) -> tuple[int, int]:
 
 
 @contextmanager
-def _connected(address: str) -> Iterator[AdminClient]:
+def _connected(address: str, api_key: str | None, tls: ClientTls | None) -> Iterator[AdminClient]:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.admin_client import AdminClient
 
-    with AdminClient(address) as client:
+    with AdminClient(address, api_key=api_key, tls=tls) as client:
         yield client
 
 

@@ -19,6 +19,7 @@ from cluster.program import ExitCode
 
 if TYPE_CHECKING:
     from cluster.client import BatonClient
+    from cluster.tls import ClientTls
 
 INTERRUPTED = 130
 """What shells report for a program ended by Ctrl-C."""
@@ -138,9 +139,14 @@ def connect(
     """gRPC's own log lines are silenced: what they say arrives as an error."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from cluster.client import BatonClient
+
+    return BatonClient(address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
+
+
+def client_tls(tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> ClientTls | None:
+    """None: without TLS. Raises InvalidRequest for a certificate to show where TLS is not asked for."""
     from cluster.tls import ClientTls
 
     if tls_ca is None and (tls_cert or tls_key):
         raise InvalidRequest("--tls-cert and --tls-key are for TLS: name the server's authority, too, with --tls-ca")
-    tls = None if tls_ca is None else ClientTls(tls_ca, tls_cert, tls_key)
-    return BatonClient(address, api_key=api_key, tls=tls)
+    return None if tls_ca is None else ClientTls(tls_ca, tls_cert, tls_key)

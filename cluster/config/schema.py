@@ -265,7 +265,7 @@ class AdminSection:
     """Where operators change the running cluster: `baton apply`, `baton rebalance`, `baton drain`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback needs `insecure`."""
+    """Address to listen on; anything but loopback needs TLS (`tls`) or `insecure`."""
     port: int = bounded(50052, at_least=0, at_most=65_535)
     """Port of the AdminService; 0: any free one. `baton serve --port N` takes N + 1."""
     insecure: bool = False

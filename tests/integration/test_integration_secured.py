@@ -72,9 +72,10 @@ def test_a_cluster_with_every_lock_on_serves_its_friends_alone(tmp_path: Path) -
         assert is_up.wait(START_S) and process.poll() is None, "".join(said)
         text = "".join(said)
         assert "--tls-ca FILE --tls-cert FILE --tls-key FILE --api-key KEY" in text
-        found = re.search(r"gRPC +(\S+)\n", text)
-        assert found is not None, text
-        check(found.group(1), key, operator, ours)
+        public, admin = re.search(r"gRPC +(\S+)\n", text), re.search(r"--admin-address (\S+)", text)
+        assert public is not None and admin is not None, text
+        check(public.group(1), key, operator, ours)
+        check_admin(admin.group(1), key, operator, ours)
     finally:
         process.send_signal(signal.SIGINT)
         process.wait(END_S)
@@ -98,3 +99,18 @@ def check(address: str, key: str, operator: str, ours: Authority) -> None:
         nobody.generate(spec)
     with BatonClient(address, api_key=key) as plain, pytest.raises(NotReachable):
         plain.generate(spec)
+
+
+def check_admin(address: str, key: str, operator: str, ours: Authority) -> None:
+    """The controller's port, by the program that operators use."""
+    tls = ours.client(showing=ours)
+    locks = ("--tls-ca", tls.ca, "--tls-cert", str(tls.cert), "--tls-key", str(tls.key))
+    ask = ("rebalance", "1:1", "--dry-run", "--admin-address", address)
+    asked = baton(*ask, *locks, "--api-key", operator)
+    assert asked.exit_code == 0, asked.stderr
+    for refused, why in (
+        (baton(*ask, *locks, "--api-key", key), "scope admin"),
+        (baton(*ask, *locks), "BATON_API_KEY"),
+        (baton(*ask, "--api-key", operator), "--tls-ca"),
+    ):
+        assert refused.exit_code != 0 and why in refused.stderr, refused.stderr

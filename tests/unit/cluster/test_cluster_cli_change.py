@@ -205,5 +205,5 @@ def test_the_state_of_the_cluster_says_what_is_being_carried_out(desk: Desk, loo
 
 
 async def test_the_service_does_not_listen_for_strangers_without_leave(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without TLS"):
+    with pytest.raises(ConfigError, match="without TLS: set up TLS"):
         await start_admin(replace(AdminSection(port=0), host="0.0.0.0"), Desk(tmp_path))

@@ -22,11 +22,11 @@ from scripted_router import baton
 from cluster import rpc
 from cluster.api_keys import ApiKey, KeyQuota, digest_of, render_keys
 from cluster.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
+from cluster.gate import KeyRing
+from cluster.key_file import KeyFile
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from router.caller import ANYONE, Caller, Quota
-from router.gate import KeyRing
-from router.key_file import KeyFile
 from router.validate import salt_of
 
 pytestmark = pytest.mark.asyncio
@@ -208,7 +208,7 @@ async def test_a_stream_that_runs_outlives_its_key(tmp_path: Path, file: Path) -
         admit = await workers[1].next_admit()
         replace(file, render_keys(KEYS[1:]))
         async with asyncio.timeout(20):
-            while router.server.keys is not None and router.server.keys.caller(ALICE) is not None:
+            while router.server.keys is not None and router.server.keys.find(ALICE) is not None:
                 await asyncio.sleep(0.01)
         assert script is not None
         script(workers[1], admit)
@@ -238,7 +238,7 @@ async def test_a_broken_edit_keeps_the_keys_and_is_told_once_with_its_line(
         assert not await keys.refresh(executor)
     file.unlink()
     assert not await keys.refresh(executor)
-    assert keys.ring.caller(ALICE) is not None and len(keys.ring) == len(KEYS)
+    assert keys.ring.find(ALICE) is not None and len(keys.ring) == len(KEYS)
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 4, told
     assert f"{file}:2:" in told[0] and "keys[0].sha256" in told[0]
@@ -270,9 +270,9 @@ async def test_without_a_keys_file_everybody_is_anyone(tmp_path: Path, workers: 
 
 async def test_a_ring_compares_whole_digests() -> None:
     ring = KeyRing(KEYS)
-    assert ring.caller(ALICE) is not None
+    assert ring.find(ALICE) is not None
     for wrong in ("", "\0", ALICE + "\0", ALICE.upper(), digest_of(ALICE), "\udcff"):
-        assert ring.caller(wrong) is None
+        assert ring.find(wrong) is None
 
 
 async def test_the_program_sends_the_key_it_is_given(

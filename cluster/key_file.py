@@ -1,4 +1,4 @@
-"""The keys file while the router runs: a changed file takes effect within about a second, a broken one changes nothing.
+"""The keys file while a process runs: a changed file takes effect within about a second, a broken one changes nothing.
 
     load at the start (a mistake is a ConfigError) -> follow: stat, and read again what differs
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cluster.api_keys import ApiKey, load_keys
 from cluster.errors import ConfigError
-from router.gate import KeyRing
+from cluster.gate import KeyRing
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +34,8 @@ class KeyFile:
         self._stamp = self._look()
         self.ring = KeyRing(load_keys(path))
 
-    async def follow(self, executor: Executor) -> None:
-        """Until it is cancelled."""
+    async def follow(self, executor: Executor | None = None) -> None:
+        """Until it is cancelled. `executor` None: the event loop's own."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
@@ -43,7 +43,7 @@ class KeyFile:
             except Exception:  # whatever it is, the next edit is looked at again
                 log.exception("the API keys stay as they were: the file could not be looked at")
 
-    async def refresh(self, executor: Executor) -> bool:
+    async def refresh(self, executor: Executor | None) -> bool:
         """Takes the file up if it has changed; True when it did."""
         stamp = self._look()
         if stamp == self._stamp:

@@ -1,8 +1,8 @@
-"""Who may call what on the public listener: API keys in, callers out.
+"""Who may call what on a listener for clients and operators: the API key of a call, and what it opens.
 
 A gRPC interceptor lets a call through to its method or ends it there, before its message is read; the method then asks
-`caller_of` on whose behalf it works. Health is open to everybody, every other method needs a key that is known, and the
-services named at the start need a scope as well. Without a keys file everybody is ANYONE. Knows no method.
+`key_of` on whose behalf it works. The services named open need no key, every other one needs a key that is known, and
+those named with a scope need that as well. Knows no method.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ import grpc
 from cluster import rpc
 from cluster.api_keys import ApiKey, Scope, digest_of
 from cluster.errors import BatonError, PermissionDenied, Unauthenticated
-from router.caller import ANYONE, Caller, Quota
-from router.handlers import Context
 
 HEADER = "authorization"
 _SCHEME = "bearer"
 
+Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
@@ -29,21 +28,21 @@ class KeyRing:
     """The keys that are known now; `replace` swaps all of them at once."""
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
-        self._by_digest: dict[str, tuple[str, Caller]] = {}
+        self._by_digest: dict[str, ApiKey] = {}
         self.replace(keys)
 
     def __len__(self) -> int:
         return len(self._by_digest)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        self._by_digest = {key.sha256: (key.sha256, _caller(key)) for key in keys}
+        self._by_digest = {key.sha256: key for key in keys}
 
-    def caller(self, key: str) -> Caller | None:
+    def find(self, key: str) -> ApiKey | None:
         """Where the table is looked at depends on the digest alone, which who sends a key cannot steer towards another
         one's; whether it is that one is compared in constant time."""
         digest = digest_of(key)
-        known, caller = self._by_digest.get(digest, ("", None))
-        return caller if hmac.compare_digest(known, digest) else None
+        known = self._by_digest.get(digest)
+        return known if known is not None and hmac.compare_digest(known.sha256, digest) else None
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
@@ -54,9 +53,9 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         self._scopes = dict(scopes)
         self._open = frozenset(open_services)
 
-    def caller_of(self, context: Context) -> Caller:
-        """Raises Unauthenticated, also for a key that was revoked since its call was let through."""
-        return self._caller(context.invocation_metadata() or ())
+    def key_of(self, context: Context) -> ApiKey | None:
+        """None where none is needed. Raises Unauthenticated, also for one revoked since its call was let through."""
+        return None if self._keys is None else self._find(self._keys, context.invocation_metadata() or ())
 
     async def intercept_service(
         self,
@@ -66,33 +65,32 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
         if self._keys is not None and service not in self._open:
             try:
-                self._check_scope(self._caller(handler_call_details.invocation_metadata or ()), service)
+                self._check_scope(self._find(self._keys, handler_call_details.invocation_metadata or ()), service)
             except BatonError as error:
                 return _refusal(error)
         return await continuation(handler_call_details)
 
-    def _check_scope(self, caller: Caller, service: str) -> None:
+    def _check_scope(self, key: ApiKey, service: str) -> None:
         needed = self._scopes.get(service)
-        if needed is not None and needed not in caller.scopes:
+        if needed is not None and needed not in key.scopes:
             raise PermissionDenied(
-                f"API key {caller.key_id} does not have the scope {needed}, which {service} needs: it has "
-                f"{', '.join(sorted(caller.scopes))}"
+                f"API key {key.id} does not have the scope {needed}, which {service} needs: it has "
+                f"{', '.join(sorted(key.scopes))}"
             )
 
-    def _caller(self, metadata: Metadata) -> Caller:
-        if self._keys is None:
-            return ANYONE
+    @staticmethod
+    def _find(keys: KeyRing, metadata: Metadata) -> ApiKey:
         sent = [value for name, value in metadata if name.lower() == HEADER]
         if not sent:
             raise Unauthenticated(f"an API key is needed: send it as `{HEADER}: Bearer KEY` with the call")
         value = sent[0]
-        scheme, _, key = (value if isinstance(value, str) else "").partition(" ")
-        if len(sent) > 1 or scheme.lower() != _SCHEME or not key.strip():
+        scheme, _, secret = (value if isinstance(value, str) else "").partition(" ")
+        if len(sent) > 1 or scheme.lower() != _SCHEME or not secret.strip():
             raise Unauthenticated(f"the {HEADER} of a call must be one `Bearer KEY`, with an API key of this cluster")
-        caller = self._keys.caller(key.strip())
-        if caller is None:
+        key = keys.find(secret.strip())
+        if key is None:
             raise Unauthenticated("the API key is not known here: it was revoked, or belongs to another cluster")
-        return caller
+        return key
 
 
 def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
@@ -102,7 +100,3 @@ def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
         await rpc.abort(context, error)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _caller(key: ApiKey) -> Caller:
-    return Caller(key.id, key.tenant, frozenset(key.scopes), key.weight, Quota(**vars(key.quota)))
