@@ -9,6 +9,7 @@
     ├── NotFound              NOT_FOUND            no such model or generation
     ├── FailedPrecondition    FAILED_PRECONDITION  the model cannot do this (no chat template, say)
     ├── Overloaded            RESOURCE_EXHAUSTED   the queue is full; retry after `retry_after_s`
+    ├── QuotaExceeded         RESOURCE_EXHAUSTED   the API key has used what it may; violations name the limit
     ├── Unavailable           UNAVAILABLE          a worker was lost or none is ready; retry after `retry_after_s`
     │   └── NotReachable      (clients)            nobody answered at the address: exit code 4
     ├── DeadlineExceeded      DEADLINE_EXCEEDED    the client's deadline passed
@@ -87,6 +88,13 @@ class FailedPrecondition(BatonError):
 class Overloaded(BatonError):
     grpc_code = "RESOURCE_EXHAUSTED"
     reason = "OVERLOADED"
+
+
+class QuotaExceeded(BatonError):
+    """Its violations' fields are `key:ID/LIMIT`."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+    reason = "QUOTA_EXCEEDED"
 
 
 class Unavailable(BatonError):

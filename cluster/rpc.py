@@ -1,8 +1,8 @@
 """gRPC as every Baton process uses it: where servers may listen, channel options, and how errors cross the wire.
 
 An error is always a gRPC status with `google.rpc` details in the `grpc-status-details-bin` trailer (ErrorInfo with our
-reason, BadRequest for wrong fields, RetryInfo when a retry helps); `from_rpc_error` turns it back into the same
-exception. Knows no service and no message of Baton.
+reason, BadRequest for wrong fields, QuotaFailure for a quota, RetryInfo when a retry helps); `from_rpc_error` turns it
+back into the same exception. Knows no service and no message of Baton.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from cluster import errors
 from cluster.address import format_address, is_loopback
-from cluster.errors import BatonError, ConfigError, FieldViolation, InternalError, NotReachable
+from cluster.errors import BatonError, ConfigError, FieldViolation, InternalError, NotReachable, QuotaExceeded
 from cluster.tls import ClientTls, ServerTls
 
 __all__ = [
@@ -159,7 +159,9 @@ def status_of(error: BatonError) -> status_pb2.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(max(0, round(error.retry_after_s * 1e9)))
         details.append(retry)
-    if error.violations:
+    if isinstance(error, QuotaExceeded):
+        details.append(_quota_failure(error.violations))
+    elif error.violations:
         details.append(_bad_request(error.violations))
     code: int = _code(error.grpc_code).value[0]
     return status_pb2.Status(code=code, message=_clip(error.message), details=[_pack(detail) for detail in details])
@@ -214,6 +216,14 @@ def _bad_request(violations: Iterable[FieldViolation]) -> error_details_pb2.BadR
     return bad
 
 
+def _quota_failure(violations: Iterable[FieldViolation]) -> error_details_pb2.QuotaFailure:
+    """One for each limit, of which there are few."""
+    failure = error_details_pb2.QuotaFailure()
+    for violation in violations:
+        failure.violations.add(subject=_clip(violation.field, 200), description=_clip(violation.description))
+    return failure
+
+
 class _Details:
     """What the details of a status say; what is not ours to read is skipped."""
 
@@ -226,11 +236,14 @@ class _Details:
     def of(cls, status: status_pb2.Status | None) -> _Details:
         found = cls()
         info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+        quota = error_details_pb2.QuotaFailure()
         for detail in status.details if status else ():
             if detail.Unpack(info):
                 found.reason = info.reason
             elif detail.Unpack(bad):
                 found.violations = tuple(FieldViolation(v.field, v.description) for v in bad.field_violations)
+            elif detail.Unpack(quota):
+                found.violations = tuple(FieldViolation(v.subject, v.description) for v in quota.violations)
             elif detail.Unpack(retry):
                 found.retry_after_s = retry.retry_delay.ToNanoseconds() / 1e9
         return found
@@ -254,4 +267,5 @@ def _kinds() -> list[type[BatonError]]:
 
 
 _BY_REASON = {(kind.reason, kind.grpc_code): kind for kind in _kinds()}
-_BY_CODE = {kind.grpc_code: kind for kind in _kinds() if kind.grpc_code != BatonError.grpc_code}
+_BY_CODE = {kind.grpc_code: kind for kind in reversed(_kinds()) if kind.grpc_code != BatonError.grpc_code}
+"""Of several with one code, the first: it says least."""

@@ -11,7 +11,15 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster import errors, rpc
-from cluster.errors import BatonError, ConfigError, FieldViolation, InvalidRequest, NotReachable, Overloaded
+from cluster.errors import (
+    BatonError,
+    ConfigError,
+    FieldViolation,
+    InvalidRequest,
+    NotReachable,
+    Overloaded,
+    QuotaExceeded,
+)
 
 METHOD = "/test.Echo/Call"
 Handler = Callable[[bytes, Any], Awaitable[bytes]]
@@ -71,6 +79,16 @@ def test_field_violations_and_the_retry_delay_survive_the_round_trip() -> None:
     busy = rpc.from_rpc_error(crossed_the_wire(Overloaded("queue full", retry_after_s=1.25)))
     assert isinstance(busy, Overloaded)
     assert busy.retry_after_s == 1.25
+
+
+def test_a_quota_arrives_with_its_limit_and_its_delay() -> None:
+    violation = FieldViolation("key:k7/requests_per_min", "this API key has used its 6 requests")
+    caught = crossed_the_wire(QuotaExceeded("wait", violations=(violation,), retry_after_s=6.5))
+    trailers: Any = caught.trailing_metadata()
+    status = status_pb2.Status.FromString(trailers["grpc-status-details-bin"])
+    assert "google.rpc.QuotaFailure" in {detail.TypeName() for detail in status.details}
+    back = rpc.from_rpc_error(caught)
+    assert isinstance(back, QuotaExceeded) and back.violations == (violation,) and back.retry_after_s == 6.5
 
 
 def test_details_are_the_standard_google_rpc_messages() -> None:
