@@ -152,8 +152,16 @@ class RouterSettings(JsonSettings):
     """Requests handed to workers at one time."""
     max_queued_requests: int = 1024
     """Requests waiting beside those; one more is refused."""
+    max_running_tokens: int | None = None
+    """Prompts and most outputs of all that runs; None: what the decode workers' KV pools should hold."""
+    max_queued_tokens: int = 2**20
+    """Prompts and most outputs of all that waits."""
     queue_timeout_s: float = 60.0
     """A request that waited this long for a worker is refused, unless the client set its own."""
+    max_queue_wait_s: float | None = None
+    """In an overload, a request that would wait longer is refused at once; None: `ttft_slo_s`."""
+    stalled_client_timeout_s: float = 20.0
+    """A client that takes no message for so long is dropped."""
     max_message_bytes: int = 4 * 1024 * 1024
     """Largest gRPC message accepted."""
     stream_messages_per_s: float | None = None

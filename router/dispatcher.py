@@ -16,25 +16,26 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.demand import Demand
-from cluster.errors import BatonError, DeadlineExceeded, InternalError
+from cluster.errors import BatonError, InternalError
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router import failures
+from router.admission import Ask
 from router.commands import admit_decode, admit_local, admit_prefill
 from router.demand import DemandWindow, Output
 from router.fleet import PREFILL, Fleet, WorkerAddress
 from router.keeper import Keeper
 from router.ledger import Charge, Ledger, Placement
+from router.limits import Limits
 from router.metrics import Counters, MeasuredPolicy, RouterMetrics
 from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
 from router.retry import RETRYABLE, Setback, Trail, moved, next_placement, stood_in
 from router.running import Running, RunningTable
-from router.waiting import Waiter, WaitingQueue
+from router.waiting_room import WaitingRoom
 from router.worker_client import WorkerClient
 
 log = logging.getLogger(__name__)
@@ -44,23 +45,6 @@ EARLY = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestState.TR
 """States whose clients see heartbeats; later they see tokens."""
 _OF_A_REQUEST = frozenset({"tokens", "phase", "failed", "prompt_logprobs"})
 """Kinds of events that concern one request."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much the router takes on at one time."""
-
-    max_running_requests: int
-    max_queued_requests: int
-    queue_timeout_s: float
-    dead_after_s: float = 3.0
-    """A worker silent for so long is lost."""
-    needs_prefill: bool = True
-    """Nothing runs without a prefill worker; False: decode workers compute prompts while there is none."""
-    policy: str = "predicted"
-    """Which workers a request runs on: one of `router.policies`."""
-    objectives: Objectives = field(default_factory=Objectives)
-    """That it keeps where it can."""
 
 
 class Dispatcher:
@@ -84,7 +68,8 @@ class Dispatcher:
         )
         self._on_change = on_change
         self._keeper = Keeper(self, self.fleet, self.ledger, limits.dead_after_s)
-        self._queue = WaitingQueue()
+        self.waiting = WaitingRoom(limits, self.fleet, self.ledger, self.counters, clock, self._pump)
+        self.admission = self.waiting.admission
         self._running = RunningTable(self.fleet.let_go)
         self._is_draining = False
         self._became_idle = asyncio.Event()
@@ -92,7 +77,7 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return len(self.waiting)
 
     @property
     def num_running(self) -> int:
@@ -100,42 +85,37 @@ class Dispatcher:
 
     def submit(self, live: LiveRequest, *, time_left_s: float | None) -> None:
         """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
-        if self._is_draining:
-            return self._reject(live, failures.shutting_down())
         self.demand.arrived(self.clock())
         live.latencies = self.metrics
-        timeout_s = self._queue_timeout_s(live)
-        generation_id = live.key.request_id
-        if time_left_s is not None and time_left_s <= timeout_s:
-            late = DeadlineExceeded("the deadline passed before a worker was free")
-            self._queue.add(live, time_left_s, lambda waited_id: self._turn_away(waited_id, late))
-        else:
-            self._queue.add(live, timeout_s, self._time_out)
+        if not self.waiting.submit(live, time_left_s):
+            return
         self._pump()
-        if generation_id not in self._queue:
-            return None
-        if len(self._queue) > self.limits.max_queued_requests:
-            return self._turn_away(generation_id, failures.queue_full(self.limits.max_queued_requests))
-        live.queue_position = len(self._queue)
-        live.beat()
-        return None
+        if live.key.request_id in self.waiting:
+            live.queue_position = len(self.waiting)
+            live.beat()
+
+    def refuse_early(self, ask: Ask) -> None:
+        """Before a prompt is read: raises what even the least that the request can be is refused for."""
+        try:
+            self.waiting.refuse_early(ask)
+        except BatonError:
+            self.demand.arrived(self.clock())
+            raise
 
     def find(self, generation_id: str) -> LiveRequest | None:
         """One that is queued or running."""
         running = self._running.get(generation_id)
-        return running.live if running is not None else self._queue.find(generation_id)
+        return running.live if running is not None else self.waiting.find(generation_id)
 
     def cancel(self, generation_id: str, why: str) -> bool:
         """False when it is not queued or running, which includes one that has ended."""
-        waiter = self._queue.pop(generation_id)
-        if waiter is not None:
-            live = waiter.live
-        else:
+        live = self.waiting.leave(generation_id)
+        if live is None:
             running = self._running.get(generation_id)
             if running is None:
                 return False
             running.tell_to_drop()
-            self._running.leave(running)
+            self._leave(running)
             live = running.live
         self.counters.cancelled += 1
         live.cancel(self.clock(), why)
@@ -148,16 +128,16 @@ class Dispatcher:
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new; gives what is there `timeout_s` to end, then fails the rest."""
-        self._is_draining = True
+        self._is_draining = self.waiting.is_closed = True
         self._keeper.stop()
         try:
             async with asyncio.timeout(timeout_s):
-                while self._queue or self._running:
+                while self.waiting or self._running:
                     self._became_idle.clear()
                     await self._became_idle.wait()
         except TimeoutError:
-            for live in list(self._queue):
-                self._turn_away(live.key.request_id, failures.shutting_down())
+            for live in list(self.waiting):
+                self.waiting.turn_away(live.key.request_id, failures.shutting_down())
             for running in self._running:
                 self._fail(running, failures.shutting_down())
         if self._next_heartbeat is not None:
@@ -173,6 +153,7 @@ class Dispatcher:
     def set_objectives(self, objectives: Objectives) -> None:
         """Of requests that are placed from now on."""
         self._policy.set_objectives(objectives)
+        self.admission.objectives = objectives
 
     def num_requests(self, worker: WorkerClient) -> int:
         """That are on it now."""
@@ -236,9 +217,12 @@ class Dispatcher:
     def _on_tokens(self, running: Running, tokens: worker_pb2.Tokens, now: float) -> None:
         live = running.live
         effect = live.on_tokens(tokens, now)
+        self.admission.output_came(live, now)
         if live.first_token_at is not None:
             running.charge.prefill_done()
         if effect is Effect.OPEN:
+            if live.first_token_at == now and self.waiting:
+                self._pump()
             return
         running.charge.sequence_done()
         num_tokens = live.sequences[tokens.sequence_index].num_tokens
@@ -250,20 +234,19 @@ class Dispatcher:
             return
         if live.is_stopped_here:
             running.tell_to_drop()
-        self._running.leave(running)
+        self._leave(running)
         self.counters.finished += 1
         live.finish(now)
         self._pump()
 
     def _pump(self) -> None:
         """Dispatches from the head of the queue while there is room and someone to run it."""
-        while self._queue and len(self._running) < self.limits.max_running_requests and self.fleet.can_serve:
-            waiter = self._queue.next()
+        while (waiter := self.waiting.next()) is not None:
             self._dispatch(waiter.live, waiter.trail or Trail())
         self._keeper.move_away()
-        if self._next_heartbeat is None and (self._queue or self._running):
+        if self._next_heartbeat is None and (self.waiting or self._running):
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
-        if not self._queue and not self._running:
+        if not self.waiting and not self._running:
             self._became_idle.set()
 
     def _dispatch(self, live: LiveRequest, trail: Trail) -> None:
@@ -286,6 +269,7 @@ class Dispatcher:
         charge = Charge(self.ledger, placement, live.work)
         running = Running(live, placement, charge, prefill, workers, trail, is_move)
         self._running.add(running)
+        self.admission.started(live, self.clock())
         if prefill is None:
             self.counters.local_prefills += 1
             decode.send(admit_local(live))
@@ -303,7 +287,7 @@ class Dispatcher:
         """It leaves the worker that decodes it, which hands it over as it is."""
         live = running.live
         running.tell_to_drop()
-        self._running.leave(running)
+        self._leave(running)
         self.counters.moved += 1
         live.move(self.clock(), why)
         self._place(live, moved(running.placement, to_id, why, live.work), running.trail, is_move=True)
@@ -320,7 +304,7 @@ class Dispatcher:
             return
         log.warning("%s is placed again: %s", live.key.request_id, setback.error.message)
         running.tell_to_drop(by=by)
-        self._running.leave(running)
+        self._leave(running)
         self.counters.retried[setback.reason] += 1
         trail.note(running.placement, setback)
         live.restart(self.clock(), setback.reason)
@@ -330,12 +314,12 @@ class Dispatcher:
         if placement is not None:
             self._place(live, placement, trail)
         else:
-            self._queue.add(live, self._queue_timeout_s(live), self._time_out, trail)
+            self.waiting.take_back(live, trail)
         self._pump()
 
     def _fail(self, running: Running, error: BatonError, *, by: WorkerClient | None = None) -> None:
         running.tell_to_drop(by=by)
-        self._running.leave(running)
+        self._leave(running)
         self._end_failed(running.live, error)
         self._pump()
 
@@ -343,38 +327,14 @@ class Dispatcher:
         self.counters.failed += 1
         live.fail(failures.given_up(error, live.num_tokens), self.clock())
 
-    def _queue_timeout_s(self, live: LiveRequest) -> float:
-        wanted = live.request.queue_timeout_s
-        return self.limits.queue_timeout_s if wanted is None else wanted
-
-    def _time_out(self, generation_id: str) -> None:
-        """It has waited as long as it may."""
-        waiter = self._queue.pop(generation_id)
-        assert waiter is not None, generation_id
-        timeout_s = self._queue_timeout_s(waiter.live)
-        self._end_waiting(waiter, failures.waited_too_long(timeout_s) if self.fleet.can_serve else failures.no_worker())
-
-    def _turn_away(self, generation_id: str, error: BatonError) -> None:
-        """A queued request leaves."""
-        waiter = self._queue.pop(generation_id)
-        assert waiter is not None, generation_id
-        self._end_waiting(waiter, error)
-
-    def _end_waiting(self, waiter: Waiter, error: BatonError) -> None:
-        if waiter.trail is None:
-            self._reject(waiter.live, error)
-        else:  # it has run before
-            self._end_failed(waiter.live, error)
-        self._pump()
-
-    def _reject(self, live: LiveRequest, error: BatonError) -> None:
-        self.counters.rejected += 1
-        live.reject(error, self.clock())
+    def _leave(self, running: Running) -> None:
+        self._running.leave(running)
+        self.admission.ended(running.live, self.clock())
 
     def _beat(self) -> None:
         """Tells clients of requests without tokens where they stand."""
         self._next_heartbeat = None
-        for position, live in enumerate(self._queue, start=1):
+        for position, live in enumerate(self.waiting, start=1):
             live.queue_position = position
             live.beat()
         for running in self._running:

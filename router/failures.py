@@ -1,19 +1,26 @@
-"""What a client is told when a worker cannot go on with a request.
+"""What a client is told when a worker cannot go on with a request, or the router does not take it on.
 
-One table from the worker's reason to an error of the public contract. Knows no connection and no state.
+One table from the worker's reason to an error of the public contract, and the words of each refusal. Knows no
+connection and no state.
 """
 
 from __future__ import annotations
 
 from cluster.errors import (
     BatonError,
+    DeadlineExceeded,
     FailedPrecondition,
+    FieldViolation,
     InternalError,
     InvalidRequest,
+    OutOfRange,
     Overloaded,
+    QuotaExceeded,
     Unavailable,
 )
 from cluster.pb import worker_pb2
+from router.caller import Caller
+from router.quota import Exceeded
 
 RETRY_AFTER_S = 1.0
 """By then a lost worker has been replaced, or a queue has moved."""
@@ -67,12 +74,61 @@ def shutting_down() -> Unavailable:
     return Unavailable("the router is shutting down; try again", retry_after_s=RETRY_AFTER_S)
 
 
-def queue_full(most: int) -> Overloaded:
-    return Overloaded(f"{most} requests are waiting already; try again later", retry_after_s=RETRY_AFTER_S)
+def queue_full(most: int, retry_after_s: float) -> Overloaded:
+    return Overloaded(f"{most} requests are waiting already; try again later", retry_after_s=retry_after_s)
 
 
-def waited_too_long(timeout_s: float) -> Overloaded:
+def queue_full_of_tokens(most: int, retry_after_s: float) -> Overloaded:
+    what = f"with this request, prompts and outputs of those that wait would be more than {most} tokens"
+    return Overloaded(f"{what}; try again later, or lower max_output_tokens", retry_after_s=retry_after_s)
+
+
+def share_used(retry_after_s: float) -> Overloaded:
+    what = "as many requests of this tenant wait as its share of the queue holds"
+    return Overloaded(f"{what}; try again later", retry_after_s=retry_after_s)
+
+
+def larger_than(num_tokens: int, bound: str, most: int) -> OutOfRange:
+    what = f"prompt and outputs may take {num_tokens} tokens, and {bound} allows {most}"
+    remedy = "shorten the prompt, or lower max_output_tokens or n"
+    violation = FieldViolation("spec.stopping.max_output_tokens", f"{what}; {remedy}")
+    return OutOfRange(f"{what}; {remedy}", violations=(violation,))
+
+
+def deadline_too_near(wait_s: float, time_left_s: float, retry_after_s: float) -> DeadlineExceeded:
+    what = f"the request would wait {wait_s:.1f} s for a worker, and its deadline is in {time_left_s:.1f} s"
+    return DeadlineExceeded(f"{what}; allow more time, or try again later", retry_after_s=retry_after_s)
+
+
+def would_wait_too_long(wait_s: float, timeout_s: float, retry_after_s: float) -> Overloaded:
+    what = f"the request would wait {wait_s:.1f} s for a worker, and may wait {timeout_s:g} s"
+    remedy = "try again later, or allow a longer spec.scheduling.queue_timeout"
+    return Overloaded(f"{what}; {remedy}", retry_after_s=retry_after_s)
+
+
+def overloaded(wait_s: float, most_s: float, retry_after_s: float) -> Overloaded:
+    what = f"more comes than can be served: the request would wait {wait_s:.1f} s for a worker, more than {most_s:g} s"
+    remedy = "try again later, or say with spec.scheduling.queue_timeout how long it may wait"
+    return Overloaded(f"{what}; {remedy}", retry_after_s=retry_after_s)
+
+
+def waited_in_vain(most_s: float, retry_after_s: float) -> Overloaded:
+    what = f"more comes than can be served, and the request has waited longer than {most_s:g} s"
+    return Overloaded(f"{what}; try again later", retry_after_s=retry_after_s)
+
+
+def over_quota(exceeded: Exceeded, caller: Caller) -> BatonError:
+    """`caller` is named by the id of its key."""
+    violation = FieldViolation(f"key:{caller.key_id}/{exceeded.limit}", exceeded.description)
+    if exceeded.wait_s is None:
+        message = f"{exceeded.description}; split it, or ask for a larger quota"
+        return OutOfRange(message, violations=(violation,))
+    message = f"{exceeded.description}; try again in {exceeded.wait_s:.1f} s"
+    return QuotaExceeded(message, violations=(violation,), retry_after_s=exceeded.wait_s)
+
+
+def waited_too_long(timeout_s: float, retry_after_s: float) -> Overloaded:
     return Overloaded(
         f"no worker was free within {timeout_s:g} s; try again, or allow a longer spec.scheduling.queue_timeout",
-        retry_after_s=RETRY_AFTER_S,
+        retry_after_s=retry_after_s,
     )

@@ -5,6 +5,8 @@ Owns the boundary where exceptions turn into statuses; nothing else in the route
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -15,11 +17,21 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 
 from cluster import rpc
-from cluster.errors import BatonError, InternalError
+from cluster.errors import BatonError, InternalError, Overloaded
 from router.fields import invalid
 from router.wire import Malformed, decoder
 
 log = logging.getLogger(__name__)
+
+_FAREWELL_S = 1.0
+"""A client that does not read is not waited for any longer to take its status."""
+
+
+class ClientStalled(Overloaded):
+    """The client does not take what is written to it."""
+
+    reason = "CLIENT_STALLED"
+
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Context], Awaitable[Message | None]]
@@ -60,6 +72,11 @@ def _guarded(name: str, implementation: Method) -> Method:
         except Exception:
             log.exception("%s failed", name)
             failure = InternalError("the router failed on this request; its log says why")
-        await rpc.abort(context, failure)
+        if not isinstance(failure, ClientStalled):
+            await rpc.abort(context, failure)
+        with contextlib.suppress(TimeoutError):  # gRPC keeps the status for when the client reads
+            async with asyncio.timeout(_FAREWELL_S):
+                await rpc.abort(context, failure)
+        return None
 
     return call

@@ -22,6 +22,23 @@ from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Policy, Request
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
+REFUSAL_REASONS = (
+    "too_large",
+    "quota_requests_per_min",
+    "quota_prompt_tokens_per_min",
+    "quota_output_tokens_per_min",
+    "quota_max_concurrent",
+    "queue_requests",
+    "queue_tokens",
+    "tenant_share",
+    "deadline",
+    "queue_timeout",
+    "overload",
+    "waited",
+    "shed",
+    "draining",
+    "client_stalled",
+)
 RETRY_REASONS = ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
 
 REQUESTS = Metric(
@@ -35,6 +52,15 @@ RETRIES = Metric(
     "counter",
     "Attempts that failed and were followed by another one, by what ended them; no client saw more than a pause.",
     (("reason", RETRY_REASONS),),
+)
+REFUSALS = Metric(
+    "baton_refusals_total",
+    "counter",
+    "Requests that were turned away, by why: larger than a bound (too_large); a limit of the API key (quota); a full "
+    "queue, in requests or in tokens, or a tenant's share of it; a wait that would not keep the deadline, the queue "
+    "timeout or, in an overload, the objective of the first token; at the end of such a wait (waited, shed); while the "
+    "router shuts down (draining). client_stalled: ended while they ran, as their client did not read.",
+    (("reason", REFUSAL_REASONS),),
 )
 QUEUED = Metric("baton_queued_requests", "gauge", "Requests that wait for a worker.")
 RUNNING = Metric("baton_running_requests", "gauge", "Requests that are on workers.")
@@ -61,7 +87,7 @@ INTER_TOKEN = Metric(
     "Time between two tokens of a sequence as they come from workers; of tokens that come together, their share of it, "
     "once.",
 )
-METRICS = (REQUESTS, RETRIES, QUEUED, RUNNING, PLACEMENTS, DECISION, FIRST_TOKEN, INTER_TOKEN)
+METRICS = (REQUESTS, RETRIES, REFUSALS, QUEUED, RUNNING, PLACEMENTS, DECISION, FIRST_TOKEN, INTER_TOKEN)
 
 
 @dataclass
@@ -74,6 +100,8 @@ class Counters:
     rejected: int = 0
     retried: Counter[str] = field(default_factory=Counter)
     """By what ended the attempt before."""
+    refused: Counter[str] = field(default_factory=Counter)
+    """By why: those of REFUSAL_REASONS."""
     local_prefills: int = 0
     moved: int = 0
     """Requests that went from one decode worker to another, each time."""
@@ -158,6 +186,8 @@ class _SourceCollector(Collector):
             name = reason.lower()
             retried[name if name in retried else OTHER] += number
         yield _counter(RETRIES, retried)
+        refused = counters.refused.copy()
+        yield _counter(REFUSALS, {reason: refused[reason] for reason in REFUSAL_REASONS})
         for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
             yield GaugeMetricFamily(metric.name, metric.doc, value=number)
 

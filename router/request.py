@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Protocol
 
@@ -91,9 +91,11 @@ class LiveRequest:
         self.num_cached_tokens = 0
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
-        self._arrived_at = now
+        self.arrived_at = now
         self._num_handed_over = 0
         """Output tokens that are prefilled with the prompt in this attempt: the prefill worker tells the next one."""
+        self.when_over: Callable[[], None] | None = None
+        """Called once."""
         self._is_streaming = is_streaming
         self._is_started = False
         self._is_heartbeat_due = False
@@ -174,7 +176,7 @@ class LiveRequest:
                 raise InternalError("the first token came before the logprobs of the prompt")
             self.first_token_at = now
             if self.latencies is not None:
-                self.latencies.first_token(now - self._arrived_at)
+                self.latencies.first_token(now - self.arrived_at)
             self._reach(RequestState.PREFILLING, now, "a token came")
         if sequence.end is None:
             if sequence.is_due:
@@ -311,6 +313,8 @@ class LiveRequest:
     def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
         self.lifecycle.advance(state, now, why)
         self.error = error
+        if self.when_over is not None:
+            self.when_over()
         self._wake.set()
         self._resume()
 

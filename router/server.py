@@ -26,10 +26,11 @@ from cluster.program import Report
 from cluster.settings import RouterSettings
 from cluster.tls import internal_tls_of, public_tls_of
 from router.admin import ControlService, StatusService
-from router.dispatcher import Dispatcher, Limits
+from router.dispatcher import Dispatcher
 from router.fleet import WorkerAddress
 from router.handlers import service_handler
 from router.health import HEALTH, HealthService, reflection_handler
+from router.limits import Limits
 from router.model import ServedModel
 from router.pace import Pace
 from router.policies import Objectives
@@ -84,6 +85,9 @@ class RouterServer:
             settings.needs_prefill,
             settings.policy,
             Objectives(settings.ttft_slo_s, settings.tpot_slo_s),
+            settings.max_running_tokens,
+            settings.max_queued_tokens,
+            settings.max_queue_wait_s,
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
@@ -169,7 +173,15 @@ class RouterServer:
 
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
         pace = Pace(self._settings.stream_messages_per_s)
-        generation = GenerationService(self._model, self._tokenizer, self.dispatcher, self._executor, pace, self._gate)
+        generation = GenerationService(
+            self._model,
+            self._tokenizer,
+            self.dispatcher,
+            self._executor,
+            pace,
+            self._gate,
+            stalled_client_timeout_s=self._settings.stalled_client_timeout_s,
+        )
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(
             (

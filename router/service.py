@@ -20,9 +20,11 @@ from router.caller import caller_of
 from router.chat_input import read_chat
 from router.dispatcher import Dispatcher
 from router.fields import Violations, invalid
-from router.handlers import Context
+from router.first_look import least_of
+from router.handlers import ClientStalled, Context
 from router.model import ServedModel
 from router.model_card import model_card
+from router.outlet import Outlet
 from router.pace import Pace
 from router.request import LiveRequest
 from router.tokenizer import Encoded, Tokenizer
@@ -46,6 +48,8 @@ class GenerationService:
         executor: Executor,
         pace: Pace,
         gate: Gate,
+        *,
+        stalled_client_timeout_s: float,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -53,6 +57,7 @@ class GenerationService:
         self._executor = executor
         self._pace = pace
         self._gate = gate
+        self._stalled_client_timeout_s = stalled_client_timeout_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         live = await self._submit(request, context, is_streaming=False)
@@ -77,6 +82,9 @@ class GenerationService:
         try:
             with self._pace.stream():
                 await self._tell(live, context)
+        except ClientStalled:
+            self._dispatcher.counters.refused["client_stalled"] += 1
+            raise
         finally:
             self._dispatcher.cancel(live.key.request_id, "the client left")
         if live.error is not None:
@@ -84,12 +92,13 @@ class GenerationService:
 
     async def _tell(self, live: LiveRequest, context: Context) -> None:
         """Everything, until it is over. A client that named an interval gets that and no pauses."""
+        outlet = Outlet(context, live, self._stalled_client_timeout_s)
         is_paced = live.request.stream_interval_tokens is None
         while True:
             await live.wait()
             is_over = live.is_over
             for event in live.take():
-                await context.write(event)
+                await outlet.write(event)
             if is_over:
                 return
             if is_paced and live.first_token_at is not None and self._pace.spacing_s:
@@ -147,6 +156,7 @@ class GenerationService:
         if not request.HasField("spec"):
             raise invalid((FieldViolation("spec", "must be set"),))
         _check_deadline(context)
+        self._dispatcher.refuse_early(least_of(request.spec, self._model, caller, context.time_remaining()))
         valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec, is_streaming, caller.tenant))
         live = LiveRequest(
             f"gen-{secrets.token_hex(12)}",

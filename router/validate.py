@@ -29,6 +29,8 @@ LARGEST_STARTED_BYTES = 4_000_000
 LONGEST_NAME = 256
 """Characters of request_id, cache_salt, session_id."""
 LONGEST_TIMEOUT_S = 24 * 3600.0
+MOST_PRIORITY = 10
+"""From -10 to 10; 0 unless the client says otherwise."""
 
 Prompt = str | Chat
 Encode = Callable[[Prompt], tuple[int, ...]]
@@ -54,6 +56,8 @@ class ValidatedRequest:
     bypass_prefix_cache: bool
     queue_timeout_s: float | None
     """None: the router's own."""
+    priority: int
+    """Higher ones run first."""
     prompt_logprobs: int | None
     """Alternatives beside the logprob of each prompt token; None: no logprobs of the prompt."""
     client_request_id: str
@@ -84,6 +88,7 @@ def validate(
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
     _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
+    wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
     names = ("request_id", spec.request_id), ("cache.cache_salt", spec.cache.cache_salt)
     for field, text in (*names, ("scheduling.session_id", spec.scheduling.session_id)):
         if len(text) > LONGEST_NAME:
@@ -106,6 +111,7 @@ def validate(
         cache_salt=salt_of(tenant, spec.cache.cache_salt),
         bypass_prefix_cache=spec.cache.bypass_prefix_cache,
         queue_timeout_s=queue_timeout_s,
+        priority=spec.scheduling.priority,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
         client_request_id=spec.request_id,
         session_id=spec.scheduling.session_id,
@@ -133,7 +139,6 @@ def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) 
     given = {
         "sampling.bad_words": bool(spec.sampling.bad_words),
         f"sampling.{constraint}": constraint is not None,
-        "scheduling.priority": spec.scheduling.priority != 0,
         "resume": spec.HasField("resume"),
         "extensions": spec.HasField("extensions"),
     }

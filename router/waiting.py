@@ -1,15 +1,17 @@
 """The requests that wait for a worker, in their order. Each has a timer that takes it out when it has waited too long.
 
-A request that has run before (its worker was lost) carries its trail and waits at the head.
+Whose turn it is says `FairOrder`; a request that has run before (its worker was lost) carries its trail and waits at
+the head.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from router.caller import Caller
+from router.fair_order import FairOrder
 from router.request import LiveRequest
 from router.retry import Trail
 
@@ -28,7 +30,8 @@ class WaitingQueue:
     """By generation id."""
 
     def __init__(self) -> None:
-        self._waiters: OrderedDict[str, Waiter] = OrderedDict()
+        self._waiters: dict[str, Waiter] = {}
+        self._order = FairOrder()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -36,33 +39,59 @@ class WaitingQueue:
     def __contains__(self, generation_id: str) -> bool:
         return generation_id in self._waiters
 
+    def __getitem__(self, generation_id: str) -> Waiter:
+        return self._waiters[generation_id]
+
     def __iter__(self) -> Iterator[LiveRequest]:
         """In the order in which they will run."""
-        return (waiter.live for waiter in self._waiters.values())
+        return (self._waiters[generation_id].live for generation_id in self._order.in_order())
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompts and most outputs of all."""
+        return self._order.cost
+
+    @property
+    def first(self) -> Waiter:
+        """Whose turn it is. Raises KeyError when nobody waits."""
+        return self._waiters[self._order.first()]
+
+    def of_tenant(self, tenant: str) -> tuple[int, int]:
+        """How many requests of a tenant wait, and their tokens."""
+        return self._order.of_tenant(tenant)
+
+    def num_tokens_before(self, caller: Caller, priority: int) -> float:
+        """Tokens of those that would run before a request that is not here yet."""
+        return self._order.ahead_of(caller.tenant, caller.weight, priority)
 
     def add(
         self, live: LiveRequest, timeout_s: float, on_timeout: Callable[[str], None], trail: Trail | None = None
     ) -> None:
-        """At the end, or, with a trail, at the head. After `timeout_s`, `on_timeout` is called with its id."""
-        generation_id = live.key.request_id
+        """In its order, or, with a trail, at the head. After `timeout_s`, `on_timeout` is called with its id."""
+        generation_id, caller = live.key.request_id, live.caller
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), on_timeout, generation_id)
         self._waiters[generation_id] = Waiter(live, timer, trail)
-        if trail is not None:
-            self._waiters.move_to_end(generation_id, last=False)
+        cost = live.work.num_output_tokens
+        if trail is None:
+            priority = live.request.priority
+            self._order.add(generation_id, tenant=caller.tenant, weight=caller.weight, priority=priority, cost=cost)
+        else:
+            self._order.add_returned(generation_id, tenant=caller.tenant, cost=cost)
 
     def find(self, generation_id: str) -> LiveRequest | None:
         waiter = self._waiters.get(generation_id)
         return None if waiter is None else waiter.live
 
     def pop(self, generation_id: str) -> Waiter | None:
-        """Takes one out; None when it does not wait here."""
+        """Takes one out that is not to run; None when it does not wait here."""
         waiter = self._waiters.pop(generation_id, None)
         if waiter is not None:
             waiter.timer.cancel()
+            self._order.remove(generation_id)
         return waiter
 
     def next(self) -> Waiter:
         """Takes out whose turn it is. Raises KeyError when nobody waits."""
-        _, waiter = self._waiters.popitem(last=False)
+        waiter = self._waiters.pop(self._order.serve())
         waiter.timer.cancel()
         return waiter

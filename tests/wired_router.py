@@ -18,10 +18,12 @@ from cluster.lifecycle import TRANSITIONS, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from router import fleet
+from router.caller import ANYONE, Caller
 from router.chat_template import ChatTemplate
-from router.dispatcher import Dispatcher, Limits
+from router.dispatcher import Dispatcher
 from router.fleet import WorkerAddress
 from router.ledger import NOTHING
+from router.limits import Limits
 from router.model import ServedModel
 from router.request import LiveRequest
 from router.tokenizer import Tokenizer
@@ -86,16 +88,12 @@ class WiredWorker(WorkerClient):
     async def close(self) -> None:
         self.lose()
 
-    def open(self) -> None:
+    def open(self, **info_fields: Any) -> None:
         """A session with a worker that has just started."""
         WiredWorker.num_lives += 1
+        fields: dict[str, Any] = {"block_size": 16, "num_blocks": 64, "max_num_seqs": 16} | info_fields
         info = worker_pb2.WorkerInfo(
-            worker_id=self.worker_id,
-            incarnation=str(self.num_lives),
-            role=self.role,
-            block_size=16,
-            num_blocks=64,
-            max_num_seqs=16,
+            worker_id=self.worker_id, incarnation=str(self.num_lives), role=self.role, **fields
         )
         self.tell(worker_pb2.Event(info=info))
 
@@ -121,11 +119,17 @@ class WiredRouter:
     """A dispatcher over workers named `p0`, `d1`, ...: the letter is the role."""
 
     def __init__(
-        self, clock: ManualClock, worker_ids: Sequence[str], *, max_running: int = 100, dead_after_s: float = 3.0
+        self,
+        clock: ManualClock,
+        worker_ids: Sequence[str],
+        *,
+        max_running: int = 100,
+        dead_after_s: float = 3.0,
+        limits: Limits | None = None,
     ) -> None:
         self.clock = clock
         self.num_submitted = 0
-        limits = Limits(max_running, 100, QUEUE_TIMEOUT_S, dead_after_s)
+        limits = limits or Limits(max_running, 100, QUEUE_TIMEOUT_S, dead_after_s)
         self.dispatcher = Dispatcher(limits, lambda: None, clock)
         self.workers: dict[str, WiredWorker] = {}
         """Those that are named now."""
@@ -149,8 +153,15 @@ class WiredRouter:
         stop: Sequence[str] = (),
         prompt_logprobs: int | None = None,
         session_id: str = "",
+        priority: int = 0,
+        queue_timeout_s: int | None = None,
+        time_left_s: float | None = None,
+        caller: Caller = ANYONE,
     ) -> Client:
         self.num_submitted += 1
+        scheduling = pb.SchedulingOptions(priority=priority, session_id=session_id)
+        if queue_timeout_s is not None:
+            scheduling.queue_timeout.FromSeconds(queue_timeout_s)
         spec = pb.GenerationSpec(
             text="hello",
             sampling=pb.SamplingParams(n=n, temperature=1, seed=1),
@@ -158,7 +169,7 @@ class WiredRouter:
                 text=True, token_ids=True, top_logprobs=0, prompt_logprobs=prompt_logprobs, include_timing=True
             ),
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
-            scheduling=pb.SchedulingOptions(session_id=session_id),
+            scheduling=scheduling,
         )
         request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
         live = LiveRequest(
@@ -169,9 +180,10 @@ class WiredRouter:
             now=self.clock(),
             arrival_time_s=1e9,
             is_streaming=True,
+            caller=caller,
         )
         client = Client(live)
-        self.dispatcher.submit(live, time_left_s=None)
+        self.dispatcher.submit(live, time_left_s=time_left_s)
         return client
 
     def check_idle(self) -> None:

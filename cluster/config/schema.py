@@ -193,8 +193,19 @@ class RouterSection:
     """Requests handed to workers at one time."""
     max_queued_requests: int = bounded(1024, at_least=0, at_most=2**20)
     """Requests that wait beside those; one more is refused with a retry delay."""
+    max_running_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
+    """Prompts and most outputs of the requests that run; one that is larger by itself is refused. null: as many as the
+    decode workers' KV pools should hold, by the outputs of what has ended lately."""
+    max_queued_tokens: int = bounded(2**20, at_least=1, at_most=2**40)
+    """Prompts and most outputs of the requests that wait."""
     queue_timeout_s: float = bounded(60.0, above=0, at_most=DAY_S)
-    """A request that waited this long is refused, unless the client set its own limit."""
+    """A request that waited this long is refused, and so is at once one that would, unless the client set its own
+    limit."""
+    max_queue_wait_s: float | None = bounded(None, above=0, at_most=DAY_S)
+    """While more comes than can be served, a request that would wait longer is refused at once, unless the client set
+    its own limit; a burst that drains waits. null: `rebalance.slo.ttft_ms`."""
+    stalled_client_timeout_s: float = bounded(20.0, above=0, at_most=DAY_S)
+    """A client that takes no message of its stream for so long is dropped, and its generation cancelled."""
     max_message_bytes: int = bounded(4 * 1024 * 1024, at_least=4096, at_most=2**31 - 1)
     """Largest request message accepted."""
     stream_messages_per_s: float | None = bounded(None, above=0, at_most=1e9)

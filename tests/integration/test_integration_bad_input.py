@@ -109,6 +109,7 @@ OTHERS = [
         INVALID,
         "spec.scheduling.queue_timeout",
     ),
+    ("a priority of no class", scheduling(priority=11), INVALID, "spec.scheduling.priority"),
     ("a request id that is too long", pb.GenerationSpec(text="hi", request_id="x" * 257), INVALID, "spec.request_id"),
     (
         "a salt that is too long",
@@ -126,8 +127,6 @@ NOT_SERVED = [
         "sampling.grammar_ebnf": sampling(grammar_ebnf="root ::= 'a'"),
         "sampling.choice": sampling(choice=pb.ChoiceConstraint(choices=["a"])),
         "sampling.json_object": sampling(json_object=True),
-        "scheduling.priority": scheduling(priority=1),
-        "scheduling.session_id": scheduling(session_id="s"),
         "resume": pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")),
         "extensions": pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()),
     }.items()

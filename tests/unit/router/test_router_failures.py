@@ -230,7 +230,11 @@ async def test_a_full_queue_refuses_and_a_long_wait_is_exhausted(tmp_path: Path)
         waiting = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec(scheduling=soon)))
         assert (await waiting.read()).heartbeat.phase == pb.Heartbeat.PHASE_QUEUED
         refused = await outcome(router.stream(text_spec()))
-        assert isinstance(refused, Overloaded) and refused.retry_after_s == 1.0
+        assert (
+            isinstance(refused, Overloaded)
+            and refused.retry_after_s is not None
+            and 1.0 <= refused.retry_after_s <= 1.5
+        )
         timed_out = await outcome(rest(waiting))
         assert isinstance(timed_out, Overloaded) and "0.3 s" in timed_out.message
         running.cancel()

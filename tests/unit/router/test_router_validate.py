@@ -104,6 +104,8 @@ INVALID = [
         pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(queue_timeout=duration_pb2.Duration(seconds=-1))),
         "spec.scheduling.queue_timeout",
     ),
+    (pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(priority=11)), "spec.scheduling.priority"),
+    (pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(priority=-11)), "spec.scheduling.priority"),
 ]
 
 
@@ -139,7 +141,6 @@ NOT_SERVED = [
     (sampling(json_object=True), "spec.sampling.json_object"),
     (pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")), "spec.resume"),
     (pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()), "spec.extensions"),
-    (pb.GenerationSpec(text="hi", scheduling=pb.SchedulingOptions(priority=1)), "spec.scheduling.priority"),
 ]
 
 

@@ -1,0 +1,96 @@
+"""Clients that take nothing, over real sockets: what is held for them is bounded, and they are given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_worker import DECODE, LENGTH, PREFILL, FakeWorker, pair, phase, tokens
+from router_harness import Router, running_router, text_of, text_spec
+
+from cluster.pb import generation_pb2 as pb
+from cluster.pb import generation_pb2_grpc, worker_pb2
+from router import outlet
+
+WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
+"""Options of a client whose flow-control window is small and stays so."""
+
+
+@asynccontextmanager
+async def deaf_client(router: Router, **fields: Any) -> AsyncIterator[Any]:
+    """A stream whose window closes after a thousand bytes, as nobody reads it."""
+    async with grpc.aio.insecure_channel(router.address, options=WINDOW) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        yield stub.GenerateStream(pb.GenerateStreamRequest(spec=text_spec(**fields)))
+
+
+async def start(prefill: FakeWorker, decode: FakeWorker) -> worker_pb2.RequestKey:
+    """Of the next request, which decodes after its first token."""
+    key = (await decode.next_admit()).key
+    decode.emit(phase(key, PREFILL), tokens(key, 0, [2]), phase(key, DECODE))
+    return key
+
+
+async def flood(decode: FakeWorker, key: worker_pb2.RequestKey, first: int, count: int) -> None:
+    """Tokens one by one, so that the router's task may write each of them."""
+    for index in range(first, first + count):
+        decode.emit(tokens(key, index, [3]))
+        await asyncio.sleep(0)
+
+
+async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancelled(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.3) as router:
+        async with deaf_client(router, stopping=pb.StoppingCriteria(max_output_tokens=240)) as call:
+            key = await start(prefill, decode)
+            await flood(decode, key, 1, 200)
+            assert (await decode.next_cancel()).key == key
+            dispatcher = router.server.dispatcher
+            assert (dispatcher.num_running, dispatcher.counters.cancelled) == (0, 1)
+            with pytest.raises(grpc.aio.AioRpcError) as error:  # now it reads: what was on its way, then why
+                async for _ in call:
+                    pass
+            assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "does not read" in str(error.value.details())
+        assert dispatcher.counters.refused["client_stalled"] == 1
+
+
+async def test_more_than_may_be_held_for_a_client_ends_its_stream_before_the_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outlet, "MOST_PENDING_BYTES", 100 * 64)
+    monkeypatch.setattr(outlet, "LOOK_S", 0.05)
+    prefill, decode = pair()
+    async with (
+        running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=3600.0) as router,
+        deaf_client(router, stopping=pb.StoppingCriteria(max_output_tokens=240)),
+    ):
+        key = await start(prefill, decode)
+        await flood(decode, key, 1, 230)
+        assert (await decode.next_cancel()).key == key
+
+
+async def test_a_client_that_reads_late_gets_everything_in_its_order(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with (
+        running_router(tmp_path, (prefill, decode)) as router,
+        deaf_client(router, stopping=pb.StoppingCriteria(max_output_tokens=240)) as call,
+    ):
+        key = await start(prefill, decode)
+        await flood(decode, key, 1, 200)
+        decode.emit(tokens(key, 201, [3], finish_reason=LENGTH))
+        async with asyncio.timeout(20):
+            while router.server.dispatcher.num_running:
+                await asyncio.sleep(0)
+        events = [event async for event in call]
+        deltas = [event.delta for event in events if event.HasField("delta")]
+        assert [delta.first_token_index for delta in deltas] == [
+            sum(d.token_count for d in deltas[:index]) for index in range(len(deltas))
+        ]
+        assert sum(delta.token_count for delta in deltas) == 202 and len(text_of(events)) == 202
+        assert len(deltas) < 202, "what waits for a client is told together"
