@@ -50,6 +50,7 @@ WARM_UP_S = 3.0
 AFTER_S = 15.0
 DEAF_TOKENS, DEAF_LOGPROBS = 64, 20
 DROPPED_S = 30.0
+REFUSAL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,10 @@ def percentiles(values: list[float]) -> dict[str, float | None]:
     return {"p50": round(1000 * cuts[49], 1), "p99": round(1000 * cuts[98], 1)}
 
 
+def _share(of: list[bool]) -> float | None:
+    return round(sum(of) / len(of), 4) if of else None
+
+
 def summary(phase: Phase, seconds: float, keep: Objectives) -> dict[str, Any]:
     """Rates are over the phase without its beginning; refusals are all, and those after the beginning."""
     counted = [o for o in phase.outcomes if o.sent_at >= WARM_UP_S]
@@ -157,8 +162,9 @@ def summary(phase: Phase, seconds: float, keep: Objectives) -> dict[str, Any]:
         "queue_ms": percentiles([o.queue_s for o in served]),
         "tpot_ms": percentiles([o.tpot_s for o in served]),
         "refused": len(refused),
-        "with_retry_info": round(sum(o.has_retry for o in refused) / len(refused), 4) if refused else None,
+        "with_retry_info": _share([o.has_retry for o in refused]),
         "refusal_ms": percentiles([o.took_s for o in later]),
+        "refused_within_50_ms": _share([o.took_s <= REFUSAL_S for o in later]),
         "refusal_ms_with_beginning": percentiles([o.took_s for o in refused]),
         "client_share_of_machine": round(phase.cpu_s / phase.wall_s / (os.cpu_count() or 1), 3),
     }
@@ -257,13 +263,15 @@ def measure(run: Run, keep: Objectives, seconds: float, factor: float, num_deaf:
         after = run.offer("after", 0.5 * capacity, AFTER_S, 3)
         unread = run.leave_unread(num_deaf, memory) if num_deaf else {}
     phases = {"1x": summary(once, seconds, keep), "over": summary(over, seconds, keep)}
-    peak = max(phases["1x"]["goodput_per_s"], 1e-9)
+    once_per_s, over_per_s = phases["1x"]["goodput_per_s"], phases["over"]["goodput_per_s"]
+    peak = max(capacity, once_per_s)
     return {
         "slo_ms": {"ttft": 1000 * keep.ttft_s, "tpot": 1000 * keep.tpot_s},
         "capacity_per_s": round(capacity, 2),
         "factor": factor,
         **phases,
-        "ratio": round(phases["over"]["goodput_per_s"] / peak, 3),
+        "ratio": round(over_per_s / once_per_s, 3) if once_per_s else None,
+        "of_peak": round(over_per_s / peak, 3),
         "normal_after_s": normal_after_s(after, keep),
         "router_rss_mib": {phase: round(size / 2**20, 1) for phase, size in memory.most.items()},
         "unread": unread,
@@ -287,8 +295,12 @@ def show(found: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     share = found["over"]["client_share_of_machine"]
-    console.print(f"{factor} is {found['ratio']:.2f} of 1x; the clients took {100 * share:.0f} % of the machine for it")
-    console.print(f"with a delay to try again: {found['over']['with_retry_info']} of the refusals")
+    console.print(f"{factor} is {found['of_peak']:.2f} of the best goodput, {found['ratio']} of that at 1x")
+    console.print(f"the clients took {100 * share:.0f} % of the machine for it")
+    refused = found["over"]
+    console.print(
+        f"refusals with a delay to try again: {refused['with_retry_info']}, in 50 ms: {refused['refused_within_50_ms']}"
+    )
     console.print(f"normal after {found['normal_after_s']} s; router RSS in MiB: {found['router_rss_mib']}")
     console.print(f"unread streams: {found['unread']}")
     for problem in found["problems"][:5]:
