@@ -94,10 +94,13 @@ class _Class:
         tag = max(self.virtual, own.start) if own else self.virtual
         ahead = float(own.cost) if own else 0.0
         tag += ahead / weight
-        for other_name, other in self.backlogged.items():
-            if other_name != name and other.start <= tag:
-                head = other.head
-                ahead += min(other.cost, (tag - other.start) * head.weight + head.cost)
+        for other in (other for other_name, other in self.backlogged.items() if other_name != name):
+            start = other.start
+            for entry in other.waiting.values():
+                if start > tag:
+                    break
+                ahead += entry.cost
+                start += entry.cost / entry.weight
         return ahead
 
     def in_order(self) -> Iterator[Entry]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from router.fair_order import LOWER_SHARE, FairOrder
@@ -189,7 +189,8 @@ def test_nobody_is_starved_however_many_come_later(cost: int, later: list[tuple[
 @given(
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(-1, 1)), max_size=60), st.integers(0, 1)
 )
-@settings(max_examples=100, deadline=None)
+@example([("a", 1, 0), ("b", 1, 0), ("b", 3, 0)], 0)
+@settings(max_examples=300, deadline=None)
 def test_what_is_predicted_to_run_before_a_newcomer_is_enough(
     others: list[tuple[str, int, int]], priority: int
 ) -> None:
