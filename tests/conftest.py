@@ -10,9 +10,12 @@ import os
 import signal
 import sys
 import uuid
+from collections.abc import Iterator
 
 import psutil
 import pytest
+
+from benchmarks.redis_server import RedisServer, running_redis
 
 MARK = "BATON_TEST_SESSION"
 
@@ -71,3 +74,10 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         if reporter is not None:
             reporter.write_line("\n" + "\n".join(lines), red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session")
+def redis_of_session() -> Iterator[RedisServer]:
+    """One for all tests that leave it running; a test that kills one starts its own (`running_redis`)."""
+    with running_redis() as server:
+        yield server

@@ -1,0 +1,100 @@
+"""The store's interface: logs that are appended to by one writer at a time, and end by themselves.
+
+A log belongs to a claim: an owner and an epoch. Another router that takes it writes with the next epoch, and whoever
+writes with an older one is told so (FENCED). Writes of one claim are numbered, so that one that was given up and comes
+late changes nothing, and a log that has lost something (a flush, say) is noticed (MISSING) and written whole again.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class StoreAway(Exception):
+    """The store did not answer in time, refused, or is known to be away."""
+
+
+class Outcome(enum.Enum):
+    """What became of a write."""
+
+    DONE = "it is stored"
+    MISSING = "the log is not what the writer thinks: it has to be written whole"
+    FENCED = "another one has taken the log"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who may write. Epochs count from 1; a later one wins."""
+
+    owner: str
+    epoch: int
+
+    def is_fenced_by(self, other: Claim) -> bool:
+        return other.epoch > self.epoch or (other.epoch == self.epoch and other.owner != self.owner)
+
+
+@dataclass(frozen=True)
+class Write:
+    """Replaces a log by `data` (`is_whole`), or appends to it. Empty data only makes it live longer."""
+
+    key: str
+    claim: Claim
+    number: int
+    """Among the writes of this claim, each one more than the one before, from 1 on."""
+    data: bytes
+    is_whole: bool
+    ttl_s: float
+    """The log ends so long after its last write."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """What was written, in its order."""
+
+    claim: Claim
+    number: int
+    """Of the claim's last write; 0 after it was taken."""
+    entries: tuple[bytes, ...]
+
+
+class Store(Protocol):
+    """Every method but `close` raises StoreAway."""
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        """In one round trip; each by itself."""
+        ...
+
+    async def read(self, key: str) -> Log | None: ...
+
+    async def take(self, key: str, held: Claim, wanted: Claim, ttl_s: float) -> bool:
+        """Compare and set: the log goes from one claim to another. False when it is not `held` any more."""
+        ...
+
+    async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
+        """Those that still belong to their claim."""
+        ...
+
+    async def probe(self) -> None:
+        """Whether writes would succeed."""
+        ...
+
+    async def reset(self) -> None:
+        """Forgets the connections: one of them was given up in the middle of a call."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+def judge(held: Log | None, write: Write) -> Outcome:
+    """What a store has to say to a write, given what it holds. The Lua of `redis_store` says the same."""
+    if held is None:
+        return Outcome.DONE if write.is_whole else Outcome.MISSING
+    if write.claim.is_fenced_by(held.claim):
+        return Outcome.FENCED
+    if held.claim.epoch < write.claim.epoch:
+        return Outcome.DONE if write.is_whole else Outcome.MISSING
+    is_next = write.number > held.number if write.is_whole else write.number == held.number + 1
+    return Outcome.DONE if is_next else Outcome.MISSING
