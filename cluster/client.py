@@ -1,7 +1,7 @@
 """A small blocking Python client over gRPC: the CLI, the tests and the benchmarks use it.
 
 Errors of the server come back as the exceptions of `cluster.errors`; nobody answering is NotReachable. Thread-safe: one
-client serves many threads. Knows no retry: a call happens once.
+client serves many threads. A call happens once; only `resuming_stream` calls again when its stream breaks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import grpc
 from cluster.errors import InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
+from cluster.resuming import ResumingStream
 from cluster.rpc import create_blocking_channel, from_rpc_error
 from cluster.tls import ClientTls
 
@@ -89,9 +90,11 @@ def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 class GenerationStream:
     """The events of one generation; leaving it (as a context manager) cancels what has not ended."""
 
-    def __init__(self, call: Any, address: str) -> None:
+    def __init__(self, call: Any, address: str, channel: grpc.Channel | None = None) -> None:
+        """`channel`: its own, closed with it; None: others use it as well."""
         self._call = call
         self._address = address
+        self._channel = channel
         self._has_begun = False
 
     def __iter__(self) -> Self:
@@ -106,6 +109,8 @@ class GenerationStream:
     def cancel(self) -> None:
         """Ends the generation at the server; from any thread; harmless when it has ended."""
         self._call.cancel()
+        if self._channel is not None:
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -123,6 +128,7 @@ class BatonClient:
         """`api_key`: sent with each call. Raises InvalidRequest for one that no header can carry, and ConfigError for
         files of `tls` that cannot be used."""
         self.address = address
+        self._tls = tls
         self._metadata = key_metadata(api_key)
         self._channel = create_blocking_channel(address, tls=tls)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
@@ -133,6 +139,21 @@ class BatonClient:
         request = pb.GenerateStreamRequest(spec=spec)
         call = self._generation.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
         return GenerationStream(call, self.address)
+
+    def resuming_stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> ResumingStream:
+        """The same, going on where it was when the connection or the router is lost in the middle."""
+        return ResumingStream(self._open, self.cancel, spec, timeout_s=timeout_s)
+
+    def _open(self, spec: pb.GenerationSpec, timeout_s: float | None, *, is_again: bool) -> GenerationStream:
+        """One that is opened again gets a connection of its own: the shared one waits after each failure to connect,
+        and may be slow to notice that the router is back."""
+        if not is_again:
+            return self.stream(spec, timeout_s=timeout_s)
+        channel = create_blocking_channel(self.address, tls=self._tls, is_alone=True)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = pb.GenerateStreamRequest(spec=spec)
+        call = stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        return GenerationStream(call, self.address, channel)
 
     def generate(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> pb.GenerateResponse:
         response: pb.GenerateResponse = self._call(

@@ -143,10 +143,16 @@ def create_channel(
 
 
 def create_blocking_channel(
-    address: str, *, tls: ClientTls | None = None, max_message_bytes: int = INTERNAL_MESSAGE_BYTES
+    address: str,
+    *,
+    tls: ClientTls | None = None,
+    max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
+    is_alone: bool = False,
 ) -> grpc.Channel:
     """The same for threads."""
     options = channel_options(max_message_bytes)
+    if is_alone:
+        options.append(("grpc.use_local_subchannel_pool", 1))
     if tls is None:
         return grpc.insecure_channel(address, options=options)
     return grpc.secure_channel(address, tls.credentials(), options=options + tls.options)

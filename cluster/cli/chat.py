@@ -22,7 +22,17 @@ from cluster.cli.common import (
     outcome,
     print_error,
 )
-from cluster.cli.generate import Greedy, MaxTokens, Seed, Temperature, TopK, TopP, collect, resolve_temperature
+from cluster.cli.generate import (
+    Greedy,
+    MaxTokens,
+    NoResume,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+    collect,
+    resolve_temperature,
+)
 from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, NotReachable
 
 if TYPE_CHECKING:
@@ -49,6 +59,7 @@ def chat(
     top_k: TopK = None,
     seed: Seed = None,
     greedy: Greedy = False,
+    no_resume: NoResume = False,
 ) -> None:
     """Talk with the model; every message carries the conversation so far."""
     temperature = resolve_temperature(temperature, greedy)
@@ -60,7 +71,7 @@ def chat(
                 messages, max_output_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
             )
 
-        conversation = _Conversation(client, spec_of, is_interactive=sys.stdin.isatty())
+        conversation = _Conversation(client, spec_of, is_interactive=sys.stdin.isatty(), resumes=not no_resume)
         if system:
             conversation.messages.append({"role": "system", "content": system})
         conversation.run()
@@ -70,12 +81,18 @@ class _Conversation:
     """The history and the loop."""
 
     def __init__(
-        self, client: BatonClient, spec_of: Callable[[Messages], GenerationSpec], *, is_interactive: bool
+        self,
+        client: BatonClient,
+        spec_of: Callable[[Messages], GenerationSpec],
+        *,
+        is_interactive: bool,
+        resumes: bool = True,
     ) -> None:
         self.messages: Messages = []
         self._client = client
         self._spec_of = spec_of
         self._is_interactive = is_interactive
+        self._resumes = resumes
 
     def run(self) -> None:
         if self._is_interactive:
@@ -119,7 +136,8 @@ class _Conversation:
         from cluster.transcript import Transcript
 
         transcript = Transcript()
-        with self._client.stream(self._spec_of(self.messages)) as stream:
+        spec = self._spec_of(self.messages)
+        with self._client.resuming_stream(spec) if self._resumes else self._client.stream(spec) as stream:
             try:
                 collect(stream, transcript, sys.stdout)
             except KeyboardInterrupt:

@@ -14,7 +14,9 @@ import typer
 from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
 
 if TYPE_CHECKING:
-    from cluster.client import GenerationStream
+    from collections.abc import Iterable
+
+    from cluster.pb.generation_pb2 import GenerateStreamResponse
     from cluster.transcript import Transcript
 
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
@@ -24,6 +26,9 @@ Temperature = Annotated[
 TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that make up this probability.")]
 TopK = Annotated[int | None, typer.Option(help="Sample among this many of the likeliest tokens; 0: all.")]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text.")]
+NoResume = Annotated[
+    bool, typer.Option("--no-resume", help="Give up when the connection breaks, instead of going on from there.")
+]
 Greedy = Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")]
 
 
@@ -46,6 +51,7 @@ def generate(
     greedy: Greedy = False,
     as_json: AsJson = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print where the time went, on stderr.")] = False,
+    no_resume: NoResume = False,
 ) -> None:
     """Generate text from a prompt and print it as it comes."""
     temperature = resolve_temperature(temperature, greedy)
@@ -66,7 +72,7 @@ def generate(
             include_timing=timing or as_json,
         )
         transcript = Transcript()
-        with client.stream(spec) as stream:
+        with client.stream(spec) if no_resume else client.resuming_stream(spec) as stream:
             collect(stream, transcript, None if as_json else sys.stdout)
         if as_json:
             import json
@@ -93,7 +99,7 @@ def _read_prompt(prompt: str) -> str:
         raise InvalidRequest(f"the prompt is not UTF-8 text (byte {error.start})") from error
 
 
-def collect(stream: GenerationStream, transcript: Transcript, out: TextIO | None) -> None:
+def collect(stream: Iterable[GenerateStreamResponse], transcript: Transcript, out: TextIO | None) -> None:
     """Fills the transcript; its text goes to `out` as it comes and ends with a newline, however it ends."""
     printer = _Printer(transcript, out) if out is not None else None
     try:
