@@ -149,13 +149,13 @@ def run_one(client: BatonClient, spec: pb.GenerationSpec) -> Outcome:
     try:
         with client.stream(spec) as stream:
             for event in stream:
-                _note(outcome, event)
+                note(outcome, event)
     except BatonError as error:
         outcome.problem = f"{type(error).__name__}: {error.message}"
     return outcome
 
 
-def _note(outcome: Outcome, event: pb.GenerateStreamResponse) -> None:
+def note(outcome: Outcome, event: pb.GenerateStreamResponse) -> None:
     if event.HasField("delta"):
         delta = event.delta
         told = outcome.tokens.setdefault(delta.index, [])

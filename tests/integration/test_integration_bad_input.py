@@ -127,7 +127,6 @@ NOT_SERVED = [
         "sampling.grammar_ebnf": sampling(grammar_ebnf="root ::= 'a'"),
         "sampling.choice": sampling(choice=pb.ChoiceConstraint(choices=["a"])),
         "sampling.json_object": sampling(json_object=True),
-        "resume": pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")),
         "extensions": pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()),
     }.items()
 ]

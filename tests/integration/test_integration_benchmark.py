@@ -130,6 +130,18 @@ def test_the_rebalance_benchmark_loses_nothing_reloads_nothing_and_hears_the_mis
     assert told["completed"] >= 1
 
 
+def test_the_resume_benchmark_finds_nothing_lost_and_nothing_changed() -> None:
+    sizes = ("--seconds", "5", "--every", "2", "--stop-seconds", "1", "--streams", "3", "--requests", "6")
+    ended, left = run("benchmarks/resume.py", "--json", "--tokens", "60", *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    for phase in ("redis", "router"):
+        assert told[phase]["faults"] and told[phase]["completed"] >= 3
+        assert told[phase]["lost"] == told[phase]["changed"] == []
+    assert told["orphans"]["freed"] == 8 and told["orphans"]["still_running"] == 0
+
+
 def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
     sizes = ("--batch", "1", "--batch", "8", "--batch", "32", "--prompt", "20", "--prompt", "100", "--rounds", "1")
     ended, left = run("benchmarks/engine.py", "--json", "--model", str(model), "--quantization", "int8", *sizes)

@@ -1,0 +1,162 @@
+"""Streams that outlive a router, and a Redis that does not answer: real processes, exact outputs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, token_spec
+
+from benchmarks.redis_server import RedisServer, running_redis
+from cluster import local_ray
+from cluster.client import BatonClient
+from cluster.config import EngineSection, ModelSection, RouterSection, ServingConfig
+from cluster.pb import generation_pb2 as pb
+from cluster.plan import plan_cluster
+from cluster.transcript import Transcript
+
+TESTS = Path(__file__).resolve().parents[1]
+WAIT_S = 90.0
+NUM_TOKENS = 400
+pytestmark = pytest.mark.timeout(240)
+
+
+def specs() -> list[pb.GenerationSpec]:
+    """Greedy and seeded, with stop strings, with logprobs, n = 2."""
+    return [
+        token_spec([5, 6, 7], NUM_TOKENS),
+        token_spec(range(4, 80), NUM_TOKENS, temperature=0.9, seed=1, top_logprobs=1),
+        token_spec([9, 8, 7], NUM_TOKENS, temperature=0.9, seed=2, n=2),
+        token_spec([40, 50, 60], NUM_TOKENS, temperature=0.7, seed=3, stop=["KING", "thou art"]),
+    ]
+
+
+def read(client: BatonClient, spec: pb.GenerationSpec, on_token: Callable[[int], None] = lambda count: None) -> Any:
+    """What a client that resumes ends up with; the transcript checks that each token comes once."""
+    transcript = Transcript()
+    with client.resuming_stream(spec, timeout_s=WAIT_S) as stream:
+        for event in stream:
+            transcript.add(event)
+            on_token(event.delta.token_count)
+    assert transcript.is_complete
+    return [vars(sequence) for sequence in transcript.sequences]
+
+
+class RayCluster:
+    """The real programs under a real controller."""
+
+    def __init__(self, state: str, log_dir: Path) -> None:
+        import ray
+
+        from cluster.controller import Programs, start_controller
+
+        config = ServingConfig(
+            model=ModelSection(path=str(BUNDLED_MODEL), dtype="float32"),
+            engine=EngineSection(device="cpu", kv_cache_tokens=16384, threads=1),
+            router=RouterSection(port=0),
+            state=state,
+            log_dir=str(log_dir),
+        )
+        self._ray: Any = ray
+        plan = plan_cluster(config, num_gpus=0, num_cores=2)
+        self.controller: Any = start_controller(config, plan, Programs())
+        self._ask("run")
+        while not any((notice.kind, notice.who) == ("serving", "router") for notice in self._ask("notices")):
+            pass
+
+    def _ask(self, method: str) -> Any:
+        return self._ray.get(getattr(self.controller, method).remote(), timeout=WAIT_S)
+
+    def router(self) -> dict[str, Any]:
+        card: dict[str, Any] = self._ask("status")["router"]
+        return card
+
+    def close(self) -> None:
+        self._ask("shutdown")
+        self._ray.kill(self.controller)
+
+
+@pytest.fixture
+def ray_cluster(tmp_path: Path, redis_of_session: RedisServer) -> Iterator[RayCluster]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    with local_ray.started(num_cpus=1):
+        cluster = RayCluster(redis_of_session.url, tmp_path)
+        yield cluster
+        cluster.close()
+    patch.undo()
+
+
+def test_streams_go_on_when_their_router_was_killed_and_ray_has_started_it_again(ray_cluster: RayCluster) -> None:
+    before = ray_cluster.router()
+    wanted = specs()
+    told = [0]
+
+    def kill_in_the_middle(count: int) -> None:
+        was_before, told[0] = told[0] < 60, told[0] + count
+        if was_before and told[0] >= 60:
+            os.kill(before["pids"][0], signal.SIGKILL)
+
+    with BatonClient(before["address"]) as client:
+        undisturbed = [read(client, spec) for spec in wanted]
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            hooks = [kill_in_the_middle, *[lambda count: None] * (len(wanted) - 1)]
+            reads = [pool.submit(read, client, spec, hook) for spec, hook in zip(wanted, hooks, strict=True)]
+            outputs = [future.result() for future in reads]
+    after = ray_cluster.router()
+    assert after["num_starts"] == 2 and after["address"] == before["address"], "the router was not killed"
+    assert outputs == undisturbed
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+def test_nothing_fails_while_redis_is_killed_flushed_stopped_and_started(
+    tmp_path: Path, own_redis: RedisServer
+) -> None:
+    faults = [own_redis.flush, own_redis.pause, own_redis.go_on, own_redis.kill, own_redis.start, own_redis.flush]
+    with PlainCluster(
+        BUNDLED_MODEL,
+        tmp_path,
+        router={"state": own_redis.url, "resume_window_s": 1.0},
+        kv_cache_tokens=16384,
+    ) as cluster:
+        wanted = specs()
+        undisturbed = [read(cluster.client, spec) for spec in wanted]
+        told, done = [0], [0]
+
+        def disturb(count: int) -> None:
+            """A fault every so many tokens of one stream."""
+            told[0] += count
+            if done[0] < len(faults) and told[0] > 50 * (done[0] + 1):
+                faults[done[0]]()
+                done[0] += 1
+
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            others = [pool.submit(read, cluster.client, spec) for spec in wanted[1:]]
+            first = read(cluster.client, wanted[0], disturb)
+            outputs = [first, *(future.result() for future in others)]
+        assert done[0] == len(faults)
+        assert outputs == undisturbed
+        status = cluster.status().router
+        assert (status.num_failed, status.num_rejected) == (0, 0)
+
+
+def test_one_that_nobody_comes_back_to_is_freed_on_the_workers(tmp_path: Path) -> None:
+    """The cluster's own end checks that no worker holds anything any more."""
+    with PlainCluster(BUNDLED_MODEL, tmp_path, router={"resume_window_s": 0.2}, kv_cache_tokens=16384) as cluster:
+        spec = token_spec([5, 6, 7], 2000)
+        spec.resume.SetInParent()
+        stream = Stream(cluster, spec)
+        stream.wait_for_tokens(5)
+        stream.cancel()
+        status = cluster.wait_for(lambda status: status.router.num_orphaned == 1)
+        assert status.router.num_finished == 0
