@@ -14,6 +14,7 @@
     │   └── NotReachable      (clients)            nobody answered at the address: exit code 4
     ├── DeadlineExceeded      DEADLINE_EXCEEDED    the client's deadline passed
     ├── Cancelled             CANCELLED            the client cancelled
+    ├── Aborted               ABORTED              another call has resumed the generation
     ├── InternalError         INTERNAL             a fault of ours; carries no detail of the request
     ├── ConfigError           (start-up)           cluster.yaml or flags are wrong: exit code 3
     └── CheckpointError       (start-up)           the model folder cannot be served: exit code 3
@@ -114,6 +115,11 @@ class DeadlineExceeded(BatonError):
 class Cancelled(BatonError):
     grpc_code = "CANCELLED"
     reason = "CANCELLED"
+
+
+class Aborted(BatonError):
+    grpc_code = "ABORTED"
+    reason = "TAKEN_OVER"
 
 
 class InternalError(BatonError):

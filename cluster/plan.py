@@ -166,5 +166,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         internal_tls_cert=config.internal_tls.cert,
         internal_tls_key=config.internal_tls.key,
         internal_tls_ca=config.internal_tls.ca,
+        state=config.state,
+        resume_window_s=router.resume_window_s,
         insecure=router.insecure,
     )

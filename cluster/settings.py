@@ -184,5 +184,9 @@ class RouterSettings(JsonSettings):
     """File with its private key."""
     internal_tls_ca: str | None = None
     """File with the authority that signed the certificates of all of them."""
+    state: str | None = None
+    """redis:// or rediss:// URL of the store in which generations outlive a router; None: they end with it."""
+    resume_window_s: float = 30.0
+    """A generation that may be resumed is kept so long after its client has left, or, later, after its end."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""

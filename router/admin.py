@@ -68,6 +68,7 @@ class StatusService:
             num_cancelled=counters.cancelled,
             num_failed=counters.failed,
             num_rejected=counters.rejected,
+            num_orphaned=counters.orphaned,
             pid=os.getpid(),
             uptime_s=int(time.monotonic() - self._started_at),
             metrics_address=self._metrics_address,

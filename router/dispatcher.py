@@ -107,6 +107,19 @@ class Dispatcher:
         running = self._running.get(generation_id)
         return running.live if running is not None else self.waiting.find(generation_id)
 
+    def take_up(self, live: LiveRequest) -> None:
+        """One that ran elsewhere goes on from its known tokens: from the head of the queue, and no bound refuses it."""
+        live.latencies = self.metrics
+        if self._is_draining:
+            self.counters.rejected += 1
+            live.reject(failures.shutting_down(), self.clock())
+        elif live.is_complete:
+            self.counters.finished += 1
+            live.finish(self.clock())
+        else:
+            self.waiting.take_back(live, Trail(num_tokens=live.num_tokens))
+            self._pump()
+
     def cancel(self, generation_id: str, why: str) -> bool:
         """False when it is not queued or running, which includes one that has ended."""
         live = self.waiting.leave(generation_id)

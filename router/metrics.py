@@ -62,6 +62,11 @@ REFUSALS = Metric(
     "router shuts down (draining). client_stalled: ended while they ran, as their client did not read.",
     (("reason", REFUSAL_REASONS),),
 )
+ORPHANS = Metric(
+    "baton_orphans_total",
+    "counter",
+    "Generations that were cancelled because their client had left and nobody resumed them in time.",
+)
 QUEUED = Metric("baton_queued_requests", "gauge", "Requests that wait for a worker.")
 RUNNING = Metric("baton_running_requests", "gauge", "Requests that are on workers.")
 PLACEMENTS = Metric(
@@ -87,7 +92,7 @@ INTER_TOKEN = Metric(
     "Time between two tokens of a sequence as they come from workers; of tokens that come together, their share of it, "
     "once.",
 )
-METRICS = (REQUESTS, RETRIES, REFUSALS, QUEUED, RUNNING, PLACEMENTS, DECISION, FIRST_TOKEN, INTER_TOKEN)
+METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, DECISION, FIRST_TOKEN, INTER_TOKEN)
 
 
 @dataclass
@@ -105,6 +110,8 @@ class Counters:
     local_prefills: int = 0
     moved: int = 0
     """Requests that went from one decode worker to another, each time."""
+    orphaned: int = 0
+    """Cancelled because their client had left and nobody resumed them."""
 
 
 class Source(Protocol):
@@ -188,6 +195,7 @@ class _SourceCollector(Collector):
         yield _counter(RETRIES, retried)
         refused = counters.refused.copy()
         yield _counter(REFUSALS, {reason: refused[reason] for reason in REFUSAL_REASONS})
+        yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=counters.orphaned)
         for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
             yield GaugeMetricFamily(metric.name, metric.doc, value=number)
 

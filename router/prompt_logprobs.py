@@ -46,7 +46,14 @@ class PromptLogprobs:
             self._gathered.clear()
             self._num_missing = self._num_prompt_tokens
 
-    def take(self) -> list[generation_pb2.TokenLogprob]:
-        """All of them; nothing of a part."""
-        taken, self._gathered = self._gathered, []
+    def restore(self, told: list[generation_pb2.TokenLogprob]) -> None:
+        """Those that an earlier router was told, if it was told all."""
+        if len(told) == self._num_missing:
+            self._gathered, self._num_missing = told, 0
+
+    def take(self, *, is_kept: bool = False) -> list[generation_pb2.TokenLogprob]:
+        """All of them; nothing of a part. They are forgotten, unless they are kept to be told again."""
+        taken = self._gathered
+        if not is_kept:
+            self._gathered = []
         return taken if self.is_complete else []

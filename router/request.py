@@ -73,14 +73,20 @@ class LiveRequest:
         arrival_time_s: float,
         is_streaming: bool,
         caller: Caller = ANYONE,
+        may_resume: bool = False,
+        first_attempt: int = 1,
     ) -> None:
-        """`arrival_time_s` is the wall clock at `now`. One detokenizer for each sequence."""
-        self.key = RequestKey(generation_id, 1)
+        """`arrival_time_s` is the wall clock at `now`. One detokenizer for each sequence.
+
+        `may_resume`: what the client was told is kept, so that it can be told again.
+        """
+        self.key = RequestKey(generation_id, first_attempt)
         self.request = request
         self.caller = caller
         self.model = model
         self.lifecycle = Lifecycle(now, "arrived")
-        self.sequences = [SequenceOutput(i, request, d) for i, d in enumerate(detokenizers)]
+        self.may_resume = may_resume
+        self.sequences = [SequenceOutput(i, request, d, is_kept=may_resume) for i, d in enumerate(detokenizers)]
         self.prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs)
         self.placement: Placement | None = None
         self.error: BatonError | None = None
@@ -89,6 +95,8 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.latencies: Latencies | None = None
         self.num_cached_tokens = 0
+        self.num_moves = 0
+        """How often it was placed again."""
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
         self.arrived_at = now
@@ -203,6 +211,19 @@ class LiveRequest:
         self.lifecycle.advance(RequestState.TRANSFERRING, now, why)
         self._begin_attempt()
 
+    def rewind(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> None:
+        """From here on it is told to a client that holds the tokens before `first_wanted` of each sequence."""
+        self.sequences[:] = [s.rewound(first_wanted, d) for s, d in zip(self.sequences, detokenizers, strict=True)]
+        self._ended = [s for s in self.sequences if s.end is not None]
+        self._is_started = False
+        self._is_heartbeat_due = True
+        self._is_streaming = is_streaming
+        self.wake()
+
+    def wake(self) -> None:
+        """Has whoever waits for it look again."""
+        self._wake.set()
+
     def beat(self) -> None:
         """Has the client told in which phase the request is."""
         self._is_heartbeat_due = True
@@ -275,7 +296,7 @@ class LiveRequest:
             return None
         story = self.lifecycle
         timing = generation_pb2.Timing(
-            placement=self.placement.reason if self.placement else "not placed", migrations=self.key.attempt - 1
+            placement=self.placement.reason if self.placement else "not placed", migrations=self.num_moves
         )
         timing.arrival_time.FromNanoseconds(round(self.arrival_time_s * 1e9))
         arrived, prefill = story.instant(RequestState.QUEUED), story.instant(RequestState.PREFILLING)
@@ -306,6 +327,7 @@ class LiveRequest:
 
     def _begin_attempt(self) -> None:
         self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
+        self.num_moves += 1
         self.prompt_logprobs.restart()
         for sequence in self.sequences:
             sequence.restart()
@@ -344,7 +366,7 @@ class LiveRequest:
             model=self.model,
             prompt_tokens=len(self.request.prompt_token_ids),
             cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self.prompt_logprobs.take(),
+            prompt_logprobs=self.prompt_logprobs.take(is_kept=self.may_resume),
         )
 
     def _heartbeat(self) -> generation_pb2.Heartbeat:

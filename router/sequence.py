@@ -21,7 +21,16 @@ _OPEN = generation_pb2.FINISH_REASON_UNSPECIFIED
 class SequenceOutput:
     """`end` is set once; after that nothing is added."""
 
-    def __init__(self, index: int, request: ValidatedRequest, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self,
+        index: int,
+        request: ValidatedRequest,
+        detokenizer: Detokenizer,
+        *,
+        first_wanted: int = 0,
+        is_kept: bool = False,
+    ) -> None:
+        """`first_wanted`: the client holds the tokens before, and their text. `is_kept`: logprobs stay when told."""
         self.index = index
         self.num_tokens = 0
         """Tokens of this sequence that are here and in order."""
@@ -35,7 +44,9 @@ class SequenceOutput:
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
         self._min_tokens = request.sampling.min_output_tokens
         self._early: dict[int, worker_pb2.Tokens] = {}
-        self._num_taken = 0
+        self._num_taken = first_wanted
+        """The first token that the client does not hold; may be ahead of what is here."""
+        self._kept_logprobs: list[generation_pb2.TokenLogprob] | None = [] if is_kept else None
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[generation_pb2.TokenLogprob] = []
@@ -43,7 +54,7 @@ class SequenceOutput:
     @property
     def num_pending(self) -> int:
         """Tokens that the client has not been given yet."""
-        return self.num_tokens - self._num_taken
+        return max(0, self.num_tokens - self._num_taken)
 
     @property
     def is_due(self) -> bool:
@@ -80,13 +91,38 @@ class SequenceOutput:
             text=text,
             logprobs=self._logprobs,
         )
-        self._num_taken = self.num_tokens
+        self._num_taken = max(self._num_taken, self.num_tokens)
         self._token_ids, self._texts, self._logprobs = [], [], []
         return delta
 
     def restart(self) -> None:
         """Another attempt goes on from the tokens that are known: what came early from the last one is void."""
         self._early.clear()
+
+    def known(self, first_token_index: int = 0) -> worker_pb2.Tokens:
+        """The tokens from there on, and the end, as a worker would have told them. Of a kept sequence only."""
+        assert self._kept_logprobs is not None, "this sequence keeps nothing"
+        tokens = worker_pb2.Tokens(
+            sequence_index=self.index,
+            first_token_index=first_token_index,
+            token_ids=self.known_ids[first_token_index:],
+            logprobs=self._kept_logprobs[first_token_index:],
+        )
+        if self.end is not None and self.end.WhichOneof("matched_stop") != "stop_string":
+            tokens.finish_reason = self.end.finish_reason
+            if self.end.HasField("stop_token_id"):
+                tokens.stop_token_id = self.end.stop_token_id
+        return tokens
+
+    def rewound(self, first_wanted: int, detokenizer: Detokenizer) -> SequenceOutput:
+        """The same sequence for a client that holds its tokens before `first_wanted`, and their text.
+
+        Text that only the end sets free belongs to the last token.
+        """
+        fresh = SequenceOutput(self.index, self._request, detokenizer, first_wanted=first_wanted, is_kept=True)
+        fresh.add(self.known())
+        fresh._early, fresh.last_token_at = self._early, self.last_token_at
+        return fresh
 
     def close(self, reason: generation_pb2.FinishReason) -> None:
         """Ends it from outside, by a cancel; no effect on one that has ended."""
@@ -101,43 +137,55 @@ class SequenceOutput:
         is_last = tokens.finish_reason != _OPEN
         is_stop_token = is_last and tokens.HasField("stop_token_id") and not self._request.include_stop_in_output
         with_text = token_ids[:-1] if is_stop_token else token_ids
-        num_kept, stop = self._read(with_text)
+        num_held = min(len(token_ids), max(0, self._num_taken - self.num_tokens))
+        num_kept, stop = self._read(with_text, num_held)
         if stop is None:
             num_kept = len(token_ids)
         self.num_tokens += num_kept
         self.known_ids.extend(token_ids[:num_kept])
         if self._request.wants_token_ids:
-            self._token_ids.extend(token_ids[:num_kept])
+            self._token_ids.extend(token_ids[num_held:num_kept])
         if self._request.wants_logprobs:
-            self._logprobs.extend(tokens.logprobs[num_known : num_known + num_kept])
+            logprobs = tokens.logprobs[num_known : num_known + num_kept]
+            self._logprobs.extend(logprobs[num_held:])
+            if self._kept_logprobs is not None:
+                self._kept_logprobs.extend(logprobs)
         if stop is not None:
             self.end = self._make_end(_STOP)
             self.end.stop_string = stop
             return not is_last
         if is_last:
-            self._finish(tokens.finish_reason)
+            self._finish(tokens.finish_reason, is_held=0 < len(token_ids) == num_held)
             if tokens.HasField("stop_token_id") and self.end is not None:
                 self.end.stop_token_id = tokens.stop_token_id
         return False
 
-    def _read(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
-        """Turns tokens into text; (how many count, the stop string that ended the sequence at the last of them)."""
+    def _read(self, token_ids: Sequence[int], num_held: int) -> tuple[int, str | None]:
+        """Turns tokens into text; (how many count, the stop string that ended the sequence at the last of them).
+
+        The client holds the text of the first `num_held` already.
+        """
         if self._matcher is None:
             if self._request.wants_text:
-                self._texts.append(self._detokenizer.push(token_ids))
+                if num_held:
+                    self._detokenizer.push(token_ids[:num_held])
+                self._texts.append(self._detokenizer.push(token_ids[num_held:]))
             return len(token_ids), None
         for count, token_id in enumerate(token_ids, start=1):
             piece = self._detokenizer.push((token_id,))
             fed = self._matcher.feed(piece, can_stop=self.num_tokens + count >= self._min_tokens)
-            self._add_text(fed.text)
+            if count > num_held:
+                self._add_text(fed.text)
             if fed.stop is not None:
                 return count, fed.stop
         return len(token_ids), None
 
-    def _finish(self, reason: generation_pb2.FinishReason) -> None:
-        if self._matcher is not None:
-            self._add_text(self._matcher.flush())
-        self._add_text(self._detokenizer.flush())
+    def _finish(self, reason: generation_pb2.FinishReason, *, is_held: bool = False) -> None:
+        """`is_held`: the client has the last token, and with it the text that was held back."""
+        if not is_held:
+            if self._matcher is not None:
+                self._add_text(self._matcher.flush())
+            self._add_text(self._detokenizer.flush())
         self.end = self._make_end(reason)
 
     def _make_end(self, reason: generation_pb2.FinishReason) -> generation_pb2.SequenceEnd:

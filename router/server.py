@@ -24,6 +24,7 @@ from cluster.metrics import MetricsPage
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
+from cluster.state import Store, open_store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.admin import ControlService, StatusService
 from router.dispatcher import Dispatcher
@@ -57,8 +58,8 @@ _MOST_MESSAGE_BYTES = 2**31 - 1
 class RouterServer:
     """Lives in one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: RouterSettings, report: Report) -> None:
-        """Reads the model folder; raises CheckpointError or ConfigError."""
+    def __init__(self, settings: RouterSettings, report: Report, store: Store | None = None) -> None:
+        """Reads the model folder; raises CheckpointError or ConfigError. `store`: None for the one of the settings."""
         folder = Path(settings.model_path)
         self._settings = settings
         self._report = report
@@ -92,6 +93,17 @@ class RouterServer:
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
         self._control = ControlService(self.dispatcher)
+        self.generation = GenerationService(
+            self._model,
+            self._tokenizer,
+            self.dispatcher,
+            self._executor,
+            Pace(settings.stream_messages_per_s),
+            self._gate,
+            open_store(settings.state) if store is None else store,
+            resume_window_s=settings.resume_window_s,
+            stalled_client_timeout_s=settings.stalled_client_timeout_s,
+        )
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
@@ -134,6 +146,7 @@ class RouterServer:
                 service_handler(STATUS, status, max_message_bytes=limit),
             )
         )
+        self.generation.resumables.start()
         for server in self._servers:
             await server.start()
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
@@ -152,6 +165,7 @@ class RouterServer:
             self._report(f"draining {self.dispatcher.num_running} requests")
         await self.dispatcher.drain(self._settings.drain_timeout_s)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        await self.generation.resumables.stop()
         await self.dispatcher.fleet.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._metrics_page is not None:
@@ -172,20 +186,10 @@ class RouterServer:
             )
 
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
-        pace = Pace(self._settings.stream_messages_per_s)
-        generation = GenerationService(
-            self._model,
-            self._tokenizer,
-            self.dispatcher,
-            self._executor,
-            pace,
-            self._gate,
-            stalled_client_timeout_s=self._settings.stalled_client_timeout_s,
-        )
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(
             (
-                service_handler(GENERATION, generation, max_message_bytes=limit),
+                service_handler(GENERATION, self.generation, max_message_bytes=limit),
                 service_handler(STATUS, status, max_message_bytes=limit),
                 service_handler(HEALTH, self._health, max_message_bytes=limit),
                 reflection_handler((GENERATION.full_name, STATUS.full_name, HEALTH.full_name)),

@@ -1,7 +1,8 @@
 """GenerationService: the public API, in terms of the parts below it.
 
 Each method validates, hands a request to the dispatcher, and writes what comes back; leaving it in any way cancels what
-still runs. Long texts are tokenized on a thread, so that one client's prompt does not hold up another's tokens.
+still runs, unless it may be resumed (`router.resume`). Long texts are tokenized on a thread, so that one client's
+prompt does not hold up another's tokens.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ import secrets
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TypeVar
 
-from cluster.errors import DeadlineExceeded, FieldViolation
+from cluster.errors import DeadlineExceeded, FailedPrecondition, FieldViolation
 from cluster.gate import Gate
 from cluster.pb import generation_pb2 as pb
-from router.caller import caller_of
+from cluster.state import Store
+from router.caller import Caller, caller_of
 from router.chat_input import read_chat
+from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.fields import Violations, invalid
 from router.first_look import least_of
@@ -26,7 +30,9 @@ from router.model import ServedModel
 from router.model_card import model_card
 from router.outlet import Outlet
 from router.pace import Pace
+from router.record import Record
 from router.request import LiveRequest
+from router.resume import Reader, Resumables
 from router.tokenizer import Encoded, Tokenizer
 from router.validate import Prompt, ValidatedRequest, check_model, validate
 
@@ -48,7 +54,9 @@ class GenerationService:
         executor: Executor,
         pace: Pace,
         gate: Gate,
+        store: Store,
         *,
+        resume_window_s: float,
         stalled_client_timeout_s: float,
     ) -> None:
         self._model = model
@@ -58,16 +66,28 @@ class GenerationService:
         self._pace = pace
         self._gate = gate
         self._stalled_client_timeout_s = stalled_client_timeout_s
+        self.resumables = Resumables(
+            dispatcher,
+            store,
+            window_s=resume_window_s,
+            revive=self._revive,
+            new_detokenizers=self._new_detokenizers,
+        )
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        live = await self._submit(request, context, is_streaming=False)
+        reader = await self._open(request, context, is_streaming=False)
+        live = reader.live
         try:
-            await live.wait()
+            while not live.is_over:
+                await live.wait()
+                reader.check()
+            events = live.take()
+            if reader.is_kept:
+                await self.resumables.before_telling(reader)
         finally:
-            self._dispatcher.cancel(live.key.request_id, "the client left")
+            self._leave(reader)
         if live.error is not None:
             raise live.error
-        events = live.take()
         return pb.GenerateResponse(
             generation_id=live.key.request_id,
             model=live.model,
@@ -78,26 +98,32 @@ class GenerationService:
         )
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Context) -> None:
-        live = await self._submit(request, context, is_streaming=True)
+        reader = await self._open(request, context, is_streaming=True)
         try:
             with self._pace.stream():
-                await self._tell(live, context)
+                await self._tell(reader, context)
         except ClientStalled:
             self._dispatcher.counters.refused["client_stalled"] += 1
             raise
         finally:
-            self._dispatcher.cancel(live.key.request_id, "the client left")
-        if live.error is not None:
-            raise live.error
+            self._leave(reader)
+        if reader.live.error is not None:
+            raise reader.live.error
 
-    async def _tell(self, live: LiveRequest, context: Context) -> None:
+    async def _tell(self, reader: Reader, context: Context) -> None:
         """Everything, until it is over. A client that named an interval gets that and no pauses."""
+        live = reader.live
         outlet = Outlet(context, live, self._stalled_client_timeout_s)
         is_paced = live.request.stream_interval_tokens is None
         while True:
+            reader.check()
             await live.wait()
+            reader.check()
             is_over = live.is_over
-            for event in live.take():
+            events = live.take()
+            if reader.is_kept:
+                await self.resumables.before_telling(reader)
+            for event in events:
                 await outlet.write(event)
             if is_over:
                 return
@@ -126,12 +152,14 @@ class GenerationService:
         self, request: pb.CancelGenerationRequest, context: Context
     ) -> pb.CancelGenerationResponse:
         """A generation of another tenant is as unknown as one that never was."""
-        tenant = caller_of(self._gate.key_of(context)).tenant
+        caller = caller_of(self._gate.key_of(context))
         response = pb.CancelGenerationResponse()
         for generation_id in dict.fromkeys(request.generation_ids):
+            why = "by CancelGeneration"
             live = self._dispatcher.find(generation_id)
-            is_theirs = live is not None and live.caller.tenant == tenant
-            is_cancelled = is_theirs and self._dispatcher.cancel(generation_id, "by CancelGeneration")
+            is_theirs = live is not None and live.caller.tenant == caller.tenant
+            is_cancelled = await self.resumables.cancel(generation_id, caller, why)
+            is_cancelled = is_cancelled or (is_theirs and self._dispatcher.cancel(generation_id, why))
             (response.cancelled_ids if is_cancelled else response.unknown_ids).append(generation_id)
         return response
 
@@ -148,14 +176,20 @@ class GenerationService:
         wrong.raise_if_any()
         return pb.ListModelsResponse(models=[self._card()])
 
-    async def _submit(
+    async def _open(
         self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Context, *, is_streaming: bool
-    ) -> LiveRequest:
+    ) -> Reader:
+        """Submits a new generation, or goes on with the one that `spec.resume` names."""
         now, arrival_time_s = self._dispatcher.clock(), time.time()
         caller = caller_of(self._gate.key_of(context))
         if not request.HasField("spec"):
             raise invalid((FieldViolation("spec", "must be set"),))
         _check_deadline(context)
+        if request.spec.resume.generation_id:
+            return await self.resumables.resume(request.spec, caller, is_streaming=is_streaming)
+        if request.spec.HasField("resume") and not is_streaming:
+            only = "must be set in Generate, which tells no id before its end; call GenerateStream first"
+            raise invalid((FieldViolation("spec.resume.generation_id", only),))
         self._dispatcher.refuse_early(least_of(request.spec, self._model, caller, context.time_remaining()))
         valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec, is_streaming, caller.tenant))
         live = LiveRequest(
@@ -167,9 +201,40 @@ class GenerationService:
             arrival_time_s=arrival_time_s,
             is_streaming=is_streaming,
             caller=caller,
+            may_resume=request.spec.HasField("resume"),
         )
         self._dispatcher.submit(live, time_left_s=context.time_remaining())
-        return live
+        return self.resumables.keep(live, request.spec) if live.may_resume else Reader(live, is_kept=False)
+
+    def _leave(self, reader: Reader) -> None:
+        if reader.is_kept:
+            self.resumables.leave(reader)
+        else:
+            self._dispatcher.cancel(reader.live.key.request_id, "the client left")
+
+    def _revive(self, generation_id: str, record: Record, caller: Caller, first_attempt: int) -> LiveRequest:
+        """Validated again, as the limits are this router's; sampled as it was. Arrived when it did."""
+        origin = record.origin
+        valid = validate(origin.spec, self._model, self._encode, fresh_seed=0, tenant=caller.tenant)
+        if any(token_id >= self._model.vocab_size for tokens in record.tokens for token_id in tokens.token_ids):
+            raise FailedPrecondition("the record of this generation is not one of the served model; ask anew")
+        age_s = max(0.0, time.time() - origin.arrival_time_s)
+        valid = replace(valid, sampling=origin.sampling)
+        return LiveRequest(
+            generation_id,
+            valid,
+            [self._tokenizer.new_detokenizer(valid.prompt_token_ids) for _ in range(valid.sampling.n)],
+            model=self._model.name,
+            now=self._dispatcher.clock() - age_s,
+            arrival_time_s=origin.arrival_time_s,
+            is_streaming=True,
+            caller=caller,
+            may_resume=True,
+            first_attempt=first_attempt,
+        )
+
+    def _new_detokenizers(self, live: LiveRequest) -> list[Detokenizer]:
+        return [self._tokenizer.new_detokenizer(live.request.prompt_token_ids) for _ in live.sequences]
 
     async def _aside(self, size_bytes: int, work: Callable[[], T]) -> T:
         if size_bytes <= _INLINE_BYTES:

@@ -139,7 +139,6 @@ def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) 
     given = {
         "sampling.bad_words": bool(spec.sampling.bad_words),
         f"sampling.{constraint}": constraint is not None,
-        "resume": spec.HasField("resume"),
         "extensions": spec.HasField("extensions"),
     }
     not_yet = "is not served yet; leave it unset"

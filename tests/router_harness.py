@@ -23,6 +23,7 @@ from cluster import rpc
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
+from cluster.state import Store
 from cluster.tls import ClientTls, internal_tls_of
 from router.server import RouterServer
 
@@ -117,19 +118,21 @@ async def running_router(
     *,
     chat_template: str | None = CHAT_TEMPLATE,
     tls: ClientTls | None = None,
+    store: Store | None = None,
     **settings: Any,
 ) -> AsyncIterator[Router]:
     """Starts the workers and a router that knows them, waits until it serves with all of them, and ends all of it.
 
-    `tls`: of the client's channel.
+    `tls`: of the client's channel. Workers that another router has started are that one's to end.
     """
-    for worker in workers:
+    started = [worker for worker in workers if not worker.address]
+    for worker in started:
         await worker.start()
     given = {"port": 0, "drain_timeout_s": 0.0, "workers": tuple(worker.flag for worker in workers)} | settings
     model_path = str(make_model_folder(folder, chat_template=chat_template))
     complete = RouterSettings(model_path=model_path, **given)
     internal = internal_tls_of(complete)
-    server = RouterServer(complete, lambda line: None)
+    server = RouterServer(complete, lambda line: None, store)
     address, control_address = await server.start()
     try:
         async with rpc.create_channel(address, tls=tls) as channel:
@@ -140,7 +143,7 @@ async def running_router(
             yield router
     finally:
         await server.stop()
-        for worker in workers:
+        for worker in started:
             await worker.stop()
 
 

@@ -6,8 +6,10 @@ reader can leave out what only follows from a mistake it has reported already.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from cluster.address import is_loopback
 from cluster.config.schema import RoleName, ServingConfig
@@ -32,6 +34,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_device(config)
     yield from _check_timers(config)
     yield from _check_tls(config)
+    yield from _check_state(config)
     for name, listener in (("router", config.router), ("admin", config.admin)):
         if not listener.insecure and config.tls.cert is None and not is_loopback(listener.host):
             yield Finding(
@@ -64,6 +67,20 @@ def _check_tls(config: ServingConfig) -> Iterator[Finding]:
                 f"is missing beside {section}.{given[0]}; name {' and '.join(names)}, or leave all of {section} null",
                 tuple(f"{section}.{name}" for name in given),
             )
+
+
+def _check_state(config: ServingConfig) -> Iterator[Finding]:
+    """The URL itself is not repeated, as it may hold a password."""
+    if config.state is None:
+        return
+    try:
+        url = urlsplit(config.state)
+        is_good = url.scheme in ("redis", "rediss") and bool(url.hostname) and url.port != 0
+        is_good = is_good and re.fullmatch(r"(/\d*)?", url.path) is not None
+    except ValueError:  # a port that is none
+        is_good = False
+    if not is_good:
+        yield Finding("state", "is not of the form redis://HOST:PORT[/DB]; use that, rediss:// for TLS, or null")
 
 
 def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:

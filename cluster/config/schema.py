@@ -211,6 +211,9 @@ class RouterSection:
     stream_messages_per_s: float | None = bounded(None, above=0, at_most=1e9)
     """How many messages all streams together should send: with more tokens than that, each message carries several.
     null: 250 for each core. A client that sets `stream_interval_tokens` gets what it set."""
+    resume_window_s: float = bounded(30.0, above=0, at_most=DAY_S)
+    """A generation that may be resumed is kept for so long after its client has left, or after its end if that is
+    later."""
     insecure: bool = False
     """Allow an address other than loopback although there is no TLS."""
 
@@ -320,6 +323,10 @@ class ServingConfig:
     """Where the running cluster is changed."""
     metrics: MetricsSection = field(default_factory=MetricsSection)
     """What can be watched."""
+    state: str | None = None
+    """Redis in which generations that may be resumed outlive their router: redis://[USER:PASSWORD@]HOST:PORT[/DB], or
+    rediss:// with TLS; null: they end with it. Redis may be away or lose everything at any time: no request fails by
+    that, but what it has lost cannot be resumed when its router is lost too."""
     log_dir: str | None = None
     """Folder for the logs of every process, relative to the folder of this file; null: only the console."""
 

@@ -139,7 +139,6 @@ NOT_SERVED = [
     (sampling(grammar_ebnf="a"), "spec.sampling.grammar_ebnf"),
     (sampling(choice=pb.ChoiceConstraint(choices=["a"])), "spec.sampling.choice"),
     (sampling(json_object=True), "spec.sampling.json_object"),
-    (pb.GenerationSpec(text="hi", resume=pb.ResumeFrom(generation_id="gen-1")), "spec.resume"),
     (pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()), "spec.extensions"),
 ]
 

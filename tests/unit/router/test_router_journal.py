@@ -1,0 +1,245 @@
+"""Another router goes on where the first one was lost; the store may lose everything, or be away, at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from author import ALONE, Author, Reading, again, resumable
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from router_harness import Router, ids, running_router
+
+from benchmarks.redis_server import RedisServer, running_redis
+from cluster import rpc
+from cluster.errors import Aborted, FailedPrecondition, NotFound, Unavailable
+from cluster.pb import generation_pb2 as pb
+from cluster.state import MemoryStore, Store
+from cluster.state.redis_store import RedisStore
+
+TEXT = "aéb🎉c ENDx"
+STOP = ("END",)
+
+
+@pytest.fixture(params=["memory", "redis"])
+def make_store(request: pytest.FixtureRequest) -> Callable[[], Store]:
+    """Called for each router: one content, however many stores."""
+    if request.param == "memory":
+        shared = MemoryStore()
+        return lambda: shared
+    server: RedisServer = request.getfixturevalue("redis_of_session")
+    return lambda: RedisStore(server.url)
+
+
+@contextlib.asynccontextmanager
+async def two_routers(folder: Path, author: Author, make_store: Callable[[], Store]) -> AsyncIterator[list[Router]]:
+    """Over one worker and one store."""
+    async with (
+        running_router(folder, [author.worker], store=make_store(), **ALONE) as one,
+        running_router(folder, [author.worker], store=make_store(), **ALONE) as two,
+    ):
+        yield [one, two]
+
+
+async def error_of(reading: Reading) -> Exception:
+    with pytest.raises(grpc.RpcError) as refused:
+        await reading.to_the_end()
+    return rpc.from_rpc_error(refused.value)
+
+
+@pytest.mark.parametrize("index", [0, 3, 7])
+async def test_a_client_that_comes_to_another_router_gets_the_rest(
+    tmp_path: Path, make_store: Callable[[], Store], index: int
+) -> None:
+    author = Author(TEXT)
+    async with two_routers(tmp_path, author, make_store) as (one, two):
+        undisturbed = await Reading.start(one, resumable(stop=STOP)).to_the_end()
+        author.limit = 7
+        first = Reading.start(one, resumable(stop=STOP))
+        await first.until_tokens(7)
+        await first.leave()
+        rest = Reading.start(two, again(first.generation_id, index))
+        await rest.until_tokens(7 - index) if index < 7 else await author.worker.next_admit()
+        author.finish()
+        await rest.to_the_end()
+        admit = author.worker.admits[-1]
+    assert [list(known.token_ids) for known in admit.known_tokens] == [ids(TEXT)[:7]], "told tokens were not journaled"
+    assert admit.sampling == author.worker.admits[-2].sampling
+    assert admit.key.attempt > 1, "an attempt of one router could be taken for one of another"
+    assert rest.tokens[0] == undisturbed.tokens[0][index:]
+    assert rest.logprobs[0] == undisturbed.logprobs[0][index:]
+    assert undisturbed.texts[0].endswith(rest.texts.get(0, "")) and rest.ends == undisturbed.ends
+    if index == 0:
+        assert rest.texts == undisturbed.texts
+
+
+async def test_a_router_that_lost_a_generation_cancels_its_run(tmp_path: Path, make_store: Callable[[], Store]) -> None:
+    author = Author("hello world", limit=3)
+    async with two_routers(tmp_path, author, make_store) as (one, two):
+        first = Reading.start(one, resumable())
+        await first.until_tokens(3)
+        second = Reading.start(two, again(first.generation_id, 3))
+        await author.worker.next_admit()
+        while len(author.worker.admits) < 2:
+            await author.worker.next_admit()
+        author.allow(5)
+        assert isinstance(await error_of(first), Aborted)
+        cancel = await author.worker.next_cancel()
+        assert cancel.key == author.worker.admits[0].key
+        author.finish()
+        await second.to_the_end()
+    assert second.texts == {0: "lo world"}
+
+
+async def test_what_has_ended_is_told_by_another_router_without_a_worker(
+    tmp_path: Path, make_store: Callable[[], Store]
+) -> None:
+    author = Author("hello", "wor")
+    async with two_routers(tmp_path, author, make_store) as (one, two):
+        first = await Reading.start(one, resumable(2)).to_the_end()
+        rest = await Reading.start(two, again(first.generation_id, 2)).to_the_end()
+    assert rest.texts == {0: "llo", 1: "r"} and rest.ends == first.ends
+    assert len(author.worker.admits) == 1
+
+
+async def test_a_cancelled_generation_is_nobodys(tmp_path: Path, make_store: Callable[[], Store]) -> None:
+    """Told to the router that does not run it."""
+    author = Author("hello", limit=2)
+    async with two_routers(tmp_path, author, make_store) as (one, two):
+        first = Reading.start(one, resumable())
+        await first.until_tokens(2)
+        request = pb.CancelGenerationRequest(generation_ids=[first.generation_id])
+        assert list((await two.generation.CancelGeneration(request)).cancelled_ids) == [first.generation_id]
+        author.allow(4)
+        assert isinstance(await error_of(first), Aborted)
+        await author.worker.next_cancel()
+        for router in (one, two):
+            assert isinstance(await error_of(Reading.start(router, again(first.generation_id, 0))), NotFound)
+
+
+async def test_other_weights_do_not_go_on(tmp_path: Path) -> None:
+    author, store = Author("hello", limit=2), MemoryStore()
+    async with two_routers(tmp_path, author, lambda: store) as (one, two):
+        for router, revision in ((one, "a"), (two, "b")):
+            (worker,) = router.server.dispatcher.fleet
+            assert worker.info is not None
+            worker.info.weights_revision = revision
+        first = Reading.start(one, resumable())
+        await first.until_tokens(2)
+        assert isinstance(await error_of(Reading.start(two, again(first.generation_id, 0))), FailedPrecondition)
+        author.finish()
+        assert (await first.to_the_end()).texts == {0: "hello"}, "a refused resume disturbed it"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(flushes=st.sets(st.integers(0, 11)), leaves_at=st.integers(1, 11), held=st.integers(0, 11))
+def test_a_store_that_forgets_between_any_two_messages_is_told_again(
+    tmp_path_factory: pytest.TempPathFactory, flushes: set[int], leaves_at: int, held: int
+) -> None:
+    """As long as one message came after the last loss, nothing is missing."""
+
+    async def play() -> None:
+        author, store = Author("hello world", limit=0), MemoryStore()
+        async with two_routers(tmp_path_factory.mktemp("model"), author, lambda: store) as (one, two):
+            first = Reading.start(one, resumable())
+            for count in range(1, leaves_at + 1):
+                if count - 1 in flushes:
+                    store._logs.clear()
+                author.allow(count)
+                await first.until_tokens(count)
+            await first.leave()
+            author.limit = 0
+            rest = Reading.start(two, again(first.generation_id, min(held, leaves_at)))
+            while len(author.worker.admits) < 2 and leaves_at < 11:
+                await author.worker.next_admit()
+            author.finish()
+            await rest.to_the_end()
+            if leaves_at < 11:
+                (known,) = author.worker.admits[1].known_tokens
+                assert list(known.token_ids) == ids("hello world")[:leaves_at]
+            assert rest.texts.get(0, "") == "hello world"[min(held, leaves_at) :]
+
+    asyncio.run(play())
+
+
+@pytest.fixture
+def own_redis() -> Iterator[RedisServer]:
+    with running_redis() as server:
+        yield server
+
+
+FAULTS: dict[str, Callable[[RedisServer], None]] = {
+    "killed": RedisServer.kill,
+    "flushed": RedisServer.flush,
+    "stopped": RedisServer.pause,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_no_stream_fails_whatever_happens_to_redis(tmp_path: Path, own_redis: RedisServer, fault: str) -> None:
+    author = Author("hello world", limit=3)
+    async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as router:
+        streams = [Reading.start(router, resumable()) for _ in range(8)]
+        for stream in streams:
+            await stream.until_tokens(3)
+        FAULTS[fault](own_redis)
+        author.allow(6)
+        for stream in streams:
+            await stream.until_tokens(6)
+        late = Reading.start(router, resumable())
+        await late.until_tokens(6)
+        author.finish()
+        for stream in [*streams, late]:
+            assert (await stream.to_the_end()).texts == {0: "hello world"}
+
+
+async def test_a_client_ahead_of_the_journal_is_told_nothing_twice(tmp_path: Path, own_redis: RedisServer) -> None:
+    """Redis was away while it was told; what it holds is generated again, and not told."""
+    author = Author("hello world", limit=3)
+    async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as one:
+        first = Reading.start(one, resumable())
+        await first.until_tokens(3)
+        own_redis.pause()
+        author.allow(6)
+        await first.until_tokens(6)
+        async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as two:
+            away = await error_of(Reading.start(two, again(first.generation_id, 6)))
+            assert isinstance(away, Unavailable) and away.retry_after_s
+        await one.server.stop()
+        own_redis.go_on()
+        author.limit = 0
+        async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as three:
+            rest = Reading.start(three, again(first.generation_id, 6))
+            while len(author.worker.admits) < 2:
+                await author.worker.next_admit()
+            author.finish()
+            await rest.to_the_end()
+    (known,) = author.worker.admits[1].known_tokens
+    assert 3 <= len(known.token_ids) < 6, "the journal has what was told while Redis stood still"
+    assert (rest.texts, rest.first) == ({0: "world"}, {0: 6})
+
+
+async def test_what_a_store_missed_is_there_when_it_is_back(tmp_path: Path, own_redis: RedisServer) -> None:
+    author = Author("hello world", limit=3)
+    async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as one:
+        first = Reading.start(one, resumable())
+        await first.until_tokens(3)
+        own_redis.kill()
+        author.allow(6)
+        await first.until_tokens(6)
+        own_redis.start()
+        store = RedisStore(own_redis.url)
+        async with asyncio.timeout(20):
+            while await store.read(first.generation_id) is None:
+                pass
+        await store.close()
+        async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as two:
+            rest = Reading.start(two, again(first.generation_id, 2))
+            await rest.until_tokens(4)
+            author.finish()
+            assert (await rest.to_the_end()).texts == {0: "llo world"}
+    assert [list(known.token_ids) for known in author.worker.admits[1].known_tokens] == [ids("hello ")]
