@@ -18,7 +18,7 @@ KernelsName = Literal["auto", "native", "torch"]
 TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 WireFormatName = Literal["native", "int8", "fp8"]
 DigestName = Literal["auto", "on", "sampled", "off"]
-RebalanceMode = Literal["fixed"]
+RebalanceMode = Literal["fixed", "auto"]
 PolicyName = Literal["predicted", "least_loaded", "round_robin", "random"]
 RoleName = Literal["prefill", "decode"]
 
@@ -254,12 +254,30 @@ class InternalTlsSection:
 
 @dataclass(frozen=True)
 class SloSection:
-    """What requests should keep. `router.policy: predicted` prefers workers on which they do."""
+    """What requests should keep. `router.policy: predicted` prefers workers on which they do, and `mode: auto` the
+    split in which most do."""
 
     ttft_ms: float = bounded(500.0, above=0, at_most=1000 * DAY_S)
     """Time to the first token."""
     tpot_ms: float = bounded(50.0, above=0, at_most=1000 * DAY_S)
-    """Time per output token after the first."""
+    """Time per output token after the first. Beside sequences that decode, a step computes no more of prompts than
+    ends within it."""
+
+
+@dataclass(frozen=True)
+class AutoSection:
+    """When `mode: auto` believes in a gain, and acts upon it."""
+
+    margin: float = bounded(0.1, at_least=0, at_most=10)
+    """Share by which more requests must be predicted to keep the objectives."""
+    headroom: float = bounded(0.25, at_least=0, at_most=10)
+    """Share of load, on top of that of now, for which the split is to be enough: while it is, nothing moves."""
+    confirm_s: float = bounded(5.0, at_least=0, at_most=DAY_S)
+    """For so long the gain must have been there."""
+    cooldown_s: float = bounded(10.0, at_least=0, at_most=DAY_S)
+    """After a move, the next one waits for so long."""
+    dwell_s: float = bounded(30.0, at_least=0, at_most=DAY_S)
+    """A worker that was moved stays in its role for so long."""
 
 
 @dataclass(frozen=True)
@@ -267,11 +285,15 @@ class RebalanceSection:
     """Whether Baton moves devices between the roles by itself."""
 
     mode: RebalanceMode = "fixed"
-    """fixed: the ratio is what this file says."""
+    """fixed: the ratio is what this file says; auto: the file says how it begins, and Baton moves workers to where most
+    requests keep the objectives, by what it measures of the load and of its workers. It leaves each role its
+    `min_workers`; with 0 for prefill it may have every worker do both."""
     slo: SloSection = field(default_factory=SloSection)
     """What requests should keep."""
     drain_timeout_s: float = bounded(60.0, above=0, at_most=DAY_S)
     """How long a worker that is to be stopped keeps its requests; what is left then goes on elsewhere."""
+    auto: AutoSection = field(default_factory=AutoSection)
+    """When `mode: auto` moves."""
 
 
 @dataclass(frozen=True)

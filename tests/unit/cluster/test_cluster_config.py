@@ -165,7 +165,7 @@ def test_a_number_may_be_written_in_any_plain_way(folder: Path, line: str, value
         ("    log_dir: ''\n", 'log_dir: must not be empty (got "", a string)'),
         ("    engine: 5\n", "engine: must be a mapping of keys to values (got 5)"),
         ("    engine: [5]\n", "engine: must be a mapping of keys to values (got a list)"),
-        ("    rebalance: {mode: auto}\n", "rebalance.mode: must be fixed (got auto)"),
+        ("    rebalance: {mode: free}\n", "rebalance.mode: must be fixed or auto (got free)"),
         ("    engine: {max_num_seq: 5}\n", 'engine.max_num_seq: unknown key; did you mean "max_num_seqs"?'),
         ("    engine: {max-num-seqs: 5}\n", 'unknown key; did you mean "max_num_seqs"?'),
         ("    engine: {port: 5}\n", 'engine.port: unknown key; did you mean "router.port"?'),

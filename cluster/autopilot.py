@@ -1,0 +1,126 @@
+"""`rebalance.mode: auto` at work: looks at the load once a second and asks the door for another split when it pays.
+
+Decides nothing itself (`cluster.auto_ratio` does) and moves nobody (the door does). It says why the split moves, and
+why it stays when the reason is another one. Knows the cluster by what `Sight` and `Split` tell.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from cluster.auto_ratio import AutoRatio, Bounds, Patience, Slo, Verdict, Worker
+from cluster.config import ServingConfig
+from cluster.demand import Demand
+from cluster.errors import BatonError
+from cluster.pb import admin_pb2
+from cluster.step_cost import StepCost, usual
+
+logger = logging.getLogger(__name__)
+
+_SAY_AGAIN_S = 30.0
+"""While the same split is right, why is said so often."""
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What the routers have counted lately, together."""
+
+    window_s: float
+    demand: Demand
+    cost: StepCost | None
+    kv_tokens: int
+
+    @classmethod
+    def of(cls, reports: list[admin_pb2.GetDemandResponse]) -> Sight | None:
+        """None of nothing."""
+        if not reports:
+            return None
+        costs = [StepCost.from_proto(r.step_cost) for r in reports if r.HasField("step_cost")]
+        return cls(
+            window_s=max(r.window_s for r in reports),
+            demand=sum((Demand.from_proto(r.demand) for r in reports), Demand()),
+            cost=usual(costs) if costs else None,
+            kv_tokens=min(r.kv_tokens for r in reports),
+        )
+
+
+@dataclass(frozen=True)
+class Split:
+    """Workers as they are now."""
+
+    num_prefill: int
+    num_decode: int
+    version: int
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode
+
+
+class Autopilot:
+    """`look` once a second. `move(num_prefill, num_decode, version, why)` raises BatonError where it cannot be."""
+
+    def __init__(
+        self,
+        sight: Callable[[], Awaitable[Sight | None]],
+        split: Callable[[], Split | None],
+        move: Callable[[int, int, int, str], None],
+    ) -> None:
+        self._sight = sight
+        self._split = split
+        self._move = move
+        self._auto: AutoRatio | None = None
+        self._settings: tuple[Slo, Patience] | None = None
+        self._num_prefill: int | None = None
+        self._said = ""
+        self._said_at = 0.0
+        self.verdict: Verdict | None = None
+        """The last one; None while the mode is another."""
+
+    async def look(self, now: float, config: ServingConfig) -> None:
+        """Nothing while `config` says another mode, or a change is being carried out (`split` gives None then)."""
+        if config.rebalance.mode != "auto":
+            self._auto = self.verdict = None
+            return
+        split, sight = self._split(), await self._sight()
+        if split is None or sight is None:
+            return
+        auto = self._tuned(config)
+        if self._num_prefill is not None:
+            auto.moved(now, self._num_prefill, split.num_prefill)
+        self._num_prefill = split.num_prefill
+        roles = config.roles
+        bounds = Bounds(split.num_workers, roles.prefill.min_workers, roles.decode.min_workers)
+        worker = None
+        if sight.cost is not None:
+            worker = Worker(sight.cost, config.engine.max_num_seqs, sight.kv_tokens)
+        self.verdict = auto.decide(now, sight.demand, sight.window_s, worker, bounds, split.num_prefill)
+        self._say(now, self.verdict)
+        if self.verdict.moves:
+            self._try(split, self.verdict)
+
+    def _tuned(self, config: ServingConfig) -> AutoRatio:
+        """Its memory lasts until somebody changes what it goes by."""
+        slo, auto = config.rebalance.slo, config.rebalance.auto
+        settings = (
+            Slo(slo.ttft_ms / 1000, slo.tpot_ms / 1000),
+            Patience(auto.margin, auto.headroom, auto.confirm_s, auto.cooldown_s, auto.dwell_s),
+        )
+        if self._auto is None or settings != self._settings:
+            self._auto, self._settings, self._num_prefill = AutoRatio(*settings), settings, None
+        return self._auto
+
+    def _try(self, split: Split, verdict: Verdict) -> None:
+        try:
+            self._move(verdict.num_prefill, split.num_workers - verdict.num_prefill, split.version, verdict.why)
+        except BatonError as error:
+            # Somebody else changed something at the same moment, or the plan cannot be met: the next look sees it.
+            logger.warning("auto: the split stays: %s", error.message)
+
+    def _say(self, now: float, verdict: Verdict) -> None:
+        gist = verdict.why.partition(" serves")[0]
+        if gist != self._said or now - self._said_at >= _SAY_AGAIN_S:
+            self._said, self._said_at = gist, now
+            logger.info("auto: %s", verdict.why)

@@ -1,0 +1,118 @@
+"""The loop of `mode: auto`: what it asks the door for, and when it keeps still."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.autopilot import Autopilot, Sight, Split
+from cluster.config import ServingConfig
+from cluster.config.schema import AutoSection, ModelSection, RebalanceSection
+from cluster.demand import Demand
+from cluster.errors import FailedPrecondition
+from cluster.pb import admin_pb2
+from cluster.step_cost import StepCost
+
+pytestmark = pytest.mark.asyncio
+
+COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
+LONG_PROMPTS = Demand(
+    num_arrived=200,
+    num_placed=200,
+    num_prompt_tokens=200 * 800,
+    num_sequences=200,
+    num_outputs=200,
+    num_output_tokens=200 * 20,
+    num_kv_tokens=200 * 800,
+)
+AUTO = ServingConfig(
+    ModelSection("m"),
+    rebalance=RebalanceSection(mode="auto", auto=AutoSection(confirm_s=2, cooldown_s=5, dwell_s=20)),
+)
+
+
+class World:
+    """Four workers and a door that does what it is asked at once."""
+
+    def __init__(self, demand: Demand | None = LONG_PROMPTS) -> None:
+        self.demand = demand
+        self.split: Split | None = Split(1, 3, version=7)
+        self.asked: list[tuple[int, int, int]] = []
+        self.error: FailedPrecondition | None = None
+        self.pilot = Autopilot(self.sight, lambda: self.split, self.move)
+        self.now = 0.0
+
+    async def sight(self) -> Sight | None:
+        return None if self.demand is None else Sight(10.0, self.demand, COST, 0)
+
+    def move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
+        assert why.startswith("moves: ")
+        self.asked.append((num_prefill, num_decode, version))
+        if self.error is not None:
+            raise self.error
+        self.split = Split(num_prefill, num_decode, version + 1)
+
+    async def run(self, seconds: int, config: ServingConfig = AUTO) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            await self.pilot.look(self.now, config)
+
+
+async def test_moves_to_where_most_is_served_and_stays_there() -> None:
+    world = World()
+    await world.run(30)
+    assert world.asked == [(3, 1, 7)]
+    assert world.pilot.verdict is not None and world.pilot.verdict.why.startswith("stays: 3:1 serves")
+
+
+async def test_another_mode_moves_nothing() -> None:
+    world = World()
+    await world.run(30, replace(AUTO, rebalance=replace(AUTO.rebalance, mode="fixed")))
+    assert not world.asked and world.pilot.verdict is None
+
+
+async def test_while_a_change_is_carried_out_or_no_router_answers_nothing_moves() -> None:
+    world = World()
+    world.split = None
+    await world.run(30)
+    world = World(demand=None)
+    await world.run(30)
+    assert not world.asked
+
+
+async def test_what_the_door_refuses_is_asked_for_again() -> None:
+    world = World()
+    world.error = FailedPrecondition("version 7 is not current")
+    await world.run(3)
+    assert world.asked == [(3, 1, 7)]
+    world.error, world.split = None, Split(1, 3, version=9)
+    await world.run(1)
+    assert world.asked == [(3, 1, 7), (3, 1, 9)]
+
+
+async def test_after_an_operators_change_there_is_peace_as_after_its_own() -> None:
+    world = World()
+    await world.run(1)
+    world.split = Split(3, 1, version=8)
+    await world.run(1)
+    world.split = Split(2, 2, version=9)
+    await world.run(4)
+    assert not world.asked
+    await world.run(30)
+    assert world.asked == [(3, 1, 9)]
+
+
+async def test_each_role_keeps_its_least_workers() -> None:
+    world = World()
+    await world.run(30, replace(AUTO, roles=replace(AUTO.roles, decode=replace(AUTO.roles.decode, min_workers=2))))
+    assert world.asked == [(2, 2, 7)]
+
+
+async def test_the_reports_of_several_routers_are_one_sight() -> None:
+    one = admin_pb2.GetDemandResponse(window_s=15, demand=Demand(num_arrived=2).to_proto(), kv_tokens=50)
+    two = admin_pb2.GetDemandResponse(
+        window_s=15, demand=Demand(num_arrived=3).to_proto(), step_cost=COST.to_proto(), kv_tokens=40
+    )
+    assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=5), COST, 40)
+    assert Sight.of([]) is None
