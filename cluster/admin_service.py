@@ -48,6 +48,11 @@ class Desk(Protocol):
         """Writes an accepted change into that file."""
         ...
 
+    @property
+    def auto(self) -> admin_pb2.Auto | None:
+        """What `mode: auto` makes of the load; None in another mode."""
+        ...
+
     def parse(self, text: str, filename: str) -> ServingConfig:
         """Raises ConfigError."""
         ...
@@ -72,6 +77,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             changing=None if changing is None else plan_message(changing),
             last_sequence=desk.events.last_sequence,
             config_file=desk.config_path,
+            auto=desk.auto,
         )
 
     async def SetRoles(self, request: admin_pb2.SetRolesRequest, context: Context) -> admin_pb2.ChangeResponse:

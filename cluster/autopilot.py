@@ -67,15 +67,18 @@ class Autopilot:
         sight: Callable[[], Awaitable[Sight | None]],
         split: Callable[[], Split | None],
         move: Callable[[int, int, int, str], None],
+        say: Callable[[str], None] = logger.info,
     ) -> None:
         self._sight = sight
         self._split = split
         self._move = move
+        self._tell = say
         self._auto: AutoRatio | None = None
         self._settings: tuple[Slo, Patience] | None = None
         self._num_prefill: int | None = None
         self._said = ""
         self._said_at = 0.0
+        self.num_moves = 0
         self.verdict: Verdict | None = None
         """The last one; None while the mode is another."""
 
@@ -115,6 +118,7 @@ class Autopilot:
     def _try(self, split: Split, verdict: Verdict) -> None:
         try:
             self._move(verdict.num_prefill, split.num_workers - verdict.num_prefill, split.version, verdict.why)
+            self.num_moves += 1
         except BatonError as error:
             # Somebody else changed something at the same moment, or the plan cannot be met: the next look sees it.
             logger.warning("auto: the split stays: %s", error.message)
@@ -123,4 +127,4 @@ class Autopilot:
         gist = verdict.why.partition(" serves")[0]
         if gist != self._said or now - self._said_at >= _SAY_AGAIN_S:
             self._said, self._said_at = gist, now
-            logger.info("auto: %s", verdict.why)
+            self._tell(verdict.why)

@@ -26,6 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.actors import HostedProcess, die_with_parent, send_logs_to
 from cluster.admin_service import start_admin
+from cluster.autopilot import Autopilot, Sight, Split
 from cluster.config import ServingConfig
 from cluster.config_file import ConfigFile, Watch
 from cluster.crew import Crew
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "serving", "change"]
 _PLACING_S = 5.0
 _RETRY_S = 0.1
+_STEER_S = 1.0
 _LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
 
@@ -196,6 +198,9 @@ class Controller:
         steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
         self.events = EventLog(self._on_event)
         self.door = Door(config, steps, self.events, plan.max_devices)
+        self._pilot = Autopilot(
+            self._sight, self._split, self._move, lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}")
+        )
         self._admin: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -258,6 +263,13 @@ class Controller:
     @property
     def keep(self) -> Keep | None:
         return self._file.keep if self._file is not None and self._file.is_own else None
+
+    @property
+    def auto(self) -> admin_pb2.Auto | None:
+        verdict = self._pilot.verdict
+        if verdict is None:
+            return None
+        return admin_pb2.Auto(why=verdict.why, gain=verdict.gain, num_moves=self._pilot.num_moves)
 
     def parse(self, text: str, filename: str) -> ServingConfig:
         """As if it stood in the file that is watched."""
@@ -322,6 +334,7 @@ class Controller:
             if status is not None and sum(w.state == ready for w in status.workers) == len(self.crew):
                 self._has_served = True
                 self._notices.put_nowait(Notice("serving", "router", str(self.router.card["address"])))
+                self._tasks.append(asyncio.create_task(self._steer()))
                 if self._file is not None and self._file.is_own:
                     self._tasks.append(asyncio.create_task(self._watch(self._file)))
                 return
@@ -338,7 +351,28 @@ class Controller:
     def _apply_file(self, wanted: ServingConfig) -> None:
         # A refusal is an event already.
         with contextlib.suppress(BatonError):
-            self.door.propose(wanted, f"{self.config_path} was edited")
+            self.door.propose(self.door.split_kept(wanted), f"{self.config_path} was edited")
+
+    async def _steer(self) -> None:
+        """Has `mode: auto` look at the load; it is nothing in another mode, which may change."""
+        while True:
+            await asyncio.sleep(_STEER_S)
+            await self._pilot.look(asyncio.get_running_loop().time(), self.door.config)
+
+    async def _sight(self) -> Sight | None:
+        return Sight.of(await self._link.demand())
+
+    def _split(self) -> Split | None:
+        """None while it changes, or a worker is not there."""
+        members = [m for m in self.crew.members() if not m.is_draining]
+        if self.door.changing is not None or not all(m.is_ready for m in members):
+            return None
+        num_prefill = sum(m.role == "prefill" for m in members)
+        return Split(num_prefill, len(members) - num_prefill, self.door.version)
+
+    def _move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
+        wanted = self.door.with_split(num_prefill, num_decode)
+        self.door.propose(wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version)
 
 
 def start_controller(

@@ -112,6 +112,14 @@ class Door:
         }
         return _with_devices(self.config, devices)
 
+    def split_kept(self, wanted: ServingConfig) -> ServingConfig:
+        """`wanted`, with the present split of the same devices where Baton chooses it: a file that names another one
+        says how a cluster begins."""
+        is_auto = wanted.rebalance.mode == self.config.rebalance.mode == "auto"
+        devices: dict[RoleName, int] = {role: self.config.role(role).devices for role in ROLES}
+        is_same = sum(wanted.role(role).devices for role in ROLES) == sum(devices.values())
+        return _with_devices(wanted, devices) if is_auto and is_same else wanted
+
     def without(self, worker_id: str) -> ServingConfig:
         """The configuration that runs, with one worker less of the role which that one has."""
         counts = {role: self.config.role(role).devices for role in ROLES}

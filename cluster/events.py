@@ -26,6 +26,7 @@ class EventKind(Enum):
     REFUSED = "refused"
     WORKER_READY = "worker ready"
     WORKER_LOST = "worker lost"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True)

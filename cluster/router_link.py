@@ -69,6 +69,17 @@ class RouterLink:
             logger.info("the router does not answer: %s", error)
             return None
 
+    async def demand(self) -> list[admin_pb2.GetDemandResponse]:
+        """What clients have asked for lately; nothing while the router does not answer."""
+        if not self.is_up:
+            return []
+        try:
+            control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
+            return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S)]
+        except grpc.RpcError as error:
+            logger.info("the router does not say what is asked of it: %s", error)
+            return []
+
     async def close(self) -> None:
         """Ends what is under way."""
         for _, channel in self._channels.values():

@@ -161,7 +161,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file")
+    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,7 @@ class GetClusterResponse(_message.Message):
     CHANGING_FIELD_NUMBER: _ClassVar[int]
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FILE_FIELD_NUMBER: _ClassVar[int]
+    AUTO_FIELD_NUMBER: _ClassVar[int]
     version: int
     num_prefill: int
     num_decode: int
@@ -178,7 +179,18 @@ class GetClusterResponse(_message.Message):
     changing: Plan
     last_sequence: int
     config_file: str
-    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ...) -> None: ...
+    auto: Auto
+    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ...) -> None: ...
+
+class Auto(_message.Message):
+    __slots__ = ("why", "gain", "num_moves")
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    GAIN_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    why: str
+    gain: float
+    num_moves: int
+    def __init__(self, why: _Optional[str] = ..., gain: _Optional[float] = ..., num_moves: _Optional[int] = ...) -> None: ...
 
 class ProcessStatus(_message.Message):
     __slots__ = ("name", "state", "num_starts", "why", "address", "pids", "role", "is_draining", "tp_size")
@@ -279,6 +291,7 @@ class ClusterEvent(_message.Message):
         KIND_REFUSED: _ClassVar[ClusterEvent.Kind]
         KIND_WORKER_READY: _ClassVar[ClusterEvent.Kind]
         KIND_WORKER_LOST: _ClassVar[ClusterEvent.Kind]
+        KIND_AUTO: _ClassVar[ClusterEvent.Kind]
     KIND_UNSPECIFIED: ClusterEvent.Kind
     KIND_PLANNED: ClusterEvent.Kind
     KIND_STEP: ClusterEvent.Kind
@@ -288,6 +301,7 @@ class ClusterEvent(_message.Message):
     KIND_REFUSED: ClusterEvent.Kind
     KIND_WORKER_READY: ClusterEvent.Kind
     KIND_WORKER_LOST: ClusterEvent.Kind
+    KIND_AUTO: ClusterEvent.Kind
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]

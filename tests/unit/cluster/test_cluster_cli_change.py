@@ -37,6 +37,7 @@ class Desk:
         self.door, self.events = self.stage.door, self.stage.events
         self.crew = Crew(self._no_launcher, lambda _: None)
         self.router = Supervisor("router", self._no_launch, lambda _: None)
+        self.auto = None
         self.config_path = str(self.file.path)
         self.address = ""
 

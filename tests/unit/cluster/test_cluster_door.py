@@ -36,6 +36,25 @@ async def test_a_dry_run_plans_and_changes_nothing() -> None:
     assert (stage.split(), stage.told, stage.door.changing) == ((1, 3), [], None)
 
 
+async def test_where_baton_chooses_the_split_a_file_that_names_another_does_not() -> None:
+    def auto(config: ServingConfig, margin: float = 0.1) -> ServingConfig:
+        rebalance = replace(config.rebalance, mode="auto", auto=replace(config.rebalance.auto, margin=margin))
+        return replace(config, rebalance=rebalance)
+
+    stage = DoorStage()
+    fixed, door = stage.door.config, stage.door
+    assert door.split_kept(auto(fixed)) == auto(fixed), "the mode is new: the file's split counts"
+    door.propose(auto(fixed), "the file")
+    await door.settled()
+    door.propose(door.with_split(2, 2), "mode auto")
+    await door.settled()
+    kept = door.split_kept(auto(fixed, margin=0.5))
+    assert (kept.roles.prefill.devices, kept.rebalance.auto.margin) == (2, 0.5)
+    assert door.split_kept(fixed) == fixed
+    one_more = replace(fixed.roles, decode=replace(fixed.roles.decode, devices=4))
+    assert door.split_kept(auto(replace(fixed, roles=one_more))).roles == one_more
+
+
 async def test_what_runs_already_is_no_change() -> None:
     stage = DoorStage()
     answer = stage.door.propose(config_of(), "a test")

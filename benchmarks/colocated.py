@@ -1,0 +1,211 @@
+"""Whether disaggregation pays: workers that do both against a split, and against what Baton chooses, on equal cores.
+
+    python benchmarks/colocated.py --json
+
+Two workers, the same engine, each with the same part of a core. At each point of a grid of prompt and output lengths,
+and for a stream of chats with long prompts among them, the same requests come to
+
+    colocated       both workers compute prompts in chunks beside what they decode
+    disaggregated   one prefills, one decodes, and every prompt is handed over
+    auto            `mode: auto`, which may choose either, with local prefill on decode workers
+
+at a share of what the better of the two should serve, by what workers have learned of their steps. Exits 1 when a
+request was lost, repeated or changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+if not __package__:
+    # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.cpu_share import NoControlGroups
+from benchmarks.open_loop import Figures, Kind, Told, figures_of, offer, poisson, problems_of
+from benchmarks.plain_cluster import ROOT, ProgramFailed
+from benchmarks.steered import SteeredCluster
+from cluster.auto_ratio import Slo
+from cluster.errors import BatonError
+from cluster.program import ExitCode
+
+PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
+CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
+WARMUP_S = 6.0
+SETTLE_S = 120.0
+ADAPT_S = 12.0
+"""The load goes on for so long before it counts, so that auto has made up its mind."""
+MODES = ("colocated", "auto", "disaggregated")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A load: kinds, each with its share of the requests."""
+
+    name: str
+    kinds: tuple[tuple[Kind, float], ...]
+    rate: float = 0.0
+    """Requests a second of all kinds together."""
+
+
+def grid() -> list[Point]:
+    points = [
+        Point(f"{prompt} + {output}", ((Kind(f"{prompt} + {output}", prompt, output), 1.0),))
+        for prompt in PROMPT_TOKENS
+        for output in OUTPUT_TOKENS
+    ]
+    return [*points, Point("chats, long prompts", ((CHAT, 0.85), (LONG, 0.15)))]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One mode at one point."""
+
+    point: str
+    mode: str
+    rate: float
+    figures: Figures
+    split: str
+    """At the end."""
+    why: str
+    problems: list[str]
+
+
+class Bench:
+    """What is asked of one cluster."""
+
+    def __init__(self, cluster: SteeredCluster, slo: Slo, seconds: float, progress: Progress) -> None:
+        self._cluster = cluster
+        self._slo = slo
+        self._seconds = seconds
+        self._progress = progress
+
+    def rate_of(self, point: Point, share: float) -> float:
+        """Once the workers have seen some of each kind."""
+        seconds_of_one = 0.0
+        for kind, part in point.kinds:
+            service = self._cluster.service(kind.num_prompt_tokens, kind.num_output_tokens, self._slo)
+            seconds_of_one += part / max(service.of(0, 2), service.of(1, 2), 1e-6)
+        return share / seconds_of_one
+
+    def warm_up(self) -> None:
+        self._cluster.steer(1, 1)
+        kinds = [(kind, 0.5) for point in grid() for kind, _ in point.kinds]
+        self._offer("warm-up", poisson(kinds, 0.0, WARMUP_S, random.Random(99)))
+
+    def run(self, point: Point, mode: str) -> Run:
+        before = self._cluster.last_event()
+        split = (1, 1) if mode != "colocated" else (0, 2)
+        self._cluster.steer(*split, auto=mode == "auto")
+        rates = [(kind, part * point.rate) for kind, part in point.kinds]
+        told = self._offer(
+            f"{point.name}, {mode}", poisson(rates, 0.0, ADAPT_S + self._seconds, random.Random(point.name))
+        )
+        counted = [t for t in told if t.arrival.at >= ADAPT_S]
+        figures = figures_of(counted, self._seconds, ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
+        reasons = self._cluster.reasons(before) if mode == "auto" else []
+        ended_as = ":".join(map(str, self._cluster.split()))
+        return Run(
+            point.name, mode, round(point.rate, 2), figures, ended_as, reasons[-1] if reasons else "", problems_of(told)
+        )
+
+    def _offer(self, name: str, arrivals: list[Any]) -> list[Told]:
+        bar = self._progress.add_task(name, total=len(arrivals))
+        ended = asyncio.run(
+            offer(self._cluster.address, arrivals, lambda _: self._progress.advance(bar), timeout_s=SETTLE_S)
+        )
+        self._progress.remove_task(bar)
+        return ended
+
+
+def summary(runs: list[Run]) -> dict[str, Any]:
+    ratios = {}
+    for point in dict.fromkeys(run.point for run in runs):
+        goodput = {run.mode: run.figures.goodput for run in runs if run.point == point}
+        better = max(goodput["colocated"], goodput["disaggregated"])
+        ratios[point] = round(goodput["auto"] / better, 3) if better else 0.0
+    return {
+        "auto_of_the_better": ratios,
+        "runs": [asdict(run) for run in runs],
+        "problems": [f"{run.point}, {run.mode}: {problem}" for run in runs for problem in run.problems],
+    }
+
+
+def show(found: dict[str, Any], slo: Slo) -> None:
+    table = Table(title=f"two workers; TTFT {1000 * slo.ttft_s:g} ms, TPOT {1000 * slo.tpot_s:g} ms")
+    columns = ("prompt + output", "rate/s", "mode", "split", "goodput/s", "kept")
+    for column in (*columns, "TTFT p50", "p99, ms", "ITL p50", "p99, ms"):
+        table.add_column(column, justify="right")
+    for run in found["runs"]:
+        figures = run["figures"]
+        times = [f"{figures[key]:.0f}" for key in ("ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")]
+        name = [run["point"], f"{run['rate']:.2f}", run["mode"], run["split"]]
+        table.add_row(*name, f"{figures['goodput']:.2f}", f"{figures['kept']:.0%}", *times)
+    console = Console()
+    console.print(table)
+    for point, ratio in found["auto_of_the_better"].items():
+        console.print(f"{point}: auto has {ratio:.3f} of the better one's goodput")
+    for line in [*(run["why"] for run in found["runs"] if run["why"]), *found["problems"][:5]]:
+        console.print(line, markup=False)
+
+
+def main(
+    seconds: Annotated[float, typer.Option(min=2.0, help="That count, of each mode at each point.")] = 15.0,
+    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what the better split should serve.")] = 0.8,
+    share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.4,
+    ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
+    tpot_ms: Annotated[float, typer.Option(min=1)] = 50.0,
+    config: Annotated[Path, typer.Option(help="A cluster.yaml; it gets two workers.")] = ROOT / "cluster.yaml",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Colocated, disaggregated and mode: auto, side by side."""
+    slo = Slo(ttft_ms / 1000, tpot_ms / 1000)
+    values: dict[str, object] = {
+        "roles.prefill.devices": 1,
+        "roles.prefill.min_workers": 0,
+        "roles.decode.devices": 1,
+        "rebalance.slo.ttft_ms": ttft_ms,
+        "rebalance.slo.tpot_ms": tpot_ms,
+        "rebalance.auto.confirm_s": 2.0,
+        "rebalance.auto.cooldown_s": 4.0,
+        "rebalance.auto.dwell_s": 8.0,
+    }
+    runs: list[Run] = []
+    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+    points: list[Point] = []
+    try:
+        with bar as progress:
+            for policy, modes in (("predicted", MODES[:2]), ("least_loaded", MODES[2:])):
+                with SteeredCluster.running(config, {**values, "router.policy": policy}, share) as cluster:
+                    bench = Bench(cluster, slo, seconds, progress)
+                    bench.warm_up()
+                    points = points or [Point(p.name, p.kinds, bench.rate_of(p, load)) for p in grid()]
+                    runs += [bench.run(point, mode) for point in points for mode in modes]
+    except (ProgramFailed, BatonError, NoControlGroups) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+    order = [point.name for point in points]
+    runs.sort(key=lambda run: (order.index(run.point), MODES.index(run.mode)))
+    found = summary(runs)
+    if as_json:
+        json.dump(found, sys.stdout)
+        print()
+    else:
+        show(found, slo)
+    if found["problems"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,111 @@
+"""A served cluster whose workers are equal devices, and that goes from split to split, or steers itself, in between.
+
+Knows no load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.cpu_share import equal_shares
+from benchmarks.plain_cluster import ProgramFailed
+from benchmarks.served_cluster import ServedCluster
+from cluster.admin_client import AdminClient
+from cluster.auto_ratio import Service, Slo, Usual, Worker, service_of
+from cluster.client import BatonClient
+from cluster.pb import admin_pb2
+from cluster.step_cost import StepCost, StepSize, usual
+
+CHANGE_S = 60.0
+_KIND = admin_pb2.ClusterEvent
+
+
+class SteeredCluster:
+    """`max_num_seqs` as in its file."""
+
+    def __init__(self, served: ServedCluster, admin: AdminClient, max_num_seqs: int) -> None:
+        self.address = served.address
+        self._served = served
+        self._admin = admin
+        self._max_num_seqs = max_num_seqs
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(
+        cls, config: Path, values: dict[str, object], share: float, max_num_seqs: int = 64
+    ) -> Iterator[SteeredCluster]:
+        """Each worker has `share` of a core; 0: what it gets. Raises ProgramFailed, NoControlGroups."""
+        values = {"engine.max_num_seqs": max_num_seqs, "engine.threads": 1, **values}
+        with contextlib.ExitStack() as stack:
+            served = stack.enter_context(ServedCluster.running(config, values))
+            admin = stack.enter_context(AdminClient(served.admin_address))
+            if share > 0:
+                pids = {p.name: list(p.pids) for p in admin.cluster().processes if p.name != "router"}
+                stack.enter_context(equal_shares(pids, share))
+            yield cls(served, admin, max_num_seqs)
+
+    def steer(self, num_prefill: int, num_decode: int, *, auto: bool = False) -> None:
+        """Goes to a split, and stays there, or goes on from there by itself. Raises ProgramFailed."""
+        split = {"roles.prefill.devices": num_prefill, "roles.decode.devices": num_decode}
+        self._change({"rebalance.mode": "fixed", **split})
+        if auto:
+            self._change({"rebalance.mode": "auto"})
+
+    def num_moves(self) -> int:
+        """That `mode: auto` has asked for since it began."""
+        return self._admin.cluster().auto.num_moves
+
+    def split(self) -> tuple[int, int]:
+        cluster = self._admin.cluster()
+        return cluster.num_prefill, cluster.num_decode
+
+    def last_event(self) -> int:
+        return self._admin.cluster().last_sequence
+
+    def reasons(self, after: int) -> list[str]:
+        """Why it moved, or did not, since that event."""
+        last = self.last_event()
+        told = []
+        for event in self._admin.events(after, timeout_s=1.0):
+            if event.kind == _KIND.KIND_AUTO:
+                told.append(event.text)
+            if event.sequence >= last:
+                break
+        return told
+
+    def service(self, num_prompt_tokens: int, num_output_tokens: int, slo: Slo) -> Service:
+        """What one worker serves of requests of this size, by what all have learned. Raises ProgramFailed."""
+        with BatonClient(self.address) as client:
+            workers = client.status().workers
+        costs = [StepCost.from_proto(w.stats.step_cost) for w in workers if w.stats.HasField("step_cost")]
+        if not costs:
+            raise ProgramFailed("no worker has run enough steps to say what they cost")
+        cost = usual(costs)
+        prompt_s = cost.of(StepSize.of_prompt(num_prompt_tokens))
+        request = Usual(prompt_s, 1, num_output_tokens, num_prompt_tokens + num_output_tokens / 2)
+        pool = min(w.stats.blocks_total * w.info.block_size for w in workers)
+        return service_of(request, Worker(cost, self._max_num_seqs, pool), slo)
+
+    def _change(self, values: dict[str, object]) -> None:
+        """Edits the file and returns when that is done; an edit that changes nothing is done at once."""
+        text = self._served.file.read_text(encoding="utf-8")
+        after = self.last_event()
+        version = self._admin.cluster().version
+        self._served.edit(values)
+        if self._served.file.read_text(encoding="utf-8") == text and self._agrees(values):
+            return
+        until = time.monotonic() + CHANGE_S
+        for event in self._admin.events(after, timeout_s=CHANGE_S):
+            if event.kind == _KIND.KIND_CHANGED and event.version > version:
+                return
+            if event.kind in (_KIND.KIND_FAILED, _KIND.KIND_REFUSED) or time.monotonic() > until:
+                raise ProgramFailed(f"{values} did not come about: {event.text}")
+        raise ProgramFailed(f"{values} did not come about within {CHANGE_S:g} s")
+
+    def _agrees(self, values: dict[str, object]) -> bool:
+        split = self.split()
+        wanted = values.get("roles.prefill.devices", split[0]), values.get("roles.decode.devices", split[1])
+        return split == wanted
