@@ -6,7 +6,7 @@ Translates between messages and the door; decides nothing. Errors become gRPC st
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
@@ -36,7 +36,7 @@ class Desk(Protocol):
     crew: Crew
 
     @property
-    def router(self) -> Supervisor: ...
+    def routers(self) -> Sequence[Supervisor]: ...
 
     @property
     def config_path(self) -> str:
@@ -184,14 +184,13 @@ async def _answered(context: Context, change: Callable[[], Answer]) -> admin_pb2
 
 
 def _processes(desk: Desk) -> list[admin_pb2.ProcessStatus]:
-    router = _process(desk.router)
     workers = []
     for member in desk.crew:
         process = _process(member.supervisor)
         process.role, process.is_draining = ROLE_NUMBERS[member.plan.role], member.is_draining
         process.tp_size = len(member.plan.ranks)
         workers.append(process)
-    return [router, *workers]
+    return [*map(_process, desk.routers), *workers]
 
 
 def _process(supervisor: Supervisor) -> admin_pb2.ProcessStatus:

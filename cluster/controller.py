@@ -1,30 +1,28 @@
-"""The controller: a Ray actor that starts the workers and the router of a plan, keeps them up, introduces them, and
+"""The controller: a Ray actor that starts the workers and the routers of a plan, keeps them up, introduces them, and
 changes their roles while they serve.
 
-Each worker is a placement group of its own (STRICT_PACK: its ranks share a node) and a supervisor of its own: rank 0
-prepares first and says where the other ranks find it, then all start; when one ends, all are killed and started
-afresh. The router is told the complete set of workers after every change. Decisions are in `cluster.plan`,
-`cluster.restart`, `cluster.supervisor` and `cluster.door` (what becomes of a change, from the file or from the
-AdminService), which know no Ray; no request passes through here.
+Each worker and each router has a supervisor of its own; of a worker whose rank ends, all ranks are killed and started
+afresh. Every router is told the complete set of workers after every change. How processes start is in
+`cluster.launchers`. Decisions are in `cluster.plan`, `cluster.restart`, `cluster.supervisor`, `cluster.door` (what
+becomes of a change, from the file or from the AdminService) and `cluster.autopilot`, which know no Ray; no request
+passes through here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actors import HostedProcess, die_with_parent, send_logs_to
+from cluster.actors import die_with_parent, send_logs_to
 from cluster.admin_service import start_admin
 from cluster.autopilot import Autopilot, Sight, Split
 from cluster.config import ServingConfig
@@ -34,18 +32,17 @@ from cluster.door import Door, Keep
 from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
 from cluster.key_file import KeyFile
+from cluster.launchers import RouterLauncher, WorkerLauncher
 from cluster.pb import admin_pb2
-from cluster.plan import CPU_SHARE, ClusterPlan, WorkerPlan
-from cluster.router_link import RouterLink
-from cluster.settings import RouterSettings
+from cluster.plan import CPU_SHARE, ClusterPlan
+from cluster.router_link import RouterLink, RouterLinks
 from cluster.steps import STOP_S, Steps
-from cluster.supervisor import Running, State, Supervisor
+from cluster.supervisor import State, Supervisor
 from cluster.tls import internal_tls_of, public_tls_of
 
 logger = logging.getLogger(__name__)
 
 NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "serving", "change"]
-_PLACING_S = 5.0
 _RETRY_S = 0.1
 _STEER_S = 1.0
 _LOOK_S = 0.1
@@ -71,105 +68,6 @@ class Programs:
     router: str = "router.program"
 
 
-class RunningGroup:
-    """The processes of one worker, or of the router, that live and die as one."""
-
-    def __init__(self, processes: Sequence[HostedProcess], card: Mapping[str, Any]) -> None:
-        self._processes = processes
-        self.card = card
-
-    async def ended(self) -> str:
-        tasks = [asyncio.create_task(process.ended()) for process in self._processes]
-        try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return next(iter(done)).result()
-
-    async def stop(self, grace_s: float) -> None:
-        await asyncio.gather(*(process.stop(grace_s) for process in self._processes))
-
-    async def kill(self) -> None:
-        await asyncio.gather(*(process.kill() for process in self._processes))
-
-
-class WorkerLauncher:
-    """Starts one worker, as often as it takes, in the placement group that it keeps; `plan`: what the next start goes
-    by."""
-
-    def __init__(self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None]) -> None:
-        self.plan = plan
-        self._module = module
-        self._log_dir = log_dir
-        self._report = report
-        self._group: PlacementGroup | None = None
-
-    async def launch(self) -> Running:
-        if self._group is None:
-            bundles = [self.plan.bundle for _ in self.plan.ranks]
-            self._group = placement_group(bundles, strategy="STRICT_PACK")
-        ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
-        try:
-            return RunningGroup(ranks, await self._start(ranks))
-        except BaseException:
-            await asyncio.gather(*(rank.kill() for rank in ranks))
-            raise
-
-    def close(self) -> None:
-        """Gives the resources back to Ray."""
-        if self._group is not None:
-            remove_placement_group(self._group)
-
-    def _host(self, number: int, group: PlacementGroup) -> HostedProcess:
-        name = self.plan.worker_id if len(self.plan.ranks) == 1 else f"{self.plan.worker_id} rank {number}"
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-        return HostedProcess(
-            self._module, name, self._report, bundle=self.plan.bundle, strategy=strategy, log_dir=self._log_dir
-        )
-
-    async def _start(self, ranks: Sequence[HostedProcess]) -> dict[str, Any]:
-        """Returns rank 0's card, with the pids of all."""
-        locating = asyncio.gather(*(rank.locate() for rank in ranks))
-        done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
-        if not done:
-            self._report(f"waiting for Ray to find a node with room for {len(ranks)} × {self.plan.bundle}")
-        places = await locating
-        settings = [replace(s, host=place.host) for s, place in zip(self.plan.ranks, places, strict=True)]
-        leader = json.loads(await ranks[0].prepare(settings[0].to_json()))["rank_address"]
-        others = [replace(s, leader=leader).to_json() for s in settings[1:]]
-        await asyncio.gather(*(rank.prepare(text) for rank, text in zip(ranks[1:], others, strict=True)))
-        cards = [json.loads(text) for text in await asyncio.gather(*(rank.start() for rank in ranks))]
-        return {**cards[0], "pids": [place.pid for place in places]}
-
-
-class RouterLauncher:
-    """Starts the router on the controller's node; once it has had a port, always on that one."""
-
-    def __init__(
-        self, settings: RouterSettings, module: str, log_dir: str | None, report: Callable[[str], None]
-    ) -> None:
-        self._settings = settings
-        self._module = module
-        self._log_dir = log_dir
-        self._report = report
-
-    async def launch(self) -> Running:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        router = HostedProcess(
-            self._module, "router", self._report, bundle={"CPU": CPU_SHARE}, strategy=here, log_dir=self._log_dir
-        )
-        try:
-            place = await router.locate()
-            await router.prepare(self._settings.to_json())
-            card = json.loads(await router.start())
-        except BaseException:
-            await router.kill()
-            raise
-        self._settings = replace(self._settings, port=int(card["address"].rpartition(":")[2]))
-        return RunningGroup([router], {**card, "pids": [place.pid]})
-
-
 class Controller:
     """The actor. `run` once; `notices` for as long as someone listens; `shutdown` at the end."""
 
@@ -185,15 +83,22 @@ class Controller:
         self._drain_s = plan.router.drain_timeout_s
         log_dir = config.log_dir
         send_logs_to(self._reporter("controller"), "controller", log_dir)
-        router = RouterLauncher(plan.router, programs.router, log_dir, self._reporter("router"))
-        self.router = Supervisor("router", router.launch, self._on_change)
+        self.routers = [
+            Supervisor(
+                name,
+                RouterLauncher(name, settings, programs.router, log_dir, self._reporter(name)).launch,
+                self._on_change,
+            )
+            for name, settings in plan.named_routers()
+        ]
         self.crew = Crew(
             lambda worker: WorkerLauncher(worker, programs.worker, log_dir, self._reporter(worker.worker_id)),
             self._on_change,
         )
         self.crew.add(plan.workers)
         tls = internal_tls_of(plan.router)
-        self._link = RouterLink(self.router, self._compose, None if tls is None else tls.client)
+        inside = None if tls is None else tls.client
+        self._link = RouterLinks([RouterLink(router, self._compose, inside) for router in self.routers])
         first = plan.workers[0].ranks[0]
         steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
         self.events = EventLog(self._on_event)
@@ -212,7 +117,8 @@ class Controller:
             self._notices.put_nowait(Notice("failed", "admin", error.message, is_mistake=True))
             return
         self._notices.put_nowait(Notice("admin", "admin", address))
-        self.router.run()
+        for router in self.routers:
+            router.run()
         self.crew.run()
         self._tasks.append(asyncio.create_task(self._announce()))
 
@@ -241,17 +147,17 @@ class Controller:
                 "why": supervisor.why,
                 **supervisor.card,
             }
-            for supervisor in (self.router, *(member.supervisor for member in self.crew))
+            for supervisor in (*self.routers, *(member.supervisor for member in self.crew))
         }
 
     async def shutdown(self) -> None:
-        """The router first, so that running requests end; then the workers."""
+        """The routers first, so that running requests end; then the workers."""
         self._is_stopping = True
         for task in self._tasks:
             task.cancel()
         await self.door.close()
         await self._link.close()
-        await self.router.stop(self._drain_s + STOP_S)
+        await asyncio.gather(*(router.stop(self._drain_s + STOP_S) for router in self.routers))
         await self.crew.stop(STOP_S)
         if self._admin is not None:
             await self._admin.stop(None)
@@ -314,7 +220,7 @@ class Controller:
             if not await self._link.try_to_tell():
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)
-            elif not self._has_served and all(member.is_ready for member in self.crew):
+            elif not self._has_served and self._link.are_all_up and all(member.is_ready for member in self.crew):
                 await self._first_served()
 
     def _compose(self) -> admin_pb2.SetWorkersRequest:
@@ -333,7 +239,7 @@ class Controller:
             ready = admin_pb2.WorkerStatus.STATE_READY
             if status is not None and sum(w.state == ready for w in status.workers) == len(self.crew):
                 self._has_served = True
-                self._notices.put_nowait(Notice("serving", "router", str(self.router.card["address"])))
+                self._notices.put_nowait(Notice("serving", "router", str(self.routers[0].card["address"])))
                 self._tasks.append(asyncio.create_task(self._steer()))
                 if self._file is not None and self._file.is_own:
                     self._tasks.append(asyncio.create_task(self._watch(self._file)))
@@ -357,7 +263,11 @@ class Controller:
         """Has `mode: auto` look at the load; it is nothing in another mode, which may change."""
         while True:
             await asyncio.sleep(_STEER_S)
-            await self._pilot.look(asyncio.get_running_loop().time(), self.door.config)
+            try:
+                await self._pilot.look(asyncio.get_running_loop().time(), self.door.config)
+            except Exception:
+                # A fault of ours must not end the watch over the load unseen.
+                logger.exception("mode auto could not look at the load")
 
     async def _sight(self) -> Sight | None:
         return Sight.of(await self._link.demand())

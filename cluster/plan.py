@@ -6,7 +6,7 @@ a node, of a group's rank 0) is filled in by whoever starts the processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,6 +17,7 @@ from cluster.settings import RouterSettings, WorkerSettings
 RoleName = Literal["prefill", "decode"]
 ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
+ROUTER_PORT_STEP = 10
 CPU_SHARE = 0.01
 """Ray CPUs that a process books. Ray's CPUs are tickets, not cores, and a laptop with two must hold every process."""
 
@@ -45,8 +46,17 @@ class ClusterPlan:
 
     workers: tuple[WorkerPlan, ...]
     router: RouterSettings
+    """Of the first one."""
     max_devices: int | None = None
     """That Ray has; None: CPU ranks, of which there may be any number."""
+    num_routers: int = 1
+
+    def named_routers(self) -> list[tuple[str, RouterSettings]]:
+        """Each with its port, ROUTER_PORT_STEP apart; 0 stays any free one."""
+        first = self.router
+        ports = [first.port and first.port + i * ROUTER_PORT_STEP for i in range(self.num_routers)]
+        names = ["router", *(f"router-{i}" for i in range(1, self.num_routers))]
+        return [(name, replace(first, port=port)) for name, port in zip(names, ports, strict=True)]
 
 
 def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None) -> ClusterPlan:
@@ -64,7 +74,8 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None)
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
-    return ClusterPlan(workers, _plan_router(config), num_gpus if device == "cuda" else None)
+    max_devices = num_gpus if device == "cuda" else None
+    return ClusterPlan(workers, _plan_router(config), max_devices, config.router.replicas)
 
 
 def _device(config: ServingConfig, num_gpus: int) -> str:

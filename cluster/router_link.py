@@ -1,6 +1,6 @@
-"""The controller's word to the router, and the router's to the controller.
+"""The controller's word to the routers, and the routers' to the controller.
 
-The router is told the complete set of workers, with the version, the needs and the objectives of the configuration,
+A router is told the complete set of workers, with the version, the needs and the objectives of the configuration,
 until it has heard them; what it says of its workers is how a step is verified.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 
-from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.rpc import create_channel
 from cluster.supervisor import State, Supervisor
 from cluster.tls import ClientTls
@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
 LOOK_EVERY_S = 0.05
+_ADDED = (
+    *("num_queued", "max_queued", "num_running", "num_finished"),
+    *("num_cancelled", "num_failed", "num_rejected", "num_orphaned"),
+)
 
 
 class RouterLink:
@@ -98,3 +102,64 @@ class RouterLink:
         if known is not None:
             await known[1].close(CALL_S)
         return channel
+
+
+class RouterLinks:
+    """Several routers as one: told the same, and what they say taken together."""
+
+    def __init__(self, links: Sequence[RouterLink]) -> None:
+        self._links = links
+
+    @property
+    def is_up(self) -> bool:
+        return any(link.is_up for link in self._links)
+
+    @property
+    def are_all_up(self) -> bool:
+        return all(link.is_up for link in self._links)
+
+    async def tell(self) -> None:
+        """Returns when every router that is up has heard how things are; waits while none is. One that comes up later
+        is told then."""
+        while not await self.try_to_tell():
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def try_to_tell(self) -> bool:
+        """Once; False when one that is up did not hear, or none is."""
+        up = [link for link in self._links if link.is_up]
+        return bool(up) and all(await asyncio.gather(*(link.try_to_tell() for link in up)))
+
+    async def status(self) -> admin_pb2.GetStatusResponse | None:
+        """None when none is up, or one that is does not answer."""
+        answers = await asyncio.gather(*(link.status() for link in self._links if link.is_up))
+        known = [answer for answer in answers if answer is not None]
+        return merged(known) if known and len(known) == len(answers) else None
+
+    async def demand(self) -> list[admin_pb2.GetDemandResponse]:
+        """Of each router that answers."""
+        return [one for of_one in await asyncio.gather(*(link.demand() for link in self._links)) for one in of_one]
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        await asyncio.gather(*(link.close() for link in self._links))
+
+
+def merged(answers: Sequence[admin_pb2.GetStatusResponse]) -> admin_pb2.GetStatusResponse:
+    """Of at least one router. A worker is what all of them see in it; requests are added up."""
+    whole = admin_pb2.GetStatusResponse()
+    whole.CopyFrom(answers[0])
+    whole.config_version = min(answer.config_version for answer in answers)
+    workers = {worker.worker_id: worker for worker in whole.workers}
+    for answer in answers[1:]:
+        seen = {worker.worker_id: worker for worker in answer.workers}
+        for worker_id, worker in workers.items():
+            other = seen.get(worker_id)
+            if other is None or other.state != admin_pb2.WorkerStatus.STATE_READY:
+                worker.state = admin_pb2.WorkerStatus.STATE_CONNECTING if other is None else other.state
+            if other is not None:
+                worker.role = worker.role if worker.role == other.role else worker_pb2.ROLE_UNSPECIFIED
+                worker.is_draining = worker.is_draining or other.is_draining
+                worker.num_requests += other.num_requests
+        for name in _ADDED:
+            setattr(whole.router, name, getattr(whole.router, name) + getattr(answer.router, name))
+    return whole

@@ -15,7 +15,7 @@ from cluster.crew import ROLE_NUMBERS, Crew
 from cluster.pb import admin_pb2
 from cluster.plan import RoleName, plan_worker
 from cluster.ratio import Flip, Member, Start, Step, Stop
-from cluster.router_link import LOOK_EVERY_S, RouterLink
+from cluster.router_link import LOOK_EVERY_S, RouterLinks
 from cluster.supervisor import State
 
 STOP_S = 5.0
@@ -34,7 +34,7 @@ class StepFailed(Exception):
 class Steps:
     """`device` and `threads` are those that every worker here is started with."""
 
-    def __init__(self, crew: Crew, link: RouterLink, *, device: str, threads: int | None) -> None:
+    def __init__(self, crew: Crew, link: RouterLinks, *, device: str, threads: int | None) -> None:
         self._crew = crew
         self._link = link
         self._device = device

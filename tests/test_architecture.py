@@ -27,7 +27,13 @@ MAY_IMPORT = {
     "cluster": set[str](),
 }
 WITHOUT_TORCH = ("router", "cluster")
-RAY_ONLY_IN = ("cluster/actors.py", "cluster/controller.py", "cluster/local_ray.py", "cluster/cli/serve.py")
+RAY_ONLY_IN = (
+    "cluster/actors.py",
+    "cluster/controller.py",
+    "cluster/launchers.py",
+    "cluster/local_ray.py",
+    "cluster/cli/serve.py",
+)
 MAX_LINES = 400
 BANNED_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "_pickle"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "os.system"}

@@ -36,7 +36,7 @@ class Desk:
         self.stage = DoorStage(self.file.load())
         self.door, self.events = self.stage.door, self.stage.events
         self.crew = Crew(self._no_launcher, lambda _: None)
-        self.router = Supervisor("router", self._no_launch, lambda _: None)
+        self.routers = [Supervisor("router", self._no_launch, lambda _: None)]
         self.auto = None
         self.config_path = str(self.file.path)
         self.address = ""

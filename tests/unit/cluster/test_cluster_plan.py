@@ -150,3 +150,16 @@ def test_processes_serve_their_metrics_unless_told_not_to(is_wanted: bool, port:
 def test_settings_survive_the_way_to_a_process() -> None:
     rank = plan_cluster(config_of(), num_gpus=0, num_cores=2).workers[0].ranks[0]
     assert WorkerSettings.from_json(rank.to_json()) == rank
+
+
+def test_several_routers_have_names_and_ports_of_their_own() -> None:
+    config = config_of()
+    three = replace(config, router=replace(config.router, replicas=3, port=6000))
+    named = plan_cluster(three, num_gpus=0, num_cores=2).named_routers()
+    assert [(name, settings.port) for name, settings in named] == [
+        ("router", 6000),
+        ("router-1", 6010),
+        ("router-2", 6020),
+    ]
+    anywhere = replace(three, router=replace(three.router, port=0))
+    assert {s.port for _, s in plan_cluster(anywhere, num_gpus=0, num_cores=2).named_routers()} == {0}

@@ -1,0 +1,124 @@
+"""Starts the processes of a worker, or of a router, on Ray: where they are placed, and in which order they come up.
+
+A worker's ranks share a placement group (STRICT_PACK); rank 0 prepares first and says where the other ranks find it,
+then all start. Knows no other worker, no role and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from cluster.actors import HostedProcess
+from cluster.plan import CPU_SHARE, WorkerPlan
+from cluster.settings import RouterSettings
+from cluster.supervisor import Running
+
+_PLACING_S = 5.0
+
+
+class RunningGroup:
+    """The processes of one worker, or of the router, that live and die as one."""
+
+    def __init__(self, processes: Sequence[HostedProcess], card: Mapping[str, Any]) -> None:
+        self._processes = processes
+        self.card = card
+
+    async def ended(self) -> str:
+        tasks = [asyncio.create_task(process.ended()) for process in self._processes]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return next(iter(done)).result()
+
+    async def stop(self, grace_s: float) -> None:
+        await asyncio.gather(*(process.stop(grace_s) for process in self._processes))
+
+    async def kill(self) -> None:
+        await asyncio.gather(*(process.kill() for process in self._processes))
+
+
+class WorkerLauncher:
+    """Starts one worker, as often as it takes, in the placement group that it keeps; `plan`: what the next start goes
+    by."""
+
+    def __init__(self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None]) -> None:
+        self.plan = plan
+        self._module = module
+        self._log_dir = log_dir
+        self._report = report
+        self._group: PlacementGroup | None = None
+
+    async def launch(self) -> Running:
+        if self._group is None:
+            bundles = [self.plan.bundle for _ in self.plan.ranks]
+            self._group = placement_group(bundles, strategy="STRICT_PACK")
+        ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
+        try:
+            return RunningGroup(ranks, await self._start(ranks))
+        except BaseException:
+            await asyncio.gather(*(rank.kill() for rank in ranks))
+            raise
+
+    def close(self) -> None:
+        """Gives the resources back to Ray."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+    def _host(self, number: int, group: PlacementGroup) -> HostedProcess:
+        name = self.plan.worker_id if len(self.plan.ranks) == 1 else f"{self.plan.worker_id} rank {number}"
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+        return HostedProcess(
+            self._module, name, self._report, bundle=self.plan.bundle, strategy=strategy, log_dir=self._log_dir
+        )
+
+    async def _start(self, ranks: Sequence[HostedProcess]) -> dict[str, Any]:
+        """Returns rank 0's card, with the pids of all."""
+        locating = asyncio.gather(*(rank.locate() for rank in ranks))
+        done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
+        if not done:
+            self._report(f"waiting for Ray to find a node with room for {len(ranks)} × {self.plan.bundle}")
+        places = await locating
+        settings = [replace(s, host=place.host) for s, place in zip(self.plan.ranks, places, strict=True)]
+        leader = json.loads(await ranks[0].prepare(settings[0].to_json()))["rank_address"]
+        others = [replace(s, leader=leader).to_json() for s in settings[1:]]
+        await asyncio.gather(*(rank.prepare(text) for rank, text in zip(ranks[1:], others, strict=True)))
+        cards = [json.loads(text) for text in await asyncio.gather(*(rank.start() for rank in ranks))]
+        return {**cards[0], "pids": [place.pid for place in places]}
+
+
+class RouterLauncher:
+    """Starts a router on the controller's node; once it has had a port, always on that one."""
+
+    def __init__(
+        self, name: str, settings: RouterSettings, module: str, log_dir: str | None, report: Callable[[str], None]
+    ) -> None:
+        self._name = name
+        self._settings = settings
+        self._module = module
+        self._log_dir = log_dir
+        self._report = report
+
+    async def launch(self) -> Running:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        router = HostedProcess(
+            self._module, self._name, self._report, bundle={"CPU": CPU_SHARE}, strategy=here, log_dir=self._log_dir
+        )
+        try:
+            place = await router.locate()
+            await router.prepare(self._settings.to_json())
+            card = json.loads(await router.start())
+        except BaseException:
+            await router.kill()
+            raise
+        self._settings = replace(self._settings, port=int(card["address"].rpartition(":")[2]))
+        return RunningGroup([router], {**card, "pids": [place.pid]})

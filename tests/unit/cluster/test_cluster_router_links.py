@@ -1,0 +1,39 @@
+"""Several routers as one: what their answers come to."""
+
+from __future__ import annotations
+
+from cluster.pb import admin_pb2, worker_pb2
+from cluster.router_link import merged
+
+READY = admin_pb2.WorkerStatus.STATE_READY
+LOST = admin_pb2.WorkerStatus.STATE_LOST
+PREFILL, DECODE = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE
+
+
+def answer(*workers: admin_pb2.WorkerStatus, version: int = 3, running: int = 0) -> admin_pb2.GetStatusResponse:
+    router = admin_pb2.RouterStatus(num_running=running, pid=1)
+    return admin_pb2.GetStatusResponse(workers=workers, config_version=version, router=router)
+
+
+def worker(
+    state: admin_pb2.WorkerStatus.State = READY, role: worker_pb2.Role = DECODE, num_requests: int = 0
+) -> admin_pb2.WorkerStatus:
+    return admin_pb2.WorkerStatus(worker_id="w", state=state, role=role, num_requests=num_requests)
+
+
+def test_one_router_is_itself() -> None:
+    assert merged([answer(worker(num_requests=2), running=4)]) == answer(worker(num_requests=2), running=4)
+
+
+def test_requests_are_added_up_and_the_oldest_version_counts() -> None:
+    both = merged([answer(worker(num_requests=2), running=4), answer(worker(num_requests=1), version=2, running=5)])
+    assert (both.workers[0].num_requests, both.router.num_running, both.config_version) == (3, 9, 2)
+
+
+def test_a_worker_is_ready_and_has_its_role_only_where_all_see_it() -> None:
+    assert merged([answer(worker()), answer(worker(LOST))]).workers[0].state == LOST
+    assert merged([answer(worker()), answer()]).workers[0].state != READY
+    assert merged([answer(worker()), answer(worker(role=PREFILL))]).workers[0].role == worker_pb2.ROLE_UNSPECIFIED
+    draining = worker()
+    draining.is_draining = True
+    assert merged([answer(worker()), answer(draining)]).workers[0].is_draining
