@@ -132,12 +132,11 @@ class Admission:
             return True
         if len(held) >= limits.max_running_requests:
             return False
-        most = limits.max_running_tokens
+        most, decode = limits.max_running_tokens, self._fleet.ready(DECODE)
+        pool = sum(worker.kv_tokens for worker in decode)
         if most is not None and held.num_tokens + work.num_output_tokens > most:
             return False
-        decode = self._fleet.ready(DECODE)
-        pool = sum(worker.kv_tokens for worker in decode)
-        if pool and held.num_expected_tokens + held.expected(work) > pool:
+        if most is None and pool and held.num_expected_tokens + held.expected(work) > pool:
             return False
         places = sum(w.info.max_num_seqs for w in decode if w.info is not None)
         if places:

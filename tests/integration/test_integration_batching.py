@@ -132,7 +132,7 @@ def small_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainClu
         max_num_batched_tokens=64,
         prefill={"kv_cache_tokens": 1024},
         decode={"kv_cache_tokens": 400},
-        router={"max_model_len": 256},
+        router={"max_model_len": 256, "max_running_tokens": 4096},
     ) as cluster:
         yield cluster
 
