@@ -37,10 +37,11 @@ class Sight:
         """None of nothing."""
         if not reports:
             return None
+        window_s = max(r.window_s for r in reports)
         costs = [StepCost.from_proto(r.step_cost) for r in reports if r.HasField("step_cost")]
         return cls(
-            window_s=max(r.window_s for r in reports),
-            demand=sum((Demand.from_proto(r.demand) for r in reports), Demand()),
+            window_s=window_s,
+            demand=sum((Demand.from_proto(r.demand).scaled(window_s / r.window_s) for r in reports), Demand()),
             cost=usual(costs) if costs else None,
             kv_tokens=min(r.kv_tokens for r in reports),
         )

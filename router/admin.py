@@ -104,9 +104,10 @@ class ControlService:
         dispatcher = self._dispatcher
         costs = [worker.step_cost for worker in dispatcher.fleet if worker.step_cost is not None]
         pools = [worker.kv_tokens for worker in dispatcher.fleet if worker.is_ready]
+        window_s, demand = dispatcher.demand_now()
         return admin_pb2.GetDemandResponse(
-            window_s=dispatcher.demand.window_s,
-            demand=dispatcher.demand_now().to_proto(),
+            window_s=window_s,
+            demand=demand.to_proto(),
             step_cost=usual(costs).to_proto() if costs else None,
             kv_tokens=min(pools, default=0),
         )

@@ -1,5 +1,6 @@
 """Counts what clients ask for: sums over the last seconds, in buckets of one second that are dropped when they are old.
 
+As many seconds count as it takes to see some requests: few under a heavy load, which may change its kind at any moment.
 Pure: time is an argument. Knows requests only by their sizes.
 """
 
@@ -11,7 +12,11 @@ from dataclasses import dataclass
 from cluster.demand import Demand
 from cluster.step_cost import StepSize
 
-WINDOW_S = 15.0
+WINDOW_S = 60.0
+"""At most so many seconds count."""
+LEAST_WINDOW_S = 5.0
+ENOUGH_REQUESTS = 32
+"""Once so many are in them, those before count no more."""
 _BUCKET_S = 1.0
 
 
@@ -27,7 +32,9 @@ class DemandWindow:
     """Of one router."""
 
     def __init__(self, window_s: float = WINDOW_S) -> None:
-        self.window_s = window_s
+        self._window_s = window_s
+        self._since: float | None = None
+        """When the first request came."""
         self._buckets: deque[tuple[float, Demand]] = deque()
         """Each with when it began, the newest last."""
 
@@ -52,14 +59,22 @@ class DemandWindow:
     def ended(self, now: float, output: Output) -> None:
         self._add(now, _of_output(output))
 
-    def sums(self, now: float, open_outputs: list[Output]) -> Demand:
-        """Of the last seconds. Outputs that are still open count as far as they are: where they get longer than those
-        before them, that shows before they end."""
+    def sums(self, now: float, open_outputs: list[Output]) -> tuple[float, Demand]:
+        """Of the last seconds, and how many those are. Outputs that are still open count as far as they are: where they
+        get longer than those before them, that shows before they end."""
         self._drop_old(now)
-        return sum((demand for _, demand in self._buckets), sum(map(_of_output, open_outputs), Demand()))
+        total = sum(map(_of_output, open_outputs), Demand())
+        for began, demand in reversed(self._buckets):
+            total += demand
+            if now - began >= LEAST_WINDOW_S and total.num_placed >= ENOUGH_REQUESTS:
+                return now - began, total
+        since = now if self._since is None else self._since
+        return min(max(now - since, _BUCKET_S), self._window_s), total
 
     def _add(self, now: float, demand: Demand) -> None:
         self._drop_old(now)
+        if self._since is None:
+            self._since = now
         if self._buckets and now - self._buckets[-1][0] < _BUCKET_S:
             began, before = self._buckets.pop()
             self._buckets.append((began, before + demand))
@@ -67,7 +82,7 @@ class DemandWindow:
             self._buckets.append((now, demand))
 
     def _drop_old(self, now: float) -> None:
-        while self._buckets and now - self._buckets[0][0] >= self.window_s:
+        while self._buckets and now - self._buckets[0][0] >= self._window_s:
             self._buckets.popleft()
 
 

@@ -135,8 +135,8 @@ class Dispatcher:
         self._pump()
         return True
 
-    def demand_now(self) -> Demand:
-        """What was asked for lately, what still runs among it."""
+    def demand_now(self) -> tuple[float, Demand]:
+        """What was asked for in the last so many seconds, what still runs among it."""
         return self.demand.sums(self.clock(), self._running.open_outputs())
 
     async def drain(self, timeout_s: float) -> None:

@@ -110,9 +110,9 @@ async def test_each_role_keeps_its_least_workers() -> None:
 
 
 async def test_the_reports_of_several_routers_are_one_sight() -> None:
-    one = admin_pb2.GetDemandResponse(window_s=15, demand=Demand(num_arrived=2).to_proto(), kv_tokens=50)
+    one = admin_pb2.GetDemandResponse(window_s=5, demand=Demand(num_arrived=2).to_proto(), kv_tokens=50)
     two = admin_pb2.GetDemandResponse(
         window_s=15, demand=Demand(num_arrived=3).to_proto(), step_cost=COST.to_proto(), kv_tokens=40
     )
-    assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=5), COST, 40)
+    assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=9), COST, 40)
     assert Sight.of([]) is None
