@@ -18,6 +18,7 @@ import grpc
 
 from cluster import rpc
 from cluster.client import make_spec
+from cluster.errors import Overloaded
 from cluster.pb import generation_pb2, generation_pb2_grpc
 
 NUM_VARIANTS = 8
@@ -126,11 +127,8 @@ async def _ask(stub: Any, arrival: Arrival, timeout_s: float, on_end: Callable[[
                 told.token_ids.extend(event.delta.token_ids)
                 told.told.append((time.perf_counter(), event.delta.token_count))
     except grpc.aio.AioRpcError as error:
-        told.was_refused = not told.told and error.code() in (
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            grpc.StatusCode.UNAVAILABLE,
-            grpc.StatusCode.DEADLINE_EXCEEDED,
-        )
+        failure = rpc.from_rpc_error(error)
+        told.was_refused = not told.told and isinstance(failure, Overloaded)
         told.problem = "" if told.was_refused else f"{error.code().name}: {error.details()}"
     else:
         if not told.problem and len(told.token_ids) != arrival.kind.num_output_tokens:

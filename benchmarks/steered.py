@@ -101,7 +101,8 @@ class SteeredCluster:
         for event in self._admin.events(after, timeout_s=CHANGE_S):
             if event.kind == _KIND.KIND_CHANGED and event.version > version:
                 return
-            if event.kind in (_KIND.KIND_FAILED, _KIND.KIND_REFUSED) or time.monotonic() > until:
+            is_ours = "was edited" in event.text  # and not what mode: auto asked for at the same moment
+            if (event.kind in (_KIND.KIND_FAILED, _KIND.KIND_REFUSED) and is_ours) or time.monotonic() > until:
                 raise ProgramFailed(f"{values} did not come about: {event.text}")
         raise ProgramFailed(f"{values} did not come about within {CHANGE_S:g} s")
 

@@ -86,8 +86,10 @@ class Service:
 
 
 def usual_request(demand: Demand, cost: StepCost) -> Usual | None:
-    """None while too few have come to tell."""
+    """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs."""
     if demand.num_placed < LEAST_REQUESTS or demand.num_outputs < LEAST_REQUESTS:
+        return None
+    if min(cost.of(StepSize(num_prompt_tokens=1)), cost.of(StepSize(num_sequences=1))) <= 0:
         return None
     num = demand.num_placed
     prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), round(demand.num_attended / num))

@@ -172,10 +172,11 @@ class Controller:
 
     @property
     def auto(self) -> admin_pb2.Auto | None:
-        verdict = self._pilot.verdict
-        if verdict is None:
+        if self.door.config.rebalance.mode != "auto":
             return None
-        return admin_pb2.Auto(why=verdict.why, gain=verdict.gain, num_moves=self._pilot.num_moves)
+        verdict = self._pilot.verdict
+        why, gain = ("", 0.0) if verdict is None else (verdict.why, verdict.gain)
+        return admin_pb2.Auto(why=why, gain=gain, num_moves=self._pilot.num_moves)
 
     def parse(self, text: str, filename: str) -> ServingConfig:
         """As if it stood in the file that is watched."""

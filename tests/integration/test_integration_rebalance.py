@@ -155,7 +155,8 @@ def usage(cluster: Cluster, prompt: list[int]) -> generation_pb2.Usage:
 def test_workers_change_their_roles_under_streams_and_nothing_is_reloaded_or_lost(cluster: Cluster) -> None:
     changed, refused = admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_REFUSED
     with Load(cluster) as load:
-        load.wait_for_more(NUM_PROMPTS)
+        while not all(worker.stats.blocks_cached and worker.stats.num_steps for worker in cluster.status().values()):
+            load.wait_for_more(1)
         before = cluster.status()
         for prefill, decode in ((3, 1), (2, 2)):
             since = cluster.last_sequence()

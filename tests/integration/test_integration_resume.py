@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, token_spec
+from serve_process import ROOT, Serve
 
 from benchmarks.redis_server import RedisServer, running_redis
-from cluster import local_ray
+from cluster.admin_client import AdminClient
 from cluster.client import BatonClient
-from cluster.config import EngineSection, ModelSection, RouterSection, ServingConfig
+from cluster.config.changes import set_values
+from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from cluster.plan import plan_cluster
 from cluster.transcript import Transcript
 
-TESTS = Path(__file__).resolve().parents[1]
 WAIT_S = 90.0
 NUM_TOKENS = 400
 pytestmark = pytest.mark.timeout(240)
@@ -47,70 +47,75 @@ def read(client: BatonClient, spec: pb.GenerationSpec, on_token: Callable[[int],
     return [vars(sequence) for sequence in transcript.sequences]
 
 
-class RayCluster:
-    """The real programs under a real controller."""
+class Served:
+    """`baton serve` with two routers, which keep their journal in one Redis."""
 
-    def __init__(self, state: str, log_dir: Path) -> None:
-        import ray
+    def __init__(self, folder: Path, state: str) -> None:
+        (folder / "models").symlink_to(ROOT / "models")
+        text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
+        file = folder / "cluster.yaml"
+        file.write_text(set_values(text, {"state": state, "router.replicas": 2}), encoding="utf-8")
+        self._serve = Serve("--config", str(file), "--port", "0")
+        self.address = self._serve.address
+        self._admin = AdminClient(self._serve.admin_address)
 
-        from cluster.controller import Programs, start_controller
-
-        config = ServingConfig(
-            model=ModelSection(path=str(BUNDLED_MODEL), dtype="float32"),
-            engine=EngineSection(device="cpu", kv_cache_tokens=16384, threads=1),
-            router=RouterSection(port=0),
-            state=state,
-            log_dir=str(log_dir),
-        )
-        self._ray: Any = ray
-        plan = plan_cluster(config, num_gpus=0, num_cores=2)
-        self.controller: Any = start_controller(config, plan, Programs())
-        self._ask("run")
-        while not any((notice.kind, notice.who) == ("serving", "router") for notice in self._ask("notices")):
-            pass
-
-    def _ask(self, method: str) -> Any:
-        return self._ray.get(getattr(self.controller, method).remote(), timeout=WAIT_S)
-
-    def router(self) -> dict[str, Any]:
-        card: dict[str, Any] = self._ask("status")["router"]
-        return card
+    def router(self, name: str = "router") -> admin_pb2.ProcessStatus:
+        return next(p for p in self._admin.cluster().processes if p.name == name)
 
     def close(self) -> None:
-        self._ask("shutdown")
-        self._ray.kill(self.controller)
+        self._admin.close()
+        self._serve.close()
 
 
 @pytest.fixture
-def ray_cluster(tmp_path: Path, redis_of_session: RedisServer) -> Iterator[RayCluster]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
-    with local_ray.started(num_cpus=1):
-        cluster = RayCluster(redis_of_session.url, tmp_path)
-        yield cluster
-        cluster.close()
-    patch.undo()
+def served(tmp_path: Path, redis_of_session: RedisServer) -> Iterator[Served]:
+    served = Served(tmp_path, redis_of_session.url)
+    yield served
+    served.close()
 
 
-def test_streams_go_on_when_their_router_was_killed_and_ray_has_started_it_again(ray_cluster: RayCluster) -> None:
-    before = ray_cluster.router()
-    wanted = specs()
-    told = [0]
+def test_streams_go_on_when_their_router_was_killed_and_ray_has_started_it_again(served: Served) -> None:
+    before, wanted, told = served.router(), specs(), [0]
 
     def kill_in_the_middle(count: int) -> None:
         was_before, told[0] = told[0] < 60, told[0] + count
         if was_before and told[0] >= 60:
-            os.kill(before["pids"][0], signal.SIGKILL)
+            os.kill(before.pids[0], signal.SIGKILL)
 
-    with BatonClient(before["address"]) as client:
+    with BatonClient(served.address) as client:
         undisturbed = [read(client, spec) for spec in wanted]
         with ThreadPoolExecutor(len(wanted)) as pool:
             hooks = [kill_in_the_middle, *[lambda count: None] * (len(wanted) - 1)]
             reads = [pool.submit(read, client, spec, hook) for spec, hook in zip(wanted, hooks, strict=True)]
             outputs = [future.result() for future in reads]
-    after = ray_cluster.router()
-    assert after["num_starts"] == 2 and after["address"] == before["address"], "the router was not killed"
+    after = served.router()
+    assert after.num_starts == 2 and after.address == before.address, "the router was not killed"
     assert outputs == undisturbed
+
+
+def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
+    other = served.router("router-1").address
+    spec = specs()[1]
+    with BatonClient(served.address) as client, BatonClient(other) as elsewhere:
+        undisturbed = read(elsewhere, spec)
+        spec.resume.SetInParent()
+        transcript = Transcript()
+        with client.stream(spec, timeout_s=WAIT_S) as stream:
+            for event in stream:
+                transcript.add(event)
+                if transcript.sequences and len(transcript.sequences[0].token_ids) > 50:
+                    break
+        assert transcript.started is not None
+        resume = pb.ResumeFrom(
+            generation_id=transcript.started.generation_id, next_token_index=len(transcript.sequences[0].token_ids)
+        )
+        rest = pb.GenerationSpec(resume=resume)
+        with elsewhere.stream(rest, timeout_s=WAIT_S) as stream:
+            for event in stream:
+                if not event.HasField("started"):
+                    transcript.add(event)
+    assert transcript.is_complete
+    assert [vars(sequence) for sequence in transcript.sequences] == undisturbed
 
 
 @pytest.fixture

@@ -107,6 +107,11 @@ def test_no_time_for_a_second_sequence_still_leaves_one() -> None:
     assert service.mu_both == 0
 
 
+@pytest.mark.parametrize("cost", [StepCost(0, 0.001, 0, 0, 0), StepCost(0, 0, 0, 0.001, 0)])
+def test_a_cost_that_nobody_has_seen_tells_nothing(cost: StepCost) -> None:
+    assert usual_request(PROMPTS, cost) is None
+
+
 def test_the_pool_bounds_the_batch() -> None:
     usual = Usual(prompt_s=0.01, num_sequences=1, num_output_tokens=10, num_kv_tokens=100)
     wide, narrow = (service_of(usual, Worker(COST, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))

@@ -24,7 +24,7 @@ def round_trip(values: torch.Tensor, name: str, dtype: torch.dtype = torch.float
 
 
 def bound(values: torch.Tensor, name: str) -> torch.Tensor:
-    """What `wire` promises, and float32's own rounding: of the scale and of 127 times it, 1.5e-5 of half a step each."""
+    """What `wire` promises, and float32's rounding: of the scale and of 127 times it, 1.5e-5 of half a step each."""
     exact = values.double().abs()
     largest = exact.amax(dim=-1, keepdim=True)
     if name == "int8":
