@@ -45,6 +45,7 @@ from cluster.program import ExitCode
 
 STALL_OBJECTIVE_S = 2.0
 """What a stall at p99 may last beyond the replayed prefill."""
+MOST_PROMPT = 200
 LOGPROBS_AGREE_TO = 1e-3
 """Steps of other sizes add up in other orders."""
 
@@ -124,7 +125,7 @@ class Run:
 def spec_of(number: int, num_tokens: int) -> pb.GenerationSpec:
     """Request `number`, always the same."""
     draw = random.Random(number)
-    prompt = draw.choices(range(4, 1000), k=draw.randrange(8, 200))
+    prompt = draw.choices(range(4, 1000), k=draw.randrange(8, MOST_PROMPT))
     spec = make_spec(
         prompt,
         max_output_tokens=draw.randrange(num_tokens // 2, num_tokens),
@@ -280,8 +281,9 @@ def summary(reference: dict[int, Outcome], run: Run, span_s: float) -> dict[str,
     }
 
 
-def make_config(file: Path) -> ServingConfig:
-    """Of a cluster.yaml, with two workers of each role."""
+def make_config(file: Path, streams: int, num_tokens: int) -> ServingConfig:
+    """Of a cluster.yaml, with two workers of each role, either of which has room for every stream: what is left of a
+    cluster that is full cannot take in what a lost worker held, and its clients wait for others to end."""
     config = load_config(file)
     prefill, decode = config.roles.prefill, config.roles.decode
     roles = replace(
@@ -289,7 +291,9 @@ def make_config(file: Path) -> ServingConfig:
         prefill=replace(prefill, devices=2 * prefill.tensor_parallel),
         decode=replace(decode, devices=2 * decode.tensor_parallel),
     )
-    return replace(config, roles=roles)
+    num_seqs = 2 * streams
+    engine = replace(config.engine, max_num_seqs=num_seqs, kv_cache_tokens=num_seqs * (MOST_PROMPT + num_tokens))
+    return replace(config, roles=roles, engine=engine)
 
 
 def measure(
@@ -345,7 +349,7 @@ def main(
     try:
         args = Arguments(seconds, every, stop_seconds)
         specs = [spec_of(number, tokens) for number in range(requests)]
-        with MortalCluster(make_config(config), seed).running() as cluster:
+        with MortalCluster(make_config(config, streams, tokens), seed).running() as cluster:
             found = measure(cluster, specs, streams, signal.kinds, args)
     except (ProgramFailed, BatonError) as error:
         typer.echo(f"error: {error}", err=True)
