@@ -87,7 +87,7 @@ class Service:
 
 def usual_request(demand: Demand, cost: StepCost) -> Usual | None:
     """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs."""
-    if demand.num_placed < LEAST_REQUESTS or demand.num_outputs < LEAST_REQUESTS:
+    if demand.num_placed < LEAST_REQUESTS:
         return None
     if min(cost.of(StepSize(num_prompt_tokens=1)), cost.of(StepSize(num_sequences=1))) <= 0:
         return None
@@ -96,8 +96,8 @@ def usual_request(demand: Demand, cost: StepCost) -> Usual | None:
     return Usual(
         prompt_s=cost.of(prompt),
         num_sequences=demand.num_sequences / num,
-        num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_outputs),
-        num_kv_tokens=demand.num_kv_tokens / demand.num_outputs,
+        num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_sequences),
+        num_kv_tokens=demand.num_kv_tokens / demand.num_sequences,
     )
 
 

@@ -26,12 +26,10 @@ class Demand:
     num_cached_tokens: float = 0
     num_sequences: float = 0
     """That those requests asked for."""
-    num_outputs: float = 0
-    """Sequences that have ended, or decode now."""
     num_output_tokens: float = 0
-    """Theirs."""
+    """That those should get, by how long others got lately."""
     num_kv_tokens: float = 0
-    """That each of those held in the middle of its output, its prompt among them."""
+    """That each of those should hold in the middle of its output, its prompt among them."""
 
     def __add__(self, other: Demand) -> Demand:
         pairs = zip(

@@ -7,7 +7,6 @@ Pure: time is an argument. Knows requests only by their sizes.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from cluster.demand import Demand
 from cluster.step_cost import StepSize
@@ -17,15 +16,11 @@ WINDOW_S = 60.0
 LEAST_WINDOW_S = 5.0
 ENOUGH_REQUESTS = 32
 """Once so many are in them, those before count no more."""
+FIRST_GUESS_TOKENS = 128
+"""Of one output, before any has ended."""
 _BUCKET_S = 1.0
-
-
-@dataclass(frozen=True)
-class Output:
-    """One sequence, as far as it is."""
-
-    num_prompt_tokens: int
-    num_tokens: int
+_MEMORY = 0.95
+"""What an ended sequence leaves of those before it."""
 
 
 class DemandWindow:
@@ -37,14 +32,23 @@ class DemandWindow:
         """When the first request came."""
         self._buckets: deque[tuple[float, Demand]] = deque()
         """Each with when it began, the newest last."""
+        self._ended_tokens = self._ended_most = 0.0
+        """Of sequences that ended lately: how long they got, and how long they might have got."""
 
     def arrived(self, now: float) -> None:
         self._add(now, Demand(num_arrived=1))
 
-    def placed(self, now: float, num_prompt_tokens: int, num_cached_tokens: int, num_sequences: int) -> None:
-        """A request was given to workers for the first time."""
+    def placed(
+        self, now: float, num_prompt_tokens: int, num_cached_tokens: int, num_sequences: int, most_output_tokens: int
+    ) -> None:
+        """A request was given to workers for the first time; each of its sequences gets `most_output_tokens` at most.
+
+        How long they will be is told at once, as the share of the most that outputs took lately: those that have ended
+        say nothing of a load that has just changed, and of those that run, long ones are seen for longer.
+        """
         num_new = max(0, num_prompt_tokens - num_cached_tokens)
         size = StepSize.of_prompt(num_new, num_cached_tokens)
+        num_output_tokens = self._expected(most_output_tokens)
         self._add(
             now,
             Demand(
@@ -53,23 +57,31 @@ class DemandWindow:
                 num_attended=size.num_attended,
                 num_cached_tokens=num_cached_tokens,
                 num_sequences=num_sequences,
+                num_output_tokens=num_sequences * num_output_tokens,
+                num_kv_tokens=num_sequences * (num_prompt_tokens + num_output_tokens / 2),
             ),
         )
 
-    def ended(self, now: float, output: Output) -> None:
-        self._add(now, _of_output(output))
+    def ended(self, num_tokens: int, most_output_tokens: int) -> None:
+        """One sequence, after so many of the tokens that it might have got."""
+        self._ended_tokens = _MEMORY * self._ended_tokens + num_tokens
+        self._ended_most = _MEMORY * self._ended_most + most_output_tokens
 
-    def sums(self, now: float, open_outputs: list[Output]) -> tuple[float, Demand]:
-        """Of the last seconds, and how many those are. Outputs that are still open count as far as they are: where they
-        get longer than those before them, that shows before they end."""
+    def sums(self, now: float) -> tuple[float, Demand]:
+        """Of the last seconds, and how many those are."""
         self._drop_old(now)
-        total = sum(map(_of_output, open_outputs), Demand())
+        total = Demand()
         for began, demand in reversed(self._buckets):
             total += demand
             if now - began >= LEAST_WINDOW_S and total.num_placed >= ENOUGH_REQUESTS:
                 return now - began, total
         since = now if self._since is None else self._since
         return min(max(now - since, _BUCKET_S), self._window_s), total
+
+    def _expected(self, most_output_tokens: int) -> float:
+        if not self._ended_most:
+            return min(FIRST_GUESS_TOKENS, most_output_tokens)
+        return max(1.0, most_output_tokens * self._ended_tokens / self._ended_most)
 
     def _add(self, now: float, demand: Demand) -> None:
         self._drop_old(now)
@@ -84,11 +96,3 @@ class DemandWindow:
     def _drop_old(self, now: float) -> None:
         while self._buckets and now - self._buckets[0][0] >= self._window_s:
             self._buckets.popleft()
-
-
-def _of_output(output: Output) -> Demand:
-    return Demand(
-        num_outputs=1,
-        num_output_tokens=output.num_tokens,
-        num_kv_tokens=output.num_prompt_tokens + output.num_tokens / 2,
-    )

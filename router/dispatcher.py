@@ -25,7 +25,7 @@ from cluster.pb import worker_pb2
 from router import failures
 from router.admission import Ask
 from router.commands import admit_decode, admit_local, admit_prefill
-from router.demand import DemandWindow, Output
+from router.demand import DemandWindow
 from router.fleet import PREFILL, Fleet, WorkerAddress
 from router.keeper import Keeper
 from router.ledger import Charge, Ledger, Placement
@@ -136,8 +136,8 @@ class Dispatcher:
         return True
 
     def demand_now(self) -> tuple[float, Demand]:
-        """What was asked for in the last so many seconds, what still runs among it."""
-        return self.demand.sums(self.clock(), self._running.open_outputs())
+        """What was asked for in the last so many seconds."""
+        return self.demand.sums(self.clock())
 
     async def drain(self, timeout_s: float) -> None:
         """Takes nothing new; gives what is there `timeout_s` to end, then fails the rest."""
@@ -240,7 +240,7 @@ class Dispatcher:
         running.charge.sequence_done()
         num_tokens = live.sequences[tokens.sequence_index].num_tokens
         self._policy.finished(num_tokens)
-        self.demand.ended(now, Output(len(live.request.prompt_token_ids), num_tokens))
+        self.demand.ended(num_tokens, live.request.sampling.max_output_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
                 running.tell_to_drop(tokens.sequence_index)
@@ -265,8 +265,9 @@ class Dispatcher:
     def _dispatch(self, live: LiveRequest, trail: Trail) -> None:
         placement = self._policy.choose(live.to_place, *self.fleet.who_can())
         if trail.num_attempts == 1:
-            num_prompt, num_sequences = live.work.num_prompt_tokens, live.work.num_sequences
-            self.demand.placed(self.clock(), num_prompt, placement.num_cached_tokens, num_sequences)
+            prompt, sampling = len(live.request.prompt_token_ids), live.request.sampling
+            cached, most = placement.num_cached_tokens, sampling.max_output_tokens
+            self.demand.placed(self.clock(), prompt, cached, sampling.n, most)
         self._place(live, placement, trail)
 
     def _place(self, live: LiveRequest, placement: Placement, trail: Trail, *, is_move: bool = False) -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from cluster.pb import worker_pb2
 from router.commands import cancel_command
-from router.demand import Output
 from router.ledger import Charge, Placement
 from router.request import LiveRequest
 from router.retry import Trail
@@ -93,12 +92,3 @@ class RunningTable:
         if not ids:
             del self._on_worker[worker]
             self._on_free()
-
-    def open_outputs(self) -> list[Output]:
-        """Sequences that have begun and not ended."""
-        return [
-            Output(len(running.live.request.prompt_token_ids), sequence.num_tokens)
-            for running in self._running.values()
-            for sequence in running.live.sequences
-            if sequence.num_tokens and sequence.end is None
-        ]

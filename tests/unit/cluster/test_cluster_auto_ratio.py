@@ -40,7 +40,6 @@ def load(rate: float, num_prompt_tokens: int, num_output_tokens: int) -> Demand:
         num_placed=num,
         num_prompt_tokens=num * num_prompt_tokens,
         num_sequences=num,
-        num_outputs=num,
         num_output_tokens=num * num_output_tokens,
         num_kv_tokens=num * (num_prompt_tokens + num_output_tokens / 2),
     )

@@ -22,7 +22,6 @@ LONG_PROMPTS = Demand(
     num_placed=200,
     num_prompt_tokens=200 * 800,
     num_sequences=200,
-    num_outputs=200,
     num_output_tokens=200 * 20,
     num_kv_tokens=200 * 800,
 )

@@ -12,23 +12,23 @@ from router_harness import running_router, text_spec
 from cluster import rpc
 from cluster.demand import Demand
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
-from router.demand import WINDOW_S, DemandWindow, Output
+from router.demand import WINDOW_S, DemandWindow
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
     window = DemandWindow(10.0)
     for second in range(20):
         window.arrived(float(second))
-    assert window.sums(19.5, []) == (10.0, Demand(num_arrived=10))
-    assert window.sums(100.0, []) == (10.0, Demand())
+    assert window.sums(19.5) == (10.0, Demand(num_arrived=10))
+    assert window.sums(100.0) == (10.0, Demand())
 
 
 def test_under_a_heavy_load_only_the_last_seconds_count() -> None:
     window = DemandWindow()
     for tenth in range(300):
         window.arrived(tenth / 10)
-        window.placed(tenth / 10, 100 if tenth < 240 else 7, 0, 1)
-    seconds, told = window.sums(29.9, [])
+        window.placed(tenth / 10, 100 if tenth < 240 else 7, 0, 1, 10)
+    seconds, told = window.sums(29.9)
     assert 5 <= seconds < 7 and told.num_placed == told.num_arrived == pytest.approx(10 * seconds, abs=11)
     assert told.num_prompt_tokens == 7 * told.num_placed
 
@@ -37,28 +37,35 @@ def test_a_router_that_has_just_begun_tells_the_rate_since_then() -> None:
     window = DemandWindow()
     for tenth in range(20):
         window.arrived(100 + tenth / 10)
-    assert window.sums(102.0, []) == (2.0, Demand(num_arrived=20))
+    assert window.sums(102.0) == (2.0, Demand(num_arrived=20))
 
 
 def test_prompts_count_without_what_is_cached() -> None:
     window = DemandWindow()
-    window.placed(0.0, 10, 6, 2)
-    window.placed(0.5, 5, 5, 1)
-    _, told = window.sums(1.0, [])
+    window.placed(0.0, 10, 6, 2, 5)
+    window.placed(0.5, 5, 5, 1, 5)
+    _, told = window.sums(1.0)
     assert (told.num_placed, told.num_prompt_tokens, told.num_cached_tokens, told.num_sequences) == (2, 4, 11, 3)
     assert told.num_attended == 4 * 6 + 10
 
 
-def test_open_outputs_count_as_far_as_they_are() -> None:
+def test_outputs_are_expected_to_take_the_share_that_others_took() -> None:
     window = DemandWindow()
-    window.ended(0.0, Output(100, 20))
-    _, told = window.sums(1.0, [Output(50, 80)])
-    assert (told.num_outputs, told.num_output_tokens, told.num_kv_tokens) == (2, 100, 100 + 10 + 50 + 40)
+    window.placed(0.0, 10, 0, 2, 1000)
+    assert window.sums(1.0)[1].num_output_tokens == 2 * 128, "nothing has ended yet"
+    window.ended(30, 100)
+    window.placed(70.0, 10, 0, 2, 1000)
+    told = window.sums(71.0)[1]
+    assert (told.num_output_tokens, told.num_kv_tokens) == (2 * 300, 2 * (10 + 150))
+    for _ in range(200):
+        window.ended(1000, 1000)
+    window.placed(140.0, 10, 0, 1, 1000)
+    assert window.sums(141.0)[1].num_output_tokens == pytest.approx(1000, rel=0.01)
 
 
 def test_the_sums_of_two_routers_add_up_and_travel() -> None:
-    one, two = Demand(num_arrived=3, num_kv_tokens=2.5), Demand(num_arrived=4, num_outputs=1)
-    assert Demand.from_proto((one + two).to_proto()) == Demand(num_arrived=7, num_outputs=1, num_kv_tokens=2.5)
+    one, two = Demand(num_arrived=3, num_kv_tokens=2.5), Demand(num_arrived=4, num_sequences=1)
+    assert Demand.from_proto((one + two).to_proto()) == Demand(num_arrived=7, num_sequences=1, num_kv_tokens=2.5)
 
 
 @pytest.mark.asyncio
@@ -73,4 +80,4 @@ async def test_a_router_tells_what_was_asked_of_it_and_what_its_workers_cost(tmp
             told = await control.GetDemand(admin_pb2.GetDemandRequest())
     assert 0 < told.window_s <= WINDOW_S and told.step_cost == cost
     assert (told.demand.num_arrived, told.demand.num_placed, told.demand.num_prompt_tokens) == (1, 1, 5)
-    assert (told.demand.num_sequences, told.demand.num_outputs, told.demand.num_output_tokens) == (1, 1, 3)
+    assert (told.demand.num_sequences, told.demand.num_output_tokens) == (1, 128)
