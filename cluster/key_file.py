@@ -21,8 +21,9 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
 
-Stamp = tuple[int, int, int]
-"""What differs between two states of a file: its inode, its length, when it was changed."""
+Stamp = tuple[int, int, int, int]
+"""What differs between two states of a file: its inode, its length, when its text was changed, and when anything of it
+was, its owner and mode among them."""
 
 
 class KeyFile:
@@ -32,6 +33,9 @@ class KeyFile:
         """Raises ConfigError for a file that cannot be read or is wrong."""
         self._path = Path(path)
         self._stamp = self._look()
+        """Of what is in `ring`: a file that could not be taken up is read again."""
+        self._problem = ""
+        """What was said last of a file that is not taken up; it is said once."""
         self.ring = KeyRing(load_keys(path))
 
     async def follow(self, executor: Executor | None = None) -> None:
@@ -40,23 +44,29 @@ class KeyFile:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
                 await self.refresh(executor)
-            except Exception:  # whatever it is, the next edit is looked at again
-                log.exception("the API keys stay as they were: the file could not be looked at")
+            except Exception as error:  # whatever it is, the file is looked at again
+                self._say(f"{type(error).__name__}: {error}")
 
     async def refresh(self, executor: Executor | None) -> bool:
         """Takes the file up if it has changed; True when it did."""
         stamp = self._look()
         if stamp == self._stamp:
+            self._problem = ""
             return False
-        self._stamp = stamp
         try:
             keys: tuple[ApiKey, ...] = await asyncio.get_running_loop().run_in_executor(executor, load_keys, self._path)
         except ConfigError as error:
-            log.error("the API keys stay as they were: %s", error.message)
+            self._say(error.message)
             return False
+        self._stamp, self._problem = stamp, ""
         self.ring.replace(keys)
         log.info("%d API keys from now on", len(keys))
         return True
+
+    def _say(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            log.error("the API keys stay as they were: %s", problem)
 
     def _look(self) -> Stamp | None:
         """None: it is not there."""
@@ -64,4 +74,4 @@ class KeyFile:
             found = os.stat(self._path)
         except OSError:
             return None
-        return found.st_ino, found.st_size, found.st_mtime_ns
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -45,11 +45,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one; a temporary file has mode 0600 from the start."""
+    """A reader sees the old file or the new one; a temporary file has mode 0600 from the start. Where root writes, the
+    file stays its owner's, who has to read it."""
     try:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                if os.geteuid() == 0 and path.exists():
+                    old = path.stat()
+                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
                 os.fchmod(file.fileno(), OWNER_ONLY)
                 file.write(text)
                 file.flush()

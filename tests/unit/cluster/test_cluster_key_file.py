@@ -1,0 +1,65 @@
+"""A keys file that is followed: what could not be read at one moment is read at the next."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import key_file as key_file_module
+from cluster import key_store
+from cluster.api_keys import ApiKey, digest_of, load_keys, render_keys
+from cluster.errors import ConfigError
+from cluster.key_file import KeyFile
+from cluster.key_store import edited_keys
+
+STAYS, REVOKED = (ApiKey(name, digest_of(name), "acme", ("generate",)) for name in ("stays", "revoked"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(render_keys([STAYS, REVOKED]))
+    return path
+
+
+async def test_a_file_that_could_not_be_read_once_is_read_again_and_the_problem_is_told_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = KeyFile(str(file))
+
+    def denied(path: Path) -> Any:
+        raise ConfigError(f"{path}: cannot be read: Permission denied")
+
+    with edited_keys(file) as found:
+        found.remove(REVOKED)
+    monkeypatch.setattr(key_file_module, "load_keys", denied)
+    assert not await keys.refresh(None)
+    assert not await keys.refresh(None)
+    assert keys.ring.find("revoked") is not None
+    assert len(caplog.records) == 1
+    monkeypatch.setattr(key_file_module, "load_keys", load_keys)
+    assert await keys.refresh(None)
+    assert keys.ring.find("revoked") is None and keys.ring.find("stays") is not None
+    assert not await keys.refresh(None)
+
+
+async def test_a_change_of_a_files_mode_alone_has_it_read_again(file: Path) -> None:
+    keys = KeyFile(str(file))
+    before = file.stat()
+    while file.stat().st_ctime_ns == before.st_ctime_ns:  # a file system's clock may tick slowly
+        file.chmod(0o640)
+    assert file.stat().st_mtime_ns == before.st_mtime_ns
+    assert await keys.refresh(None)
+
+
+def test_a_file_that_root_changes_stays_its_owners(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    monkeypatch.setattr(key_store.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(key_store.os, "fchown", lambda _, uid, gid: given.append((uid, gid)))
+    owner = os.stat(file)
+    with edited_keys(file) as found:
+        found.remove(REVOKED)
+    assert given == [(owner.st_uid, owner.st_gid)]
