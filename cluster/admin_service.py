@@ -139,7 +139,8 @@ async def start_admin(
 ) -> tuple[grpc.aio.Server, str]:
     """Listens; the server and its address. Raises ConfigError for one that it may not or cannot have.
 
-    Whoever reaches this port may change the cluster, with a key of the scope `admin` where there are `keys`.
+    Whoever reaches this port may change the cluster, with a key of the scope `admin` where there are `keys`, and a
+    certificate where `tls` asks for one. The configuration is refused that opens it to everybody beyond loopback.
     """
     interceptors = () if keys is None else (Gate(keys, {_NAME: "admin"}, ()),)
     server, port = rpc.create_server(

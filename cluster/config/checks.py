@@ -43,7 +43,22 @@ def check(config: ServingConfig) -> Iterator[Finding]:
                 f"{name}.insecure: true where the network keeps strangers out",
                 (f"{name}.insecure", "tls.cert"),
             )
+    yield from _check_strangers(config)
     yield from _check_ports(config)
+
+
+def _check_strangers(config: ServingConfig) -> Iterator[Finding]:
+    """TLS keeps out those who listen, not those who call."""
+    admin = config.admin
+    is_closed = config.auth.keys_file is not None or config.tls.client_ca is not None
+    # Without TLS that address is refused already.
+    if not (is_closed or admin.insecure or config.tls.cert is None or is_loopback(admin.host)):
+        yield Finding(
+            "admin.host",
+            f"refusing to let everybody who reaches {admin.host} change the cluster; set auth.keys_file or "
+            "tls.client_ca, use 127.0.0.1, or set admin.insecure: true where the network keeps strangers out",
+            ("admin.insecure", "auth.keys_file", "tls.client_ca", "tls.cert"),
+        )
 
 
 def _check_ports(config: ServingConfig) -> Iterator[Finding]:

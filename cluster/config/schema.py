@@ -304,11 +304,12 @@ class AdminSection:
     """Where operators change the running cluster: `baton apply`, `baton rebalance`, `baton drain`."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback needs TLS (`tls`) or `insecure`."""
+    """Address to listen on; anything but loopback needs TLS and who calls to be known (`tls.cert`, and `auth.keys_file`
+    or `tls.client_ca`), or `insecure`."""
     port: int = bounded(50052, at_least=0, at_most=65_535)
     """Port of the AdminService; 0: any free one. `baton serve --port N` takes N + 1."""
     insecure: bool = False
-    """Allow an address other than loopback although there is no TLS."""
+    """Allow an address other than loopback although there is no TLS, or nobody has to say who they are."""
 
 
 @dataclass(frozen=True)
