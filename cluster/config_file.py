@@ -20,6 +20,8 @@ from cluster.errors import BatonError, ConfigError, FailedPrecondition
 
 _STEADY_LOOKS = 2
 _MISTAKE_LOOKS = 10
+_SPLIT = frozenset({"roles.prefill.devices", "roles.decode.devices"})
+"""What also changes without the file: by `mode: auto`, and by a plan of which only the first steps were done."""
 
 
 @dataclass(frozen=True)
@@ -56,15 +58,17 @@ class ConfigFile:
         return self.parse(self.read())
 
     def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> None:
-        """Sets the values of these keys in the file, comments and all else as they were.
+        """Sets the values of these keys and of the split in the file, where it says something else; comments and all
+        else stay as they were.
 
         Raises FailedPrecondition unless the file says exactly what is wanted afterwards.
         """
         try:
             text = self.read()
-            if not differences(self.parse(text), wanted):
+            stale = differences(self.parse(text), wanted)
+            if not stale:
                 return
-            edited = set_values(text, changed)
+            edited = set_values(text, {key: value for key, value in stale.items() if key in changed or key in _SPLIT})
             left = differences(self.parse(edited), wanted)
             if left:
                 raise FailedPrecondition(f"it also says something else than what runs about {', '.join(left)}")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from admin_world import FILE
+from admin_world import FILE, DoorStage
 
 from cluster.config import ServingConfig
 from cluster.config.changes import differences
@@ -150,6 +150,33 @@ def test_a_file_that_would_not_agree_afterwards_is_not_written(
     with pytest.raises(FailedPrecondition, match=problem):
         file.keep(wanted, differences(running, wanted))
     assert file.read() == text
+
+
+async def test_a_drain_is_written_down_after_auto_has_moved_and_its_move_was_not(file: ConfigFile) -> None:
+    edit(file, "mode: fixed", "mode: auto")
+    edit(file, "devices: 1", "devices: 2")
+    edit(file, "devices: 1", "devices: 2")
+    stage = DoorStage(file.load())
+    stage.door.propose(stage.door.with_split(1, 3), "mode auto 1:3")
+    await stage.door.settled()
+    stage.door.propose(stage.door.without("decode-1"), "drain decode-1", leaving=["decode-1"], keep=file.keep)
+    await stage.door.settled()
+    assert stage.split() == (1, 2)
+    assert file.load() == stage.door.config
+
+
+async def test_a_drain_is_written_down_after_a_plan_of_which_only_the_first_step_was_done(file: ConfigFile) -> None:
+    running = file.load()
+    file.keep(with_devices(running, 1, 3), differences(running, with_devices(running, 1, 3)))
+    stage = DoorStage(file.load())
+    stage.hands.broken = "flip decode-2 to prefill"
+    stage.door.propose(stage.door.with_split(3, 1), "rebalance 3:1", keep=file.keep)
+    await stage.door.settled()
+    assert (stage.split(), file.load().roles.prefill.devices) == ((2, 2), 3)
+    stage.door.propose(stage.door.without("decode-0"), "drain decode-0", leaving=["decode-0"], keep=file.keep)
+    await stage.door.settled()
+    assert stage.split() == (2, 1)
+    assert file.load() == stage.door.config
 
 
 def test_a_file_that_is_not_utf8_is_a_mistake_that_names_the_byte(tmp_path: Path) -> None:
