@@ -57,9 +57,9 @@ class ConfigFile:
         """Raises ConfigError."""
         return self.parse(self.read())
 
-    def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> None:
+    def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> str:
         """Sets the values of these keys and of the split in the file, where it says something else; comments and all
-        else stay as they were.
+        else stay as they were. Returns the text that the file then has.
 
         Raises FailedPrecondition unless the file says exactly what is wanted afterwards.
         """
@@ -67,12 +67,13 @@ class ConfigFile:
             text = self.read()
             stale = differences(self.parse(text), wanted)
             if not stale:
-                return
+                return text
             edited = set_values(text, {key: value for key, value in stale.items() if key in changed or key in _SPLIT})
             left = differences(self.parse(edited), wanted)
             if left:
                 raise FailedPrecondition(f"it also says something else than what runs about {', '.join(left)}")
             self._write(edited)
+            return edited
         except OSError as error:
             raise FailedPrecondition(f"{self.path} cannot be written: {error.strerror}; edit it instead") from error
         except BatonError as error:
@@ -129,6 +130,11 @@ class Watch:
         elif self._num_same >= _MISTAKE_LOOKS:
             self._done = content
             self._refuse(problem)
+
+    def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> None:
+        """As the file's own. What it writes is no edit: a change that was accepted and then failed is not begun again
+        for standing in the file. Raises FailedPrecondition."""
+        self._done = self._file.keep(wanted, changed), ""
 
     def _read(self) -> tuple[str, str]:
         try:

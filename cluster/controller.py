@@ -80,6 +80,9 @@ class Controller:
         self._has_served = False
         self._is_stopping = False
         self._file = file
+        self._watch: Watch | None = None
+        if file is not None and file.is_own:
+            self._watch = Watch(file, self._apply_file, lambda why: self.door.refuse(self.config_path, why))
         self._drain_s = plan.router.drain_timeout_s
         log_dir = config.log_dir
         send_logs_to(self._reporter("controller"), "controller", log_dir)
@@ -168,7 +171,7 @@ class Controller:
 
     @property
     def keep(self) -> Keep | None:
-        return self._file.keep if self._file is not None and self._file.is_own else None
+        return self._watch.keep if self._watch is not None else None
 
     @property
     def auto(self) -> admin_pb2.Auto | None:
@@ -242,14 +245,13 @@ class Controller:
                 self._has_served = True
                 self._notices.put_nowait(Notice("serving", "router", str(self.routers[0].card["address"])))
                 self._tasks.append(asyncio.create_task(self._steer()))
-                if self._file is not None and self._file.is_own:
-                    self._tasks.append(asyncio.create_task(self._watch(self._file)))
+                if self._watch is not None:
+                    self._tasks.append(asyncio.create_task(self._look_at_file(self._watch)))
                 return
             await asyncio.sleep(_RETRY_S)
 
-    async def _watch(self, file: ConfigFile) -> None:
-        """Looks at the file whenever no change is being carried out."""
-        watch = Watch(file, self._apply_file, lambda why: self.door.refuse(self.config_path, why))
+    async def _look_at_file(self, watch: Watch) -> None:
+        """Whenever no change is being carried out."""
         while True:
             await asyncio.sleep(_LOOK_S)
             if self.door.changing is None:

@@ -27,7 +27,7 @@ from cluster.steps import StepFailed
 
 logger = logging.getLogger(__name__)
 
-Keep = Callable[[ServingConfig, dict[str, Any]], None]
+Keep = Callable[[ServingConfig, dict[str, Any]], object]
 """Writes down an accepted configuration (with the keys that changed); raises BatonError when it cannot."""
 
 

@@ -13,6 +13,7 @@ from cluster.config import ServingConfig
 from cluster.config.changes import differences
 from cluster.config_file import ConfigFile, Watch
 from cluster.errors import ConfigError, FailedPrecondition
+from cluster.events import EventKind
 
 
 @pytest.fixture
@@ -117,13 +118,34 @@ def test_a_change_from_elsewhere_is_written_into_the_file_and_is_no_edit_of_it(f
     running = file.load()
     wanted = with_devices(running, 3, 2)
     file.path.chmod(0o640)
-    file.keep(wanted, differences(running, wanted))
+    heard.watch.keep(wanted, differences(running, wanted))
     assert file.load() == wanted
     assert "# A role has devices / tensor_parallel workers." in file.read()
     assert file.path.stat().st_mode & 0o777 == 0o640
     assert sorted(p.name for p in file.path.parent.iterdir()) == ["cluster.yaml", "models"]
+    heard.looks(3)
+    assert not heard.applied, "what was written is taken for an edit"
+    edit(file, "devices: 3", "devices: 2")
     heard.looks(2)
-    assert heard.applied == [wanted], "what the door finds to be what runs"
+    assert heard.applied == [with_devices(running, 2, 2)], "an edit after it was not looked at"
+
+
+async def test_a_change_that_failed_is_not_begun_again_for_standing_in_the_file(file: ConfigFile) -> None:
+    running = file.load()
+    file.keep(with_devices(running, 1, 3), differences(running, with_devices(running, 1, 3)))
+    stage = DoorStage(file.load())
+
+    def apply(wanted: ServingConfig) -> None:
+        stage.door.propose(wanted, "the file was edited")
+
+    watch = Watch(file, apply, pytest.fail)
+    stage.hands.broken = "flip decode-2 to prefill"
+    stage.door.propose(stage.door.with_split(3, 1), "rebalance 3:1", keep=watch.keep)
+    await stage.door.settled()
+    assert (stage.split(), file.load().roles.prefill.devices) == ((2, 2), 3)
+    for _ in range(3):
+        watch.look()
+    assert stage.door.changing is None and stage.kinds()[-1] is EventKind.FAILED
 
 
 def test_a_file_that_says_the_change_already_is_left_alone(file: ConfigFile) -> None:
