@@ -102,7 +102,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
                 desk.door.refuse(origin, error.message)
                 raise InvalidRequest(error.message) from error
             return desk.door.propose(
-                wanted,
+                desk.door.split_kept(wanted),
                 origin,
                 expected_version=request.expected_version,
                 dry_run=request.dry_run,

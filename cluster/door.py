@@ -113,12 +113,15 @@ class Door:
         return _with_devices(self.config, devices)
 
     def split_kept(self, wanted: ServingConfig) -> ServingConfig:
-        """`wanted`, with the present split of the same devices where Baton chooses it: a file that names another one
-        says how a cluster begins."""
+        """`wanted`, with the present split of the same devices where Baton chooses it and each role still fits it: a
+        file that names another one says how a cluster begins."""
         is_auto = wanted.rebalance.mode == self.config.rebalance.mode == "auto"
         devices: dict[RoleName, int] = {role: self.config.role(role).devices for role in ROLES}
         is_same = sum(wanted.role(role).devices for role in ROLES) == sum(devices.values())
-        return _with_devices(wanted, devices) if is_auto and is_same else wanted
+        if not (is_auto and is_same):
+            return wanted
+        kept = _with_devices(wanted, devices)
+        return kept if all(_fits(kept, role) for role in ROLES) else wanted
 
     def without(self, worker_id: str) -> ServingConfig:
         """The configuration that runs, with one worker less of the role which that one has."""
@@ -236,6 +239,12 @@ class Door:
 def _with_devices(config: ServingConfig, devices: dict[RoleName, int]) -> ServingConfig:
     roles = RolesSection(*(replace(config.role(role), devices=devices[role]) for role in ROLES))
     return replace(config, roles=roles)
+
+
+def _fits(config: ServingConfig, name: RoleName) -> bool:
+    """Its devices make whole workers, and enough of them."""
+    role = config.role(name)
+    return role.devices % role.tensor_parallel == 0 and role.num_workers >= role.min_workers
 
 
 def _shown(value: Any) -> str:

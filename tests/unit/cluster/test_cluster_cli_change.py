@@ -123,6 +123,18 @@ def test_apply_has_the_cluster_do_what_the_file_says(desk: Desk) -> None:
     assert (again.exit_code, again.stdout) == (0, "nothing differs from what runs (configuration 2)\n")
 
 
+def test_apply_leaves_the_split_where_baton_chooses_it(desk: Desk) -> None:
+    desk.edit("mode: fixed", "mode: auto")
+    assert run(desk, "apply", str(desk.file.path)).exit_code == 0
+    begins = desk.file.read()
+    assert run(desk, "rebalance", "2:2").exit_code == 0
+    desk.file.path.write_text(begins, encoding="utf-8")
+    desk.edit("margin: 0.1", "margin: 0.2")
+    done = run(desk, "apply", str(desk.file.path))
+    assert (done.exit_code, done.stdout.splitlines()[0].strip()) == (0, "rebalance.auto.margin: 0.2")
+    assert desk.stage.split() == (2, 2)
+
+
 def test_apply_of_a_file_with_mistakes_says_where_and_ends_with_3(desk: Desk) -> None:
     desk.edit("devices: 1", "devices: one")
     done = run(desk, "apply", str(desk.file.path))

@@ -55,6 +55,17 @@ async def test_where_baton_chooses_the_split_a_file_that_names_another_does_not(
     assert door.split_kept(auto(replace(fixed, roles=one_more))).roles == one_more
 
 
+@pytest.mark.parametrize(("present", "named", "change"), [(3, 2, {"tensor_parallel": 2}), (2, 3, {"min_workers": 3})])
+async def test_a_split_that_a_role_does_not_fit_any_more_gives_way_to_the_files(
+    present: int, named: int, change: dict[str, int]
+) -> None:
+    first = config_of(4 - present, present)
+    stage = DoorStage(replace(first, rebalance=replace(first.rebalance, mode="auto")))
+    roles = config_of(4 - named, named).roles
+    wanted = replace(stage.door.config, roles=replace(roles, decode=replace(roles.decode, **change)))
+    assert stage.door.split_kept(wanted) == wanted
+
+
 async def test_what_runs_already_is_no_change() -> None:
     stage = DoorStage()
     answer = stage.door.propose(config_of(), "a test")
