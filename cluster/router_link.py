@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CALL_S = 5.0
 LOOK_EVERY_S = 0.05
+_READY = admin_pb2.WorkerStatus.STATE_READY
 _ADDED = (
     *("num_queued", "max_queued", "num_running", "num_finished"),
     *("num_cancelled", "num_failed", "num_rejected", "num_orphaned"),
@@ -149,17 +150,29 @@ def merged(answers: Sequence[admin_pb2.GetStatusResponse]) -> admin_pb2.GetStatu
     whole = admin_pb2.GetStatusResponse()
     whole.CopyFrom(answers[0])
     whole.config_version = min(answer.config_version for answer in answers)
-    workers = {worker.worker_id: worker for worker in whole.workers}
+    seen = [{worker.worker_id: worker for worker in answer.workers} for answer in answers]
+    del whole.workers[:]
+    whole.workers.extend(
+        _seen_by_all([of_one.get(worker_id) for of_one in seen])
+        for worker_id in dict.fromkeys(worker_id for of_one in seen for worker_id in of_one)
+    )
     for answer in answers[1:]:
-        seen = {worker.worker_id: worker for worker in answer.workers}
-        for worker_id, worker in workers.items():
-            other = seen.get(worker_id)
-            if other is None or other.state != admin_pb2.WorkerStatus.STATE_READY:
-                worker.state = admin_pb2.WorkerStatus.STATE_CONNECTING if other is None else other.state
-            if other is not None:
-                worker.role = worker.role if worker.role == other.role else worker_pb2.ROLE_UNSPECIFIED
-                worker.is_draining = worker.is_draining or other.is_draining
-                worker.num_requests += other.num_requests
         for name in _ADDED:
             setattr(whole.router, name, getattr(whole.router, name) + getattr(answer.router, name))
+    return whole
+
+
+def _seen_by_all(views: Sequence[admin_pb2.WorkerStatus | None]) -> admin_pb2.WorkerStatus:
+    """One worker, as each router sees it; None: it does not know it yet. A router that does not reach it has nothing on
+    it, whatever it last counted there."""
+    known = [view for view in views if view is not None]
+    whole = admin_pb2.WorkerStatus()
+    whole.CopyFrom(known[0])
+    if len(known) < len(views):
+        whole.state = admin_pb2.WorkerStatus.STATE_CONNECTING
+    whole.state = next((view.state for view in known if view.state != _READY), whole.state)
+    if any(view.role != whole.role for view in known):
+        whole.role = worker_pb2.ROLE_UNSPECIFIED
+    whole.is_draining = any(view.is_draining for view in known)
+    whole.num_requests = sum(view.num_requests for view in known if view.state == _READY)
     return whole

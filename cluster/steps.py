@@ -138,5 +138,5 @@ def _sees(status: Status, worker_id: str, role: RoleName) -> bool:
 
 
 def _is_empty(status: Status, worker_id: str) -> bool:
-    """A worker that the router does not reach holds nothing of its."""
-    return not any(w.worker_id == worker_id and w.state == READY and w.num_requests for w in status.workers)
+    """Whichever router has something on it."""
+    return not any(w.worker_id == worker_id and w.num_requests for w in status.workers)

@@ -37,3 +37,16 @@ def test_a_worker_is_ready_and_has_its_role_only_where_all_see_it() -> None:
     draining = worker()
     draining.is_draining = True
     assert merged([answer(worker()), answer(draining)]).workers[0].is_draining
+
+
+def test_requests_on_a_worker_count_although_another_router_does_not_reach_it() -> None:
+    for views in ((worker(num_requests=2), worker(LOST)), (worker(LOST, num_requests=7), worker(num_requests=2))):
+        (whole,) = merged([answer(view) for view in views]).workers
+        assert (whole.state, whole.num_requests) == (LOST, 2)
+    for one, two in ((answer(), answer(worker(num_requests=2))), (answer(worker(num_requests=2)), answer())):
+        (whole,) = merged([one, two]).workers
+        assert whole.state != READY and whole.num_requests == 2
+
+
+def test_a_router_has_nothing_on_a_worker_that_it_does_not_reach() -> None:
+    assert merged([answer(worker(LOST, num_requests=7))]).workers[0].num_requests == 0

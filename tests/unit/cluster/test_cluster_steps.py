@@ -55,7 +55,8 @@ class GroupLauncher:
 
 
 class Router:
-    """Believes what it was told last. `busy`: requests on a worker; `blind`: workers that it does not reach."""
+    """What several ones say together; believes what it was told last. `busy`: requests on a worker; `blind`: workers that
+    one of them does not reach."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
@@ -164,12 +165,15 @@ async def test_a_worker_that_does_not_start_is_removed_and_says_why(stage: Stage
     assert stage.closed == ["decode-2"]
 
 
-async def test_a_worker_drains_before_it_ends(stage: Stage) -> None:
-    stage.router.busy = {"decode-1": 2}
+@pytest.mark.parametrize("blind", [set(), {"decode-1"}], ids=["all reach it", "one router does not"])
+async def test_a_worker_drains_before_it_ends(stage: Stage, blind: set[str]) -> None:
+    stage.router.busy, stage.router.blind = {"decode-1": 2}, blind
     stopping = asyncio.create_task(stage.steps.carry_out(Stop("decode-1"), config_of(1, 1)))
     while not stage.router.told or not stage.router.last()["decode-1"][1]:
         await asyncio.sleep(0)
     group = next(g for g in stage.groups if g.plan.worker_id == "decode-1")
+    for _ in range(20):
+        await asyncio.sleep(0)
     assert not group.is_stopped and not stopping.done()
     stage.router.busy = {}
     await stopping
