@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from cluster.auto_ratio import AutoRatio, Bounds, Patience, Slo, Verdict, Worker
 from cluster.config import ServingConfig
 from cluster.demand import Demand
+from cluster.door import AnotherChange, StaleVersion
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.step_cost import StepCost, usual
@@ -77,6 +78,8 @@ class Autopilot:
         self._auto: AutoRatio | None = None
         self._settings: tuple[Slo, Patience] | None = None
         self._num_prefill: int | None = None
+        self._asks_from = 0.0
+        """The door is not asked before; it has refused what will not be right a second later."""
         self._said = ""
         self._said_at = 0.0
         self.num_moves = 0
@@ -91,6 +94,14 @@ class Autopilot:
         split, sight = self._split(), await self._sight()
         if split is None or sight is None:
             return
+        sizes = [config.roles.prefill.tensor_parallel, config.roles.decode.tensor_parallel]
+        if sizes[0] != sizes[1]:
+            why = (
+                f"stays: the roles differ in tensor_parallel ({sizes[0]} and {sizes[1]}), so that no worker can change"
+            )
+            self._auto, self.verdict = None, Verdict(split.num_prefill, False, why)
+            self._say(now, self.verdict)
+            return
         auto = self._tuned(config)
         if self._num_prefill is not None:
             auto.moved(now, self._num_prefill, split.num_prefill)
@@ -102,8 +113,8 @@ class Autopilot:
             worker = Worker(sight.cost, config.engine.max_num_seqs, sight.kv_tokens)
         self.verdict = auto.decide(now, sight.demand, sight.window_s, worker, bounds, split.num_prefill)
         self._say(now, self.verdict)
-        if self.verdict.moves:
-            self._try(split, self.verdict)
+        if self.verdict.moves and now >= self._asks_from:
+            self._try(now, split, self.verdict, config.rebalance.auto.cooldown_s)
 
     def _tuned(self, config: ServingConfig) -> AutoRatio:
         """Its memory lasts until somebody changes what it goes by."""
@@ -114,15 +125,19 @@ class Autopilot:
         )
         if self._auto is None or settings != self._settings:
             self._auto, self._settings, self._num_prefill = AutoRatio(*settings), settings, None
+            self._asks_from = 0.0
         return self._auto
 
-    def _try(self, split: Split, verdict: Verdict) -> None:
+    def _try(self, now: float, split: Split, verdict: Verdict, cooldown_s: float) -> None:
         try:
             self._move(verdict.num_prefill, split.num_workers - verdict.num_prefill, split.version, verdict.why)
             self.num_moves += 1
-        except BatonError as error:
-            # Somebody else changed something at the same moment, or the plan cannot be met: the next look sees it.
+        except (AnotherChange, StaleVersion) as error:
+            # Somebody else changed something at the same moment: the next look sees it.
             logger.warning("auto: the split stays: %s", error.message)
+        except BatonError as error:
+            self._asks_from = now + cooldown_s
+            logger.warning("auto: the split stays, for %g s at least: %s", cooldown_s, error.message)
 
     def _say(self, now: float, verdict: Verdict) -> None:
         gist = verdict.why.partition(" serves")[0]

@@ -10,6 +10,7 @@ from cluster.autopilot import Autopilot, Sight, Split
 from cluster.config import ServingConfig
 from cluster.config.schema import AutoSection, ModelSection, RebalanceSection
 from cluster.demand import Demand
+from cluster.door import AnotherChange, StaleVersion
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2
 from cluster.step_cost import StepCost
@@ -80,14 +81,35 @@ async def test_while_a_change_is_carried_out_or_no_router_answers_nothing_moves(
     assert not world.asked
 
 
-async def test_what_the_door_refuses_is_asked_for_again() -> None:
+@pytest.mark.parametrize("refusal", [StaleVersion, AnotherChange])
+async def test_what_the_door_refuses_for_another_change_is_asked_for_again(refusal: type[FailedPrecondition]) -> None:
     world = World()
-    world.error = FailedPrecondition("version 7 is not current")
+    world.error = refusal("version 7 is not current")
     await world.run(3)
     assert world.asked == [(3, 1, 7)]
     world.error, world.split = None, Split(1, 3, version=9)
     await world.run(1)
     assert world.asked == [(3, 1, 7), (3, 1, 9)]
+
+
+async def test_what_the_door_refuses_for_itself_is_not_asked_for_again_before_the_cooldown() -> None:
+    world = World()
+    world.error = FailedPrecondition("more devices than there are")
+    await world.run(3)
+    assert world.asked == [(3, 1, 7)]
+    await world.run(4)
+    assert world.asked == [(3, 1, 7)]
+    await world.run(1)
+    assert world.asked == [(3, 1, 7), (3, 1, 7)]
+
+
+async def test_roles_of_different_sizes_stay_and_it_is_said_why() -> None:
+    world = World()
+    decode = replace(AUTO.roles.decode, tensor_parallel=2, devices=2)
+    await world.run(30, replace(AUTO, roles=replace(AUTO.roles, decode=decode)))
+    assert not world.asked
+    assert world.pilot.verdict is not None and not world.pilot.verdict.moves
+    assert world.pilot.verdict.why.startswith("stays: the roles differ in tensor_parallel (1 and 2)")
 
 
 async def test_after_an_operators_change_there_is_peace_as_after_its_own() -> None:
