@@ -249,33 +249,6 @@ def test_another_address_is_allowed_when_insecure_is_said(folder: Path) -> None:
     assert parse(folder, "    router: {host: 0.0.0.0, insecure: true}\n").router.insecure
 
 
-@pytest.fixture
-def secured(folder: Path) -> Path:
-    """The folder with the files that the following name; what is in them is for others to read."""
-    for name in ("c.pem", "k.pem", "a.pem", "keys.yaml"):
-        (folder / name).write_text("")
-    return folder
-
-
-def test_an_admin_port_beyond_loopback_is_not_open_to_everybody_for_being_encrypted(secured: Path) -> None:
-    (found,) = problems(secured, "    tls: {cert: c.pem, key: k.pem}\n    admin: {host: 0.0.0.0}\n")
-    assert " metadata.serving.admin.host: refusing to let everybody who reaches 0.0.0.0 change the cluster" in found
-    assert "set auth.keys_file or tls.client_ca" in found
-
-
-@pytest.mark.parametrize(
-    "serving",
-    [
-        "    tls: {cert: c.pem, key: k.pem}\n    admin: {host: 0.0.0.0}\n    auth: {keys_file: keys.yaml}\n",
-        "    tls: {cert: c.pem, key: k.pem, client_ca: a.pem}\n    admin: {host: 0.0.0.0}\n",
-        "    tls: {cert: c.pem, key: k.pem}\n    admin: {host: 0.0.0.0, insecure: true}\n",
-        "    tls: {cert: c.pem, key: k.pem}\n",
-    ],
-)
-def test_an_admin_port_is_allowed_where_callers_are_known_or_the_operator_says_so(secured: Path, serving: str) -> None:
-    assert parse(secured, serving).tls.cert is not None
-
-
 def test_empty_sections_mean_their_defaults(folder: Path) -> None:
     config = parse(folder, "    roles:\n      decode:\n    engine:\n")
     assert config.roles.decode == RoleSection()
