@@ -27,6 +27,8 @@ class Launcher(Protocol):
 
     plan: WorkerPlan
     """What the next start goes by."""
+    placing_limit_s: float | None
+    """How long that start may wait for a place, until it fails; None: for ever."""
 
     async def launch(self) -> Running: ...
 

@@ -16,10 +16,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import HostedProcess
+from cluster.actors import HostedProcess, Place
 from cluster.plan import CPU_SHARE, WorkerPlan
 from cluster.settings import RouterSettings
-from cluster.supervisor import Running
+from cluster.supervisor import Running, StartFailed
 
 _PLACING_S = 5.0
 
@@ -57,6 +57,7 @@ class WorkerLauncher:
         self._log_dir = log_dir
         self._report = report
         self._group: PlacementGroup | None = None
+        self.placing_limit_s: float | None = None
 
     async def launch(self) -> Running:
         if self._group is None:
@@ -83,17 +84,30 @@ class WorkerLauncher:
 
     async def _start(self, ranks: Sequence[HostedProcess]) -> dict[str, Any]:
         """Returns rank 0's card, with the pids of all."""
-        locating = asyncio.gather(*(rank.locate() for rank in ranks))
-        done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
-        if not done:
-            self._report(f"waiting for Ray to find a node with room for {len(ranks)} × {self.plan.bundle}")
-        places = await locating
+        places = await self._locate(ranks)
         settings = [replace(s, host=place.host) for s, place in zip(self.plan.ranks, places, strict=True)]
         leader = json.loads(await ranks[0].prepare(settings[0].to_json()))["rank_address"]
         others = [replace(s, leader=leader).to_json() for s in settings[1:]]
         await asyncio.gather(*(rank.prepare(text) for rank, text in zip(ranks[1:], others, strict=True)))
         cards = [json.loads(text) for text in await asyncio.gather(*(rank.start() for rank in ranks))]
         return {**cards[0], "pids": [place.pid for place in places]}
+
+    async def _locate(self, ranks: Sequence[HostedProcess]) -> list[Place]:
+        """Where Ray placed them. Raises StartFailed when `placing_limit_s` is over; without one it waits for room."""
+        room = f"a node with room for {len(ranks)} × {self.plan.bundle}"
+        locating = asyncio.gather(*(rank.locate() for rank in ranks))
+        try:
+            async with asyncio.timeout(self.placing_limit_s):
+                done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
+                if not done:
+                    self._report(f"waiting for Ray to find {room}")
+                return await locating
+        except TimeoutError:
+            locating.cancel()
+            raise StartFailed(
+                f"Ray has not found {room} in {self.placing_limit_s:g} s; free some, or ask for fewer devices",
+                is_mistake=True,
+            ) from None
 
 
 class RouterLauncher:

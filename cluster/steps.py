@@ -22,6 +22,8 @@ STOP_S = 5.0
 """How long a worker may take to end by itself."""
 _FLIP_S = 120.0
 """How long a worker that is down when it flips may take to come back, and others until they can spare it."""
+_PLACE_S = 120.0
+"""How long a worker that a change starts may wait for Ray to place it; to load its weights it may take longer."""
 READY = admin_pb2.WorkerStatus.STATE_READY
 
 Status = admin_pb2.GetStatusResponse
@@ -77,11 +79,14 @@ class Steps:
         number = int(step.worker_id.rpartition("-")[2])
         plan = plan_worker(config, step.role, number, device=self._device, threads=self._threads)
         self._crew.add([plan])
-        supervisor = self._crew[step.worker_id].supervisor
+        member = self._crew[step.worker_id]
+        supervisor = member.supervisor
+        member.launcher.placing_limit_s = _PLACE_S
         supervisor.run()
         while supervisor.state is not State.FAILED:
             status = await self._link.status()
             if status is not None and _sees(status, step.worker_id, step.role):
+                member.launcher.placing_limit_s = None  # from now on it is brought back whenever there is room
                 return
             await asyncio.sleep(LOOK_EVERY_S)
         why = supervisor.why

@@ -41,6 +41,7 @@ class GroupLauncher:
 
     def __init__(self, plan: WorkerPlan, stage: Stage) -> None:
         self.plan = plan
+        self.placing_limit_s: float | None = None
         self._stage = stage
 
     async def launch(self) -> Group:
@@ -55,8 +56,8 @@ class GroupLauncher:
 
 
 class Router:
-    """What several ones say together; believes what it was told last. `busy`: requests on a worker; `blind`: workers that
-    one of them does not reach."""
+    """What several ones say together; they believe what they were told last. `busy`: requests on a worker; `blind`:
+    workers that one of them does not reach."""
 
     def __init__(self, crew: Crew) -> None:
         self.crew = crew
