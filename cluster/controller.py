@@ -219,13 +219,25 @@ class Controller:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            if not self._link.is_up:
-                continue
-            if not await self._link.try_to_tell():
+            try:
+                has_heard = await self._tell_change()
+            except Exception:
+                # A fault of ours must not leave the routers with old workers for ever.
+                logger.exception("the routers could not be told of a change")
+                has_heard = False
+            if not has_heard:
                 self._changed.set()
                 await asyncio.sleep(_RETRY_S)
-            elif not self._has_served and self._link.are_all_up and all(member.is_ready for member in self.crew):
-                await self._first_served()
+
+    async def _tell_change(self) -> bool:
+        """False: to be tried again. While no router is up nobody is told; the start of one is a change."""
+        if not self._link.is_up:
+            return True
+        if not await self._link.try_to_tell():
+            return False
+        if not self._has_served and self._link.are_all_up and all(member.is_ready for member in self.crew):
+            await self._first_served()
+        return True
 
     def _compose(self) -> admin_pb2.SetWorkersRequest:
         slo = self.door.config.rebalance.slo
@@ -241,9 +253,11 @@ class Controller:
         while not self._changed.is_set():
             status = await self._link.status()
             ready = admin_pb2.WorkerStatus.STATE_READY
-            if status is not None and sum(w.state == ready for w in status.workers) == len(self.crew):
+            address = self.routers[0].card.get("address")
+            are_ready = status is not None and sum(w.state == ready for w in status.workers) == len(self.crew)
+            if are_ready and address is not None:
                 self._has_served = True
-                self._notices.put_nowait(Notice("serving", "router", str(self.routers[0].card["address"])))
+                self._notices.put_nowait(Notice("serving", "router", str(address)))
                 self._tasks.append(asyncio.create_task(self._steer()))
                 if self._watch is not None:
                     self._tasks.append(asyncio.create_task(self._look_at_file(self._watch)))
@@ -254,8 +268,12 @@ class Controller:
         """Whenever no change is being carried out."""
         while True:
             await asyncio.sleep(_LOOK_S)
-            if self.door.changing is None:
-                watch.look()
+            try:
+                if self.door.changing is None:
+                    watch.look()
+            except Exception:
+                # A fault of ours must not end the watch over the file unseen.
+                logger.exception("%s could not be looked at", self.config_path)
 
     def _apply_file(self, wanted: ServingConfig) -> None:
         # A refusal is an event already.

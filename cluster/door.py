@@ -218,7 +218,11 @@ class Door:
             self.config = self._as_it_is()
             self._events.version += 1
         self._before = self.config
-        await self._hands.tell()
+        try:
+            await self._hands.tell()
+        except Exception as error:
+            logger.exception("the routers could not be told of %s", plan.origin)
+            problem = problem or f"the routers have not heard of it: {type(error).__name__}"
         self.changing = None
         if problem:
             done = f"{plan.num_done} of {len(plan.steps)} steps are done, and they stay"

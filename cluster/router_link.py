@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from cluster.errors import BatonError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.rpc import create_channel
 from cluster.supervisor import State, Supervisor
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 CALL_S = 5.0
 LOOK_EVERY_S = 0.05
 _READY = admin_pb2.WorkerStatus.STATE_READY
+_UNHEARD = (grpc.RpcError, BatonError, OSError)
+"""What a call may end with that is tried again later; a certificate that cannot be read now is among it."""
 _ADDED = (
     *("num_queued", "max_queued", "num_running", "num_finished"),
     *("num_cancelled", "num_failed", "num_rejected", "num_orphaned"),
@@ -57,7 +60,7 @@ class RouterLink:
             try:
                 control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
                 await control.SetWorkers(self._compose(), timeout=CALL_S)
-            except grpc.RpcError as error:
+            except _UNHEARD as error:
                 logger.info("the router has not heard of its workers yet: %s", error)
                 return False
         return True
@@ -70,7 +73,7 @@ class RouterLink:
             stub = admin_pb2_grpc.StatusServiceStub(await self._channel("control_address"))
             answer: admin_pb2.GetStatusResponse = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_S)
             return answer
-        except grpc.RpcError as error:
+        except _UNHEARD as error:
             logger.info("the router does not answer: %s", error)
             return None
 
@@ -81,7 +84,7 @@ class RouterLink:
         try:
             control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
             return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S)]
-        except grpc.RpcError as error:
+        except _UNHEARD as error:
             logger.info("the router does not say what is asked of it: %s", error)
             return []
 

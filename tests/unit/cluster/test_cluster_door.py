@@ -139,6 +139,24 @@ async def test_a_fault_of_the_hands_does_not_keep_the_door_shut(monkeypatch: pyt
     assert (stage.kinds()[-1], stage.door.changing) == (EventKind.FAILED, None)
 
 
+@pytest.mark.parametrize("broken", ["", "flip decode-2 to prefill"], ids=["done", "failed"])
+async def test_routers_that_cannot_be_told_do_not_keep_the_door_shut(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = DoorStage()
+    stage.hands.broken = broken
+
+    async def fall() -> None:
+        raise KeyError("a fault")
+
+    monkeypatch.setattr(stage.hands, "tell", fall)
+    stage.door.propose(stage.door.with_split(2, 2), "a test")
+    await stage.door.settled()
+    assert (stage.kinds()[-1], stage.door.changing) == (EventKind.FAILED, None)
+    assert ("the routers have not heard of it: KeyError" in stage.told[-1].text) == (not broken)
+    assert stage.door.config == (config_of(1, 3) if broken else config_of(2, 2))
+
+
 async def test_a_drained_worker_takes_its_devices_out_of_its_role() -> None:
     stage = DoorStage()
     stage.door.propose(stage.door.without("decode-1"), "drain decode-1", leaving=["decode-1"])

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
+from cluster import router_link
+from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, worker_pb2
-from cluster.router_link import merged
+from cluster.router_link import RouterLink, merged
+from cluster.supervisor import State, Supervisor
 
 READY = admin_pb2.WorkerStatus.STATE_READY
 LOST = admin_pb2.WorkerStatus.STATE_LOST
@@ -50,3 +57,27 @@ def test_requests_on_a_worker_count_although_another_router_does_not_reach_it() 
 
 def test_a_router_has_nothing_on_a_worker_that_it_does_not_reach() -> None:
     assert merged([answer(worker(LOST, num_requests=7))]).workers[0].num_requests == 0
+
+
+class Life:
+    """A router that is up and where no call gets through."""
+
+    state = State.READY
+    num_starts = 1
+    card = {"control_address": "127.0.0.1:1"}  # noqa: RUF012
+
+
+@pytest.mark.parametrize("error", [ConfigError("internal_tls.cert: cannot be read"), OSError("out of descriptors")])
+async def test_a_call_that_cannot_be_made_is_one_that_was_not_heard(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fall(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(router_link, "create_channel", fall)
+    life: Any = Life()
+    router: Supervisor = life
+    link = RouterLink(router, admin_pb2.SetWorkersRequest)
+    assert not await link.try_to_tell()
+    assert await link.status() is None
+    assert await link.demand() == []
