@@ -149,6 +149,7 @@ class Dispatcher:
                     self._became_idle.clear()
                     await self._became_idle.wait()
         except TimeoutError:
+            self.waiting.is_over = True
             for live in list(self.waiting):
                 self.waiting.turn_away(live.key.request_id, failures.shutting_down())
             for running in self._running:

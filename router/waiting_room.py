@@ -36,6 +36,8 @@ class WaitingRoom:
     ) -> None:
         self.is_closed = False
         """Takes nothing new."""
+        self.is_over = False
+        """Nobody who waits will run."""
         self._limits = limits
         self._fleet = fleet
         self._counters = counters
@@ -87,7 +89,7 @@ class WaitingRoom:
     def next(self) -> Waiter | None:
         """Takes out who may be given to workers now; None: nobody. In an overload, those who are late are shed."""
         now, found = self._clock(), None
-        while self._queue and self._fleet.can_serve:
+        while self._queue and self._fleet.can_serve and not self.is_over:
             waiter = self._queue.first
             if self.admission.is_late(waiter.live, now):
                 self._shed(waiter.live)
