@@ -109,7 +109,7 @@ class LiveRequest:
         self._is_heartbeat_due = False
         self._ended: list[SequenceOutput] = []
         self._wake = asyncio.Event()
-        self._paused: asyncio.Future[None] | None = None
+        self._pauses: set[asyncio.Future[None]] = set()
 
     @property
     def is_over(self) -> bool:
@@ -219,10 +219,14 @@ class LiveRequest:
         self._is_heartbeat_due = True
         self._is_streaming = is_streaming
         self.wake()
+        self._wake = asyncio.Event()  # whoever was told so far still has to find the old one set
+        self._wake.set()
 
     def wake(self) -> None:
-        """Has whoever waits for it look again."""
+        """Has whoever waits for it, or pauses, look again."""
         self._wake.set()
+        for paused in self._pauses:
+            _resolve(paused)
 
     def beat(self) -> None:
         """Has the client told in which phase the request is."""
@@ -250,19 +254,22 @@ class LiveRequest:
 
     async def wait(self) -> None:
         """Until there is something to take, or the request is over."""
-        await self._wake.wait()
-        self._wake.clear()
+        wake = self._wake
+        await wake.wait()
+        wake.clear()
 
     async def pause(self, seconds: float) -> None:
-        """So long, or until the request is over."""
+        """So long, or until the request is over or another client is told."""
         if self.is_over:
             return
         loop = asyncio.get_running_loop()
-        self._paused = loop.create_future()
-        timer = loop.call_later(seconds, self._resume)
+        paused: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(seconds, _resolve, paused)
+        self._pauses.add(paused)
         try:
-            await self._paused
+            await paused
         finally:
+            self._pauses.discard(paused)
             timer.cancel()
 
     def take(self) -> list[Response]:
@@ -337,12 +344,7 @@ class LiveRequest:
         self.error = error
         if self.when_over is not None:
             self.when_over()
-        self._wake.set()
-        self._resume()
-
-    def _resume(self) -> None:
-        if self._paused is not None and not self._paused.done():
-            self._paused.set_result(None)
+        self.wake()
 
     def _notify(self) -> None:
         if self._is_streaming:
@@ -375,3 +377,8 @@ class LiveRequest:
         is_migrating = self.key.attempt > 1 and self.num_tokens > 0 and state is not RequestState.DECODING
         phase = generation_pb2.Heartbeat.PHASE_MIGRATING if is_migrating else _PHASE_OF[state]
         return generation_pb2.Heartbeat(phase=phase, queue_position=position)
+
+
+def _resolve(paused: asyncio.Future[None]) -> None:
+    if not paused.done():
+        paused.set_result(None)
