@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cluster.demand import Demand
-from cluster.errors import BatonError, InternalError
+from cluster.errors import Aborted, BatonError, InternalError
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router import failures
@@ -108,7 +108,12 @@ class Dispatcher:
         return running.live if running is not None else self.waiting.find(generation_id)
 
     def take_up(self, live: LiveRequest) -> None:
-        """One that ran elsewhere goes on from its known tokens: from the head of the queue, and no bound refuses it."""
+        """One that ran elsewhere goes on from its known tokens: from the head of the queue, and no bound refuses it.
+
+        Raises Aborted when it is queued or running here.
+        """
+        if self.find(live.key.request_id) is not None:
+            raise Aborted("this generation is under way already; try again", retry_after_s=failures.RETRY_AFTER_S)
         live.latencies = self.metrics
         if self._is_draining:
             self.counters.rejected += 1
@@ -181,7 +186,11 @@ class Dispatcher:
         self._policy.lost(worker.worker_id)
         setback = Setback("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
         for running in self._running.on(worker):
-            self.set_back(running, setback, by=worker)
+            try:
+                self.set_back(running, setback, by=worker)
+            except Exception:
+                log.exception("a request of worker %s, which is lost, could not be placed again", worker.worker_id)
+                self._give_up(running.live)
         self.fleet.let_go()
         self._on_change()
 
@@ -199,7 +208,7 @@ class Dispatcher:
                 self._on_event(worker, running, kind, message, now)
             except Exception:
                 log.exception("an event of worker %s could not be handled", worker.worker_id)
-                self._fail(running, InternalError("the router failed on this request; its log says why"))
+                self._give_up(running.live)
 
     def _on_event(self, worker: WorkerClient, running: Running, kind: str, message: Any, now: float) -> None:
         live = running.live
@@ -337,6 +346,15 @@ class Dispatcher:
         self._leave(running)
         self._end_failed(running.live, error)
         self._pump()
+
+    def _give_up(self, live: LiveRequest) -> None:
+        """After a fault of the router's own, wherever that left the request. One that waits goes on waiting."""
+        error = InternalError("the router failed on this request; its log says why")
+        running = self._running.get(live.key.request_id)
+        if running is not None:
+            self._fail(running, error)
+        elif not live.is_over and live.key.request_id not in self.waiting:
+            self._end_failed(live, error)
 
     def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
         self.counters.failed += 1

@@ -15,6 +15,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from cluster.errors import (
     Aborted,
@@ -94,6 +95,8 @@ class Resumables:
         self._journal = Journal(store, ttl_s=2 * window_s + 15.0, on_fenced=self._lose)
         self._kept: dict[str, _Kept] = {}
         self._unread: OrderedDict[str, None] = OrderedDict()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """One call at a time takes a generation from the journal."""
 
     def start(self) -> None:
         self._journal.start()
@@ -139,9 +142,10 @@ class Resumables:
             raise _unknown(generation_id)
         try:
             for _ in range(_MOST_TRIES):
-                if generation_id in self._kept:
-                    return self._resume_here(generation_id, spec, caller, is_streaming=is_streaming)
-                reader = await self._take_over(generation_id, spec, caller, is_streaming=is_streaming)
+                async with self._lock(generation_id):
+                    if generation_id in self._kept:
+                        return self._resume_here(generation_id, spec, caller, is_streaming=is_streaming)
+                    reader = await self._take_over(generation_id, spec, caller, is_streaming=is_streaming)
                 if reader is not None:
                     return reader
         except StoreAway as error:
@@ -164,6 +168,9 @@ class Resumables:
             return await self._journal.take(generation_id, found, to_cancel=True) is not None
         except StoreAway:
             return False
+
+    def _lock(self, generation_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(generation_id, asyncio.Lock())
 
     def _resume_here(
         self, generation_id: str, spec: generation_pb2.GenerationSpec, caller: Caller, *, is_streaming: bool

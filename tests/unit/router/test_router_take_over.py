@@ -1,0 +1,151 @@
+"""Generations that other routers began: one that is taken over goes on once, whoever asks for it, and however often."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
+from wired_router import ManualClock, WiredRouter, run
+
+from cluster.errors import Aborted
+from cluster.lifecycle import RequestState
+from cluster.pb import generation_pb2 as pb
+from cluster.state import Claim, MemoryStore, Write
+from router.caller import ANYONE, Caller
+from router.chat_template import ChatTemplate
+from router.dispatcher import Dispatcher
+from router.ledger import NOTHING
+from router.limits import Limits
+from router.model import ServedModel
+from router.record import Record, origin_of, whole_entry
+from router.request import LiveRequest
+from router.resume import Resumables
+from router.tokenizer import Tokenizer
+from router.validate import validate
+
+MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
+BYTES = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))
+SPEC = pb.GenerationSpec(
+    text="hello", sampling=pb.SamplingParams(seed=1), stopping=pb.StoppingCriteria(max_output_tokens=16)
+)
+GENERATION_ID = "gen-" + 24 * "0"
+LIMITS = Limits(100, 100, 30.0, needs_prefill=False)
+
+
+def live_request(
+    now: float, first_attempt: int = 1, *, caller: Caller = ANYONE, generation_id: str = GENERATION_ID
+) -> LiveRequest:
+    request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
+    return LiveRequest(
+        generation_id,
+        request,
+        [BYTES.new_detokenizer(request.prompt_token_ids)],
+        model="m",
+        now=now,
+        arrival_time_s=1e9,
+        is_streaming=True,
+        caller=caller,
+        may_resume=True,
+        first_attempt=first_attempt,
+    )
+
+
+class SlowStore(MemoryStore):
+    """What it did is known to its caller only when others have run for a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_taken = asyncio.Event()
+
+    async def take(self, key: str, held: Claim, wanted: Claim, ttl_s: float) -> bool:
+        is_taken = await super().take(key, held, wanted, ttl_s)
+        self.was_taken.set()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return is_taken
+
+
+def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
+    def revive(generation_id: str, record: Record, caller: Caller, first_attempt: int) -> LiveRequest:
+        return live_request(dispatcher.clock(), first_attempt, caller=caller, generation_id=generation_id)
+
+    return Resumables(
+        dispatcher,
+        store,
+        window_s=30.0,
+        revive=revive,
+        new_detokenizers=lambda live: [BYTES.new_detokenizer(live.request.prompt_token_ids)],
+    )
+
+
+async def leave_behind(store: MemoryStore) -> None:
+    """A record of a router that is gone."""
+    live = live_request(0.0)
+    data = whole_entry(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
+    await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
+
+
+def sequences_of(router: WiredRouter, worker_id: str) -> Sequence[str]:
+    return [admit.key.request_id for admit in router.workers[worker_id].take_admits()]
+
+
+def test_two_calls_that_resume_at_once_start_it_once_and_one_is_told() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router, store = WiredRouter(clock, ["d0"], limits=LIMITS), SlowStore()
+        await leave_behind(store)
+        here = resumables(router.dispatcher, store)
+        here.start()
+        ask = pb.GenerationSpec(resume=pb.ResumeFrom(generation_id=GENERATION_ID))
+        first = asyncio.create_task(here.resume(ask, ANYONE, is_streaming=True))
+        await store.was_taken.wait()
+        second = asyncio.create_task(here.resume(ask, ANYONE, is_streaming=True))
+        readers = [await first, await second]
+        assert [reader.is_replaced for reader in readers] == [True, False]
+        assert readers[0].live is readers[1].live
+        assert sequences_of(router, "d0") == [GENERATION_ID]
+        router.dispatcher.cancel(GENERATION_ID, "by the test")
+        assert router.dispatcher.ledger["d0"] == NOTHING
+        await here.stop()
+
+    run(scenario)
+
+
+def test_one_that_is_under_way_here_is_not_taken_up_again() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        router.dispatcher.take_up(live_request(clock(), 65537))
+        with pytest.raises(Aborted):
+            router.dispatcher.take_up(live_request(clock(), 131073))
+        assert sequences_of(router, "d0") == [GENERATION_ID]
+        router.dispatcher.cancel(GENERATION_ID, "by the test")
+        assert router.dispatcher.ledger["d0"] == NOTHING
+
+    run(scenario)
+
+
+def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from_going_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        clients = [router.submit() for _ in range(3)]
+        router.name(["d0", "d1"])
+        router.workers["d1"].open()
+        policy = router.dispatcher._policy
+        choose, faults = policy.choose, [RuntimeError("a fault")]
+
+        def choose_badly_once(*args):  # type: ignore[no-untyped-def]
+            if faults:
+                raise faults.pop()
+            return choose(*args)
+
+        monkeypatch.setattr(policy, "choose", choose_badly_once)
+        router.workers["d0"].lose()
+        states = sorted(client.live.lifecycle.state.name for client in clients)
+        assert states.count(RequestState.FAILED.name) == 1
+        assert len(router.workers["d1"].take_admits()) == 2
+        assert router.dispatcher.num_running == 2
+
+    run(scenario)
