@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
 from router.ledger import Kind, Placement, Work
-from router.policies import Candidate, Policy, Request
+from router.policies import Candidate, Objectives, Policy, Request
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
 REFUSAL_REASONS = (
@@ -174,6 +174,9 @@ class MeasuredPolicy(Policy):
 
     def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:
         self._policy.handed_over(placement, work, exposed_s)
+
+    def set_objectives(self, objectives: Objectives) -> None:
+        self._policy.set_objectives(objectives)
 
     def lost(self, worker_id: str) -> None:
         self._policy.lost(worker_id)

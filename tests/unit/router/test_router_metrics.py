@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import urllib.request
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, phase, tokens
@@ -14,7 +16,8 @@ from cluster.keys import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
 from router import metrics as module
 from router.ledger import Kind
-from router.metrics import METRICS, OUTCOMES, RETRY_REASONS
+from router.metrics import METRICS, OUTCOMES, RETRY_REASONS, MeasuredPolicy, RouterMetrics
+from router.policies import Policy
 from router.retry import RETRYABLE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,3 +148,12 @@ def test_the_turns_of_a_session_are_placed_together_and_counted() -> None:
 
 def test_the_page_in_docs_is_the_code() -> None:
     assert (ROOT / "docs" / "router-metrics.md").read_text() == module.reference()
+
+
+@pytest.mark.parametrize("name", [n for n, _ in inspect.getmembers(Policy, inspect.isfunction) if n[0] != "_"])
+def test_a_policy_that_is_measured_is_told_everything(name: str) -> None:
+    policy = Mock(spec=Policy)
+    measured = MeasuredPolicy(policy, Mock(spec=RouterMetrics))
+    arguments = [Mock() for _ in inspect.signature(getattr(measured, name)).parameters]
+    getattr(measured, name)(*arguments)
+    getattr(policy, name).assert_called_once_with(*arguments)
