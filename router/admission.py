@@ -115,8 +115,13 @@ class Admission:
         """It runs or waits from now on."""
         if live.caller.quota != UNLIMITED:
             self._quotas.begin(live.caller, live.work.num_prompt_tokens, now)
-            self._metered[live.key.request_id] = 0
-            live.when_over = lambda: self._forget(live)
+            self._meter(live)
+
+    def take_up(self, live: LiveRequest) -> None:
+        """One that was accepted elsewhere goes on here: its caller is charged what follows its known tokens."""
+        if live.caller.quota != UNLIMITED:
+            self._quotas.go_on(live.caller)
+            self._meter(live)
 
     def output_came(self, live: LiveRequest, now: float) -> None:
         """Charges what its caller has not been charged yet."""
@@ -267,6 +272,10 @@ class Admission:
             if (cost := worker.step_cost) is not None
         ]
         return min(known, default=0.0)
+
+    def _meter(self, live: LiveRequest) -> None:
+        self._metered[live.key.request_id] = live.num_tokens
+        live.when_over = lambda: self._forget(live)
 
     def _forget(self, live: LiveRequest) -> None:
         if self._metered.pop(live.key.request_id, None) is not None:

@@ -122,6 +122,7 @@ class Dispatcher:
             self.counters.finished += 1
             live.finish(self.clock())
         else:
+            self.admission.take_up(live)
             self.waiting.take_back(live, Trail(num_tokens=live.num_tokens))
             self._pump()
 

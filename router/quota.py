@@ -39,12 +39,16 @@ class Quotas(Protocol):
         """It is taken: charges it."""
         ...
 
+    def go_on(self, caller: Caller) -> None:
+        """One that was charged elsewhere is live here from now on."""
+        ...
+
     def output_came(self, caller: Caller, num_tokens: int, now: float) -> None:
         """Of any of the key's requests."""
         ...
 
     def end(self, caller: Caller) -> None:
-        """One of the requests that were begun is over."""
+        """One of the requests that were begun, or went on, is over."""
         ...
 
 
@@ -131,6 +135,10 @@ class LocalQuotas:
             key.bucket("requests_per_min", quota.requests_per_min, now).take(1, now)
         if quota.prompt_tokens_per_min is not None:
             key.bucket("prompt_tokens_per_min", quota.prompt_tokens_per_min, now).take(num_prompt_tokens, now)
+
+    def go_on(self, caller: Caller) -> None:
+        if caller.quota != UNLIMITED:
+            self._keys.setdefault(caller.key_id, _Key()).num_live += 1
 
     def output_came(self, caller: Caller, num_tokens: int, now: float) -> None:
         per_min = caller.quota.output_tokens_per_min

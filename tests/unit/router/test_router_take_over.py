@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
-from wired_router import ManualClock, WiredRouter, run
+from wired_router import ManualClock, WiredRouter, logged, run
 
 from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.state import Claim, MemoryStore, Write
-from router.caller import ANYONE, Caller
+from router.caller import ANYONE, Caller, Quota
 from router.chat_template import ChatTemplate
 from router.dispatcher import Dispatcher
 from router.ledger import NOTHING
@@ -147,5 +147,33 @@ def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from
         assert states.count(RequestState.FAILED.name) == 1
         assert len(router.workers["d1"].take_admits()) == 2
         assert router.dispatcher.num_running == 2
+
+    run(scenario)
+
+
+def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        caller = Caller("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
+        router.dispatcher.take_up(live_request(clock(), 65537, caller=caller))
+        assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
+        router.dispatcher.cancel(GENERATION_ID, "by the test")
+        later = router.submit(caller=caller)
+        assert not later.live.is_over, "it was charged for no request here"
+
+    run(scenario)
+
+
+def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        caller = Caller("k", "t", quota=Quota(output_tokens_per_min=3))
+        live = live_request(clock(), 65537, caller=caller)
+        live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())
+        router.dispatcher.take_up(live)
+        d0, key = router.workers["d0"], live.key.to_proto()
+        assert not router.submit(caller=caller).live.is_over, "what is known was charged where it was told"
+        d0.tell(logged(key, 3, "def"))
+        assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
 
     run(scenario)
