@@ -204,7 +204,8 @@ class GenerationService:
             may_resume=request.spec.HasField("resume"),
         )
         self._dispatcher.submit(live, time_left_s=context.time_remaining())
-        return self.resumables.keep(live, request.spec) if live.may_resume else Reader(live, is_kept=False)
+        is_kept = live.may_resume and not live.is_over  # who is refused at once has no id to come back with
+        return self.resumables.keep(live, request.spec) if is_kept else Reader(live, is_kept=False)
 
     def _leave(self, reader: Reader) -> None:
         if reader.is_kept:

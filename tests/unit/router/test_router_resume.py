@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -14,6 +15,7 @@ from cluster import rpc
 from cluster.errors import Aborted, BatonError, Cancelled, InvalidRequest, NotFound, OutOfRange, Unavailable
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
+from cluster.state import MemoryStore, Outcome, Write
 from router.caller import Caller
 from router.dispatcher import Dispatcher
 
@@ -198,3 +200,26 @@ async def test_a_prompts_logprobs_are_told_again(tmp_path: Path) -> None:
         events += await router.stream(again(generation_id, 1))
     started = [event.started for event in events if event.HasField("started")]
     assert len(started) == 2 and started[0] == started[1] and len(started[0].prompt_logprobs) == 2
+
+
+class CountingStore(MemoryStore):
+    num_writes = 0
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        self.num_writes += len(writes)
+        return await super().write(writes)
+
+
+async def test_one_that_is_refused_at_once_is_told_so_and_not_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    author, store = Author("hello"), CountingStore()
+    async with running_router(tmp_path, [author.worker], store=store, **ALONE) as router:
+        dispatcher = router.server.dispatcher
+        monkeypatch.setattr(dispatcher, "refuse_early", lambda ask: None)
+        monkeypatch.setattr(dispatcher.waiting, "is_closed", True)
+        assert isinstance(await refusal(Reading.start(router, resumable())), Unavailable)
+        assert store.num_writes == 0
+        monkeypatch.setattr(dispatcher.waiting, "is_closed", False)
+        await Reading.start(router, resumable()).to_the_end()
+        assert store.num_writes > 0
