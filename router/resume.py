@@ -134,6 +134,14 @@ class Resumables:
         if len(self._unread) > MOST_UNREAD:
             self._free(next(iter(self._unread)))
 
+    def give_up(self, reader: Reader) -> None:
+        """Its client does not read: the generation ends now, as it would hold its place for nobody."""
+        generation_id = reader.live.key.request_id
+        kept = self._kept.get(generation_id)
+        if kept is not None and kept.reader is reader:
+            self._forget(generation_id)
+            self._dispatcher.cancel(generation_id, "its client does not read")
+
     async def resume(self, spec: generation_pb2.GenerationSpec, caller: Caller, *, is_streaming: bool) -> Reader:
         """Whoever read it so far is told Aborted. Raises NotFound, InvalidRequest, OutOfRange, FailedPrecondition or
         Unavailable."""

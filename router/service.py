@@ -104,6 +104,7 @@ class GenerationService:
                 await self._tell(reader, context)
         except ClientStalled:
             self._dispatcher.counters.refused["client_stalled"] += 1
+            self.resumables.give_up(reader)
             raise
         finally:
             self._leave(reader)

@@ -43,10 +43,13 @@ async def flood(decode: FakeWorker, key: worker_pb2.RequestKey, first: int, coun
         await asyncio.sleep(0)
 
 
-async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancelled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{}, {"resume": pb.ResumeFrom()}], ids=["", "may resume"])
+async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancelled(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.3) as router:
-        async with deaf_client(router, stopping=pb.StoppingCriteria(max_output_tokens=240)) as call:
+        async with deaf_client(router, stopping=pb.StoppingCriteria(max_output_tokens=240), **fields) as call:
             key = await start(prefill, decode)
             await flood(decode, key, 1, 200)
             assert (await decode.next_cancel()).key == key
