@@ -132,3 +132,11 @@ def waited_too_long(timeout_s: float, retry_after_s: float) -> Overloaded:
         f"no worker was free within {timeout_s:g} s; try again, or allow a longer spec.scheduling.queue_timeout",
         retry_after_s=retry_after_s,
     )
+
+
+def waited_again_too_long(timeout_s: float) -> Unavailable:
+    """Of one that has run: it may be resumed."""
+    return Unavailable(
+        f"the request cannot go on: no worker was free again within {timeout_s:g} s; try again",
+        retry_after_s=RETRY_AFTER_S,
+    )

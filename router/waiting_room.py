@@ -83,8 +83,8 @@ class WaitingRoom:
             raise refusal
 
     def take_back(self, live: LiveRequest, trail: Trail) -> None:
-        """It has run, and has to wait again."""
-        self._queue.add(live, self._timeout_s(live), self._time_out, trail)
+        """It has run, and has to wait again: no shorter than others may, whatever its own queue timeout."""
+        self._queue.add(live, self._timeout_s(live, has_run=True), self._time_out, trail)
 
     def next(self) -> Waiter | None:
         """Takes out who may be given to workers now; None: nobody. In an overload, those who are late are shed."""
@@ -122,15 +122,23 @@ class WaitingRoom:
             waiter.live.fail(failures.given_up(error, waiter.live.num_tokens), self._clock())
         self._on_change()
 
-    def _timeout_s(self, live: LiveRequest) -> float:
-        wanted = live.request.queue_timeout_s
-        return self._limits.queue_timeout_s if wanted is None else wanted
+    def _timeout_s(self, live: LiveRequest, *, has_run: bool = False) -> float:
+        own, usual = live.request.queue_timeout_s, self._limits.queue_timeout_s
+        if own is None:
+            return usual
+        return max(own, usual) if has_run else own
 
     def _time_out(self, generation_id: str) -> None:
         """It has waited as long as it may."""
-        timeout_s = self._timeout_s(self._queue[generation_id].live)
-        late = failures.waited_too_long(timeout_s, self.admission.retry_after_s())
-        self.turn_away(generation_id, late if self._fleet.can_serve else failures.no_worker())
+        waiter = self._queue[generation_id]
+        has_run = waiter.trail is not None
+        timeout_s = self._timeout_s(waiter.live, has_run=has_run)
+        error: BatonError = failures.waited_too_long(timeout_s, self.admission.retry_after_s())
+        if not self._fleet.can_serve:
+            error = failures.no_worker()
+        elif has_run:
+            error = failures.waited_again_too_long(timeout_s)
+        self.turn_away(generation_id, error)
 
     def _refusal(self, ask: Ask, now: float) -> BatonError | None:
         if self.is_closed:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
 from fake_worker import DECODE, LENGTH, phase
 from router_harness import ids
 from wired_router import (
@@ -28,8 +30,8 @@ from cluster.pb import worker_pb2
 S = RequestState
 
 
-def wait_again(router: WiredRouter, state: str = "first token") -> tuple[Client, worker_pb2.RequestKey]:
-    client, key = reach(router, state)
+def wait_again(router: WiredRouter, state: str = "first token", **request: Any) -> tuple[Client, worker_pb2.RequestKey]:
+    client, key = reach(router, state, **request)
     router.workers["p0"].is_draining = True  # or it would stand in for d0
     router.workers["d0"].lose()
     assert client.live.lifecycle.state is S.QUEUED
@@ -72,6 +74,34 @@ def test_who_waits_again_in_vain_has_failed_and_not_been_rejected() -> None:
         assert isinstance(client.live.error, Unavailable) and client.live.error.retry_after_s == 1.0
         counters = router.dispatcher.counters
         assert (counters.failed, counters.rejected) == (1, 0)
+        router.check_idle()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("own_s", [1, 2 * int(QUEUE_TIMEOUT_S)])
+def test_who_waits_again_may_wait_for_as_long_as_others_and_as_it_wants(own_s: int) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client, _ = wait_again(router, queue_timeout_s=own_s)
+        await clock.advance(max(own_s, QUEUE_TIMEOUT_S) - 0.1)
+        assert not client.live.is_over
+        await clock.advance(0.2)
+        assert client.live.lifecycle.state is S.FAILED
+
+    run(scenario)
+
+
+def test_who_waits_again_for_room_in_vain_is_unavailable_and_may_be_resumed() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"], max_running=1)
+        lost, _ = wait_again(router)
+        router.workers["p0"].is_draining = False
+        router.dispatcher.admission.has_room = lambda work, now: False  # type: ignore[method-assign]
+        router.workers["d0"].open()
+        await clock.advance(QUEUE_TIMEOUT_S + 0.1)
+        assert lost.live.lifecycle.state is S.FAILED
+        assert isinstance(lost.live.error, Unavailable) and "free again" in lost.live.error.message
         router.check_idle()
 
     run(scenario)
