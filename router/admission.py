@@ -154,8 +154,12 @@ class Admission:
         """Workers have it."""
         self._in_flight.add(live.key.request_id, live.work, now)
 
+    def paused(self, live: LiveRequest) -> None:
+        """Workers have it no more, until it is placed again."""
+        self._in_flight.pause(live.key.request_id)
+
     def ended(self, live: LiveRequest, now: float) -> None:
-        """Workers have it no more."""
+        """Workers had it, and it is over."""
         num_finished = live.num_tokens if live.is_complete else None
         num_workers = len(self._fleet.ready(DECODE))
         self._in_flight.remove(live.key.request_id, now, num_workers, live.first_token_at, num_finished)

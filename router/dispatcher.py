@@ -312,7 +312,7 @@ class Dispatcher:
         """It leaves the worker that decodes it, which hands it over as it is."""
         live = running.live
         running.tell_to_drop()
-        self._leave(running)
+        self._pause(running)
         self.counters.moved += 1
         live.move(self.clock(), why)
         self._place(live, moved(running.placement, to_id, why, live.work), running.trail, is_move=True)
@@ -329,7 +329,7 @@ class Dispatcher:
             return
         log.warning("%s is placed again: %s", live.key.request_id, setback.error.message)
         running.tell_to_drop(by=by)
-        self._leave(running)
+        self._pause(running)
         self.counters.retried[setback.reason] += 1
         trail.note(running.placement, setback)
         live.restart(self.clock(), setback.reason)
@@ -361,7 +361,13 @@ class Dispatcher:
         self.counters.failed += 1
         live.fail(failures.given_up(error, live.num_tokens), self.clock())
 
+    def _pause(self, running: Running) -> None:
+        """It leaves its workers, for others."""
+        self._running.leave(running)
+        self.admission.paused(running.live)
+
     def _leave(self, running: Running) -> None:
+        """It leaves its workers, and is over."""
         self._running.leave(running)
         self.admission.ended(running.live, self.clock())
 

@@ -92,14 +92,19 @@ class InFlight:
         self.num_expected_tokens += held.num_expected_tokens
         self.num_sequences += work.num_sequences
 
-    def remove(
-        self, generation_id: str, now: float, num_workers: int, first_token_at: float | None, num_finished: int | None
-    ) -> None:
-        """`num_finished`: its output tokens; None: it did not get to its end."""
+    def pause(self, generation_id: str) -> None:
+        """Workers hold nothing for it, and it is not over: that says nothing of how fast room is made."""
         held = self._held.pop(generation_id)
         self.num_tokens -= held.work.num_output_tokens
         self.num_sequences -= held.work.num_sequences
         self.num_expected_tokens = self.num_expected_tokens - held.num_expected_tokens if self._held else 0.0
+
+    def remove(
+        self, generation_id: str, now: float, num_workers: int, first_token_at: float | None, num_finished: int | None
+    ) -> None:
+        """It is over. `num_finished`: its output tokens; None: it did not get to its end."""
+        held = self._held[generation_id]
+        self.pause(generation_id)
         self._drain.note_end(now, held.work.num_output_tokens, num_workers)
         if first_token_at is not None and first_token_at >= held.began_at:
             self._first_token_s.add(first_token_at - held.began_at)

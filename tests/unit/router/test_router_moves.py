@@ -15,6 +15,7 @@ from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from router.moves import FEWEST_TOKENS_LEFT, MOST_AT_ONCE, Move, Resident, Room, choose_moves
+from router.request import LiveRequest
 
 S = RequestState
 LONG = 100
@@ -249,6 +250,35 @@ def test_who_decodes_on_a_prefill_worker_that_stood_in_moves_when_a_decode_worke
         d0.tell(phase(prompt.key, DECODE), logged(prompt.key, 4, "e", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcde"] and client.beat() == pb.Heartbeat.PHASE_UNSPECIFIED
+        router.check_idle()
+
+    run(scenario)
+
+
+def test_who_moves_or_is_placed_again_has_not_ended() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        admission = router.dispatcher.admission
+        ended: list[str] = []
+        when_ended = admission.ended
+
+        def note(live: LiveRequest, now: float) -> None:
+            ended.append(live.key.request_id)
+            when_ended(live, now)
+
+        admission.ended = note  # type: ignore[method-assign]
+        client, key = reach(router, "transferring", max_output_tokens=LONG)
+        router.name(["p0", "d0", "d1", "d2"], draining=["d0"])
+        router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, "b"))
+        for worker_id in ("d1", "d2"):
+            router.workers[worker_id].open()
+        assert router.dispatcher.counters.moved == 1
+        placement = client.live.placement
+        assert placement is not None
+        router.workers[placement.decode_id].lose()
+        assert router.dispatcher.counters.retried["WORKER_LOST"] == 1 and not ended
+        router.dispatcher.cancel(client.request_id, "by the test")
+        assert ended == [client.request_id]
         router.check_idle()
 
     run(scenario)

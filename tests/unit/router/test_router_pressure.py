@@ -106,3 +106,20 @@ def test_a_request_should_take_what_others_took_lately_and_never_more_than_it_ma
     held.add("gone", large, 0.0)
     held.remove("gone", 1.0, 1, None, None)
     assert held.expected(large) == pytest.approx(20 + 2 * 30, rel=0.05), "one that was cut off says nothing"
+
+
+def test_what_is_paused_counts_as_held_no_more_and_not_as_room_that_was_made() -> None:
+    held, moving = InFlight(), InFlight()
+    for both in (held, moving):
+        for number in range(10):
+            both.add(f"{number}", WORK, 0.0)
+        both.press(0.0, is_pressed=True)
+        for number in range(4):
+            both.remove(f"{number}", 1.0 + number, 1, 0.5, 80)
+    for number in range(4, 10):
+        moving.pause(f"{number}")
+    assert (len(moving), moving.num_tokens, moving.num_sequences, moving.num_expected_tokens) == (0, 0, 0, 0)
+    for number in range(4, 10):
+        moving.add(f"{number}", WORK, 4.0)
+    assert moving.num_tokens == held.num_tokens
+    assert moving.tokens_per_s(1) == held.tokens_per_s(1) is not None
