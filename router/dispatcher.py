@@ -276,8 +276,8 @@ class Dispatcher:
     def _dispatch(self, live: LiveRequest, trail: Trail) -> None:
         placement = self._policy.choose(live.to_place, *self.fleet.who_can())
         if trail.num_attempts == 1:
-            prompt, sampling = len(live.request.prompt_token_ids), live.request.sampling
-            cached, most = placement.num_cached_tokens, sampling.max_output_tokens
+            work, sampling = live.to_place.work, live.request.sampling
+            prompt, cached, most = work.num_prompt_tokens, placement.num_cached_tokens, sampling.max_output_tokens
             self.demand.placed(self.clock(), prompt, cached, sampling.n, most)
         self._place(live, placement, trail)
 
@@ -291,7 +291,7 @@ class Dispatcher:
         live.place(placement)
         self._policy.placed(live.to_place, placement)
         workers = [decode] if prefill is None else [prefill, decode]
-        charge = Charge(self.ledger, placement, live.work)
+        charge = Charge(self.ledger, placement, live.to_place.work)
         running = Running(live, placement, charge, prefill, workers, trail, is_move)
         self._running.add(running)
         self.admission.started(live, self.clock())
@@ -315,7 +315,7 @@ class Dispatcher:
         self._pause(running)
         self.counters.moved += 1
         live.move(self.clock(), why)
-        self._place(live, moved(running.placement, to_id, why, live.work), running.trail, is_move=True)
+        self._place(live, moved(running.placement, to_id, why, live.to_place.work), running.trail, is_move=True)
 
     def serve_waiting(self) -> None:
         self._on_change()

@@ -13,7 +13,7 @@ from cluster.step_cost import NO_STEP, StepSize
 
 @dataclass(frozen=True)
 class Work:
-    """What one request costs the workers that run it."""
+    """What one request costs the workers that run it. Tokens that an earlier attempt told count as prompt."""
 
     num_prompt_tokens: int
     num_sequences: int

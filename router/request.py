@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
@@ -139,15 +140,22 @@ class LiveRequest:
 
     @cached_property
     def to_place(self) -> Request:
-        """What a policy is told."""
-        request = self.request
-        prompt = PromptHashes(request.prompt_token_ids, request.cache_salt)
+        """What a policy is told of this attempt: what earlier ones have told is computed again, like a prompt.
+
+        Of several sequences, each with its own tokens, caches hold no more than the prompt.
+        """
+        request, token_ids = self.request, self.request.prompt_token_ids
+        if len(self.sequences) == 1 and self.num_tokens:
+            token_ids = (*token_ids, *self.sequences[0].known_ids)
+        prompt = PromptHashes(token_ids, request.cache_salt)
+        work = replace(self.work, num_prompt_tokens=len(request.prompt_token_ids) + self.num_tokens)
         uses_cache = not request.bypass_prefix_cache and request.prompt_logprobs is None
         session = SessionKey(self.caller.tenant, request.session_id) if request.session_id else None
-        return Request(self.work, prompt, uses_cache, session)
+        return Request(work, prompt, uses_cache, session)
 
     @property
     def work(self) -> Work:
+        """Of the request as it came."""
         num_prompt, sampling = len(self.request.prompt_token_ids), self.request.sampling
         return Work(num_prompt, sampling.n, num_prompt + sampling.n * sampling.max_output_tokens)
 
@@ -336,6 +344,7 @@ class LiveRequest:
         self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
         self.num_moves += 1
         self.prompt_logprobs.restart()
+        self.__dict__.pop("to_place", None)
         for sequence in self.sequences:
             sequence.restart()
 
