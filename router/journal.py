@@ -81,9 +81,12 @@ class Found:
 
 
 class Journal:
-    """Lives in one event loop: `start`, then `stop`. `on_fenced(id)`: another router has taken that generation."""
+    """Lives in one event loop: `start`, then `stop`.
 
-    def __init__(self, store: Store, *, ttl_s: float, on_fenced: Callable[[str], None]) -> None:
+    `on_fenced(id, is_cancelled)`: another router has taken that generation, to go on with it or to end it.
+    """
+
+    def __init__(self, store: Store, *, ttl_s: float, on_fenced: Callable[[str, bool], None]) -> None:
         """A record ends `ttl_s` after its router has."""
         self.owner = uuid.uuid4().hex
         self._store = Guard(store, self._on_back)
@@ -191,8 +194,8 @@ class Journal:
             self._fill(batch)
             if batch:
                 outcomes = await self._store.write([writing.write for writing in batch])
-                for writing, outcome in zip(batch, outcomes, strict=True):
-                    self._on_outcome(writing, outcome)
+                fenced = [w for w, outcome in zip(batch, outcomes, strict=True) if self._is_fenced(w, outcome)]
+                await asyncio.gather(*map(self._lose, fenced))
         except StoreAway:
             self._dirty.clear()
             for page in self._pages.values():
@@ -223,18 +226,31 @@ class Journal:
             batch.append(_Writing(page, write, extent, page.waiters))
             page.waiters = []
 
-    def _on_outcome(self, writing: _Writing, outcome: Outcome) -> None:
+    def _is_fenced(self, writing: _Writing, outcome: Outcome) -> bool:
+        """Notes what became of a write, unless that was in vain."""
         page, generation_id = writing.page, writing.write.key
         if self._pages.get(generation_id) is not page:
-            return  # it was closed meanwhile
+            return False  # it was closed meanwhile
         if outcome is Outcome.DONE:
             page.stored, page.is_whole_due = writing.extent, False
+            writing.release()
         elif outcome is Outcome.MISSING:
             page.is_whole_due = True
             page.waiters, writing.waiters = writing.waiters + page.waiters, []
             self._mark(generation_id)
         else:
+            return True
+        return False
+
+    async def _lose(self, writing: _Writing) -> None:
+        """Who waits for the write is told nothing before it is known whose the record is now."""
+        page, generation_id = writing.page, writing.write.key
+        try:
+            found = await self._store.read(generation_id)
+        except StoreAway:
+            found = None
+        if self._pages.get(generation_id) is page:
             del self._pages[generation_id]
             self._dirty.pop(generation_id, None)
             page.release()
-            self._on_fenced(generation_id)
+            self._on_fenced(generation_id, found is not None and found.claim.owner == _CANCELLED_OWNER)

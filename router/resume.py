@@ -261,13 +261,14 @@ class Resumables:
         self._stop_waiting(self._kept.pop(generation_id))
         self._journal.close(generation_id)
 
-    def _lose(self, generation_id: str) -> None:
-        """Another router has taken it."""
+    def _lose(self, generation_id: str, is_cancelled: bool) -> None:
+        """Another router has taken it: it was resumed there, or cancelled."""
         kept = self._kept.pop(generation_id)
         self._stop_waiting(kept)
-        if kept.reader is not None:
+        if kept.reader is not None and not is_cancelled:
             kept.reader.replace()
-        self._dispatcher.cancel(generation_id, "another router has taken it over")
+        why = "by CancelGeneration" if is_cancelled else "another router has taken it over"
+        self._dispatcher.cancel(generation_id, why)
 
     def _weights_revision(self) -> str:
         """Of the workers; empty while none has said who it is."""

@@ -16,7 +16,7 @@ from router_harness import Router, ids, running_router
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster import rpc
-from cluster.errors import Aborted, FailedPrecondition, NotFound, Unavailable
+from cluster.errors import Aborted, Cancelled, FailedPrecondition, NotFound, Unavailable
 from cluster.pb import generation_pb2 as pb
 from cluster.state import MemoryStore, Store
 from cluster.state.redis_store import RedisStore
@@ -115,7 +115,9 @@ async def test_a_cancelled_generation_is_nobodys(tmp_path: Path, make_store: Cal
         request = pb.CancelGenerationRequest(generation_ids=[first.generation_id])
         assert list((await two.generation.CancelGeneration(request)).cancelled_ids) == [first.generation_id]
         author.allow(4)
-        assert isinstance(await error_of(first), Aborted)
+        error = await error_of(first)
+        assert isinstance(error, Cancelled) and "CancelGeneration" in error.message
+        assert first.ends[0].finish_reason == pb.FINISH_REASON_CANCELLED
         await author.worker.next_cancel()
         for router in (one, two):
             assert isinstance(await error_of(Reading.start(router, again(first.generation_id, 0))), NotFound)
