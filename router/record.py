@@ -141,10 +141,13 @@ def _extend(known: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
             known.stop_token_id = more.stop_token_id
 
 
-def restore(live: LiveRequest, record: Record) -> None:
-    """Fills a new live request with what is known of it. Only before it is submitted."""
+def restore(live: LiveRequest, record: Record, first_wanted: int, *, is_streaming: bool) -> None:
+    """Fills a new live request with what is known of it, for a client that holds the tokens before `first_wanted` of
+    each sequence. Only before it is submitted."""
     for sequence, tokens in zip(live.sequences, record.tokens, strict=True):
+        sequence.want_from(first_wanted)
         sequence.add(tokens)
+    live.tell_anew(is_streaming=is_streaming)
     live.prompt_logprobs.restore(record.prompt_logprobs)
     live.num_cached_tokens = record.num_cached_tokens
     live.num_moves = record.num_moves + 1

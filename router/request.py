@@ -222,6 +222,10 @@ class LiveRequest:
     def rewind(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> None:
         """From here on it is told to a client that holds the tokens before `first_wanted` of each sequence."""
         self.sequences[:] = [s.rewound(first_wanted, d) for s, d in zip(self.sequences, detokenizers, strict=True)]
+        self.tell_anew(is_streaming=is_streaming)
+
+    def tell_anew(self, *, is_streaming: bool) -> None:
+        """From its start, and of its sequences what they have to tell."""
         self._ended = [s for s in self.sequences if s.end is not None]
         self._is_started = False
         self._is_heartbeat_due = True

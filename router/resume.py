@@ -199,8 +199,8 @@ class Resumables:
             kept.reader = Reader(live, is_kept=True)
             return kept.reader
         record, epoch = self._journal.record(generation_id)
-        again = self._bring_back(generation_id, record, caller, epoch + 1)
-        return self._go_on(again, record, epoch + 1, index, is_streaming=is_streaming)
+        again = self._bring_back(generation_id, record, caller, epoch + 1, index, is_streaming=is_streaming)
+        return self._go_on(again, record, epoch + 1)
 
     async def _take_over(
         self, generation_id: str, spec: generation_pb2.GenerationSpec, caller: Caller, *, is_streaming: bool
@@ -212,21 +212,23 @@ class Resumables:
         record, index = found.record, spec.resume.next_token_index
         _check_spec(spec, record.origin)
         self._check_weights(record.origin)
-        live = self._bring_back(generation_id, record, caller, found.claim.epoch + 1)
+        next_epoch = found.claim.epoch + 1
+        live = self._bring_back(generation_id, record, caller, next_epoch, index, is_streaming=is_streaming)
         _check_index(live, index)
         epoch = await self._journal.take(generation_id, found)
         if epoch is None:
             return None
-        return self._go_on(live, record, epoch, index, is_streaming=is_streaming)
+        return self._go_on(live, record, epoch)
 
-    def _bring_back(self, generation_id: str, record: Record, caller: Caller, epoch: int) -> LiveRequest:
+    def _bring_back(
+        self, generation_id: str, record: Record, caller: Caller, epoch: int, index: int, *, is_streaming: bool
+    ) -> LiveRequest:
         """Attempts of one epoch are never those of another, as the worker may still hear both routers."""
         live = self._revive(generation_id, record, caller, ((epoch - 1) << _EPOCH_BITS) + 1)
-        restore(live, record)
+        restore(live, record, index, is_streaming=is_streaming)
         return live
 
-    def _go_on(self, live: LiveRequest, record: Record, epoch: int, index: int, *, is_streaming: bool) -> Reader:
-        live.rewind(index, self._new_detokenizers(live), is_streaming=is_streaming)
+    def _go_on(self, live: LiveRequest, record: Record, epoch: int) -> Reader:
         self._dispatcher.take_up(live)
         return self._add(live, record.origin, epoch)
 

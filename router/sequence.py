@@ -99,6 +99,11 @@ class SequenceOutput:
         """Another attempt goes on from the tokens that are known: what came early from the last one is void."""
         self._early.clear()
 
+    def want_from(self, first_wanted: int) -> None:
+        """The client holds the tokens before, and their text. Only while none is here."""
+        assert not self.num_tokens, "what is here was read for a client that holds nothing"
+        self._num_taken = first_wanted
+
     def known(self, first_token_index: int = 0) -> worker_pb2.Tokens:
         """The tokens from there on, and the end, as a worker would have told them. Of a kept sequence only."""
         assert self._kept_logprobs is not None, "this sequence keeps nothing"

@@ -15,6 +15,7 @@ from cluster.pb import generation_pb2 as pb
 from cluster.state import Claim, MemoryStore, Write
 from router.caller import ANYONE, Caller, Quota
 from router.chat_template import ChatTemplate
+from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.ledger import NOTHING
 from router.limits import Limits
@@ -80,9 +81,10 @@ def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
     )
 
 
-async def leave_behind(store: MemoryStore) -> None:
-    """A record of a router that is gone."""
+async def leave_behind(store: MemoryStore, text: str = "") -> None:
+    """A record of a router that is gone, with what it has told."""
     live = live_request(0.0)
+    live.on_tokens(logged(live.key.to_proto(), 0, text).tokens, 0.0)
     data = whole_entry(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
     await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
 
@@ -107,6 +109,41 @@ def test_two_calls_that_resume_at_once_start_it_once_and_one_is_told() -> None:
         assert sequences_of(router, "d0") == [GENERATION_ID]
         router.dispatcher.cancel(GENERATION_ID, "by the test")
         assert router.dispatcher.ledger["d0"] == NOTHING
+        await here.stop()
+
+    run(scenario)
+
+
+class Counted:
+    """A detokenizer whose tokens are noted."""
+
+    def __init__(self, detokenizer: Detokenizer, read: list[int]) -> None:
+        self._detokenizer = detokenizer
+        self._read = read
+        self.flush = detokenizer.flush
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._read.extend(token_ids)
+        return self._detokenizer.push(token_ids)
+
+
+def test_what_is_known_is_turned_into_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router, store = WiredRouter(clock, ["d0"], limits=LIMITS), MemoryStore()
+        await leave_behind(store, "aéb")
+        read: list[int] = []
+        new_detokenizer = BYTES.new_detokenizer
+        monkeypatch.setattr(BYTES, "new_detokenizer", lambda prompt: Counted(new_detokenizer(prompt), read))
+        here = resumables(router.dispatcher, store)
+        here.start()
+        ask = pb.GenerationSpec(resume=pb.ResumeFrom(generation_id=GENERATION_ID, next_token_index=2))
+        reader = await here.resume(ask, ANYONE, is_streaming=True)
+        events = reader.live.take()
+        assert read == ids("aéb"), "each token once"
+        (delta,) = [event.delta for event in events if event.HasField("delta")]
+        assert (delta.first_token_index, delta.token_count, delta.text) == (2, 2, "éb")
+        assert events[0].started.generation_id == GENERATION_ID
+        router.dispatcher.cancel(GENERATION_ID, "by the test")
         await here.stop()
 
     run(scenario)
