@@ -1,4 +1,7 @@
-"""The controller's loops: a fault in one round does not end them. No Ray: nothing is started here."""
+"""The controller's loops: a fault in one round does not end them. Nothing is started here.
+
+Ray is imported when a test runs and not before: a private Ray of other tests must come before the import.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,24 @@ import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from admin_world import FILE
 
-from cluster import controller as controller_module
 from cluster.config_file import ConfigFile
-from cluster.controller import Controller, Programs
 from cluster.pb import admin_pb2
 from cluster.plan import plan_cluster
+
+if TYPE_CHECKING:
+    from cluster.controller import Controller
 
 
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """Of a copy of the shipped file."""
+    from cluster import controller as controller_module
+
     monkeypatch.setattr(controller_module, "die_with_parent", lambda: None)
     monkeypatch.setattr(controller_module, "send_logs_to", lambda *_: None)
     for name in ("_RETRY_S", "_LOOK_S"):
@@ -29,7 +35,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     shutil.copy(FILE, tmp_path / "cluster.yaml")
     file = ConfigFile(tmp_path / "cluster.yaml")
     config = file.load()
-    return Controller(config, plan_cluster(config, num_gpus=0, num_cores=2), Programs(), file)
+    plan, programs = plan_cluster(config, num_gpus=0, num_cores=2), controller_module.Programs()
+    return controller_module.Controller(config, plan, programs, file)
 
 
 class Link:

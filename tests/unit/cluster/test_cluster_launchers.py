@@ -1,22 +1,27 @@
-"""A worker's start on Ray as the launcher orders it; what Ray would host is made here."""
+"""A worker's start on Ray as the launcher orders it; what Ray would host is made here.
+
+Ray is imported when a test runs and not before: a private Ray of other tests must come before the import.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from admin_world import config_of
 
-from cluster import launchers, steps
-from cluster.actors import Place
+from cluster import steps
 from cluster.crew import Crew
-from cluster.launchers import WorkerLauncher
 from cluster.pb import admin_pb2
 from cluster.plan import WorkerPlan, plan_worker
 from cluster.ratio import Start
 from cluster.steps import StepFailed, Steps
+
+if TYPE_CHECKING:
+    from cluster.actors import Place
+    from cluster.launchers import WorkerLauncher
 
 
 class Host:
@@ -29,6 +34,8 @@ class Host:
         self.is_killed = False
 
     async def locate(self) -> Place:
+        from cluster.actors import Place
+
         await self.has_room.wait()
         return Place("127.0.0.1", 1)
 
@@ -55,12 +62,14 @@ class Cluster:
     """A crew without workers, over one host, and a router that sees who is ready."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from cluster import launchers
+
         self.host = Host()
         self.groups: list[Any] = []
         self.lines: list[str] = []
         monkeypatch.setattr(launchers, "placement_group", self._book)
         monkeypatch.setattr(launchers, "remove_placement_group", self.groups.remove)
-        monkeypatch.setattr(WorkerLauncher, "_host", lambda *_: self.host)
+        monkeypatch.setattr(launchers.WorkerLauncher, "_host", lambda *_: self.host)
         monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
         monkeypatch.setattr(steps, "LOOK_EVERY_S", 0.0)
         self.crew = Crew(self._launcher, lambda _: None)
@@ -79,6 +88,8 @@ class Cluster:
         return self.groups[-1]
 
     def _launcher(self, plan: WorkerPlan) -> WorkerLauncher:
+        from cluster.launchers import WorkerLauncher
+
         return WorkerLauncher(plan, "worker.program", None, self.lines.append)
 
 
