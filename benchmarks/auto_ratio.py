@@ -11,7 +11,6 @@ objectives. Exits 1 when a request was lost, repeated or changed.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import statistics
 import sys
@@ -28,13 +27,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.cpu_share import NoControlGroups
 from benchmarks.open_loop import Arrival, Figures, Kind, Told, figures_of, offer, poisson, problems_of
-from benchmarks.plain_cluster import ROOT, ProgramFailed
+from benchmarks.plain_cluster import ROOT
+from benchmarks.report import tell, telling_failures
 from benchmarks.steered import SteeredCluster
 from cluster.auto_ratio import Slo
-from cluster.errors import BatonError
-from cluster.program import ExitCode
 
 NUM_WORKERS = 4
 PROMPTS = Kind("prompts", 600, 8)
@@ -173,24 +170,16 @@ def main(
     }
     runs = []
     bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-    try:
-        with SteeredCluster.running(config, values, share) as cluster, bar as progress:
-            bench = Bench(cluster, slo, phase_seconds, progress)
-            offered, before = bench.load(load), cluster.last_event()
-            for number in range(repetitions):
-                for p in range(1, NUM_WORKERS):
-                    split = p, NUM_WORKERS - p
-                    runs.append(bench.run(f"{p}:{NUM_WORKERS - p}", split, offered, number))
-                runs.append(bench.run("auto", (2, 2), offered, number, auto=True))
-            found = summary(offered, runs, cluster.reasons(before))
-    except (ProgramFailed, BatonError, NoControlGroups) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found, slo)
+    with telling_failures(), SteeredCluster.running(config, values, share) as cluster, bar as progress:
+        bench = Bench(cluster, slo, phase_seconds, progress)
+        offered, before = bench.load(load), cluster.last_event()
+        for number in range(repetitions):
+            for p in range(1, NUM_WORKERS):
+                split = p, NUM_WORKERS - p
+                runs.append(bench.run(f"{p}:{NUM_WORKERS - p}", split, offered, number))
+            runs.append(bench.run("auto", (2, 2), offered, number, auto=True))
+        found = summary(offered, runs, cluster.reasons(before))
+    tell(found, as_json, lambda found: show(found, slo))
     if found["problems"]:
         raise typer.Exit(1)
 

@@ -16,7 +16,6 @@ request was lost, repeated or changed.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import sys
 from dataclasses import asdict, dataclass
@@ -32,13 +31,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.cpu_share import NoControlGroups
 from benchmarks.open_loop import Figures, Kind, Told, figures_of, offer, poisson, problems_of
-from benchmarks.plain_cluster import ROOT, ProgramFailed
+from benchmarks.plain_cluster import ROOT
+from benchmarks.report import tell, telling_failures
 from benchmarks.steered import SteeredCluster
 from cluster.auto_ratio import Slo
-from cluster.errors import BatonError
-from cluster.program import ExitCode
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
@@ -184,25 +181,17 @@ def main(
     runs: list[Run] = []
     bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     points: list[Point] = []
-    try:
-        with bar as progress:
-            for policy, modes in (("predicted", MODES[:2]), ("least_loaded", MODES[2:])):
-                with SteeredCluster.running(config, {**values, "router.policy": policy}, share) as cluster:
-                    bench = Bench(cluster, slo, seconds, progress)
-                    bench.warm_up()
-                    points = points or [Point(p.name, p.kinds, bench.rate_of(p, load)) for p in grid()]
-                    runs += [bench.run(point, mode) for point in points for mode in modes]
-    except (ProgramFailed, BatonError, NoControlGroups) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
+    with telling_failures(), bar as progress:
+        for policy, modes in (("predicted", MODES[:2]), ("least_loaded", MODES[2:])):
+            with SteeredCluster.running(config, {**values, "router.policy": policy}, share) as cluster:
+                bench = Bench(cluster, slo, seconds, progress)
+                bench.warm_up()
+                points = points or [Point(p.name, p.kinds, bench.rate_of(p, load)) for p in grid()]
+                runs += [bench.run(point, mode) for point in points for mode in modes]
     order = [point.name for point in points]
     runs.sort(key=lambda run: (order.index(run.point), MODES.index(run.mode)))
     found = summary(runs)
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found, slo)
+    tell(found, as_json, lambda found: show(found, slo))
     if found["problems"]:
         raise typer.Exit(1)
 

@@ -14,7 +14,6 @@ again meanwhile: how long that should take is said by the undisturbed run, from 
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -37,11 +36,11 @@ from rich.table import Table
 
 from benchmarks.mortal_cluster import Fault, MortalCluster
 from benchmarks.plain_cluster import ROOT, ProgramFailed
+from benchmarks.report import tell, telling_failures
 from cluster.client import BatonClient, make_spec
 from cluster.config import ServingConfig, load_config
 from cluster.errors import BatonError
 from cluster.pb import generation_pb2 as pb
-from cluster.program import ExitCode
 
 STALL_OBJECTIVE_S = 2.0
 """What a stall at p99 may last beyond the replayed prefill."""
@@ -347,19 +346,12 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Kills or stops workers under streams, and compares what comes of them."""
-    try:
+    with telling_failures():
         args = Arguments(seconds, every, stop_seconds)
         specs = [spec_of(number, tokens) for number in range(requests)]
         with MortalCluster(make_config(config, streams, tokens), seed).running() as cluster:
             found = measure(cluster, specs, streams, signal.kinds, args)
-    except (ProgramFailed, BatonError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found)
+    tell(found, as_json, show)
     if any(of_kind["lost"] or of_kind["changed"] or not of_kind["faults"] for of_kind in found.values()):
         raise typer.Exit(1)
 

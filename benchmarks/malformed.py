@@ -30,10 +30,9 @@ from rich.table import Table
 
 from benchmarks.nonsense import Call, make_call
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
+from benchmarks.report import tell, telling_failures
 from cluster import rpc
 from cluster.client import BatonClient, make_spec
-from cluster.errors import BatonError
-from cluster.program import ExitCode
 
 FAULTS = ("INTERNAL", "UNKNOWN", "UNAVAILABLE")
 CALL_S = 60.0
@@ -226,17 +225,9 @@ def main(
     if flood_at:
         asyncio.run(run_flood(flood_at, requests, rate, seed))
         return
-    try:
-        with contextlib.nullcontext(address) if address else running_cluster(config) as where:
-            found = measure(where, requests, rate, seed, good, tokens)
-    except (ProgramFailed, BatonError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found)
+    with telling_failures(), contextlib.nullcontext(address) if address else running_cluster(config) as where:
+        found = measure(where, requests, rate, seed, good, tokens)
+    tell(found, as_json, show)
     if found["faults"] or found["good_changed"]:
         raise typer.Exit(1)
 

@@ -9,7 +9,6 @@ was lost, repeated or changed, or an unread stream is still held after 30 s.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
@@ -36,11 +35,10 @@ from rich.table import Table
 from benchmarks import overload_load as load
 from benchmarks.overload_load import Outcome, Phase
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
+from benchmarks.report import tell, telling_failures
 from cluster.client import BatonClient, make_spec
 from cluster.config import load_config
-from cluster.errors import BatonError
 from cluster.pb import generation_pb2 as pb
-from cluster.program import ExitCode
 
 NUM_SPECS = 64
 LEVELS = (8, 16, 32, 64)
@@ -318,7 +316,7 @@ def main(
 ) -> None:
     """Offers a cluster more than it can serve, and looks at what becomes of it."""
     specs = [spec_of(number, prompt, tokens) for number in range(NUM_SPECS)]
-    try:
+    with telling_failures():
         slo = load_config(config).rebalance.slo
         keep = Objectives(slo.ttft_ms / 1000, slo.tpot_ms / 1000)
         with (
@@ -330,14 +328,7 @@ def main(
                 found = measure(run, keep, seconds, factor, unread)
             finally:
                 run.close()
-    except (ProgramFailed, BatonError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found)
+    tell(found, as_json, show)
     if found["problems"]:
         raise typer.Exit(1)
 

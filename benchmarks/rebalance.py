@@ -14,7 +14,6 @@ handed over (`least_loaded`), so that prefill workers have work too.
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import re
 import statistics
@@ -37,13 +36,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.plain_cluster import ROOT, ProgramFailed
+from benchmarks.report import tell, telling_failures
 from benchmarks.served_cluster import ServedCluster
 from cluster.admin_client import AdminClient
 from cluster.client import BatonClient, make_spec
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from cluster.program import ExitCode
 
 SPLITS = ((1, 3), (3, 1), (2, 2))
 SHARED_TOKENS = 64
@@ -357,19 +356,12 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Edits the ratio under load, and compares what comes of every request."""
-    try:
+    with telling_failures():
         specs = [spec_of(number, tokens) for number in range(requests)]
         values = {"roles.prefill.devices": 1, "roles.decode.devices": 3, "router.policy": "least_loaded"}
         with ServedCluster.running(config, values) as cluster:
             found = measure(cluster, specs, streams, share, (seconds, every, capacity_seconds))
-    except (ProgramFailed, BatonError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found)
+    tell(found, as_json, show)
     failures = [*found["lost"], *found["changed"], *found["problems"], *found["restarted"]]
     if failures or not (found["flips"] and found["mistakes_refused"]):
         raise typer.Exit(1)

@@ -11,7 +11,6 @@ left must be freed. Exits 1 when a request was lost, repeated or changed, or an 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -35,12 +34,12 @@ from rich.table import Table
 from benchmarks.failover import Outcome, note, spec_of
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed, running_workers, wait_until_serving
 from benchmarks.redis_server import RedisServer, running_redis
+from benchmarks.report import tell, telling_failures
 from cluster.client import BatonClient
 from cluster.config import load_config
 from cluster.errors import BatonError, NotReachable
 from cluster.pb import generation_pb2 as pb
 from cluster.plan import plan_cluster
-from cluster.program import ExitCode
 from cluster.settings import RouterSettings
 
 WINDOW_S = 30.0
@@ -283,21 +282,14 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Kills the router, torments Redis, and compares what clients that resume end up with."""
-    try:
+    with telling_failures():
         specs = [spec_of(number, tokens) for number in range(requests)]
         plan = plan_cluster(load_config(config), num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
         with running_redis() as redis, running_workers(plan.workers) as flags:
             settings = replace(plan.router, port=0, workers=flags, state=redis.url, resume_window_s=WINDOW_S)
             with MortalRouter(settings).running() as router:
                 found = measure(router, redis, specs, Arguments(seconds, every, stop_seconds, streams))
-    except (ProgramFailed, BatonError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found)
+    tell(found, as_json, show)
     phases = (found["redis"], found["router"])
     is_bad = any(phase["lost"] or phase["changed"] or not phase["faults"] for phase in phases)
     if is_bad or found["orphans"]["still_running"] or not found["orphans"]["freed"]:

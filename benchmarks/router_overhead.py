@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -32,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed, wait_until_serving
+from benchmarks.report import tell
 from benchmarks.router_peers import PeerSettings, run_stream
 from cluster import rpc
 from cluster.errors import BatonError
@@ -219,11 +219,7 @@ def main(
         typer.echo(f"a stream is not whole: {error}", err=True)
         raise typer.Exit(1) from None
     found |= {"cores": os.cpu_count() or 1, "load_average": round(os.getloadavg()[0], 1)}
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show(found)
+    tell(found, as_json, show)
 
 
 if __name__ == "__main__":

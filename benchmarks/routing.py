@@ -35,13 +35,12 @@ from rich.table import Table
 from benchmarks.conversations import Session, Turn, generate, read_trace
 from benchmarks.decisions import measure_decisions
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_router, running_workers
+from benchmarks.report import telling_failures
 from cluster import rpc
 from cluster.client import make_spec
 from cluster.config import ServingConfig, load_config
-from cluster.errors import BatonError
 from cluster.pb import generation_pb2, generation_pb2_grpc
 from cluster.plan import ClusterPlan, plan_cluster
-from cluster.program import ExitCode
 
 POLICIES = ("predicted", "least_loaded", "round_robin")
 Answers = dict[tuple[str, int], tuple[int, ...]]
@@ -294,13 +293,10 @@ def main(
 ) -> None:
     """Compares policies on conversations with shared prefixes, and times a decision at 64 workers."""
     found: dict[str, Any] = {"decision": measure_decisions()}
-    try:
+    with telling_failures():
         if not decisions:
             args = Arguments(seconds, load, rounds, seed, trace, requests)
             found = measure(make_plan(config, pool_tokens), args) | found
-    except (ProgramFailed, BatonError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
     if as_json:
         json.dump(found, sys.stdout)
         print()

@@ -1,0 +1,35 @@
+"""How a benchmark tells what it found, and that it could not run: the same for all that start clusters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+from benchmarks.cpu_share import NoControlGroups
+from benchmarks.plain_cluster import ProgramFailed
+from cluster.errors import BatonError
+from cluster.program import ExitCode
+
+
+@contextlib.contextmanager
+def telling_failures() -> Iterator[None]:
+    """What keeps a benchmark from running becomes a line on stderr and the exit code that says so."""
+    try:
+        yield
+    except (ProgramFailed, BatonError, NoControlGroups) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(ExitCode.FAILED) from None
+
+
+def tell(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:
+    """One JSON object, or what `show` prints."""
+    if as_json:
+        json.dump(found, sys.stdout)
+        print()
+    else:
+        show(found)
