@@ -84,6 +84,11 @@ class Sequence:
         return len(self.output_token_ids) == len(self.job.known_start)
 
     @property
+    def was_begun(self) -> bool:
+        """Its client has tokens of it and waits for more: another attempt told them, or it was preempted."""
+        return bool(self.output_token_ids or self.job.known_tokens)
+
+    @property
     def must_score(self) -> bool:
         """Logprobs of its prompt are wanted and not all told; the first of a job's sequences sees to it."""
         is_wanted = self.job.prompt_logprobs is not None and not self.output_token_ids

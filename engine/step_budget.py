@@ -1,8 +1,9 @@
 """How much one step may compute: so many tokens, and beside sequences that decode no more than their pace allows.
 
 A sequence that decodes gets its next token when the step ends, so the tokens of prompts that a step computes beside it
-are bounded by time as well: by what the worker has learned of its own steps, the step ends within the time that a token
-may take. Pure: knows no clock.
+are bounded by time as well: by what the worker has learned of its own steps, the step ends within the time that a
+token may take. Where an output is to go on that was begun before, on a worker that is lost or until it was preempted,
+somebody waits for its next token too: for those a step may take as long as a few tokens. Pure: knows no clock.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from engine.sequence import Sequence
 
 LEAST_PROMPT_TOKENS = 16
 """Of a step, however slow: prompts must not stand still."""
+BEGUN_PACES = 4
+"""So many times the time of one token a step may take for outputs that were begun before."""
 
 
 class StepBudget:
@@ -47,7 +50,9 @@ class StepBudget:
             self._bound_time()
         num_before, num_tokens = sequence.num_computed_tokens, min(sequence.num_remaining, self._tokens_left)
         if self._cost is not None:
-            num_tokens = min(num_tokens, max(self._in_time(self._cost, num_before), self._least_left))
+            more_s = (BEGUN_PACES - 1) * self._most_s if sequence.was_begun else 0.0
+            in_time = self._in_time(self._cost, num_before, self._seconds_left + more_s)
+            num_tokens = min(num_tokens, max(in_time, self._least_left))
             self._seconds_left -= self._cost.of(StepSize.of_prompt(num_tokens, num_before))
         self._tokens_left -= num_tokens
         self._least_left = max(0, self._least_left - num_tokens)
@@ -61,12 +66,12 @@ class StepBudget:
             self._seconds_left = self._most_s - cost.of(size)
             self._cost = replace(cost, fixed_s=0.0)  # is paid already
 
-    def _in_time(self, cost: StepCost, num_before: int) -> int:
+    def _in_time(self, cost: StepCost, num_before: int, seconds_left: float) -> int:
         """Tokens after so many others of their prompt that the time left is enough for."""
-        if self._seconds_left <= 0:
+        if seconds_left <= 0:
             return 0
         # n tokens take n * linear + n * n * square; the positive root is the most that fits.
         linear = cost.prompt_token_s + cost.attended_s * (num_before + 0.5)
         square = cost.attended_s / 2
-        slope = linear + math.sqrt(linear * linear + 4 * square * self._seconds_left)
-        return int(min(2 * self._seconds_left / slope, self._tokens_left)) if slope > 0 else self._tokens_left
+        slope = linear + math.sqrt(linear * linear + 4 * square * seconds_left)
+        return int(min(2 * seconds_left / slope, self._tokens_left)) if slope > 0 else self._tokens_left

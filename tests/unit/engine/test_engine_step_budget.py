@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +47,22 @@ def test_prompts_move_on_however_late_the_others_are() -> None:
     budget = StepBudget(300, TPOT_S, lambda: COST)
     budget.decode([decoding()] * 100)
     assert [budget.prompt(prompt(10)), budget.prompt(prompt(500)), budget.prompt(prompt(500))] == [10, 6, 0]
+
+
+def begun(num_tokens: int, *, told: bool) -> Sequence:
+    """One whose client has tokens: as this worker gave them and then preempted it, or as another attempt told them."""
+    known = {} if told else {0: (1,), 1: (2, 3)}
+    job = Job(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(n=2), known_tokens=known)
+    return Sequence(job, 0, 0, output_token_ids=[1] if told else [])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_an_output_that_was_begun_is_computed_again_in_longer_steps(told: bool) -> None:
+    budget = StepBudget(1000, TPOT_S, lambda: COST)
+    budget.decode([decoding()] * 100)
+    # 4 * 90 ms, less 10 for the step and 100 for the sequences in it
+    assert [budget.prompt(prompt(500)), budget.prompt(begun(500, told=told))] == [16, 234]
+    assert budget.prompt(prompt(500)) == 0, "others do not get more by it"
 
 
 def test_a_step_that_is_planned_again_begins_afresh() -> None:
