@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import importlib
 import logging
 import os
 import queue
@@ -25,6 +24,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.courtesy import import_behind
 from cluster.errors import BatonError, CheckpointError, ConfigError
 from cluster.program import Program
 from cluster.supervisor import StartFailed
@@ -106,7 +106,7 @@ class Process:
         return lines
 
     def _create(self, settings_json: str) -> Program:
-        program: Program = importlib.import_module(self._module).create(settings_json, self._lines.put)
+        program: Program = import_behind(self._module).create(settings_json, self._lines.put)
         self._program = program
         return program
 

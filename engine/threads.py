@@ -1,4 +1,4 @@
-"""OpenMP's threads: how many a thread of this process computes with, who has them, and who goes first.
+"""OpenMP's threads: how many a thread of this process computes with, and who has them.
 
 Each thread that computes in parallel keeps helpers of its own, which wait for its next work by spinning a while. Where
 helpers of several threads are more than the cores, OpenMP lets none of them spin, and every parallel region begins and
@@ -9,9 +9,6 @@ step to another thread gives its helpers back; they are made anew in a tenth of 
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ from typing import Any
 import torch
 
 _PAUSE_SOFT = 1
-_LEAST_NICE = 19
 
 
 def compute_with(num_threads: int) -> None:
@@ -34,16 +30,6 @@ def compute_alone() -> None:
     openmp = _openmp()
     if openmp is not None:
         openmp.omp_set_num_threads(1)
-
-
-def give_way() -> None:
-    """The calling thread, and helpers that it makes from now on, go after whoever else wants their core.
-
-    Where steps take every core, what a step led to reaches its client over some seven threads of three processes, each
-    of which would wait a few milliseconds for its turn.
-    """
-    if sys.platform == "linux":  # elsewhere niceness is a process's
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_NICE)
 
 
 def give_back() -> None:

@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 
+from cluster.courtesy import import_behind
 from cluster.flags import parse_flags
 from cluster.program import host_in_shell
 from cluster.settings import WorkerSettings
-from worker.program import create
 
 if __name__ == "__main__":
-    code = host_in_shell(create, parse_flags(WorkerSettings, "python -m worker").to_json())
+    settings = parse_flags(WorkerSettings, "python -m worker").to_json()
+    code = host_in_shell(import_behind("worker.program").create, settings)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.courtesy import give_way
 from cluster.pb import rank_pb2
 from cluster.program import Report
 from cluster.settings import WorkerSettings
@@ -28,7 +29,7 @@ from engine.memory import (
 from engine.memory_plan import MemoryDemand, MemoryPlan
 from engine.ops import choose_native
 from engine.runner import ModelRunner
-from engine.threads import compute_with, give_back, give_way
+from engine.threads import compute_with, give_back
 from engine.tp import make_process_group
 from kv_transfer.choose import supported
 from kv_transfer.faults import Faults

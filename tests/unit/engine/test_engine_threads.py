@@ -16,7 +16,8 @@ needs_openmp = pytest.mark.skipif(threads._openmp() is None, reason="torch has n
 
 NICENESS = """
 import os, threading, torch
-from engine.threads import compute_with, give_way
+from cluster.courtesy import give_way
+from engine.threads import compute_with
 
 def niceness():
     return sorted(os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task"))
