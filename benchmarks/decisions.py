@@ -16,6 +16,7 @@ from typing import Any
 from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
 from router.ledger import Charge, Ledger, Work
+from router.output_lengths import OutputLengths
 from router.policies import Objectives, Request, make_policy
 from router.prefix_index import Holders, PrefixIndex, PromptHashes
 
@@ -58,7 +59,7 @@ class Simulation:
         self._sessions = [self._new_session() for _ in range(num_workers * 4)]
         self.num_cached_blocks = sum(self._fill(worker, each) for worker in self._workers)
         self._ledger = Ledger()
-        self._policy = make_policy("predicted", self._ledger, Objectives())
+        self._policy = make_policy("predicted", self._ledger, OutputLengths(), Objectives())
         self._charges: deque[Charge] = deque()
 
     def decide(self) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from router.in_flight import InFlight
 from router.ledger import Ledger, Work
 from router.limits import Limits
 from router.metrics import Counters
+from router.output_lengths import OutputLengths
 from router.pressure import Overload
 from router.quota import UNLIMITED, LocalQuotas, Quotas
 from router.request import LiveRequest
@@ -71,6 +72,7 @@ class Admission:
         queue: WaitingQueue,
         fleet: Fleet,
         ledger: Ledger,
+        lengths: OutputLengths,
         counters: Counters,
         quotas: Quotas | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
@@ -85,7 +87,7 @@ class Admission:
         self._quotas = quotas or LocalQuotas()
         self._uniform = uniform
         self._overload = Overload()
-        self._in_flight = InFlight()
+        self._in_flight = InFlight(lengths)
         self._swept_at = -_SWEEP_S
         self._metered: dict[str, int] = {}
         """Output tokens that were charged, of requests whose caller has a quota."""
@@ -160,9 +162,8 @@ class Admission:
 
     def ended(self, live: LiveRequest, now: float) -> None:
         """Workers had it, and it is over."""
-        num_finished = live.num_tokens if live.is_complete else None
         num_workers = len(self._fleet.ready(DECODE))
-        self._in_flight.remove(live.key.request_id, now, num_workers, live.first_token_at, num_finished)
+        self._in_flight.remove(live.key.request_id, now, num_workers, live.first_token_at, is_complete=live.is_complete)
         self._overload.left(now, live.work.num_output_tokens)
 
     def follow(self, now: float) -> None:

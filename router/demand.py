@@ -10,30 +10,26 @@ from collections import deque
 
 from cluster.demand import Demand
 from cluster.step_cost import StepSize
+from router.output_lengths import OutputLengths
 
 WINDOW_S = 60.0
 """At most so many seconds count."""
 LEAST_WINDOW_S = 5.0
 ENOUGH_REQUESTS = 32
 """Once so many are in them, those before count no more."""
-FIRST_GUESS_TOKENS = 128
-"""Of one output, before any has ended."""
 _BUCKET_S = 1.0
-_MEMORY = 0.95
-"""What an ended sequence leaves of those before it."""
 
 
 class DemandWindow:
     """Of one router."""
 
-    def __init__(self, window_s: float = WINDOW_S) -> None:
+    def __init__(self, lengths: OutputLengths, window_s: float = WINDOW_S) -> None:
+        self._lengths = lengths
         self._window_s = window_s
         self._since: float | None = None
         """When the first request came."""
         self._buckets: deque[tuple[float, Demand]] = deque()
         """Each with when it began, the newest last."""
-        self._ended_tokens = self._ended_most = 0.0
-        """Of sequences that ended lately: how long they got, and how long they might have got."""
 
     def arrived(self, now: float) -> None:
         self._add(now, Demand(num_arrived=1))
@@ -43,12 +39,12 @@ class DemandWindow:
     ) -> None:
         """A request was given to workers for the first time; each of its sequences gets `most_output_tokens` at most.
 
-        How long they will be is told at once, as the share of the most that outputs took lately: those that have ended
-        say nothing of a load that has just changed, and of those that run, long ones are seen for longer.
+        How long they should be is told at once: what has ended says nothing of a load that has just changed, and of
+        what runs, long ones are seen for longer.
         """
         num_new = max(0, num_prompt_tokens - num_cached_tokens)
         size = StepSize.of_prompt(num_new, num_cached_tokens)
-        num_output_tokens = self._expected(most_output_tokens)
+        num_output_tokens = self._lengths.expected(most_output_tokens)
         self._add(
             now,
             Demand(
@@ -62,11 +58,6 @@ class DemandWindow:
             ),
         )
 
-    def ended(self, num_tokens: int, most_output_tokens: int) -> None:
-        """One sequence, after so many of the tokens that it might have got."""
-        self._ended_tokens = _MEMORY * self._ended_tokens + num_tokens
-        self._ended_most = _MEMORY * self._ended_most + most_output_tokens
-
     def sums(self, now: float) -> tuple[float, Demand]:
         """Of the last seconds, and how many those are."""
         self._drop_old(now)
@@ -77,11 +68,6 @@ class DemandWindow:
                 return now - began, total
         since = now if self._since is None else self._since
         return min(max(now - since, _BUCKET_S), self._window_s), total
-
-    def _expected(self, most_output_tokens: int) -> float:
-        if not self._ended_most:
-            return min(FIRST_GUESS_TOKENS, most_output_tokens)
-        return max(1.0, most_output_tokens * self._ended_tokens / self._ended_most)
 
     def _add(self, now: float, demand: Demand) -> None:
         self._drop_old(now)

@@ -31,6 +31,7 @@ from router.keeper import Keeper
 from router.ledger import Charge, Ledger, Placement
 from router.limits import Limits
 from router.metrics import Counters, MeasuredPolicy, RouterMetrics
+from router.output_lengths import OutputLengths
 from router.policies import Objectives, make_policy
 from router.request import Effect, LiveRequest
 from router.retry import RETRYABLE, Setback, Trail, moved, next_placement, stood_in
@@ -56,10 +57,11 @@ class Dispatcher:
         self.limits = limits
         self.clock = clock
         self.counters = Counters()
-        self.demand = DemandWindow()
-        self.ledger = Ledger()
+        self.ledger, self._lengths = Ledger(), OutputLengths()
+        self.demand = DemandWindow(self._lengths)
         self.metrics = RouterMetrics(self)
-        self._policy = MeasuredPolicy(make_policy(limits.policy, self.ledger, limits.objectives), self.metrics)
+        policy = make_policy(limits.policy, self.ledger, self._lengths, limits.objectives)
+        self._policy = MeasuredPolicy(policy, self.metrics)
         self.fleet = Fleet(
             self,
             self.num_requests,
@@ -68,7 +70,7 @@ class Dispatcher:
         )
         self._on_change = on_change
         self._keeper = Keeper(self, self.fleet, self.ledger, limits.dead_after_s)
-        self.waiting = WaitingRoom(limits, self.fleet, self.ledger, self.counters, clock, self._pump)
+        self.waiting = WaitingRoom(limits, self.fleet, self.ledger, self._lengths, self.counters, clock, self._pump)
         self.admission = self.waiting.admission
         self._running = RunningTable(self.fleet.let_go)
         self._is_draining = False
@@ -250,8 +252,7 @@ class Dispatcher:
             return
         running.charge.sequence_done()
         num_tokens = live.sequences[tokens.sequence_index].num_tokens
-        self._policy.finished(num_tokens)
-        self.demand.ended(num_tokens, live.request.sampling.max_output_tokens)
+        self._lengths.ended(num_tokens, live.request.sampling.max_output_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
                 running.tell_to_drop(tokens.sequence_index)

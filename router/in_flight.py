@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from router.ledger import Work
+from router.output_lengths import OutputLengths
 from router.pressure import LEAST_ENDS, DrainRate
 
-FIRST_GUESS_TOKENS = 128
-"""Of one sequence's output, before any has ended."""
 LONGEST_LOOK_S = 5.0
 _MEMORY = 0.95
 
@@ -29,29 +28,28 @@ class _Held:
 class Mean:
     """Of what came lately: of all at first, later of some twenty."""
 
-    def __init__(self, guess: float, num_guessed: int = 1) -> None:
-        self.value = guess
+    def __init__(self) -> None:
+        self.value = 0.0
         self.count = 0
-        self._num_guessed = num_guessed
 
     def add(self, value: float) -> None:
         self.count += 1
-        share = max(1 - _MEMORY, 1 / (self.count + self._num_guessed))
+        share = max(1 - _MEMORY, 1 / self.count)
         self.value += share * (value - self.value)
 
 
 class InFlight:
     """Of one router."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: OutputLengths) -> None:
+        self._lengths = lengths
         self.num_tokens = 0
         """That were promised."""
         self.num_expected_tokens = 0.0
         self.num_sequences = 0
         self._held: dict[str, _Held] = {}
-        self._output = Mean(FIRST_GUESS_TOKENS)
-        self._stay_s = Mean(0.0, 0)
-        self._first_token_s = Mean(0.0, 0)
+        self._stay_s = Mean()
+        self._first_token_s = Mean()
         self._drain = DrainRate()
 
     def __len__(self) -> int:
@@ -64,8 +62,7 @@ class InFlight:
 
     def expected(self, work: Work) -> float:
         """Tokens of KV that a request should hold at its end."""
-        most = work.num_output_tokens - work.num_prompt_tokens
-        return work.num_prompt_tokens + min(most, work.num_sequences * self._output.value)
+        return work.num_prompt_tokens + work.num_sequences * self._lengths.expected(work.most_output)
 
     def tokens_per_s(self, num_workers: int) -> float | None:
         """Promised tokens that are given back each second; None while that is not known.
@@ -100,14 +97,13 @@ class InFlight:
         self.num_expected_tokens = self.num_expected_tokens - held.num_expected_tokens if self._held else 0.0
 
     def remove(
-        self, generation_id: str, now: float, num_workers: int, first_token_at: float | None, num_finished: int | None
+        self, generation_id: str, now: float, num_workers: int, first_token_at: float | None, *, is_complete: bool
     ) -> None:
-        """It is over. `num_finished`: its output tokens; None: it did not get to its end."""
+        """It is over, and did get to its end, or did not."""
         held = self._held[generation_id]
         self.pause(generation_id)
         self._drain.note_end(now, held.work.num_output_tokens, num_workers)
         if first_token_at is not None and first_token_at >= held.began_at:
             self._first_token_s.add(first_token_at - held.began_at)
-        if num_finished is not None:
+        if is_complete:
             self._stay_s.add(now - held.began_at)
-            self._output.add(num_finished / held.work.num_sequences)

@@ -20,6 +20,11 @@ class Work:
     num_output_tokens: int
     """Most tokens that decode will hold for it: prompt and all outputs."""
 
+    @property
+    def most_output(self) -> int:
+        """Tokens that one sequence may get."""
+        return (self.num_output_tokens - self.num_prompt_tokens) // self.num_sequences
+
 
 class Kind(StrEnum):
     """Why a placement is what it is, for counters."""

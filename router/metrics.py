@@ -169,9 +169,6 @@ class MeasuredPolicy(Policy):
         self._metrics.placed(placement.kind)
         self._policy.placed(request, placement)
 
-    def finished(self, num_output_tokens: int) -> None:
-        self._policy.finished(num_output_tokens)
-
     def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:
         self._policy.handed_over(placement, work, exposed_s)
 

@@ -17,6 +17,7 @@ from router.fleet import Fleet
 from router.ledger import Ledger
 from router.limits import Limits
 from router.metrics import Counters
+from router.output_lengths import OutputLengths
 from router.request import LiveRequest
 from router.retry import Trail
 from router.waiting import Waiter, WaitingQueue
@@ -30,6 +31,7 @@ class WaitingRoom:
         limits: Limits,
         fleet: Fleet,
         ledger: Ledger,
+        lengths: OutputLengths,
         counters: Counters,
         clock: Callable[[], float],
         on_change: Callable[[], None],
@@ -44,7 +46,7 @@ class WaitingRoom:
         self._clock = clock
         self._on_change = on_change
         self._queue = WaitingQueue()
-        self.admission = Admission(limits, self._queue, fleet, ledger, counters)
+        self.admission = Admission(limits, self._queue, fleet, ledger, lengths, counters)
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -6,6 +6,7 @@ A policy is pure: who is ready and what is handed out in, a placement out. It kn
 from __future__ import annotations
 
 from router.ledger import Ledger
+from router.output_lengths import OutputLengths
 from router.policies.at_random import AtRandom
 from router.policies.least_loaded import LeastLoaded
 from router.policies.predicted import Predicted
@@ -15,11 +16,11 @@ from router.policies.seam import Candidate, Objectives, Policy, Request
 __all__ = ["Candidate", "Objectives", "Policy", "Request", "make_policy"]
 
 
-def make_policy(name: str, ledger: Ledger, objectives: Objectives) -> Policy:
+def make_policy(name: str, ledger: Ledger, lengths: OutputLengths, objectives: Objectives) -> Policy:
     """`name` is one of `cluster.config.schema.PolicyName`."""
     match name:
         case "predicted":
-            return Predicted(ledger, objectives)
+            return Predicted(ledger, lengths, objectives)
         case "least_loaded":
             return LeastLoaded(ledger)
         case "round_robin":

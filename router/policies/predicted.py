@@ -20,18 +20,17 @@ from typing import NamedTuple
 
 from cluster.step_cost import PACE_SHARE, StepCost, StepSize, usual
 from router.ledger import Kind, Ledger, Load, Placement, Work
+from router.output_lengths import OutputLengths
 from router.policies.least_loaded import LeastLoaded
 from router.policies.seam import Candidate, Objectives, Policy, Request, disaggregated, local
 from router.sessions import Sessions
 
-FIRST_GUESS_TOKENS = 128
-"""Of one sequence's output, before any has ended."""
 NEARLY = 1.05
 """Times the soonest end: what a session's own workers may take, and still be nearly as soon."""
 _LEAST_SHARE = 0.02
 """Of a decode worker's time, for prompts: they move on even where the pace leaves nothing."""
 _MEMORY = 0.95
-"""What an ended sequence, or a hand-off, leaves of those before it."""
+"""What a hand-off leaves of those before it."""
 
 
 class _Prefill(NamedTuple):
@@ -85,20 +84,17 @@ class _Option(NamedTuple):
 class Predicted(Policy):
     """Over the router's own ledger."""
 
-    def __init__(self, ledger: Ledger, objectives: Objectives) -> None:
+    def __init__(self, ledger: Ledger, lengths: OutputLengths, objectives: Objectives) -> None:
         self._ledger = ledger
+        self._lengths = lengths
         self._objectives = objectives
         self._without_knowledge = LeastLoaded(ledger)
         self._sessions = Sessions()
-        self._mean_output: float = FIRST_GUESS_TOKENS
         self._handed_tokens = self._handoff_s = 0.0
         """Of the last hand-offs, older ones fading."""
 
     def set_objectives(self, objectives: Objectives) -> None:
         self._objectives = objectives
-
-    def finished(self, num_output_tokens: int) -> None:
-        self._mean_output = _MEMORY * self._mean_output + (1 - _MEMORY) * num_output_tokens
 
     def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:
         num_tokens = work.num_prompt_tokens - placement.num_present_tokens
@@ -116,7 +112,7 @@ class Predicted(Policy):
         if not costs:
             return self._without_knowledge.choose(request, prefill, decode)
         prefills = [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefill]
-        num_tokens = self._expected_tokens(request)
+        num_tokens = self._lengths.expected(request.work.most_output)
         decodes = [self._weigh_decode(d, costs[d.worker_id], request, num_tokens) for d in decode]
         here = list(self._local_options(request, prefills, decodes))
         chosen = best = min([*self._handed_options(prefills, decodes, None), *here])
@@ -184,10 +180,10 @@ class Predicted(Policy):
             load.sequences.num_kv_tokens + work.num_sequences * work.num_prompt_tokens,
         )
         num_missing = load.num_tokens + work.num_output_tokens - worker.kv_tokens
-        # Room comes as others end: each holds its share of what is promised, for as long as an output takes.
+        # Room comes as others end: each holds its share of what is promised, for as long as an output like this takes.
         room_s = 0.0
         if num_missing > 0 and load.num_tokens:
-            room_s = min(1.0, num_missing / load.num_tokens) * self._mean_output * step_s
+            room_s = min(1.0, num_missing / load.num_tokens) * num_tokens * step_s
         own = self._weigh_prefill(worker, cost, request, self._time_share(cost, load))
         num_handed = work.num_prompt_tokens - own.num_cached_tokens
         handoff_s = num_handed * self._handoff_s / self._handed_tokens if self._handed_tokens else 0.0
@@ -201,11 +197,6 @@ class Predicted(Policy):
             return 1.0
         step_s = cost.of_sequences(load.sequences.num_sequences, load.sequences.num_kv_tokens)
         return max(_LEAST_SHARE, 1 - step_s / (PACE_SHARE * self._objectives.tpot_s))
-
-    def _expected_tokens(self, request: Request) -> float:
-        """Of one sequence."""
-        work = request.work
-        return min(self._mean_output, (work.num_output_tokens - work.num_prompt_tokens) / work.num_sequences)
 
 
 def _costs(workers: Sequence[Candidate]) -> dict[str, StepCost]:

@@ -60,10 +60,7 @@ class Policy(ABC):
     def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
         """There is at least one decode worker. Without a prefill worker, decode computes the prompt."""
 
-    def finished(self, num_output_tokens: int) -> None:  # noqa: B027 (most learn nothing from it)
-        """A sequence has ended after so many tokens."""
-
-    def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:  # noqa: B027
+    def handed_over(self, placement: Placement, work: Work, exposed_s: float) -> None:  # noqa: B027 (most learn nothing from it)
         """A prompt has gone from one worker to another; its client waited so long more for the second token."""
 
     def set_objectives(self, objectives: Objectives) -> None:  # noqa: B027 (most look at none)

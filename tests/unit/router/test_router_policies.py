@@ -10,6 +10,7 @@ from candidates import FakeCandidate, named, request_of
 
 from cluster.step_cost import StepCost
 from router.ledger import Charge, Kind, Ledger, Placement, Work
+from router.output_lengths import OutputLengths
 from router.policies import Objectives, Policy, make_policy
 from router.prefix_index import PromptHashes
 
@@ -19,8 +20,8 @@ SLOW = replace(COST, prompt_token_s=0.002, sequence_s=0.01)
 NAMES = ("predicted", "least_loaded", "round_robin", "random")
 
 
-def policy_of(name: str, ledger: Ledger | None = None) -> Policy:
-    return make_policy(name, ledger or Ledger(), Objectives())
+def policy_of(name: str, ledger: Ledger | None = None, lengths: OutputLengths | None = None) -> Policy:
+    return make_policy(name, ledger or Ledger(), lengths or OutputLengths(), Objectives())
 
 
 def workers(*worker_ids: str, cost: StepCost | None = COST) -> list[FakeCandidate]:
@@ -181,10 +182,9 @@ def test_an_idle_decode_worker_computes_a_long_prompt_too_when_prefill_is_busy()
 
 def test_expected_output_follows_what_ends() -> None:
     """Long outputs make the quicker decode worker worth waiting for room."""
-    ledger = Ledger()
-    policy = policy_of("predicted", ledger)
-    for _ in range(200):
-        policy.finished(1)
+    ledger, lengths = Ledger(), OutputLengths()
+    policy = policy_of("predicted", ledger, lengths)
+    lengths.ended(1, 1000)
     decode = [FakeCandidate("d0", COST), FakeCandidate("d1", SLOW)]
     busy(ledger, "d0", 8)
     placement = policy.choose(request_of(100, most_output=1000), workers("p0"), decode)
@@ -206,7 +206,7 @@ def test_a_choice_looks_at_each_worker_once_however_many_pairs_there_are() -> No
 
 
 def test_objectives_that_change_count_from_the_next_request_on() -> None:
-    policy = make_policy("predicted", Ledger(), Objectives(tpot_s=0.001))
+    policy = make_policy("predicted", Ledger(), OutputLengths(), Objectives(tpot_s=0.001))
     fleet = workers("p0", cost=SLOW), workers("d0")
     assert policy.choose(request_of(100), *fleet).kind is Kind.DISAGGREGATED
     policy.set_objectives(Objectives(tpot_s=0.1))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from router.in_flight import FIRST_GUESS_TOKENS, InFlight
+from router.in_flight import InFlight
 from router.ledger import Work
+from router.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
 from router.pressure import CALM_S, DrainRate, Overload
 
 WORK = Work(num_prompt_tokens=20, num_sequences=1, num_output_tokens=100)
@@ -80,42 +81,37 @@ def test_a_burst_is_none_however_large_nor_are_clients_that_wait_for_their_answe
 
 
 def test_without_a_measured_rate_it_is_what_is_held_over_how_long_requests_stayed() -> None:
-    held = InFlight()
+    held = InFlight(OutputLengths())
     for number in range(10):
         held.add(f"{number}", WORK, 0.0)
-        held.remove(f"{number}", 2.0, 1, 0.5, 80)
+        held.remove(f"{number}", 2.0, 1, 0.5, is_complete=True)
     assert held.first_token_s == pytest.approx(0.5)
     for number in range(20):
         held.add(f"{number}", WORK, 10.0)
     held.press(10.0, is_pressed=True)
     assert held.tokens_per_s(1) == pytest.approx(20 * 100 / 2)
     for number in range(20):
-        held.remove(f"{number}", 10.0 + 0.2 * (number + 1), 1, 10.5, 80)
+        held.remove(f"{number}", 10.0 + 0.2 * (number + 1), 1, 10.5, is_complete=True)
     assert held.tokens_per_s(1) == pytest.approx(500, rel=0.2), "measured"
     assert len(held) == held.num_tokens == held.num_sequences == held.num_expected_tokens == 0
 
 
-def test_a_request_should_take_what_others_took_lately_and_never_more_than_it_may() -> None:
-    held = InFlight()
-    large = Work(20, 2, 20 + 2 * 1000)
+def test_a_request_should_take_its_prompt_and_outputs_like_those_of_others_like_it() -> None:
+    lengths = OutputLengths()
+    held, large = InFlight(lengths), Work(20, 2, 20 + 2 * 1000)
     assert held.expected(large) == 20 + 2 * FIRST_GUESS_TOKENS and held.expected(WORK) == 100
-    for number in range(200):
-        held.add(f"{number}", large, 0.0)
-        held.remove(f"{number}", 1.0, 1, 0.5, 2 * 30)
-    assert held.expected(large) == pytest.approx(20 + 2 * 30, rel=0.05)
-    held.add("gone", large, 0.0)
-    held.remove("gone", 1.0, 1, None, None)
-    assert held.expected(large) == pytest.approx(20 + 2 * 30, rel=0.05), "one that was cut off says nothing"
+    lengths.ended(30, 1000)
+    assert held.expected(large) == pytest.approx(20 + 2 * 30)
 
 
 def test_what_is_paused_counts_as_held_no_more_and_not_as_room_that_was_made() -> None:
-    held, moving = InFlight(), InFlight()
+    held, moving = InFlight(OutputLengths()), InFlight(OutputLengths())
     for both in (held, moving):
         for number in range(10):
             both.add(f"{number}", WORK, 0.0)
         both.press(0.0, is_pressed=True)
         for number in range(4):
-            both.remove(f"{number}", 1.0 + number, 1, 0.5, 80)
+            both.remove(f"{number}", 1.0 + number, 1, 0.5, is_complete=True)
     for number in range(4, 10):
         moving.pause(f"{number}")
     assert (len(moving), moving.num_tokens, moving.num_sequences, moving.num_expected_tokens) == (0, 0, 0, 0)

@@ -9,6 +9,7 @@ from candidates import FakeCandidate, request_of
 
 from cluster.step_cost import StepCost
 from router.ledger import Charge, Kind, Ledger, Placement, Work
+from router.output_lengths import OutputLengths
 from router.policies import Objectives, Policy, make_policy
 from router.sessions import SessionKey, Sessions
 
@@ -24,7 +25,7 @@ PREFILL, DECODE = workers("p0", "p1"), workers("d0", "d1")
 
 
 def policy_of(ledger: Ledger | None = None, name: str = "predicted") -> Policy:
-    return make_policy(name, ledger or Ledger(), Objectives())
+    return make_policy(name, ledger or Ledger(), OutputLengths(), Objectives())
 
 
 def test_a_session_is_known_by_its_tenant_and_its_name() -> None:
