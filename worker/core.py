@@ -64,9 +64,6 @@ class Flight:
     """Prompt tokens that each share scores, those that decode first."""
     preempted: list[Sequence]
     copies: BlockCopies
-    size: StepSize | None
-    """For the step clock; None where it need not know."""
-    begun: float
 
 
 class Core:
@@ -168,6 +165,7 @@ class Core:
         prefilling = self.prefill.plan(budget, last_step)
         planned = decoding + prefilling
         if not planned:
+            self._step_clock.rests()
             self.decode.copied(copies)
             return None
         slices = [p.sequence.slice(p.num_tokens) for p in planned]
@@ -180,10 +178,9 @@ class Core:
         has_prompt = len(step.token_ids) > len(planned)
         if has_prompt or self.reporter.is_pressing:  # nothing waits for a long step; who starts now is known before it
             self.reporter.flush()
-        size = _size_of(planned) if self._step_clock.wants(has_prompt) else None
-        begun = self._clock()
+        self._step_clock.begins(self._clock(), _size_of(planned) if self._step_clock.wants(has_prompt) else None)
         launched = self._ranks.launch(step)
-        return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies, size, begun)
+        return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies)
 
     def _learned_cost(self) -> StepCost | None:
         return self._step_clock.cost
@@ -195,8 +192,7 @@ class Core:
         planned = flight.decoding + flight.prefilling
         output = flight.launched.result()
         sampled = self._sample(output.logits, planned, flight.ends)
-        if flight.size is not None:
-            self._step_clock.note(flight.size, self._clock() - flight.begun)
+        self._step_clock.ends(self._clock())
         scores: dict[int, list[SampledToken]] = {}
         if output.scores is not None:
             tokens = iter(output.scores.tokens())

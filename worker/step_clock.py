@@ -1,5 +1,8 @@
 """Learns from the steps of one worker how long a step takes: least squares in which old steps fade.
 
+A step takes until the next one begins, where one follows: what its tokens led to is told meanwhile, and requests come
+and go, which is a good part of a short step, and what clients see of it.
+
 Each part's cost starts at nothing, and only what steps show moves it; one that would come out negative is left out, as
 two parts that always came together cannot be told apart. Pure: whoever runs the steps says how long they took. Used on
 the engine thread, so it takes in few decode steps, which are many and alike.
@@ -12,7 +15,7 @@ import numpy.typing as npt
 
 from cluster.step_cost import StepCost, StepSize
 
-HALF_LIFE_STEPS = 200
+HALF_LIFE_STEPS = 100
 """After so many that were taken in, a step counts half."""
 LEAST_STEPS = 3
 _EVERY = 8
@@ -21,7 +24,9 @@ _SLOWEST = 20.0
 """Times what was predicted: beyond that something else held the step up."""
 _UNITS = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
 """In which parts are counted, so that none drowns in another's size."""
-_RIDGE = 1e-6
+_RIDGE = np.array([1e-4, 1e-6, 1e-3, 1e-4, 1e-3])
+"""How much each part is held to nothing. Where prompts were all of one size, what they cost is taken for the cost of
+their tokens, so that what two workers learned can be compared."""
 
 
 class StepClock:
@@ -34,9 +39,29 @@ class StepClock:
         self._num_seen = 0
         self._num_taken = 0
         self._cost: StepCost | None = None
+        self._size: StepSize | None = None
+        """Of the last step, if it is to be taken in."""
+        self._begun_at = self._ended_at = 0.0
+
+    def begins(self, now: float, step: StepSize | None) -> None:
+        """The next step, or one that need not be taken in."""
+        self._take_in(now)
+        self._size, self._begun_at = step, now
+
+    def ends(self, now: float) -> None:
+        self._ended_at = now
+
+    def rests(self) -> None:
+        """No step follows the last one."""
+        self._take_in(self._ended_at)
+
+    def _take_in(self, until: float) -> None:
+        if self._size is not None:
+            self.note(self._size, until - self._begun_at)
+            self._size = None
 
     def wants(self, has_prompt: bool) -> bool:
-        """Whether `note` is to hear of the next step, which computes tokens of a prompt or does not."""
+        """Whether to take in the next step, which computes tokens of a prompt or does not."""
         self._num_seen += 1
         return has_prompt or self._num_seen <= 4 * _EVERY or self._num_seen % _EVERY == 0
 
@@ -75,9 +100,9 @@ def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> 
     """The least squares with no negative part: the most negative one is left out until there is none."""
     kept = np.arange(len(sums))
     found = np.zeros(len(sums))
-    ridge = _RIDGE * max(float(np.trace(products)), 1e-12)
+    ridge = np.diag(_RIDGE * max(float(np.trace(products)), 1e-12))
     while len(kept):
-        part = np.linalg.solve(products[np.ix_(kept, kept)] + ridge * np.eye(len(kept)), sums[kept])
+        part = np.linalg.solve((products + ridge)[np.ix_(kept, kept)], sums[kept])
         if part.min() >= 0:
             found[kept] = part
             break
