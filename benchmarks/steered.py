@@ -17,7 +17,8 @@ from cluster.admin_client import AdminClient
 from cluster.auto_ratio import Service, Slo, Usual, Worker, service_of
 from cluster.client import BatonClient
 from cluster.pb import admin_pb2
-from cluster.step_cost import StepCost, StepSize, usual
+from cluster.pb.worker_pb2 import ROLE_PREFILL
+from cluster.step_cost import StepCost, StepSize, usual_by_role
 
 CHANGE_S = 60.0
 _KIND = admin_pb2.ClusterEvent
@@ -80,14 +81,15 @@ class SteeredCluster:
         """What one worker serves of requests of this size, by what all have learned. Raises ProgramFailed."""
         with BatonClient(self.address) as client:
             workers = client.status().workers
-        costs = [StepCost.from_proto(w.stats.step_cost) for w in workers if w.stats.HasField("step_cost")]
-        if not costs:
+        told = [w for w in workers if w.stats.HasField("step_cost")]
+        costs = usual_by_role((w.role == ROLE_PREFILL, StepCost.from_proto(w.stats.step_cost)) for w in told)
+        if costs is None:
             raise ProgramFailed("no worker has run enough steps to say what they cost")
-        cost = usual(costs)
-        prompt_s = cost.of(StepSize.of_prompt(num_prompt_tokens))
-        request = Usual(prompt_s, 1, num_output_tokens, num_prompt_tokens + num_output_tokens / 2)
+        prompt = StepSize.of_prompt(num_prompt_tokens)
+        num_held = num_prompt_tokens + num_output_tokens / 2
+        request = Usual(costs.prefill.of(prompt), costs.decode.of(prompt), 1, num_output_tokens, num_held)
         pool = min(w.stats.blocks_total * w.info.block_size for w in workers)
-        return service_of(request, Worker(cost, self._max_num_seqs, pool), slo)
+        return service_of(request, Worker(costs, self._max_num_seqs, pool), slo)
 
     def _change(self, values: dict[str, object]) -> None:
         """Edits the file and returns when that is done; an edit that changes nothing is done at once."""

@@ -3,8 +3,11 @@
     one prefill worker   mu_p = the share of its time that may be busy, so that the first token comes in time
                                 / seconds of a prompt
     one decode worker    mu_d = the largest batch whose step keeps the time per token / (step * tokens of an output)
-    P of N prefill       min(P * mu_p, (N - P) * mu_d): best near P / D = mu_d / mu_p
-    P = 0                each worker does both: prompts hold its outputs up, and who meets too many of them is late
+                         what its steps leave of the time per token is for prompts: the fewer tokens it generates, the
+                         more of them it computes itself (`engine.step_budget` holds it to that)
+    P of N prefill       the highest rate whose outputs D = N - P workers generate, and whose prompts P workers and the
+                         time that is left on D compute; without that time best near P / D = mu_d / mu_p
+    P = 0                each worker does both, in the same way
 
 A move is worth it when goodput grows by more than a margin, for the load of now and some more; it must have been so
 for a while, and after a move there is peace, longer before one that goes back. Pure: time, load and costs come in, a
@@ -17,12 +20,12 @@ import math
 from dataclasses import dataclass
 
 from cluster.demand import Demand
-from cluster.step_cost import StepCost, StepSize
+from cluster.step_cost import PACE_SHARE, RoleCosts, StepCost, StepSize
 
 LEAST_REQUESTS = 10
 """Fewer tell nothing of their kind."""
-_RATES = 64
-"""At so many rates a worker that does both is looked at."""
+_HALVINGS = 50
+"""Of the span in which the highest rate is looked for."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Bounds:
 class Worker:
     """What one worker can do, taken the same for all of them."""
 
-    cost: StepCost
+    costs: RoleCosts
     max_num_seqs: int
     kv_tokens: int
     """That its pool holds; 0: not known."""
@@ -62,7 +65,9 @@ class Usual:
     """One request as they come now."""
 
     prompt_s: float
-    """That a worker computes for its prompt."""
+    """That a prefill worker computes for its prompt."""
+    local_prompt_s: float
+    """That a decode worker does, in its own time."""
     num_sequences: float
     num_output_tokens: float
     """Of one sequence."""
@@ -72,29 +77,47 @@ class Usual:
 
 @dataclass(frozen=True)
 class Service:
-    """What one worker serves, in requests a second."""
+    """What one worker serves, in requests a second, and what it leaves."""
 
     mu_prefill: float
     mu_decode: float
-    mu_both: float
+    local_prompt_s: float
+    ttft_s: float
+    idle_share: float
+    """Of a decode worker's time, that prompts may have where it generates nothing."""
+    output_s: float
+    """That an output takes of this, each."""
 
     def of(self, num_prefill: int, num_workers: int) -> float:
         """Requests a second of a split that keep the objectives."""
-        if num_prefill == 0:
-            return num_workers * self.mu_both
-        return min(num_prefill * self.mu_prefill, (num_workers - num_prefill) * self.mu_decode)
+        num_decode = num_workers - num_prefill
+        low, high = 0.0, num_decode * self.mu_decode
+        if self._computes(num_prefill, num_decode, high) >= high:
+            return high
+        for _ in range(_HALVINGS):
+            rate = (low + high) / 2
+            low, high = (rate, high) if self._computes(num_prefill, num_decode, rate) >= rate else (low, rate)
+        return low
+
+    def _computes(self, num_prefill: int, num_decode: int, rate: float) -> float:
+        """Prompts a second, where so many outputs a second are generated beside them."""
+        left = self.idle_share - rate / num_decode * self.output_s
+        stretched_s = self.local_prompt_s / left if left > 0 else math.inf
+        local = _busy_share(stretched_s, self.ttft_s) / stretched_s if stretched_s < self.ttft_s else 0.0
+        return num_prefill * self.mu_prefill + num_decode * local
 
 
-def usual_request(demand: Demand, cost: StepCost) -> Usual | None:
+def usual_request(demand: Demand, costs: RoleCosts) -> Usual | None:
     """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs."""
     if demand.num_placed < LEAST_REQUESTS:
         return None
-    if min(cost.of(StepSize(num_prompt_tokens=1)), cost.of(StepSize(num_sequences=1))) <= 0:
+    if not (costs.prefill.knows_prompts and costs.decode.knows_prompts and costs.decode.knows_sequences):
         return None
     num = demand.num_placed
     prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), round(demand.num_attended / num))
     return Usual(
-        prompt_s=cost.of(prompt),
+        prompt_s=costs.prefill.of(prompt),
+        local_prompt_s=costs.decode.of(prompt),
         num_sequences=demand.num_sequences / num,
         num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_sequences),
         num_kv_tokens=demand.num_kv_tokens / demand.num_sequences,
@@ -102,12 +125,18 @@ def usual_request(demand: Demand, cost: StepCost) -> Usual | None:
 
 
 def service_of(usual: Usual, worker: Worker, slo: Slo) -> Service:
-    """Rates of one worker in each role, and in both at once."""
-    batch = _largest_batch(usual, worker, slo.tpot_s)
+    """Rates of one worker in each role, and what of its time is left beside outputs."""
+    cost = worker.costs.decode
+    batch, each_s = _largest_batch(usual, worker, slo.tpot_s), _each_s(cost, usual)
     tokens = usual.num_output_tokens * usual.num_sequences
-    mu_decode = batch / (_step_s(worker.cost, batch, usual) * tokens)
-    mu_prefill = _busy_share(usual.prompt_s, slo.ttft_s) / usual.prompt_s
-    return Service(mu_prefill, mu_decode, _both(usual, worker, slo, mu_decode, mu_prefill))
+    return Service(
+        mu_prefill=_busy_share(usual.prompt_s, slo.ttft_s) / usual.prompt_s,
+        mu_decode=batch / (_step_s(cost, batch, usual) * tokens),
+        local_prompt_s=usual.local_prompt_s,
+        ttft_s=slo.ttft_s,
+        idle_share=max(0.0, 1 - cost.fixed_s / (PACE_SHARE * slo.tpot_s)),
+        output_s=each_s * tokens,
+    )
 
 
 def _step_s(cost: StepCost, batch: float, usual: Usual) -> float:
@@ -121,15 +150,11 @@ def _each_s(cost: StepCost, usual: Usual) -> float:
 
 def _largest_batch(usual: Usual, worker: Worker, tpot_s: float) -> float:
     """Sequences that one step can advance in time; at least one, as some step must be made."""
-    each_s = _each_s(worker.cost, usual)
-    in_time = (tpot_s - worker.cost.fixed_s) / each_s if each_s > 0 else math.inf
-    return max(1.0, min(in_time, _room(usual, worker)))
-
-
-def _room(usual: Usual, worker: Worker) -> float:
-    """Sequences that one worker can hold."""
+    cost = worker.costs.decode
+    each_s = _each_s(cost, usual)
+    in_time = (tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
     in_memory = worker.kv_tokens / usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
-    return min(in_memory, worker.max_num_seqs)
+    return max(1.0, min(in_time, in_memory, worker.max_num_seqs))
 
 
 def _busy_share(prompt_s: float, ttft_s: float) -> float:
@@ -140,48 +165,6 @@ def _busy_share(prompt_s: float, ttft_s: float) -> float:
     """
     spare = ttft_s / prompt_s - 1
     return 2 * spare / (1 + 2 * spare) if spare > 0 else 1.0
-
-
-def _both(usual: Usual, worker: Worker, slo: Slo, mu_decode: float, mu_prefill: float) -> float:
-    """Requests a second of a worker that does both: of those it can run, those that keep the time per token.
-
-    At a rate r, prompts take r * prompt_s of each second, and steps get longer by as much. A sequence may meet as many
-    prompts as fit in what its steps leave of its time; how many it meets is a Poisson number.
-    """
-    most = min(mu_decode, mu_prefill, 1 / usual.prompt_s)
-    best = 0.0
-    for rate in (most * (i + 1) / _RATES for i in range(_RATES)):
-        busy = rate * usual.prompt_s
-        if busy >= 1:
-            break
-        in_flight = rate * usual.num_sequences * usual.num_output_tokens
-        # The batch that this rate keeps, where a step is stretched by the prompts between steps.
-        free = 1 - busy - in_flight * _each_s(worker.cost, usual)
-        if free <= 0:
-            break
-        batch = max(1.0, in_flight * worker.cost.fixed_s / free)
-        if batch > _room(usual, worker):
-            break
-        step_s = _step_s(worker.cost, batch, usual)
-        spare_s = usual.num_output_tokens * (slo.tpot_s - step_s)
-        if spare_s < 0:
-            break
-        meets = rate * usual.num_output_tokens * step_s / (1 - busy)
-        best = max(best, rate * _poisson_at_most(int(spare_s / usual.prompt_s), meets))
-    return best
-
-
-def _poisson_at_most(count: int, mean: float) -> float:
-    """The chance of a Poisson number of this mean to be no more than `count`."""
-    if mean > 700:  # where exp underflows, a normal number is as good
-        return 0.5 * (1 + math.erf((count + 0.5 - mean) / math.sqrt(2 * mean)))
-    term = total = math.exp(-mean)
-    for i in range(1, count + 1):
-        term *= mean / i
-        total += term
-        if term < 1e-12 and i > mean:
-            break
-    return min(1.0, total)
 
 
 @dataclass(frozen=True)
@@ -227,7 +210,7 @@ class AutoRatio:
         self, now: float, demand: Demand, window_s: float, worker: Worker | None, bounds: Bounds, num_prefill: int
     ) -> Verdict:
         """`demand` are the sums of the last `window_s`; `num_prefill` of the workers prefill now."""
-        usual = None if worker is None else usual_request(demand, worker.cost)
+        usual = None if worker is None else usual_request(demand, worker.costs)
         if worker is None or usual is None or not bounds.splits:
             self._wanted = None
             return Verdict(num_prefill, False, "stays: too little has been measured to tell")

@@ -16,7 +16,7 @@ from cluster.demand import Demand
 from cluster.door import AnotherChange, StaleVersion
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
-from cluster.step_cost import StepCost, usual
+from cluster.step_cost import RoleCosts, StepCost, usual
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Sight:
 
     window_s: float
     demand: Demand
-    cost: StepCost | None
+    costs: RoleCosts | None
     kv_tokens: int
 
     @classmethod
@@ -39,11 +39,13 @@ class Sight:
         if not reports:
             return None
         window_s = max(r.window_s for r in reports)
-        costs = [StepCost.from_proto(r.step_cost) for r in reports if r.HasField("step_cost")]
+        told = [r for r in reports if r.HasField("prefill_cost")]
+        prefill = usual([StepCost.from_proto(r.prefill_cost) for r in told]) if told else None
+        decode = usual([StepCost.from_proto(r.decode_cost) for r in told]) if told else None
         return cls(
             window_s=window_s,
             demand=sum((Demand.from_proto(r.demand).scaled(window_s / r.window_s) for r in reports), Demand()),
-            cost=usual(costs) if costs else None,
+            costs=RoleCosts(prefill, decode) if prefill is not None and decode is not None else None,
             kv_tokens=min(r.kv_tokens for r in reports),
         )
 
@@ -109,8 +111,8 @@ class Autopilot:
         roles = config.roles
         bounds = Bounds(split.num_workers, roles.prefill.min_workers, roles.decode.min_workers)
         worker = None
-        if sight.cost is not None:
-            worker = Worker(sight.cost, config.engine.max_num_seqs, sight.kv_tokens)
+        if sight.costs is not None:
+            worker = Worker(sight.costs, config.engine.max_num_seqs, sight.kv_tokens)
         self.verdict = auto.decide(now, sight.demand, sight.window_s, worker, bounds, split.num_prefill)
         self._say(now, self.verdict)
         if self.verdict.moves and now >= self._asks_from:

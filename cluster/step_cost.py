@@ -8,7 +8,7 @@ no worker and no model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -73,13 +73,17 @@ class StepCost:
             kv_token_s=self.kv_token_s,
         )
 
+    @property
+    def knows_prompts(self) -> bool:
+        return self.prompt_token_s > 0 or self.attended_s > 0
+
+    @property
+    def knows_sequences(self) -> bool:
+        return self.sequence_s > 0 or self.kv_token_s > 0
+
     def filled(self, usual: StepCost) -> StepCost:
         """With what `usual` says of parts that were never seen here: a worker that only decodes knows no prompts."""
-        knows_prompts = self.prompt_token_s > 0 or self.attended_s > 0
-        knows_sequences = self.sequence_s > 0 or self.kv_token_s > 0
-        if knows_prompts and knows_sequences:
-            return self
-        prompts, sequences = self if knows_prompts else usual, self if knows_sequences else usual
+        prompts, sequences = self if self.knows_prompts else usual, self if self.knows_sequences else usual
         return StepCost(
             self.fixed_s, prompts.prompt_token_s, prompts.attended_s, sequences.sequence_s, sequences.kv_token_s
         )
@@ -102,17 +106,41 @@ class StepCost:
 
 
 def usual(costs: Sequence[StepCost]) -> StepCost:
-    """The mean of at least one, of each part over those that have seen it."""
+    """The mean of at least one, of what each has seen.
+
+    What a prompt costs is one thing, and so is what a sequence does: where one worker found a prompt's tokens to cost,
+    and another the keys that they attend to, the mean is half of each. Who has only seen prompts cannot tell what a
+    step costs however small it is.
+    """
+    prompts = [c for c in costs if c.knows_prompts]
+    sequences = [c for c in costs if c.knows_sequences]
     return StepCost(
-        _mean([c.fixed_s for c in costs]),
-        _mean([c.prompt_token_s for c in costs]),
-        _mean([c.attended_s for c in costs]),
-        _mean([c.sequence_s for c in costs]),
-        _mean([c.kv_token_s for c in costs]),
+        _mean([c.fixed_s for c in sequences or costs]),
+        _mean([c.prompt_token_s for c in prompts]),
+        _mean([c.attended_s for c in prompts]),
+        _mean([c.sequence_s for c in sequences]),
+        _mean([c.kv_token_s for c in sequences]),
     )
 
 
-def _mean(parts: list[float]) -> float:
-    """Of those that were seen."""
-    seen = [part for part in parts if part > 0]
-    return sum(seen) / max(1, len(seen))
+@dataclass(frozen=True)
+class RoleCosts:
+    """What a worker of each role needs: prompts in one piece, or in small ones beside sequences."""
+
+    prefill: StepCost
+    decode: StepCost
+
+
+def usual_by_role(told: Iterable[tuple[bool, StepCost | None]]) -> RoleCosts | None:
+    """Of workers, each with whether it prefills; a role of which nobody knows anything has the cost of the other."""
+    known = [(prefills, cost) for prefills, cost in told if cost is not None]
+    if not known:
+        return None
+    of_all = usual([cost for _, cost in known])
+    by_role = [[cost for prefills, cost in known if prefills is role] for role in (True, False)]
+    prefill, decode = (usual(costs).filled(of_all) if costs else of_all for costs in by_role)
+    return RoleCosts(prefill, decode)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -9,7 +9,7 @@ import os
 import time
 
 from cluster.pb import admin_pb2
-from cluster.step_cost import usual
+from cluster.step_cost import usual_by_role
 from router.dispatcher import Dispatcher
 from router.fields import Violations
 from router.fleet import DECODE, PREFILL, WorkerAddress
@@ -102,12 +102,13 @@ class ControlService:
 
     async def GetDemand(self, request: admin_pb2.GetDemandRequest, context: Context) -> admin_pb2.GetDemandResponse:
         dispatcher = self._dispatcher
-        costs = [worker.step_cost for worker in dispatcher.fleet if worker.step_cost is not None]
+        costs = usual_by_role((w.role == PREFILL, w.step_cost) for w in dispatcher.fleet)
         pools = [worker.kv_tokens for worker in dispatcher.fleet if worker.is_ready]
         window_s, demand = dispatcher.demand_now()
         return admin_pb2.GetDemandResponse(
             window_s=window_s,
             demand=demand.to_proto(),
-            step_cost=usual(costs).to_proto() if costs else None,
+            prefill_cost=costs.prefill.to_proto() if costs else None,
+            decode_cost=costs.decode.to_proto() if costs else None,
             kv_tokens=min(pools, default=0),
         )

@@ -14,8 +14,8 @@ from router.output_lengths import OutputLengths
 
 WINDOW_S = 60.0
 """At most so many seconds count."""
-LEAST_WINDOW_S = 5.0
-ENOUGH_REQUESTS = 32
+LEAST_WINDOW_S = 3.0
+ENOUGH_REQUESTS = 16
 """Once so many are in them, those before count no more."""
 _BUCKET_S = 1.0
 

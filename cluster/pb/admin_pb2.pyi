@@ -115,16 +115,18 @@ class GetDemandRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetDemandResponse(_message.Message):
-    __slots__ = ("window_s", "demand", "step_cost", "kv_tokens")
+    __slots__ = ("window_s", "demand", "prefill_cost", "decode_cost", "kv_tokens")
     WINDOW_S_FIELD_NUMBER: _ClassVar[int]
     DEMAND_FIELD_NUMBER: _ClassVar[int]
-    STEP_COST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COST_FIELD_NUMBER: _ClassVar[int]
+    DECODE_COST_FIELD_NUMBER: _ClassVar[int]
     KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     window_s: float
     demand: Demand
-    step_cost: _worker_pb2.StepCost
+    prefill_cost: _worker_pb2.StepCost
+    decode_cost: _worker_pb2.StepCost
     kv_tokens: int
-    def __init__(self, window_s: _Optional[float] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., step_cost: _Optional[_Union[_worker_pb2.StepCost, _Mapping]] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, window_s: _Optional[float] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., prefill_cost: _Optional[_Union[_worker_pb2.StepCost, _Mapping]] = ..., decode_cost: _Optional[_Union[_worker_pb2.StepCost, _Mapping]] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
 
 class Demand(_message.Message):
     __slots__ = ("num_arrived", "num_placed", "num_prompt_tokens", "num_attended", "num_cached_tokens", "num_sequences", "num_output_tokens", "num_kv_tokens")

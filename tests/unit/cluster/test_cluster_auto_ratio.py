@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,6 @@ from cluster.auto_ratio import (
     AutoRatio,
     Bounds,
     Patience,
-    Service,
     Slo,
     Usual,
     Worker,
@@ -22,14 +22,20 @@ from cluster.auto_ratio import (
     usual_request,
 )
 from cluster.demand import Demand
-from cluster.step_cost import StepCost
+from cluster.step_cost import RoleCosts, StepCost
 
 COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
 """2,000 prompt tokens a second; 45 sequences take 50 ms a step."""
-WORKER = Worker(COST, max_num_seqs=64, kv_tokens=0)
+COSTS = RoleCosts(COST, replace(COST, prompt_token_s=0.0015))
+"""A decode worker computes prompts in small pieces, which takes longer."""
+WORKER = Worker(COSTS, max_num_seqs=64, kv_tokens=0)
 SLO = Slo(ttft_s=1.0, tpot_s=0.05)
 FOUR = Bounds(num_workers=4)
 WINDOW_S = 10.0
+
+
+def worker_of(cost: StepCost) -> Worker:
+    return Worker(RoleCosts(cost, cost), max_num_seqs=64, kv_tokens=0)
 
 
 def load(rate: float, num_prompt_tokens: int, num_output_tokens: int) -> Demand:
@@ -49,7 +55,7 @@ PROMPTS, OUTPUTS = load(20, 800, 20), load(20, 40, 300)
 
 
 def best_of(demand: Demand, bounds: Bounds = FOUR) -> int:
-    usual = usual_request(demand, COST)
+    usual = usual_request(demand, COSTS)
     assert usual is not None
     scores = scores_of(service_of(usual, WORKER, SLO), bounds, 1e9)
     return max(scores, key=lambda p: scores[p])
@@ -66,19 +72,25 @@ def test_each_does_both_where_that_serves_more_and_it_is_allowed() -> None:
     assert best_of(short, Bounds(num_workers=2, min_prefill=1)) == 1
 
 
-@pytest.mark.parametrize("num_output_tokens", [300, 500])
-def test_two_that_both_have_enough_to_do_are_kept_apart(num_output_tokens: int) -> None:
-    usual = Usual(
-        prompt_s=num_output_tokens / 1000, num_sequences=1, num_output_tokens=num_output_tokens, num_kv_tokens=1
-    )
-    service = service_of(usual, WORKER, Slo(ttft_s=5.0, tpot_s=0.05))
-    assert service.of(1, 2) > service.of(0, 2) > 0.9 * service.of(1, 2)
+def usual_of(prompt_s: float, num_output_tokens: float, local_prompt_s: float = math.inf, n: float = 1) -> Usual:
+    return Usual(prompt_s, local_prompt_s, n, num_output_tokens, num_kv_tokens=100.0)
 
 
-def test_outputs_that_a_single_prompt_makes_late_lower_what_a_worker_of_both_serves() -> None:
-    slo = Slo(ttft_s=9.0, tpot_s=0.05)
-    long, short = (service_of(Usual(prompt_s, 1, 20, 1), WORKER, slo) for prompt_s in (0.9, 0.1))
-    assert long.mu_both / long.mu_prefill < 0.9 * short.mu_both / short.mu_prefill
+def test_decode_workers_that_have_time_left_compute_prompts_too() -> None:
+    alone, helped = (service_of(usual_of(0.1, 20, local_s), WORKER, SLO) for local_s in (math.inf, 0.2))
+    assert alone.of(1, 4) == pytest.approx(alone.mu_prefill)
+    assert 2 * alone.of(1, 4) < helped.of(1, 4) < 4 * alone.of(1, 4)
+    assert alone.of(0, 4) == pytest.approx(0, abs=1e-6) and helped.of(0, 4) > 0
+
+
+def test_their_outputs_leave_them_less_of_it() -> None:
+    short, long = (service_of(usual_of(0.1, num_tokens, 0.1), WORKER, SLO) for num_tokens in (10, 100))
+    assert long.of(1, 4) < short.of(1, 4)
+
+
+def test_a_prompt_that_would_be_late_there_is_not_theirs() -> None:
+    service = service_of(usual_of(0.5, 20, 1.1), WORKER, SLO)
+    assert service.of(1, 4) == pytest.approx(service.mu_prefill)
 
 
 @settings(deadline=None)
@@ -91,29 +103,46 @@ def test_outputs_that_a_single_prompt_makes_late_lower_what_a_worker_of_both_ser
 def test_the_best_split_is_next_to_the_ratio_of_both_rates(
     prompt_s: float, num_output_tokens: float, num_workers: int, n: float
 ) -> None:
-    service = service_of(Usual(prompt_s, n, num_output_tokens, 100.0), WORKER, SLO)
+    service = service_of(usual_of(prompt_s, num_output_tokens, n=n), WORKER, SLO)
     scores = scores_of(service, Bounds(num_workers), math.inf)
     best = max(scores, key=lambda p: scores[p])
     exact = num_workers * service.mu_decode / (service.mu_prefill + service.mu_decode)
     assert abs(best - min(max(exact, 1), num_workers - 1)) <= 1
-    assert service.mu_both <= min(service.mu_prefill, service.mu_decode) * (1 + 1e-9)
+
+
+@settings(deadline=None)
+@given(
+    prompt_s=st.floats(1e-3, 2.0),
+    local=st.floats(0.5, 5.0),
+    num_output_tokens=st.floats(1, 1000),
+    num_workers=st.integers(2, 16),
+)
+def test_a_worker_more_never_serves_less(
+    prompt_s: float, local: float, num_output_tokens: float, num_workers: int
+) -> None:
+    service = service_of(usual_of(prompt_s, num_output_tokens, local * prompt_s), WORKER, SLO)
+    for p in range(num_workers):
+        served = service.of(p, num_workers)
+        nearly = served * (1 - 1e-6)
+        assert served >= (1 - 1e-6) * min(p * service.mu_prefill, (num_workers - p) * service.mu_decode)
+        assert service.of(p, num_workers + 1) >= nearly and service.of(p + 1, num_workers + 1) >= nearly
 
 
 def test_no_time_for_a_second_sequence_still_leaves_one() -> None:
-    slow = Worker(StepCost(0.2, 0.001, 0, 0.01, 0), 64, 0)
-    service = service_of(Usual(2.0, 1, 10, 100), slow, SLO)
+    slow = worker_of(StepCost(0.2, 0.001, 0, 0.01, 0))
+    service = service_of(usual_of(2.0, 10, 2.0), slow, SLO)
     assert service.mu_decode == pytest.approx(1 / (0.21 * 10)) and service.mu_prefill == pytest.approx(0.5)
-    assert service.mu_both == 0
+    assert service.of(0, 4) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("cost", [StepCost(0, 0.001, 0, 0, 0), StepCost(0, 0, 0, 0.001, 0)])
 def test_a_cost_that_nobody_has_seen_tells_nothing(cost: StepCost) -> None:
-    assert usual_request(PROMPTS, cost) is None
+    assert usual_request(PROMPTS, RoleCosts(cost, cost)) is None
 
 
 def test_the_pool_bounds_the_batch() -> None:
-    usual = Usual(prompt_s=0.01, num_sequences=1, num_output_tokens=10, num_kv_tokens=100)
-    wide, narrow = (service_of(usual, Worker(COST, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
+    usual = usual_of(0.01, 10)
+    wide, narrow = (service_of(usual, Worker(COSTS, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
     assert narrow.mu_decode == pytest.approx(4 / (0.009 * 10)) and wide.mu_decode > 2 * narrow.mu_decode
 
 
@@ -195,8 +224,3 @@ def test_moves_keep_their_distance_whatever_comes(loads: list[tuple[Demand, int]
         before = split
     for (one, two), ((at, _), (then, _)) in zip(pairwise(directions), pairwise(clock.moves), strict=True):
         assert then - at >= (patience.cooldown_s if one == two else patience.dwell_s)
-
-
-def test_rates_of_a_service_that_cannot_keep_the_objectives_are_those_of_getting_done() -> None:
-    service = Service(mu_prefill=2.0, mu_decode=3.0, mu_both=0.5)
-    assert [service.of(p, 4) for p in range(4)] == [2.0, 2.0, 4.0, 3.0]

@@ -13,11 +13,12 @@ from cluster.demand import Demand
 from cluster.door import AnotherChange, StaleVersion
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2
-from cluster.step_cost import StepCost
+from cluster.step_cost import RoleCosts, StepCost
 
 pytestmark = pytest.mark.asyncio
 
 COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
+COSTS = RoleCosts(COST, COST)
 LONG_PROMPTS = Demand(
     num_arrived=200,
     num_placed=200,
@@ -44,7 +45,7 @@ class World:
         self.now = 0.0
 
     async def sight(self) -> Sight | None:
-        return None if self.demand is None else Sight(10.0, self.demand, COST, 0)
+        return None if self.demand is None else Sight(10.0, self.demand, COSTS, 0)
 
     def move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
         assert why.startswith("moves: ")
@@ -133,7 +134,11 @@ async def test_each_role_keeps_its_least_workers() -> None:
 async def test_the_reports_of_several_routers_are_one_sight() -> None:
     one = admin_pb2.GetDemandResponse(window_s=5, demand=Demand(num_arrived=2).to_proto(), kv_tokens=50)
     two = admin_pb2.GetDemandResponse(
-        window_s=15, demand=Demand(num_arrived=3).to_proto(), step_cost=COST.to_proto(), kv_tokens=40
+        window_s=15,
+        demand=Demand(num_arrived=3).to_proto(),
+        prefill_cost=COST.to_proto(),
+        decode_cost=COST.to_proto(),
+        kv_tokens=40,
     )
-    assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=9), COST, 40)
+    assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=9), COSTS, 40)
     assert Sight.of([]) is None
