@@ -2,8 +2,8 @@
 
     python benchmarks/auto_ratio.py --json --repetitions 3
 
-The load goes from long prompts to long outputs and back, each at a share of what the split that is best for it serves,
-by what workers have learned of their steps. It is the same for every split, and for `mode: auto`, one after the other
+The load goes from long prompts to long outputs and back, each at a share of what is served when clients keep the split
+busy that has most workers for it. It is the same for every split, and for `mode: auto`, one after the other
 in one cluster of four workers, each with the same part of a core. Goodput are the requests a second that kept both
 objectives. Exits 1 when a request was lost, repeated or changed.
 """
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.capacity import capacity_of
 from benchmarks.open_loop import Arrival, Figures, Kind, Told, figures_of, offer, poisson, problems_of
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import tell, telling_failures
@@ -34,9 +35,9 @@ from benchmarks.steered import SteeredCluster
 from cluster.auto_ratio import Slo
 
 NUM_WORKERS = 4
-PROMPTS = Kind("prompts", 600, 8)
-OUTPUTS = Kind("outputs", 32, 160)
-WARMUP_S = 8.0
+PROMPTS = Kind("prompts", 800, 24)
+OUTPUTS = Kind("outputs", 32, 320)
+CAPACITY_S = 12.0
 SETTLE_S = 120.0
 
 
@@ -76,14 +77,13 @@ class Bench:
         self._progress = progress
 
     def load(self, share: float) -> Load:
-        """At a share of what the best split serves, kind by kind, once the workers have seen some of each."""
-        self._cluster.steer(2, 2)
-        warm = poisson([(PROMPTS, 2.0), (OUTPUTS, 2.0)], 0.0, WARMUP_S, random.Random(99))
-        self._offer(warm, "warm-up")
+        """At a share of what each kind's own split was seen to serve."""
         rates = []
-        for kind in (PROMPTS, OUTPUTS):
-            service = self._cluster.service(kind.num_prompt_tokens, kind.num_output_tokens, self._slo)
-            rates.append(share * max(service.of(p, NUM_WORKERS) for p in range(1, NUM_WORKERS)))
+        for kind, split, streams in ((PROMPTS, (3, 1), 4 * 3), (OUTPUTS, (1, 3), 40 * 3)):
+            self._cluster.steer(*split)
+            bar = self._progress.add_task(f"capacity, {kind.name}", total=None)
+            rates.append(share * capacity_of(self._cluster.address, kind, streams, CAPACITY_S))
+            self._progress.remove_task(bar)
         return Load(self._phase_s, *rates)
 
     def run(self, name: str, split: tuple[int, int], load: Load, seed: int, *, auto: bool = False) -> Run:
@@ -150,10 +150,10 @@ def show(found: dict[str, Any], slo: Slo) -> None:
 def main(
     repetitions: Annotated[int, typer.Option(min=1, help="Of every split and of auto.")] = 1,
     phase_seconds: Annotated[float, typer.Option(min=5.0, help="Of each of the three phases.")] = 30.0,
-    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what the best split serves.")] = 0.8,
+    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what a kind's own split serves.")] = 0.8,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.25,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
-    tpot_ms: Annotated[float, typer.Option(min=1)] = 60.0,
+    tpot_ms: Annotated[float, typer.Option(min=1)] = 80.0,
     config: Annotated[Path, typer.Option(help="A cluster.yaml; it gets four workers.")] = ROOT / "cluster.yaml",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
@@ -165,7 +165,7 @@ def main(
         "rebalance.slo.ttft_ms": ttft_ms,
         "rebalance.slo.tpot_ms": tpot_ms,
         "rebalance.auto.confirm_s": 2.0,
-        "rebalance.auto.cooldown_s": 5.0,
+        "rebalance.auto.cooldown_s": 2.0,
         "rebalance.auto.dwell_s": 10.0,
     }
     runs = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +19,9 @@ from cluster.program import ExitCode
 
 @contextlib.contextmanager
 def telling_failures() -> Iterator[None]:
-    """What keeps a benchmark from running becomes a line on stderr and the exit code that says so."""
+    """What keeps a benchmark from running becomes a line on stderr and the exit code that says so. A SIGTERM ends it as
+    Ctrl-C does, with all that it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     except (ProgramFailed, BatonError, NoControlGroups) as error:
