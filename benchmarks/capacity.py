@@ -4,8 +4,8 @@ nothing."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
+from typing import Any
 
 from benchmarks.open_loop import NUM_VARIANTS, Kind, spec_of
 from cluster import rpc
@@ -18,21 +18,26 @@ def capacity_of(address: str, kind: Kind, streams: int, seconds: float) -> float
 
 
 async def _measure(address: str, kind: Kind, streams: int, seconds: float) -> float:
-    begun = time.perf_counter()
-    half, num_tokens = begun + seconds / 2, 0
-    async with rpc.create_channel(address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+    half, num_tokens, is_over = time.perf_counter() + seconds / 2, 0, asyncio.Event()
 
-        async def keep_asking(variant: int) -> None:
-            nonlocal num_tokens
-            spec = spec_of(kind, variant % NUM_VARIANTS)
-            while True:
-                async for event in stub.GenerateStream(generation_pb2.GenerateStreamRequest(spec=spec)):
-                    if event.HasField("delta") and time.perf_counter() >= half:
-                        num_tokens += event.delta.token_count
+    async def keep_asking(stub: Any, variant: int) -> None:
+        nonlocal num_tokens
+        request = generation_pb2.GenerateStreamRequest(spec=spec_of(kind, variant % NUM_VARIANTS))
+        while not is_over.is_set():
+            call = stub.GenerateStream(request)
+            async for event in call:
+                if is_over.is_set():
+                    call.cancel()
+                    await call.code()
+                    return
+                if event.HasField("delta") and time.perf_counter() >= half:
+                    num_tokens += event.delta.token_count
 
-        asking = asyncio.gather(*(keep_asking(variant) for variant in range(streams)))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asking, seconds)
+    async with rpc.create_channel(address) as channel, asyncio.TaskGroup() as group:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
+        for variant in range(streams):
+            group.create_task(keep_asking(stub, variant))
+        await asyncio.sleep(seconds)
+        is_over.set()
         measured_s = time.perf_counter() - half
     return num_tokens / kind.num_output_tokens / measured_s

@@ -53,6 +53,11 @@ class Desk(Protocol):
         """What `mode: auto` makes of the load; None in another mode."""
         ...
 
+    @property
+    def metrics_address(self) -> str:
+        """Of the controller's page; empty: there is none."""
+        ...
+
     def parse(self, text: str, filename: str) -> ServingConfig:
         """Raises ConfigError."""
         ...
@@ -78,6 +83,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             last_sequence=desk.events.last_sequence,
             config_file=desk.config_path,
             auto=desk.auto,
+            metrics_address=desk.metrics_address,
         )
 
     async def SetRoles(self, request: admin_pb2.SetRolesRequest, context: Context) -> admin_pb2.ChangeResponse:

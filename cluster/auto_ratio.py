@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import StrEnum
 
 from cluster.demand import Demand
 from cluster.step_cost import PACE_SHARE, RoleCosts, StepCost, StepSize
@@ -183,16 +184,41 @@ class Patience:
     """A worker that was moved stays for so long before it may be moved back."""
 
 
+class Reason(StrEnum):
+    """Why it moves or stays, for counters."""
+
+    MOVES = "moves"
+    UNKNOWN = "unknown"
+    """Too little has been measured."""
+    BEST = "best"
+    """The present split serves most."""
+    MARGIN = "margin"
+    """Another one serves hardly more."""
+    CONFIRM = "confirm"
+    """The gain has not lasted long enough."""
+    COOLDOWN = "cooldown"
+    """The last move was just now."""
+    DWELL = "dwell"
+    """It was in the other direction, and lately."""
+    UNEQUAL = "unequal"
+    """The roles differ in tensor_parallel."""
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """What to do now, and why, in words for a log."""
+    """What to do now, and why."""
 
     num_prefill: int
     """That there should be; as many as there are: nothing moves."""
-    moves: bool
+    reason: Reason
     why: str
+    """In words for a log."""
     gain: float = 0.0
     """Share by which the goodput of the best split is predicted to be larger."""
+
+    @property
+    def moves(self) -> bool:
+        return self.reason is Reason.MOVES
 
 
 class AutoRatio:
@@ -213,7 +239,7 @@ class AutoRatio:
         usual = None if worker is None else usual_request(demand, worker.costs)
         if worker is None or usual is None or not bounds.splits:
             self._wanted = None
-            return Verdict(num_prefill, False, "stays: too little has been measured to tell")
+            return Verdict(num_prefill, Reason.UNKNOWN, "stays: too little has been measured to tell")
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
         scores = scores_of(service, bounds, rate * (1 + self._patience.headroom))
@@ -224,11 +250,13 @@ class AutoRatio:
         told = _tell(service, usual, rate, bounds, num_prefill, best, gain)
         if best == num_prefill or gain <= self._patience.margin:
             self._wanted = None
-            return Verdict(num_prefill, False, f"stays: {told}", gain)
+            reason = Reason.BEST if best == num_prefill else Reason.MARGIN
+            return Verdict(num_prefill, reason, f"stays: {told}", gain)
         held = self._hold(now, best, num_prefill)
-        if held:
-            return Verdict(num_prefill, False, f"stays: {held}; {told}", gain)
-        return Verdict(best, True, f"moves: {told}", gain)
+        if held is not None:
+            reason, why = held
+            return Verdict(num_prefill, reason, f"stays: {why}; {told}", gain)
+        return Verdict(best, Reason.MOVES, f"moves: {told}", gain)
 
     def moved(self, now: float, before: int, after: int) -> None:
         """The split has changed, by a verdict or by an operator."""
@@ -236,8 +264,8 @@ class AutoRatio:
             self._moved_at, self._last_direction = now, 1 if after > before else -1
             self._wanted = None
 
-    def _hold(self, now: float, best: int, num_prefill: int) -> str:
-        """Why the move has to wait, or nothing."""
+    def _hold(self, now: float, best: int, num_prefill: int) -> tuple[Reason, str] | None:
+        """Why the move has to wait; None: it has not."""
         direction = 1 if best > num_prefill else -1
         is_same_way = self._wanted is not None and (self._wanted > num_prefill) == (direction > 0)
         if not is_same_way:
@@ -245,12 +273,13 @@ class AutoRatio:
         self._wanted = best
         since_s, patience = now - self._moved_at, self._patience
         if now - self._wanted_since < patience.confirm_s:
-            return f"the gain is to last for {patience.confirm_s:g} s"
+            return Reason.CONFIRM, f"the gain is to last for {patience.confirm_s:g} s"
         if since_s < patience.cooldown_s:
-            return f"the last move was {since_s:.0f} s ago, and {patience.cooldown_s:g} s are to pass"
+            why = f"the last move was {since_s:.0f} s ago, and {patience.cooldown_s:g} s are to pass"
+            return Reason.COOLDOWN, why
         if direction == -self._last_direction and since_s < patience.dwell_s:
-            return f"who moved {since_s:.0f} s ago stays for {patience.dwell_s:g} s"
-        return ""
+            return Reason.DWELL, f"who moved {since_s:.0f} s ago stays for {patience.dwell_s:g} s"
+        return None
 
 
 def scores_of(service: Service, bounds: Bounds, rate: float) -> dict[int, float]:

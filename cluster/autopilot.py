@@ -7,10 +7,11 @@ why it stays when the reason is another one. Knows the cluster by what `Sight` a
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from cluster.auto_ratio import AutoRatio, Bounds, Patience, Slo, Verdict, Worker
+from cluster.auto_ratio import AutoRatio, Bounds, Patience, Reason, Slo, Verdict, Worker
 from cluster.config import ServingConfig
 from cluster.demand import Demand
 from cluster.door import AnotherChange, StaleVersion
@@ -85,6 +86,7 @@ class Autopilot:
         self._said = ""
         self._said_at = 0.0
         self.num_moves = 0
+        self.num_verdicts: Counter[Reason] = Counter()
         self.verdict: Verdict | None = None
         """The last one; None while the mode is another."""
 
@@ -101,7 +103,7 @@ class Autopilot:
             why = (
                 f"stays: the roles differ in tensor_parallel ({sizes[0]} and {sizes[1]}), so that no worker can change"
             )
-            self._auto, self.verdict = None, Verdict(split.num_prefill, False, why)
+            self._auto, self.verdict = None, Verdict(split.num_prefill, Reason.UNEQUAL, why)
             self._say(now, self.verdict)
             return
         auto = self._tuned(config)
@@ -142,6 +144,7 @@ class Autopilot:
             logger.warning("auto: the split stays, for %g s at least: %s", cooldown_s, error.message)
 
     def _say(self, now: float, verdict: Verdict) -> None:
+        self.num_verdicts[verdict.reason] += 1
         gist = verdict.why.partition(" serves")[0]
         if gist != self._said or now - self._said_at >= _SAY_AGAIN_S:
             self._said, self._said_at = gist, now

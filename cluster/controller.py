@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,16 +24,20 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actors import die_with_parent, send_logs_to
+from cluster.address import is_loopback
 from cluster.admin_service import start_admin
+from cluster.auto_ratio import Reason
 from cluster.autopilot import Autopilot, Sight, Split
 from cluster.config import ServingConfig
 from cluster.config_file import ConfigFile, Watch
+from cluster.controller_metrics import ControllerMetrics
 from cluster.crew import Crew
 from cluster.door import Door, Keep
 from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
 from cluster.key_file import KeyFile
 from cluster.launchers import RouterLauncher, WorkerLauncher
+from cluster.metrics import MetricsPage
 from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan
 from cluster.router_link import RouterLink, RouterLinks
@@ -99,8 +104,8 @@ class Controller:
             self._on_change,
         )
         self.crew.add(plan.workers)
-        tls = internal_tls_of(plan.router)
-        inside = None if tls is None else tls.client
+        self._tls = internal_tls_of(plan.router)
+        inside = None if self._tls is None else self._tls.client
         self._link = RouterLinks([RouterLink(router, self._compose, inside) for router in self.routers])
         first = plan.workers[0].ranks[0]
         steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
@@ -110,12 +115,14 @@ class Controller:
             self._sight, self._split, self._move, lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}")
         )
         self._admin: grpc.aio.Server | None = None
+        self._metrics_page: MetricsPage | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
         """Starts everything; returns at once."""
         try:
             address = await self._open_admin(self.door.config)
+            self._serve_metrics(self.door.config)
         except ConfigError as error:
             self._notices.put_nowait(Notice("failed", "admin", error.message, is_mistake=True))
             return
@@ -133,6 +140,16 @@ class Controller:
         if file is not None:
             self._tasks.append(asyncio.create_task(file.follow(), name="keys"))
         return address
+
+    def _serve_metrics(self, config: ServingConfig) -> None:
+        """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
+        if not config.metrics.controller:
+            return
+        admin, page = config.admin, None if self._tls is None else self._tls.page
+        host = admin.host if is_loopback(admin.host) or admin.insecure or page is not None else "127.0.0.1"
+        registry = ControllerMetrics(self).registry
+        self._metrics_page = MetricsPage(registry, host, 0, insecure=admin.insecure, tls=page)
+        self._notices.put_nowait(Notice("progress", "controller", f"metrics: {self.metrics_address}"))
 
     async def notices(self) -> list[Notice]:
         """Waits for news; returns all there are."""
@@ -164,6 +181,8 @@ class Controller:
         await self.crew.stop(STOP_S)
         if self._admin is not None:
             await self._admin.stop(None)
+        if self._metrics_page is not None:
+            self._metrics_page.close()
 
     @property
     def config_path(self) -> str:
@@ -180,6 +199,36 @@ class Controller:
         verdict = self._pilot.verdict
         why, gain = ("", 0.0) if verdict is None else (verdict.why, verdict.gain)
         return admin_pb2.Auto(why=why, gain=gain, num_moves=self._pilot.num_moves)
+
+    @property
+    def metrics_address(self) -> str:
+        return "" if self._metrics_page is None else self._metrics_page.address
+
+    # What the page of metrics is made of
+
+    @property
+    def config_version(self) -> int:
+        return self.door.version
+
+    @property
+    def events_by_kind(self) -> Mapping[EventKind, int]:
+        return self.events.num_by_kind
+
+    @property
+    def verdicts(self) -> Mapping[Reason, int]:
+        return self._pilot.num_verdicts
+
+    @property
+    def num_auto_moves(self) -> int:
+        return self._pilot.num_moves
+
+    @property
+    def auto_gain(self) -> float:
+        verdict = self._pilot.verdict
+        return 0.0 if verdict is None else verdict.gain
+
+    def workers(self) -> Counter[tuple[str, State]]:
+        return Counter((member.plan.role, member.supervisor.state) for member in tuple(self.crew))
 
     def parse(self, text: str, filename: str) -> ServingConfig:
         """As if it stood in the file that is watched."""

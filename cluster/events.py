@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -48,12 +48,14 @@ class EventLog:
         self.version = 1
         """Stamped on each event."""
         self.last_sequence = 0
+        self.num_by_kind: Counter[EventKind] = Counter()
         self._events: deque[Event] = deque(maxlen=_KEPT)
         self._on_event = on_event
         self._came = asyncio.Event()
 
     def add(self, kind: EventKind, text: str, worker_id: str = "") -> None:
         self.last_sequence += 1
+        self.num_by_kind[kind] += 1
         event = Event(self.last_sequence, kind, text, self.version, worker_id, time.time())
         self._events.append(event)
         self._on_event(event)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import socket
 import ssl
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client.core import CounterMetricFamily
 
 from cluster.address import format_address, is_loopback
 from cluster.errors import ConfigError
@@ -56,6 +57,14 @@ class LabelledCounter:
         if amount > 0:
             pairs = zip(labels, self._known, strict=True)
             self._series[tuple(label if label in known else OTHER for label, known in pairs)].inc(amount)
+
+
+def counter_family(metric: Metric, counts: Mapping[str, int]) -> CounterMetricFamily:
+    """A counter of one label that is counted elsewhere, as a collector tells it."""
+    family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
+    for label, number in counts.items():
+        family.add_metric((label,), number)
+    return family
 
 
 def duration_histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
+from cluster.metrics import OTHER, LabelledCounter, Metric, counter_family, duration_histogram, render_reference
 from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Objectives, Policy, Request
 
@@ -187,24 +187,17 @@ class _SourceCollector(Collector):
 
     def collect(self) -> Iterator[MetricFamily]:
         source, counters = self._source, self._source.counters
-        yield _counter(REQUESTS, {outcome: getattr(counters, outcome) for outcome in OUTCOMES})
+        yield counter_family(REQUESTS, {outcome: getattr(counters, outcome) for outcome in OUTCOMES})
         retried = dict.fromkeys(RETRY_REASONS, 0)
         for reason, number in counters.retried.copy().items():
             name = reason.lower()
             retried[name if name in retried else OTHER] += number
-        yield _counter(RETRIES, retried)
+        yield counter_family(RETRIES, retried)
         refused = counters.refused.copy()
-        yield _counter(REFUSALS, {reason: refused[reason] for reason in REFUSAL_REASONS})
+        yield counter_family(REFUSALS, {reason: refused[reason] for reason in REFUSAL_REASONS})
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=counters.orphaned)
         for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
             yield GaugeMetricFamily(metric.name, metric.doc, value=number)
-
-
-def _counter(metric: Metric, counts: Mapping[str, int]) -> CounterMetricFamily:
-    family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
-    for label, number in counts.items():
-        family.add_metric((label,), number)
-    return family
 
 
 _INTRODUCTION = """\

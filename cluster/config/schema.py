@@ -314,13 +314,16 @@ class AdminSection:
 
 @dataclass(frozen=True)
 class MetricsSection:
-    """What can be watched with Prometheus; docs/metrics.md and docs/router-metrics.md name every metric."""
+    """What can be watched with Prometheus; docs/metrics.md, docs/router-metrics.md and docs/controller-metrics.md name
+    every metric."""
 
     workers: bool = True
     """Each worker serves a page of its metrics at a free port of the address it listens on; `baton status --json` says
     where."""
     router: bool = True
     """The router serves a page of its metrics in the same way."""
+    controller: bool = True
+    """So does the controller: workers, roles, changes, and why `mode: auto` moves."""
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto")
+    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto", "metrics_address")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,7 @@ class GetClusterResponse(_message.Message):
     LAST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FILE_FIELD_NUMBER: _ClassVar[int]
     AUTO_FIELD_NUMBER: _ClassVar[int]
+    METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     version: int
     num_prefill: int
     num_decode: int
@@ -180,7 +181,8 @@ class GetClusterResponse(_message.Message):
     last_sequence: int
     config_file: str
     auto: Auto
-    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ...) -> None: ...
+    metrics_address: str
+    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
 
 class Auto(_message.Message):
     __slots__ = ("why", "gain", "num_moves")

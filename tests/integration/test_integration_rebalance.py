@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import shutil
 import threading
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from cluster_fixture import token_spec
+from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ROOT, Serve
 
 from cluster.admin_client import AdminClient
@@ -232,3 +234,16 @@ def test_the_last_decode_worker_is_not_drained(cluster: Cluster) -> None:
     with pytest.raises(FailedPrecondition, match=r"0 decode workers cannot be: roles\.decode\.min_workers is 1"):
         cluster.admin.drain(last)
     assert cluster.roles() == (3, 1)
+
+
+def test_the_page_of_the_controller_tells_the_roles_and_the_changes(cluster: Cluster) -> None:
+    told = cluster.admin.cluster()
+    with urllib.request.urlopen(f"http://{told.metrics_address}/metrics", timeout=WAIT_S) as answer:
+        page = answer.read().decode()
+    samples = {
+        (s.name, *s.labels.values()): s.value for family in text_string_to_metric_families(page) for s in family.samples
+    }
+    assert samples["baton_workers", "prefill", "ready"] == told.num_prefill
+    assert samples["baton_workers", "decode", "ready"] == told.num_decode
+    assert samples["baton_config_version",] == told.version
+    assert samples["baton_changes_total", "done"] == told.version - 1

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.auto_ratio import Reason
 from cluster.autopilot import Autopilot, Sight, Split
 from cluster.config import ServingConfig
 from cluster.config.schema import AutoSection, ModelSection, RebalanceSection
@@ -65,6 +66,9 @@ async def test_moves_to_where_most_is_served_and_stays_there() -> None:
     await world.run(30)
     assert world.asked == [(3, 1, 7)]
     assert world.pilot.verdict is not None and world.pilot.verdict.why.startswith("stays: 3:1 serves")
+    counted = world.pilot.num_verdicts
+    assert counted[Reason.MOVES] == world.pilot.num_moves == 1 and counted[Reason.CONFIRM] == 2
+    assert counted[Reason.BEST] == 27 and counted.total() == 30
 
 
 async def test_another_mode_moves_nothing() -> None:
