@@ -36,7 +36,7 @@ from cluster.auto_ratio import Slo
 
 NUM_WORKERS = 4
 PROMPTS = Kind("prompts", 800, 24)
-OUTPUTS = Kind("outputs", 32, 320)
+OUTPUTS = Kind("outputs", 32, 160)
 CAPACITY_S = 12.0
 SETTLE_S = 120.0
 

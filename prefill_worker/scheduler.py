@@ -1,6 +1,7 @@
 """Which prompts the next step computes, and how much of each. Pure: no clock, socket or tensor.
 
-First come, first served. A prompt is admitted when its blocks fit as a whole, so prompts under way always end; several
+First come, first served, but for outputs that were begun elsewhere: their clients wait in mid-sentence, so they come
+before what nobody has seen a token of. A prompt is admitted when its blocks fit as a whole, so prompts under way always end; several
 are computed in one step, the last one cut to the token budget (chunked prefill).
 """
 
@@ -33,7 +34,8 @@ class PrefillScheduler:
         return sequence in self._running
 
     def add(self, sequence: Sequence) -> None:
-        self._waiting.append(sequence)
+        place = sum(waiting.was_begun for waiting in self._waiting) if sequence.was_begun else len(self._waiting)
+        self._waiting.insert(place, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence out, whether it waits, runs or has ended; its blocks stay with it."""
@@ -52,5 +54,6 @@ class PrefillScheduler:
 
     def plan(self, budget: StepBudget) -> list[Planned]:
         """Shares of the next step, from what is left of its budget."""
-        shares = ((sequence, budget.prompt(sequence)) for sequence in self._running)
+        in_turn = sorted(self._running, key=lambda sequence: not sequence.was_begun)
+        shares = ((sequence, budget.prompt(sequence)) for sequence in in_turn)
         return [Planned(sequence, num_tokens) for sequence, num_tokens in shares if num_tokens]

@@ -40,3 +40,17 @@ def test_a_removed_prompt_is_not_planned_again() -> None:
     scheduler.remove(one)
     scheduler.remove(one)
     assert scheduler.plan(StepBudget(100)) == []
+
+
+def test_outputs_that_were_begun_elsewhere_come_first_in_their_order() -> None:
+    scheduler = PrefillScheduler(BlockManager(64, 4))
+    for name, salt, known in (("a", b"1", ()), ("b", b"2", (7, 8)), ("c", b"3", ()), ("d", b"4", (9,))):
+        job = Job(
+            RequestKey(name, 1), tuple(range(1, 11)), SamplingParams(), salt, known_tokens={0: known} if known else {}
+        )
+        scheduler.add(Sequence.root(job, 0))
+        if name == "a":
+            scheduler.admit()
+    assert [s.job.key.request_id for s in scheduler.admit()] == ["b", "d", "c"]
+    planned = scheduler.plan(StepBudget(28))
+    assert [(p.sequence.job.key.request_id, p.num_tokens) for p in planned] == [("b", 12), ("d", 11), ("a", 5)]
