@@ -45,9 +45,8 @@ def test_a_removed_prompt_is_not_planned_again() -> None:
 def test_outputs_that_were_begun_elsewhere_come_first_in_their_order() -> None:
     scheduler = PrefillScheduler(BlockManager(64, 4))
     for name, salt, known in (("a", b"1", ()), ("b", b"2", (7, 8)), ("c", b"3", ()), ("d", b"4", (9,))):
-        job = Job(
-            RequestKey(name, 1), tuple(range(1, 11)), SamplingParams(), salt, known_tokens={0: known} if known else {}
-        )
+        prompt, told = tuple(range(1, 11)), {0: known} if known else {}
+        job = Job(RequestKey(name, 1), prompt, SamplingParams(), salt, known_tokens=told)
         scheduler.add(Sequence.root(job, 0))
         if name == "a":
             scheduler.admit()
