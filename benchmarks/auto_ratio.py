@@ -82,7 +82,7 @@ class Bench:
         for kind, split, streams in ((PROMPTS, (3, 1), 4 * 3), (OUTPUTS, (1, 3), 40 * 3)):
             self._cluster.steer(*split)
             bar = self._progress.add_task(f"capacity, {kind.name}", total=None)
-            rates.append(share * capacity_of(self._cluster.address, kind, streams, CAPACITY_S))
+            rates.append(share * capacity_of(self._cluster.address, [(kind, 1.0)], streams, CAPACITY_S))
             self._progress.remove_task(bar)
         return Load(self._phase_s, *rates)
 

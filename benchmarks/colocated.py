@@ -9,8 +9,8 @@ and for a stream of chats with long prompts among them, the same requests come t
     disaggregated   one prefills, one decodes, and every prompt is handed over
     auto            `mode: auto`, which may choose either, with local prefill on decode workers
 
-at a share of what the better of the two should serve, by what workers have learned of their steps. Exits 1 when a
-request was lost, repeated or changed.
+at a share of what both workers complete when each does both and clients keep them busy. Exits 1 when a request was
+lost, repeated or changed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.capacity import capacity_of
 from benchmarks.open_loop import Figures, Kind, Told, figures_of, offer, poisson, problems_of
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import tell, telling_failures
@@ -39,7 +40,7 @@ from cluster.auto_ratio import Slo
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
-WARMUP_S = 6.0
+CAPACITY_S, STREAMS = 8.0, 24
 SETTLE_S = 120.0
 ADAPT_S = 12.0
 """The load goes on for so long before it counts, so that auto has made up its mind."""
@@ -89,17 +90,12 @@ class Bench:
         self._progress = progress
 
     def rate_of(self, point: Point, share: float) -> float:
-        """Once the workers have seen some of each kind."""
-        seconds_of_one = 0.0
-        for kind, part in point.kinds:
-            service = self._cluster.service(kind.num_prompt_tokens, kind.num_output_tokens, self._slo)
-            seconds_of_one += part / max(service.of(0, 2), service.of(1, 2), 1e-6)
-        return share / seconds_of_one
-
-    def warm_up(self) -> None:
-        self._cluster.steer(1, 1)
-        kinds = [(kind, 0.5) for point in grid() for kind, _ in point.kinds]
-        self._offer("warm-up", poisson(kinds, 0.0, WARMUP_S, random.Random(99)))
+        """Of what both workers complete when each does both, and clients keep them busy."""
+        self._cluster.steer(0, 2)
+        bar = self._progress.add_task(f"{point.name}, capacity", total=None)
+        found = share * capacity_of(self._cluster.address, point.kinds, STREAMS, CAPACITY_S)
+        self._progress.remove_task(bar)
+        return found
 
     def run(self, point: Point, mode: str) -> Run:
         before = self._cluster.last_event()
@@ -159,7 +155,7 @@ def show(found: dict[str, Any], slo: Slo) -> None:
 
 def main(
     seconds: Annotated[float, typer.Option(min=2.0, help="That count, of each mode at each point.")] = 15.0,
-    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what the better split should serve.")] = 0.8,
+    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what colocated workers complete.")] = 0.8,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.4,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
     tpot_ms: Annotated[float, typer.Option(min=1)] = 50.0,
@@ -185,7 +181,6 @@ def main(
         for policy, modes in (("predicted", MODES[:2]), ("least_loaded", MODES[2:])):
             with SteeredCluster.running(config, {**values, "router.policy": policy}, share) as cluster:
                 bench = Bench(cluster, slo, seconds, progress)
-                bench.warm_up()
                 points = points or [Point(p.name, p.kinds, bench.rate_of(p, load)) for p in grid()]
                 runs += [bench.run(point, mode) for point in points for mode in modes]
     order = [point.name for point in points]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT, ProgramFailed
 from benchmarks.report import tell, telling_failures
 from benchmarks.served_cluster import ServedCluster
@@ -51,31 +52,13 @@ _MISTAKE = {"roles.decode.devices": "two"}
 _PLACED = re.compile(r"^(?:disaggregated: (\S+) -> (\S+),|local prefill on (\S+):)")
 
 
-@dataclass
-class Outcome:
-    """What one client got. `placed_at`: seconds since the epoch."""
-
-    tokens: dict[int, list[int]] = field(default_factory=dict)
-    text: dict[int, str] = field(default_factory=dict)
-    problem: str = ""
-    placement: str = ""
-    placed_at: float = 0.0
-    cached_tokens: int = 0
-    prompt_tokens: int = 0
-
-    def difference(self, other: Outcome) -> str:
-        for name in ("tokens", "text"):
-            if getattr(self, name) != getattr(other, name):
-                return f"its {name} are {getattr(self, name)}, undisturbed {getattr(other, name)}"
-        return ""
-
-    def workers(self) -> dict[str, str]:
-        """Role by worker, of those that it was placed on."""
-        found = _PLACED.match(self.placement)
-        if found is None:
-            return {}
-        prefill, decode, alone = found.groups()
-        return {decode: "decode", prefill: "prefill"} if prefill else {alone: "decode"}
+def workers_of(outcome: Outcome) -> dict[str, str]:
+    """Role by worker, of those that it was placed on."""
+    found = _PLACED.match(outcome.placement)
+    if found is None:
+        return {}
+    prefill, decode, alone = found.groups()
+    return {decode: "decode", prefill: "prefill"} if prefill else {alone: "decode"}
 
 
 @dataclass
@@ -108,33 +91,6 @@ def spec_of(number: int, num_tokens: int) -> pb.GenerationSpec:
     )
     spec.scheduling.queue_timeout.FromSeconds(300)
     return spec
-
-
-def run_one(client: BatonClient, spec: pb.GenerationSpec) -> Outcome:
-    """Never raises: what goes wrong is the outcome."""
-    outcome = Outcome()
-    try:
-        with client.stream(spec) as stream:
-            for event in stream:
-                _note(outcome, event)
-    except BatonError as error:
-        outcome.problem = f"{type(error).__name__}: {error.message}"
-    return outcome
-
-
-def _note(outcome: Outcome, event: pb.GenerateStreamResponse) -> None:
-    if event.HasField("delta"):
-        delta = event.delta
-        told = outcome.tokens.setdefault(delta.index, [])
-        if delta.first_token_index != len(told):
-            outcome.problem = f"token {delta.first_token_index} came when {len(told)} was next"
-        told.extend(delta.token_ids)
-        outcome.text[delta.index] = outcome.text.get(delta.index, "") + delta.text
-    elif event.HasField("completed"):
-        timing, usage = event.completed.timing, event.completed.usage
-        outcome.placement = timing.placement
-        outcome.placed_at = (timing.arrival_time.ToNanoseconds() + timing.queue.ToNanoseconds()) / 1e9
-        outcome.cached_tokens, outcome.prompt_tokens = usage.cached_tokens, usage.prompt_tokens
 
 
 class Operator:
@@ -256,7 +212,7 @@ def note_work(flips: list[Flip], outcomes: list[tuple[int, Outcome]]) -> None:
     """When each flipped worker first got work of its new role after its label had changed."""
     for flip in flips:
         since = flip.at + flip.label_s
-        placed = [o.placed_at for _, o in outcomes if o.workers().get(flip.worker_id) == flip.role]
+        placed = [o.placed_at for _, o in outcomes if workers_of(o).get(flip.worker_id) == flip.role]
         flip.work_s = min((at - flip.at for at in placed if at >= since - 0.05), default=None)
 
 
@@ -268,7 +224,7 @@ def summary(
     now = operator.starts()
     restarted = sorted(name for name in starts.keys() | now.keys() if starts.get(name) != now.get(name))
     note_work(operator.flips, outcomes)
-    shared = [o for n, o in outcomes if n % 3 == 0 and o.prompt_tokens]
+    shared = [o for n, o in outcomes if n % 3 == 0 and o.num_prompt_tokens]
     return {
         "completed": len(outcomes) - len(lost),
         "lost": lost,
@@ -281,7 +237,9 @@ def summary(
         "work_s": spread([flip.work_s for flip in operator.flips if flip.work_s is not None]),
         "flips_without_work": sum(flip.work_s is None for flip in operator.flips),
         "restarted": restarted,
-        "cached_share": round(sum(o.cached_tokens for o in shared) / max(1, sum(o.prompt_tokens for o in shared)), 3),
+        "cached_share": round(
+            sum(o.num_cached_tokens for o in shared) / max(1, sum(o.num_prompt_tokens for o in shared)), 3
+        ),
         "problems": operator.problems,
     }
 

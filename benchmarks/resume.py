@@ -31,7 +31,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.failover import Outcome, note, spec_of
+from benchmarks.failover import spec_of
+from benchmarks.outcome import Outcome, note
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed, running_workers, wait_until_serving
 from benchmarks.redis_server import RedisServer, running_redis
 from benchmarks.report import tell, telling_failures

@@ -14,24 +14,17 @@ from benchmarks.cpu_share import equal_shares
 from benchmarks.plain_cluster import ProgramFailed
 from benchmarks.served_cluster import ServedCluster
 from cluster.admin_client import AdminClient
-from cluster.auto_ratio import Service, Slo, Usual, Worker, service_of
-from cluster.client import BatonClient
 from cluster.pb import admin_pb2
-from cluster.pb.worker_pb2 import ROLE_PREFILL
-from cluster.step_cost import StepCost, StepSize, usual_by_role
 
 CHANGE_S = 60.0
 _KIND = admin_pb2.ClusterEvent
 
 
 class SteeredCluster:
-    """`max_num_seqs` as in its file."""
-
-    def __init__(self, served: ServedCluster, admin: AdminClient, max_num_seqs: int) -> None:
+    def __init__(self, served: ServedCluster, admin: AdminClient) -> None:
         self.address = served.address
         self._served = served
         self._admin = admin
-        self._max_num_seqs = max_num_seqs
 
     @classmethod
     @contextlib.contextmanager
@@ -46,7 +39,7 @@ class SteeredCluster:
             if share > 0:
                 pids = {p.name: list(p.pids) for p in admin.cluster().processes if p.name != "router"}
                 stack.enter_context(equal_shares(pids, share))
-            yield cls(served, admin, max_num_seqs)
+            yield cls(served, admin)
 
     def steer(self, num_prefill: int, num_decode: int, *, auto: bool = False) -> None:
         """Goes to a split, and stays there, or goes on from there by itself. Raises ProgramFailed."""
@@ -76,20 +69,6 @@ class SteeredCluster:
             if event.sequence >= last:
                 break
         return told
-
-    def service(self, num_prompt_tokens: int, num_output_tokens: int, slo: Slo) -> Service:
-        """What one worker serves of requests of this size, by what all have learned. Raises ProgramFailed."""
-        with BatonClient(self.address) as client:
-            workers = client.status().workers
-        told = [w for w in workers if w.stats.HasField("step_cost")]
-        costs = usual_by_role((w.role == ROLE_PREFILL, StepCost.from_proto(w.stats.step_cost)) for w in told)
-        if costs is None:
-            raise ProgramFailed("no worker has run enough steps to say what they cost")
-        prompt = StepSize.of_prompt(num_prompt_tokens)
-        num_held = num_prompt_tokens + num_output_tokens / 2
-        request = Usual(costs.prefill.of(prompt), costs.decode.of(prompt), 1, num_output_tokens, num_held)
-        pool = min(w.stats.blocks_total * w.info.block_size for w in workers)
-        return service_of(request, Worker(costs, self._max_num_seqs, pool), slo)
 
     def _change(self, values: dict[str, object]) -> None:
         """Edits the file and returns when that is done; an edit that changes nothing is done at once."""
