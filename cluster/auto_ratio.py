@@ -112,10 +112,10 @@ def usual_request(demand: Demand, costs: RoleCosts) -> Usual | None:
     """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs."""
     if demand.num_placed < LEAST_REQUESTS:
         return None
+    num = demand.num_placed
+    prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), max(1, round(demand.num_attended / num)))
     if not (costs.prefill.knows_prompts and costs.decode.knows_prompts and costs.decode.knows_sequences):
         return None
-    num = demand.num_placed
-    prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), round(demand.num_attended / num))
     return Usual(
         prompt_s=costs.prefill.of(prompt),
         local_prompt_s=costs.decode.of(prompt),

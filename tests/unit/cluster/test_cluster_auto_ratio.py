@@ -140,6 +140,13 @@ def test_a_cost_that_nobody_has_seen_tells_nothing(cost: StepCost) -> None:
     assert usual_request(PROMPTS, RoleCosts(cost, cost)) is None
 
 
+def test_prompts_that_caches_hold_cost_something_all_the_same() -> None:
+    cost = StepCost(0, 0, attended_s=1e-6, sequence_s=0, kv_token_s=1e-6)
+    cached = replace(PROMPTS, num_prompt_tokens=0, num_cached_tokens=PROMPTS.num_prompt_tokens)
+    usual = usual_request(cached, RoleCosts(cost, cost))
+    assert usual is not None and service_of(usual, worker_of(cost), SLO).of(1, 4) > 0
+
+
 def test_the_pool_bounds_the_batch() -> None:
     usual = usual_of(0.01, 10)
     wide, narrow = (service_of(usual, Worker(COSTS, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
