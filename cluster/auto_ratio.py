@@ -17,6 +17,7 @@ verdict with its reason goes out. Knows no controller and no worker.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -27,6 +28,12 @@ LEAST_REQUESTS = 10
 """Fewer tell nothing of their kind."""
 _HALVINGS = 50
 """Of the span in which the highest rate is looked for."""
+_IN_TIME = 0.85
+"""Share of the requests that must keep the objectives, lest their split is held to what it did serve."""
+_ALIKE = 1.5
+"""Times longer or shorter: prompts and outputs of another kind, of which what was seen says nothing."""
+_HOLDS_S = 300.0
+"""For so long what was seen of a split is believed while the cluster has another."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +228,25 @@ class Verdict:
         return self.reason is Reason.MOVES
 
 
+@dataclass(frozen=True)
+class _Seen:
+    """What a split served, where it was less than what was asked for."""
+
+    rate: float
+    """Requests a second within the objectives."""
+    usual: Usual
+    at: float
+
+    def tells_of(self, usual: Usual, now: float) -> bool:
+        pairs = (
+            (self.usual.prompt_s, usual.prompt_s),
+            (self.usual.num_output_tokens, usual.num_output_tokens),
+        )
+        return now - self.at < _HOLDS_S and all(max(a, b) <= _ALIKE * min(a, b) for a, b in pairs)
+
+
 class AutoRatio:
-    """Remembers for how long a gain has been there, and the last move."""
+    """Remembers for how long a gain has been there, the last move, and which splits served less than predicted."""
 
     def __init__(self, slo: Slo, patience: Patience) -> None:
         self._slo = slo
@@ -231,6 +255,9 @@ class AutoRatio:
         self._wanted_since = 0.0
         self._moved_at = -math.inf
         self._last_direction = 0
+        self._begun_at: float | None = None
+        """With this split; from then on, what it serves is looked at."""
+        self._seen: dict[int, _Seen] = {}
 
     def decide(
         self, now: float, demand: Demand, window_s: float, worker: Worker | None, bounds: Bounds, num_prefill: int
@@ -242,12 +269,14 @@ class AutoRatio:
             return Verdict(num_prefill, Reason.UNKNOWN, "stays: too little has been measured to tell")
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
-        scores = scores_of(service, bounds, rate * (1 + self._patience.headroom))
-        present = service.of(num_prefill, bounds.num_workers)
-        score = min(rate * (1 + self._patience.headroom), present)
+        self._look(now, usual, demand, window_s, num_prefill)
+        seen = {split: told.rate for split, told in self._seen.items() if told.tells_of(usual, now)}
+        scores = scores_of(service, bounds, rate * (1 + self._patience.headroom), seen)
+        asked = rate * (1 + self._patience.headroom)
+        score = min(asked, service.of(num_prefill, bounds.num_workers), seen.get(num_prefill, math.inf))
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
         gain = scores[best] / score - 1 if score > 0 else math.inf
-        told = _tell(service, usual, rate, bounds, num_prefill, best, gain)
+        told = _tell(service, usual, rate, bounds, num_prefill, best, gain, seen)
         if best == num_prefill or gain <= self._patience.margin:
             self._wanted = None
             reason = Reason.BEST if best == num_prefill else Reason.MARGIN
@@ -263,6 +292,20 @@ class AutoRatio:
         if before != after:
             self._moved_at, self._last_direction = now, 1 if after > before else -1
             self._wanted = None
+            self._begun_at = now
+
+    def _look(self, now: float, usual: Usual, demand: Demand, window_s: float, num_prefill: int) -> None:
+        """What the split serves, once all that ended in the window may have begun with it."""
+        if self._begun_at is None:
+            self._begun_at = now
+        longest_s = self._slo.ttft_s + usual.num_output_tokens * self._slo.tpot_s
+        if now - self._begun_at < window_s + longest_s or demand.num_ended < LEAST_REQUESTS:
+            return
+        share = demand.num_kept / demand.num_ended
+        if share < _IN_TIME:
+            self._seen[num_prefill] = _Seen(share * demand.num_ended / window_s, usual, now)
+        else:
+            self._seen.pop(num_prefill, None)
 
     def _hold(self, now: float, best: int, num_prefill: int) -> tuple[Reason, str] | None:
         """Why the move has to wait; None: it has not."""
@@ -282,17 +325,33 @@ class AutoRatio:
         return None
 
 
-def scores_of(service: Service, bounds: Bounds, rate: float) -> dict[int, float]:
-    """Goodput of each split that is allowed, by its prefill workers: no more than `rate`, which is asked for."""
-    return {p: min(rate, service.of(p, bounds.num_workers)) for p in bounds.splits}
+def scores_of(
+    service: Service, bounds: Bounds, rate: float, seen: Mapping[int, float] | None = None
+) -> dict[int, float]:
+    """Goodput of each split that is allowed, by its prefill workers: no more than `rate`, which is asked for, nor than
+    what it was `seen` to serve."""
+    most = seen or {}
+    return {p: min(rate, service.of(p, bounds.num_workers), most.get(p, math.inf)) for p in bounds.splits}
 
 
-def _tell(service: Service, usual: Usual, rate: float, bounds: Bounds, num_prefill: int, best: int, gain: float) -> str:
+def _tell(
+    service: Service,
+    usual: Usual,
+    rate: float,
+    bounds: Bounds,
+    num_prefill: int,
+    best: int,
+    gain: float,
+    seen: Mapping[int, float],
+) -> str:
     def name(split: int) -> str:
         return f"{split}:{bounds.num_workers - split}" if split else f"0:{bounds.num_workers} (each does both)"
 
     def serves(split: int) -> str:
-        return f"{name(split)} serves {service.of(split, bounds.num_workers):.1f}"
+        predicted = service.of(split, bounds.num_workers)
+        if seen.get(split, math.inf) < predicted:
+            return f"{name(split)} serves {seen[split]:.1f} as was seen (predicted {predicted:.1f})"
+        return f"{name(split)} serves {predicted:.1f}"
 
     load = (
         f"{rate:.1f} requests/s of {1000 * usual.prompt_s:.0f} ms of prompt and {usual.num_output_tokens:.0f} tokens; "

@@ -30,6 +30,10 @@ class Demand:
     """That those should get, by how long others got lately."""
     num_kv_tokens: float = 0
     """That each of those should hold in the middle of its output, its prompt among them."""
+    num_ended: float = 0
+    """Requests that ended otherwise than by their client's will, those that were refused among them."""
+    num_kept: float = 0
+    """Of these, those that kept both objectives."""
 
     def __add__(self, other: Demand) -> Demand:
         pairs = zip(

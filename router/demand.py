@@ -58,6 +58,10 @@ class DemandWindow:
             ),
         )
 
+    def ended(self, now: float, *, is_kept: bool) -> None:
+        """A request, within the objectives or not; one that its client gave up is not told."""
+        self._add(now, Demand(num_ended=1, num_kept=is_kept))
+
     def sums(self, now: float) -> tuple[float, Demand]:
         """Of the last seconds, and how many those are."""
         self._drop_old(now)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cluster.demand import Demand
-from cluster.errors import Aborted, BatonError, InternalError
+from cluster.errors import Aborted, BatonError, DeadlineExceeded, InternalError, Overloaded
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router import failures
@@ -70,7 +70,9 @@ class Dispatcher:
         )
         self._on_change = on_change
         self._keeper = Keeper(self, self.fleet, self.ledger, limits.dead_after_s)
-        self.waiting = WaitingRoom(limits, self.fleet, self.ledger, self._lengths, self.counters, clock, self._pump)
+        self.waiting = WaitingRoom(
+            limits, self.fleet, self.ledger, self._lengths, self.counters, clock, self._pump, self._refused
+        )
         self.admission = self.waiting.admission
         self._running = RunningTable(self.fleet.let_go)
         self._is_draining = False
@@ -261,6 +263,8 @@ class Dispatcher:
             running.tell_to_drop()
         self._leave(running)
         self.counters.finished += 1
+        first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)
+        self.demand.ended(now, is_kept=self.admission.objectives.are_kept(first_s, now - live.arrived_at, most))
         live.finish(now)
         self._pump()
 
@@ -358,8 +362,13 @@ class Dispatcher:
         elif not live.is_over and live.key.request_id not in self.waiting:
             self._end_failed(live, error)
 
+    def _refused(self, error: BatonError) -> None:
+        if isinstance(error, (Overloaded, DeadlineExceeded)):  # with more room it might have run
+            self.demand.ended(self.clock(), is_kept=False)
+
     def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
         self.counters.failed += 1
+        self.demand.ended(self.clock(), is_kept=False)
         live.fail(failures.given_up(error, live.num_tokens), self.clock())
 
     def _pause(self, running: Running) -> None:

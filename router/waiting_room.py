@@ -24,7 +24,7 @@ from router.waiting import Waiter, WaitingQueue
 
 
 class WaitingRoom:
-    """`on_change` is called when somebody has left it by itself."""
+    """`on_change` is called when somebody has left it by itself, `on_refused` for each that will not run."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class WaitingRoom:
         counters: Counters,
         clock: Callable[[], float],
         on_change: Callable[[], None],
+        on_refused: Callable[[BatonError], None],
     ) -> None:
         self.is_closed = False
         """Takes nothing new."""
@@ -45,6 +46,7 @@ class WaitingRoom:
         self._counters = counters
         self._clock = clock
         self._on_change = on_change
+        self._on_refused = on_refused
         self._queue = WaitingQueue()
         self.admission = Admission(limits, self._queue, fleet, ledger, lengths, counters)
 
@@ -82,6 +84,7 @@ class WaitingRoom:
         if refusal is not None:
             self.admission.came(ask.work, now)
             self._counters.rejected += 1
+            self._on_refused(refusal)
             raise refusal
 
     def take_back(self, live: LiveRequest, trail: Trail) -> None:
@@ -158,4 +161,5 @@ class WaitingRoom:
 
     def _reject(self, live: LiveRequest, error: BatonError) -> None:
         self._counters.rejected += 1
+        self._on_refused(error)
         live.reject(error, self._clock())

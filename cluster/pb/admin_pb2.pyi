@@ -129,7 +129,7 @@ class GetDemandResponse(_message.Message):
     def __init__(self, window_s: _Optional[float] = ..., demand: _Optional[_Union[Demand, _Mapping]] = ..., prefill_cost: _Optional[_Union[_worker_pb2.StepCost, _Mapping]] = ..., decode_cost: _Optional[_Union[_worker_pb2.StepCost, _Mapping]] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
 
 class Demand(_message.Message):
-    __slots__ = ("num_arrived", "num_placed", "num_prompt_tokens", "num_attended", "num_cached_tokens", "num_sequences", "num_output_tokens", "num_kv_tokens")
+    __slots__ = ("num_arrived", "num_placed", "num_prompt_tokens", "num_attended", "num_cached_tokens", "num_sequences", "num_output_tokens", "num_kv_tokens", "num_ended", "num_kept")
     NUM_ARRIVED_FIELD_NUMBER: _ClassVar[int]
     NUM_PLACED_FIELD_NUMBER: _ClassVar[int]
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,8 @@ class Demand(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ENDED_FIELD_NUMBER: _ClassVar[int]
+    NUM_KEPT_FIELD_NUMBER: _ClassVar[int]
     num_arrived: float
     num_placed: float
     num_prompt_tokens: float
@@ -146,7 +148,9 @@ class Demand(_message.Message):
     num_sequences: float
     num_output_tokens: float
     num_kv_tokens: float
-    def __init__(self, num_arrived: _Optional[float] = ..., num_placed: _Optional[float] = ..., num_prompt_tokens: _Optional[float] = ..., num_attended: _Optional[float] = ..., num_cached_tokens: _Optional[float] = ..., num_sequences: _Optional[float] = ..., num_output_tokens: _Optional[float] = ..., num_kv_tokens: _Optional[float] = ...) -> None: ...
+    num_ended: float
+    num_kept: float
+    def __init__(self, num_arrived: _Optional[float] = ..., num_placed: _Optional[float] = ..., num_prompt_tokens: _Optional[float] = ..., num_attended: _Optional[float] = ..., num_cached_tokens: _Optional[float] = ..., num_sequences: _Optional[float] = ..., num_output_tokens: _Optional[float] = ..., num_kv_tokens: _Optional[float] = ..., num_ended: _Optional[float] = ..., num_kept: _Optional[float] = ...) -> None: ...
 
 class Objectives(_message.Message):
     __slots__ = ("ttft_ms", "tpot_ms")

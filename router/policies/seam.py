@@ -20,6 +20,11 @@ class Objectives:
     ttft_s: float = 0.5
     tpot_s: float = 0.05
 
+    def are_kept(self, first_token_s: float, last_token_s: float, num_tokens: int) -> bool:
+        """By a request with these seconds after its arrival, whose longest output has so many tokens."""
+        later_s = self.tpot_s * max(0, num_tokens - 1)
+        return first_token_s <= self.ttft_s and last_token_s - first_token_s <= later_s
+
 
 @dataclass(frozen=True)
 class Request:

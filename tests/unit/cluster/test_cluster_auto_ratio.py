@@ -231,3 +231,48 @@ def test_moves_keep_their_distance_whatever_comes(loads: list[tuple[Demand, int]
         before = split
     for (one, two), ((at, _), (then, _)) in zip(pairwise(directions), pairwise(clock.moves), strict=True):
         assert then - at >= (patience.cooldown_s if one == two else patience.dwell_s)
+
+
+def served(demand: Demand, share: float) -> Demand:
+    """All that came has ended, so many within the objectives."""
+    return replace(demand, num_ended=demand.num_arrived, num_kept=share * demand.num_arrived)
+
+
+EASY = load(1.5, 800, 20)
+"""By prediction, every split serves it."""
+
+
+def test_a_split_that_is_seen_to_serve_less_than_predicted_is_left() -> None:
+    clock = Clock(num_prefill=2)
+    clock.run(20, served(EASY, 0.3))
+    assert [split for _, split in clock.moves] == [3] and clock.moves[0][0] > WINDOW_S
+    clock.run(200, served(EASY, 1.0))
+    assert len(clock.moves) == 1, "it is not gone back to, whatever is predicted of it"
+
+
+def test_why_says_what_was_seen() -> None:
+    clock = Clock(num_prefill=2)
+    clock.run(14, served(EASY, 0.3))
+    assert "2:2 serves 0.5 as was seen (predicted" in clock.why
+
+
+def test_a_split_that_keeps_nearly_all_is_not_left() -> None:
+    clock = Clock(num_prefill=2)
+    clock.run(100, served(EASY, 0.9))
+    assert not clock.moves
+
+
+def test_what_ends_late_just_after_a_move_says_nothing_of_the_new_split() -> None:
+    clock = Clock(num_prefill=2)
+    clock.run(20, served(EASY, 0.3))
+    clock.run(9, served(EASY, 0.3))
+    clock.run(100, served(EASY, 1.0))
+    assert len(clock.moves) == 1
+
+
+def test_what_was_seen_of_one_kind_of_load_says_nothing_of_another() -> None:
+    clock = Clock(num_prefill=3)
+    clock.run(20, served(load(3, 400, 20), 0.3))
+    assert [split for _, split in clock.moves] != [] and clock.num_prefill != 3
+    clock.run(60, PROMPTS)
+    assert clock.num_prefill == 3

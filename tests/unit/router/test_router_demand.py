@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from fake_worker import pair
 from router_harness import running_router, text_spec
@@ -14,6 +16,7 @@ from cluster.demand import Demand
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from router.demand import WINDOW_S, DemandWindow
 from router.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
+from router.policies import Objectives
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
@@ -79,3 +82,33 @@ async def test_a_router_tells_what_was_asked_of_it_and_what_its_workers_cost(tmp
     assert 0 < told.window_s <= WINDOW_S and told.decode_cost == told.prefill_cost == cost
     assert (told.demand.num_arrived, told.demand.num_placed, told.demand.num_prompt_tokens) == (1, 1, 5)
     assert (told.demand.num_sequences, told.demand.num_output_tokens) == (1, 128)
+    assert (told.demand.num_ended, told.demand.num_kept) == (1, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("objective", ["ttft", "tpot"])
+async def test_a_request_that_was_late_is_not_counted_as_kept(tmp_path: Path, objective: str) -> None:
+    late = Objectives(ttft_s=0.0) if objective == "ttft" else Objectives(tpot_s=0.0)
+    async with running_router(tmp_path, pair(lambda admit: [[1, 2, 3]])) as router:
+        router.server.dispatcher.set_objectives(late)
+        await router.stream(text_spec("hello"))
+        _, told = router.server.dispatcher.demand_now()
+    assert (told.num_ended, told.num_kept) == (1, 0)
+
+
+@pytest.mark.asyncio
+async def test_what_is_refused_for_want_of_room_has_ended_too_late(tmp_path: Path) -> None:
+    workers = pair(lambda admit: [[1, 2, 3]])
+    workers[1].script = None
+    async with running_router(tmp_path, workers, max_running_requests=1, max_queued_requests=1) as router:
+        dispatcher = router.server.dispatcher
+        running = [asyncio.ensure_future(router.stream(text_spec())) for _ in range(3)]
+        done, waiting = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        [refused] = done
+        assert isinstance(error := refused.exception(), grpc.aio.AioRpcError)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        _, told = dispatcher.demand_now()
+        for call in waiting:
+            call.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+    assert (told.num_arrived, told.num_ended, told.num_kept) == (3, 1, 0)
