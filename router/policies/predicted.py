@@ -90,6 +90,9 @@ class Predicted(Policy):
         self._objectives = objectives
         self._without_knowledge = LeastLoaded(ledger)
         self._sessions = Sessions()
+        self._told: list[tuple[str, StepCost | None]] = []
+        self._costs: dict[str, StepCost] = {}
+        """What follows from `_told`, which changes less often than it is needed."""
         self._handed_tokens = self._handoff_s = 0.0
         """Of the last hand-offs, older ones fading."""
 
@@ -108,7 +111,7 @@ class Predicted(Policy):
         self._sessions.lost(worker_id)
 
     def choose(self, request: Request, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
-        costs = _costs([*prefill, *decode])
+        costs = self._costs_of([*prefill, *decode])
         if not costs:
             return self._without_knowledge.choose(request, prefill, decode)
         prefills = [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefill]
@@ -198,10 +201,16 @@ class Predicted(Policy):
         step_s = cost.of_sequences(load.sequences.num_sequences, load.sequences.num_kv_tokens)
         return max(_LEAST_SHARE, 1 - step_s / (PACE_SHARE * self._objectives.tpot_s))
 
+    def _costs_of(self, workers: Sequence[Candidate]) -> dict[str, StepCost]:
+        """By id; nothing while nobody knows anything."""
+        told = [(w.worker_id, w.step_cost) for w in workers]
+        if told != self._told:
+            self._told, self._costs = told, _filled(told)
+        return self._costs
 
-def _costs(workers: Sequence[Candidate]) -> dict[str, StepCost]:
-    """By id; nothing while nobody knows anything."""
-    told = [(w.worker_id, w.step_cost) for w in workers]
+
+def _filled(told: Sequence[tuple[str, StepCost | None]]) -> dict[str, StepCost]:
+    """Each worker's, with what the others know where it knows nothing."""
     known = [cost for _, cost in told if cost is not None]
     if not known:
         return {}

@@ -211,3 +211,11 @@ def test_objectives_that_change_count_from_the_next_request_on() -> None:
     assert policy.choose(request_of(100), *fleet).kind is Kind.DISAGGREGATED
     policy.set_objectives(Objectives(tpot_s=0.1))
     assert policy.choose(request_of(100), *fleet).kind is Kind.LOCAL_SHORT
+
+
+def test_what_a_worker_learns_counts_from_the_next_choice_on() -> None:
+    policy = policy_of("predicted")
+    for slow, quick in (("d0", "d1"), ("d1", "d0")):
+        decode = [FakeCandidate(slow, SLOW), FakeCandidate(quick, COST)]
+        decode.sort(key=lambda worker: worker.worker_id)
+        assert policy.choose(request_of(100), workers("p0"), decode).decode_id == quick
