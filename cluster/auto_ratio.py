@@ -157,10 +157,11 @@ def _each_s(cost: StepCost, usual: Usual) -> float:
 
 
 def _largest_batch(usual: Usual, worker: Worker, tpot_s: float) -> float:
-    """Sequences that one step can advance in time; at least one, as some step must be made."""
+    """Sequences that one step can advance in time, as most steps and not the mean one are to be; at least one, as some
+    step must be made."""
     cost = worker.costs.decode
     each_s = _each_s(cost, usual)
-    in_time = (tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
+    in_time = (PACE_SHARE * tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
     in_memory = worker.kv_tokens / usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
     return max(1.0, min(in_time, in_memory, worker.max_num_seqs))
 
@@ -271,8 +272,9 @@ class AutoRatio:
         rate = demand.num_arrived / window_s
         self._look(now, usual, demand, window_s, num_prefill)
         seen = {split: told.rate for split, told in self._seen.items() if told.tells_of(usual, now)}
-        scores = scores_of(service, bounds, rate * (1 + self._patience.headroom), seen)
-        asked = rate * (1 + self._patience.headroom)
+        # Few arrivals may be many by chance: what is asked for is what surely is, and some more.
+        asked = rate * (1 - 1 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
+        scores = scores_of(service, bounds, asked, seen)
         score = min(asked, service.of(num_prefill, bounds.num_workers), seen.get(num_prefill, math.inf))
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
         gain = scores[best] / score - 1 if score > 0 else math.inf

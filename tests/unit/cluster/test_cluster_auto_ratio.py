@@ -245,7 +245,8 @@ EASY = load(1.5, 800, 20)
 def test_a_split_that_is_seen_to_serve_less_than_predicted_is_left() -> None:
     clock = Clock(num_prefill=2)
     clock.run(20, served(EASY, 0.3))
-    assert [split for _, split in clock.moves] == [3] and clock.moves[0][0] > WINDOW_S
+    [(moved_at, split)] = clock.moves
+    assert split != 2 and moved_at > WINDOW_S
     clock.run(200, served(EASY, 1.0))
     assert len(clock.moves) == 1, "it is not gone back to, whatever is predicted of it"
 
