@@ -39,6 +39,7 @@ class Desk:
         self.routers = [Supervisor("router", self._no_launch, lambda _: None)]
         self.auto = None
         self.config_path = str(self.file.path)
+        self.metrics_address = "127.0.0.1:9000"
         self.address = ""
 
     @property
