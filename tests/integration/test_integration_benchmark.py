@@ -104,7 +104,7 @@ def test_a_worker_that_cannot_start_is_shown_with_what_it_said(model: Path, tmp_
     assert left == []
 
 
-@pytest.mark.parametrize("signal", ["kill", "stop"])
+@pytest.mark.parametrize("signal", ["kill", pytest.param("stop", marks=pytest.mark.battery)])
 def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(signal: str) -> None:
     sizes = ("--seconds", "5", "--every", "1.5", "--stop-seconds", "0.5", "--streams", "3", "--requests", "6")
     ended, left = run("benchmarks/failover.py", "--json", "--signal", signal, "--tokens", "40", *sizes)
@@ -117,6 +117,7 @@ def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(signal: s
         assert set(told[key]) == {"p50", "p99", "max"}
 
 
+@pytest.mark.battery
 def test_the_rebalance_benchmark_loses_nothing_reloads_nothing_and_hears_the_mistake_refused() -> None:
     times = ("--seconds", "10", "--every", "4", "--capacity-seconds", "2")
     ended, left = run(
@@ -130,6 +131,7 @@ def test_the_rebalance_benchmark_loses_nothing_reloads_nothing_and_hears_the_mis
     assert told["completed"] >= 1
 
 
+@pytest.mark.battery
 def test_the_resume_benchmark_finds_nothing_lost_and_nothing_changed() -> None:
     sizes = ("--seconds", "5", "--every", "2", "--stop-seconds", "1", "--streams", "3", "--requests", "6")
     ended, left = run("benchmarks/resume.py", "--json", "--tokens", "60", *sizes)
@@ -171,6 +173,7 @@ def test_the_gpus_benchmark_measures_what_can_run_and_says_why_the_rest_cannot()
     assert variants["bf16"]["graphs"] == "they need a CUDA device, this is cpu"
 
 
+@pytest.mark.battery
 def test_the_formats_benchmark_compares_them_all() -> None:
     model = ROOT / "models" / "tiny-shakespeare"
     text = model / "README.md"
@@ -198,6 +201,7 @@ def test_a_model_is_made_once_and_can_be_served(tmp_path: Path) -> None:
     assert "bfloat16" in ended.stdout
 
 
+@pytest.mark.battery
 def test_the_routing_benchmark_compares_policies_and_finds_nothing_lost_or_changed() -> None:
     sizes = ("--rounds", "1", "--seconds", "2", "--requests", "16")
     ended, left = run("benchmarks/routing.py", "--json", *sizes)
@@ -222,6 +226,7 @@ def test_the_router_overhead_benchmark_prints_the_promised_keys() -> None:
     assert all(found["tok_s"] > 0 for found in told["many_streams"].values())
 
 
+@pytest.mark.battery
 def test_the_benchmark_of_malformed_requests_judges_each_and_leaves_nothing() -> None:
     ended, left = run("-m", "benchmarks.malformed", "--requests", "40", "--good", "2", "--tokens", "4", "--json")
     assert ended.returncode == 0, ended.stderr
