@@ -275,7 +275,7 @@ class AutoRatio:
         # Few arrivals may be many by chance: what is asked for is what surely is, and some more.
         asked = rate * (1 - 1 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
         scores = scores_of(service, bounds, asked, seen)
-        score = min(asked, service.of(num_prefill, bounds.num_workers), seen.get(num_prefill, math.inf))
+        score = _score(service, num_prefill, bounds, asked, seen)
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
         gain = scores[best] / score - 1 if score > 0 else math.inf
         told = _tell(service, usual, rate, bounds, num_prefill, best, gain, seen)
@@ -330,10 +330,13 @@ class AutoRatio:
 def scores_of(
     service: Service, bounds: Bounds, rate: float, seen: Mapping[int, float] | None = None
 ) -> dict[int, float]:
-    """Goodput of each split that is allowed, by its prefill workers: no more than `rate`, which is asked for, nor than
-    what it was `seen` to serve."""
-    most = seen or {}
-    return {p: min(rate, service.of(p, bounds.num_workers), most.get(p, math.inf)) for p in bounds.splits}
+    """Goodput of each split that is allowed, by its prefill workers."""
+    return {p: _score(service, p, bounds, rate, seen or {}) for p in bounds.splits}
+
+
+def _score(service: Service, split: int, bounds: Bounds, rate: float, seen: Mapping[int, float]) -> float:
+    """No more than `rate`, which is asked for, nor than what the split was `seen` to serve."""
+    return min(rate, service.of(split, bounds.num_workers), seen.get(split, math.inf))
 
 
 def _tell(

@@ -41,12 +41,14 @@ class Sight:
             return None
         window_s = max(r.window_s for r in reports)
         told = [r for r in reports if r.HasField("prefill_cost")]
-        prefill = usual([StepCost.from_proto(r.prefill_cost) for r in told]) if told else None
-        decode = usual([StepCost.from_proto(r.decode_cost) for r in told]) if told else None
+        costs = None
+        if told:
+            prefill = usual([StepCost.from_proto(r.prefill_cost) for r in told])
+            costs = RoleCosts(prefill, usual([StepCost.from_proto(r.decode_cost) for r in told]))
         return cls(
             window_s=window_s,
             demand=sum((Demand.from_proto(r.demand).scaled(window_s / r.window_s) for r in reports), Demand()),
-            costs=RoleCosts(prefill, decode) if prefill is not None and decode is not None else None,
+            costs=costs,
             kv_tokens=min(r.kv_tokens for r in reports),
         )
 

@@ -24,7 +24,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actors import die_with_parent, send_logs_to
-from cluster.address import is_loopback
 from cluster.admin_service import start_admin
 from cluster.auto_ratio import Reason
 from cluster.autopilot import Autopilot, Sight, Split
@@ -37,7 +36,7 @@ from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
 from cluster.key_file import KeyFile
 from cluster.launchers import RouterLauncher, WorkerLauncher
-from cluster.metrics import MetricsPage
+from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan
 from cluster.router_link import RouterLink, RouterLinks
@@ -146,9 +145,8 @@ class Controller:
         if not config.metrics.controller:
             return
         admin, page = config.admin, None if self._tls is None else self._tls.page
-        host = admin.host if is_loopback(admin.host) or admin.insecure or page is not None else "127.0.0.1"
         registry = ControllerMetrics(self).registry
-        self._metrics_page = MetricsPage(registry, host, 0, insecure=admin.insecure, tls=page)
+        self._metrics_page = serve_beside(registry, admin.host, 0, insecure=admin.insecure, tls=page)
         self._notices.put_nowait(Notice("progress", "controller", f"metrics: {self.metrics_address}"))
 
     async def notices(self) -> list[Notice]:

@@ -118,6 +118,15 @@ class MetricsPage:
         self._server.server_close()
 
 
+def serve_beside(
+    registry: CollectorRegistry, host: str, port: int, *, insecure: bool, tls: ServerTls | None
+) -> MetricsPage:
+    """The page of whatever serves at `host`: there too where that is loopback, `insecure`, or the page has TLS; else on
+    127.0.0.1. Raises ConfigError."""
+    is_open = is_loopback(host) or insecure or tls is not None
+    return MetricsPage(registry, host if is_open else "127.0.0.1", port, insecure=insecure, tls=tls)
+
+
 def _shake_hands_in_threads(listener: socket.socket) -> None:
     """The thread that accepts does not shake hands: a reader that stalls holds up its own thread, not everybody."""
     assert isinstance(listener, ssl.SSLSocket)

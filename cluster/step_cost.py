@@ -112,22 +112,19 @@ def usual(costs: Sequence[StepCost]) -> StepCost:
     and another the keys that they attend to, the mean is half of each. Who has only seen prompts cannot tell what a
     step costs however small it is.
     """
-    fixed = fixed_of_all = token = attended = sequence = kv_token = 0.0
-    num_prompts = num_sequences = 0
-    for c in costs:  # in one loop: a router asks for this while a request waits
-        fixed_of_all += c.fixed_s
-        if c.prompt_token_s > 0 or c.attended_s > 0:
-            num_prompts += 1
-            token += c.prompt_token_s
-            attended += c.attended_s
-        if c.sequence_s > 0 or c.kv_token_s > 0:
-            num_sequences += 1
-            fixed += c.fixed_s
-            sequence += c.sequence_s
-            kv_token += c.kv_token_s
-    p, s = max(1, num_prompts), max(1, num_sequences)
-    fixed = fixed / s if num_sequences else fixed_of_all / len(costs)
-    return StepCost(fixed, token / p, attended / p, sequence / s, kv_token / s)
+    prompts = [c for c in costs if c.knows_prompts]
+    sequences = [c for c in costs if c.knows_sequences]
+    return StepCost(
+        _mean([c.fixed_s for c in sequences or costs]),
+        _mean([c.prompt_token_s for c in prompts]),
+        _mean([c.attended_s for c in prompts]),
+        _mean([c.sequence_s for c in sequences]),
+        _mean([c.kv_token_s for c in sequences]),
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 @dataclass(frozen=True)

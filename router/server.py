@@ -16,11 +16,10 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from cluster import rpc
-from cluster.address import is_loopback
 from cluster.api_keys import Scope
 from cluster.gate import Gate
 from cluster.key_file import KeyFile
-from cluster.metrics import MetricsPage
+from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
@@ -176,14 +175,8 @@ class RouterServer:
         settings = self._settings
         if settings.metrics_port is not None:
             tls = None if self._internal_tls is None else self._internal_tls.page
-            is_open = is_loopback(settings.host) or settings.insecure or tls is not None
-            self._metrics_page = MetricsPage(
-                self.dispatcher.metrics.registry,
-                settings.host if is_open else _CONTROL_HOST,
-                settings.metrics_port,
-                insecure=settings.insecure,
-                tls=tls,
-            )
+            registry, port = self.dispatcher.metrics.registry, settings.metrics_port
+            self._metrics_page = serve_beside(registry, settings.host, port, insecure=settings.insecure, tls=tls)
 
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
         limit = self._settings.max_message_bytes
