@@ -9,8 +9,9 @@ and for a stream of chats with long prompts among them, the same requests come t
     disaggregated   one prefills, one decodes, and every prompt is handed over
     auto            `mode: auto`, which may choose either, with local prefill on decode workers
 
-at a share of what both workers complete when each does both and clients keep them busy. Exits 1 when a request was
-lost, repeated or changed.
+at a share of what both workers complete when each does both and clients keep them busy: a larger one for the mixed
+load, where one above the other two can only be seen when they do not serve all of it in time. Exits 1 when a request
+was lost, repeated or changed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +41,7 @@ from cluster.auto_ratio import Slo
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
+MIXED = "chats, long prompts"
 CAPACITY_S, STREAMS = 8.0, 24
 SETTLE_S = 120.0
 ADAPT_S = 12.0
@@ -63,7 +65,7 @@ def grid() -> list[Point]:
         for prompt in PROMPT_TOKENS
         for output in OUTPUT_TOKENS
     ]
-    return [*points, Point("chats, long prompts", ((CHAT, 0.85), (LONG, 0.15)))]
+    return [*points, Point(MIXED, ((CHAT, 0.85), (LONG, 0.15)))]
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,13 @@ class Bench:
         self._seconds = seconds
         self._progress = progress
 
-    def rate_of(self, point: Point, share: float) -> float:
-        """Of what both workers complete when each does both, and clients keep them busy."""
+    def loaded(self, point: Point, share: float) -> Point:
+        """With its rate, of what both workers complete when each does both, and clients keep them busy."""
         self._cluster.steer(0, 2)
         bar = self._progress.add_task(f"{point.name}, capacity", total=None)
-        found = share * capacity_of(self._cluster.address, point.kinds, STREAMS, CAPACITY_S)
+        rate = share * capacity_of(self._cluster.address, point.kinds, STREAMS, CAPACITY_S)
         self._progress.remove_task(bar)
-        return found
+        return replace(point, rate=rate)
 
     def run(self, point: Point, mode: str) -> Run:
         before = self._cluster.last_event()
@@ -156,6 +158,7 @@ def show(found: dict[str, Any], slo: Slo) -> None:
 def main(
     seconds: Annotated[float, typer.Option(min=2.0, help="That count, of each mode at each point.")] = 15.0,
     load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what colocated workers complete.")] = 0.8,
+    mixed_load: Annotated[float, typer.Option(min=0.05, max=3, help="The same, of chats with long prompts.")] = 1.0,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.4,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
     tpot_ms: Annotated[float, typer.Option(min=1)] = 50.0,
@@ -181,7 +184,7 @@ def main(
         for policy, modes in (("predicted", MODES[:2]), ("least_loaded", MODES[2:])):
             with SteeredCluster.running(config, {**values, "router.policy": policy}, share) as cluster:
                 bench = Bench(cluster, slo, seconds, progress)
-                points = points or [Point(p.name, p.kinds, bench.rate_of(p, load)) for p in grid()]
+                points = points or [bench.loaded(p, mixed_load if p.name == MIXED else load) for p in grid()]
                 runs += [bench.run(point, mode) for point in points for mode in modes]
     order = [point.name for point in points]
     runs.sort(key=lambda run: (order.index(run.point), MODES.index(run.mode)))

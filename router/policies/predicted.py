@@ -7,8 +7,9 @@
 
 Pairs that keep the objectives come before those that do not; among equals the lowest completion wins. A decode worker
 computes a prompt itself when that ends sooner and holds its other sequences up for no longer than one token may take,
-or when every prefill worker is busy: beside what decodes there, a prompt gets the time that the pace of those leaves. A
-session goes back to the workers of its last turn where that ends as soon as elsewhere, or nearly.
+or when every prefill worker is busy: beside what decodes there, a prompt gets the time that the pace of those leaves,
+and takes it from each of them, which is added to its own completion. A session goes back to the workers of its last
+turn where that ends as soon as elsewhere, or nearly.
 What workers have not learned yet is taken from the others; while nobody knows anything, the least loaded are chosen.
 Workers of a role are weighed apart, and the best of each meet: a choice costs as many looks as there are workers.
 """
@@ -39,6 +40,8 @@ class _Prefill(NamedTuple):
     first_token_s: float
     worker_id: str
     wait_s: float
+    own_s: float
+    """Of the worker's steps, for this prompt alone."""
     num_cached_tokens: int
 
     def is_nearly(self, best: _Prefill) -> bool:
@@ -52,8 +55,8 @@ class _Decode(NamedTuple):
     handed_end_s: float
     """From the first token to the last, hand-off included."""
     worker_id: str
-    end_s: float
-    """The same where the prompt is computed here."""
+    local_end_s: float
+    """The same where the prompt is computed here, and what the others here lose by that, summed up."""
     num_others: int
     own: _Prefill
     """The prompt on this same worker."""
@@ -142,12 +145,12 @@ class Predicted(Policy):
         is_busy = all(p.wait_s for p in prefills)
         for d in decodes:
             if not prefills:
-                yield self._option(d.own, d, d.end_s, Kind.LOCAL_NO_PREFILL)
+                yield self._option(d.own, d, d.local_end_s, Kind.LOCAL_NO_PREFILL)
             elif d.own.first_token_s <= self._objectives.tpot_s:
                 is_cached = 2 * d.own.num_cached_tokens >= request.work.num_prompt_tokens
-                yield self._option(d.own, d, d.end_s, Kind.LOCAL_CACHED if is_cached else Kind.LOCAL_SHORT)
+                yield self._option(d.own, d, d.local_end_s, Kind.LOCAL_CACHED if is_cached else Kind.LOCAL_SHORT)
             elif is_busy:
-                yield self._option(d.own, d, d.end_s, Kind.LOCAL_BESIDE if d.num_others else Kind.LOCAL_IDLE)
+                yield self._option(d.own, d, d.local_end_s, Kind.LOCAL_BESIDE if d.num_others else Kind.LOCAL_IDLE)
 
     def _option(self, p: _Prefill, d: _Decode, end_s: float, kind: Kind) -> _Option:
         first_s = p.first_token_s
@@ -173,8 +176,8 @@ class Predicted(Policy):
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._ledger[worker.worker_id]
         wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
-        first_token_s = wait_s + cost.of(StepSize.of_prompt(num_tokens - cached, cached)) / time_share
-        return _Prefill(first_token_s, worker.worker_id, wait_s, cached)
+        own_s = cost.of(StepSize.of_prompt(num_tokens - cached, cached))
+        return _Prefill(wait_s + own_s / time_share, worker.worker_id, wait_s, own_s, cached)
 
     def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request, num_tokens: float) -> _Decode:
         work, load = request.work, self._ledger[worker.worker_id]
@@ -190,9 +193,11 @@ class Predicted(Policy):
         own = self._weigh_prefill(worker, cost, request, self._time_share(cost, load))
         num_handed = work.num_prompt_tokens - own.num_cached_tokens
         handoff_s = num_handed * self._handoff_s / self._handed_tokens if self._handed_tokens else 0.0
-        end_s = room_s + num_tokens * step_s
+        end_s, num_others = room_s + num_tokens * step_s, load.sequences.num_sequences
         misses_tpot = step_s > self._objectives.tpot_s
-        return _Decode(misses_tpot, handoff_s + end_s, worker.worker_id, end_s, load.sequences.num_sequences, own)
+        # They would have had the step anyway: it lasts longer by what is not fixed of it.
+        local_end_s = end_s + num_others * (own.own_s - cost.fixed_s)
+        return _Decode(misses_tpot, handoff_s + end_s, worker.worker_id, local_end_s, num_others, own)
 
     def _time_share(self, cost: StepCost, load: Load) -> float:
         """What a decode worker has for prompts: beside sequences, its steps are filled up to their pace."""

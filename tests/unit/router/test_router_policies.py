@@ -57,7 +57,7 @@ def test_a_burst_of_prompts_leaves_no_worker_idle() -> None:
     ledger = Ledger()
     policy = policy_of("predicted", ledger)
     chosen = [place(policy, ledger, 2000, workers("p1", "p0"), workers("d1", "d0")) for _ in range(8)]
-    assert Counter(c.computing_id for c in chosen) == {"p0": 2, "p1": 2, "d0": 2, "d1": 2}
+    assert Counter(c.computing_id for c in chosen) == {"p0": 3, "p1": 3, "d0": 1, "d1": 1}
     assert Counter(c.decode_id for c in chosen) == {"d0": 4, "d1": 4}
 
 
@@ -162,15 +162,30 @@ def test_a_short_prompt_is_computed_where_it_decodes_while_prefill_is_busy() -> 
 
 def test_a_long_prompt_is_computed_beside_what_decodes_when_that_is_sooner_than_a_wait_for_prefill() -> None:
     ledger = Ledger()
-    busy(ledger, "d0", 100)  # of 45 ms, a step of theirs takes 24 and leaves 21 for prompts
+    busy(ledger, "d0", 1)  # of 45 ms, a step of it takes 4.2 and leaves the rest for prompts
     waiting = Charge(ledger, Placement("p0", "elsewhere", ""), Work(2000, 1, 3000))
     long = policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0"))
-    assert long.kind is Kind.LOCAL_BESIDE and "after 448 ms" in long.reason
+    assert long.kind is Kind.LOCAL_BESIDE and "after 225 ms" in long.reason
     waiting.prefill_done()
     assert policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0"
     Charge(ledger, Placement("p0", "elsewhere", ""), Work(1000, 1, 3000))
     long = policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0"))
     assert long.prefill_id == "p0", "0.2 s in the queue, and 0.2 s that nothing stretches"
+
+
+def test_a_prompt_is_not_computed_where_the_many_that_decode_lose_more_than_it_gains() -> None:
+    ledger = Ledger()
+    waiting = Charge(ledger, Placement("p0", "elsewhere", ""), Work(2000, 1, 3000))
+    policy = make_policy("predicted", ledger, OutputLengths(), Objectives(ttft_s=10.0))
+    busy(ledger, "d0", 4)
+    assert policy.choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0", "0.8 s, not to wait for 0.4"
+    Charge(ledger, Placement("p0", "elsewhere", ""), Work(4000, 1, 5000))
+    assert policy.choose(request_of(1000), workers("p0"), workers("d0")).kind is Kind.LOCAL_BESIDE, "nor for 1.2"
+    waiting.prefill_done()
+    busy(ledger, "d0", 4)
+    assert policy.choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0"
+    late = make_policy("predicted", ledger, OutputLengths(), Objectives(ttft_s=0.9))
+    assert late.choose(request_of(1000), workers("p0"), workers("d0")).kind is Kind.LOCAL_BESIDE, "which keeps it"
 
 
 def test_an_idle_decode_worker_computes_a_long_prompt_too_when_prefill_is_busy() -> None:
