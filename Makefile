@@ -1,6 +1,6 @@
 # Baton's commands. Each works on a fresh clone: what it needs is installed into .venv first.
 #   make serve          a cluster on this machine; ARGS="--port 50061" and the like are passed on
-#   make test           every test
+#   make test           every test, in JOBS=2 processes
 #   make check          what must hold before a commit: ruff, mypy, architecture
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
@@ -16,6 +16,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 EXTRAS ?= dev
 ARGS ?=
+JOBS ?= 2
 # torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, PyTorch's own index of CPU builds
 # (named on its installation page) is looked at too when it is given here: make setup TORCH_CPU_INDEX=URL
 TORCH_CPU_INDEX ?=
@@ -58,7 +59,7 @@ serve: $(READY)
 	@$(VENV)/bin/baton serve $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

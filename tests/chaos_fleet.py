@@ -1,15 +1,14 @@
 """A cluster of processes for chaos tests: two prefill and two decode workers, a router, and what is done to them.
 
-Workers come from a nursery and keep their address over restarts. A fault is an act with a proof: a killed process is
-dead, a stopped one is in state T. `settle` is what must hold after every scenario: each worker, asked anew, holds
-nothing (free + cached = total, no request, every slot back), within 5 s. Knows no scenario.
+Workers keep their address over restarts. A fault is an act with a proof: a killed process is dead, a stopped one is in
+state T. `settle` is what must hold after every scenario: each worker, asked anew, holds nothing (free + cached = total,
+no request, every slot back), within 5 s. Knows no scenario.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import tempfile
 import threading
 import time
 import urllib.request
@@ -21,7 +20,6 @@ from typing import Any, Self
 
 import grpc
 from cluster_fixture import HAND_OVER, Stream, token_spec
-from nursery import Nursery
 from prometheus_client.parser import text_string_to_metric_families
 from workers import ROOT, Process, Worker
 
@@ -55,30 +53,21 @@ def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
 
 
-class NurseryProcess(Process):
-    """One worker process, forked by a nursery."""
-
-    def __init__(self, nursery: Nursery, settings_json: str, namespace: str) -> None:
-        self.errors = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed by stop)
-        self.popen = nursery.bear(settings_json, self.errors.fileno(), namespace)  # type: ignore[assignment]
-        self._watch()
-
-
 class ChaosWorker(Worker):
     """A worker whose ranks can be killed, stopped and set going again."""
 
-    def __init__(self, nursery: Nursery, namespace: str = "", **settings: Any) -> None:
-        self._nursery, self.namespace = nursery, namespace
+    def __init__(self, namespace: str = "", **settings: Any) -> None:
+        self.namespace = namespace
         self.failed_at: dict[RequestKey, float] = {}
         """When the worker said that a request cannot go on."""
         super().__init__(**{"model_path": str(MODEL), "metrics_port": 0, **settings})
 
     def start_rank(self, settings_json: str) -> Process:
-        return NurseryProcess(self._nursery, settings_json, self.namespace)
+        return Process("worker", settings_json, self.namespace)
 
     def again(self) -> ChaosWorker:
         """Another life at the same address."""
-        return ChaosWorker(self._nursery, self.namespace, **{**self.settings.as_dict(), "port": self.port})
+        return ChaosWorker(self.namespace, **{**self.settings.as_dict(), "port": self.port})
 
     @property
     def port(self) -> int:
@@ -212,7 +201,6 @@ def settle(workers: Iterable[ChaosWorker]) -> float:
 class Fleet:
     """`workers`: settings of each by name, `common` those of all; names begin with their role."""
 
-    nursery: Nursery
     workers_given: Mapping[str, Mapping[str, Any]]
     common: Mapping[str, Any]
     measured: Measured
@@ -223,7 +211,7 @@ class Fleet:
             for name, given in self.workers_given.items():
                 values = {"worker_id": name, "role": name.partition("-")[0], **self.common, **given}
                 namespace = values.pop("namespace", "")
-                self.workers[name] = ChaosWorker(self.nursery, namespace, **values)
+                self.workers[name] = ChaosWorker(namespace, **values)
             for worker in self.workers.values():
                 worker.connect()
             flags = [f"{w.settings.role}:{name}={w.address}" for name, w in self.workers.items()]

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from nursery import close_nursery
 
 from benchmarks.redis_server import RedisServer, running_redis
 
@@ -61,6 +62,7 @@ def pytest_runtest_setup() -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What has just been told to end may take a moment; what is there after that was left behind."""
+    close_nursery()
     _, alive = psutil.wait_procs(_left_processes(), timeout=ENDING_S)
     story = [text for p in alive if (text := _describe(p))]
     for process in alive:

@@ -1,11 +1,12 @@
-"""Gives birth to worker processes quickly: one parent that has imported everything forks them.
+"""Gives birth to workers and routers quickly: one parent that has imported everything forks them.
 
-Importing torch is nine tenths of a worker's start, and the chaos battery starts a hundred. A child runs what
-`python -m worker` runs, from its settings on, as a process of its own with its own standard streams; it may enter a
-network namespace first. When the session that asked goes away, so does the nursery, and its children with it.
+Importing torch is nine tenths of a worker's start, and tests start hundreds. A child runs what `python -m worker` or
+`python -m router` runs, from its settings on, as a process of its own with its own standard streams and the session's
+environment; it may enter a network namespace first. When the session that asked goes away, so does the nursery, and
+its children with it.
 
-    session --(settings, namespace; stdout and stderr as file descriptors)--> nursery --fork--> worker
-    session <--(pid), later (pid, exit code)--------------------------------- nursery
+    session --(module, settings, environment, namespace; stdout and stderr)--> nursery --fork--> worker or router
+    session <--(pid), later (pid, exit code)---------------------------------- nursery
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import logging
 import os
@@ -31,6 +33,9 @@ WAIT_S = 60.0
 _MAX_MESSAGE_BYTES = 64 * 1024
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
+
+
+_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 class Child:
@@ -69,7 +74,7 @@ class Nursery:
                 [sys.executable, str(Path(__file__)), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **_ENVIRONMENT},
             )
         self._born: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._children: dict[int, Child] = {}
@@ -78,11 +83,13 @@ class Nursery:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def bear(self, settings_json: str, stderr: int, namespace: str = "") -> Child:
-        """A worker process that writes its errors to `stderr`; in that network namespace if one is named."""
+    def bear(self, module: str, settings_json: str, stderr: int, namespace: str = "") -> Child:
+        """A process of that module, `worker` or `router`, that writes its errors to `stderr`; in that network
+        namespace if one is named."""
         reading, writing = os.pipe()
-        request = json.dumps({"settings": settings_json, "namespace": namespace}).encode()
-        socket.send_fds(self._socket, [request], [writing, stderr])
+        environment = {**os.environ, **_ENVIRONMENT}
+        request = {"module": module, "settings": settings_json, "namespace": namespace, "environment": environment}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [writing, stderr])
         os.close(writing)
         pid = self._born.get(timeout=WAIT_S)
         child = Child(pid, os.fdopen(reading, encoding="utf-8"))
@@ -115,6 +122,21 @@ class Nursery:
             return
         child.returncode = code
         child.ended.set()
+
+
+_of_session: list[Nursery] = []
+
+
+def nursery_of_session() -> Nursery:
+    """The one that all tests share; `close_nursery` ends it."""
+    if not _of_session:
+        _of_session.append(Nursery())
+    return _of_session[0]
+
+
+def close_nursery() -> None:
+    while _of_session:
+        _of_session.pop().close()
 
 
 def _serve(connection: socket.socket) -> None:
@@ -167,20 +189,21 @@ def _bear(connection: socket.socket, children: set[int]) -> bool:
     return True
 
 
-def _live(request: dict[str, str], stdout: int, stderr: int) -> None:
+def _live(request: dict[str, Any], stdout: int, stderr: int) -> None:
     """The child's whole life; does not return."""
     from cluster.program import host_in_shell
-    from worker.program import create
 
     code = 70
     try:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.environ.update(request["environment"])
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         if request["namespace"]:
             _enter(request["namespace"])
+        create = importlib.import_module(f"{request['module']}.program").create
         code = host_in_shell(create, request["settings"])
         logging.shutdown()
         sys.stdout.flush()
@@ -204,7 +227,8 @@ def _call(function: str, *arguments: int) -> None:
 if __name__ == "__main__":
     import torch
 
-    import worker.program  # noqa: F401 (imported once, for every child)
+    import router.program  # noqa: F401 (imported once, for every child)
+    import worker.program  # noqa: F401
 
     torch.set_num_threads(1)
     _serve(socket.socket(fileno=int(sys.argv[1])))

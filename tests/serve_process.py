@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from cluster.local_ray import FOLDER_PREFIX
+
 ROOT = Path(__file__).resolve().parents[1]
 END_S = 40.0
 
@@ -44,6 +46,13 @@ class Serve:
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
+
+    def ray_folder(self) -> Path:
+        """Where its Ray keeps its files, as one of Ray's daemons was told."""
+        told = " ".join(word for process in self.descendants() for word in process.cmdline())
+        found = re.search(rf"[^\s=]*/{FOLDER_PREFIX}\w+", told)
+        assert found is not None, told
+        return Path(found[0])
 
     def wait(self) -> int:
         code = self.process.wait(END_S)

@@ -1,14 +1,12 @@
-"""Real worker processes for tests, started by hand (`python -m worker`) and spoken to as a router would."""
+"""Real worker processes for tests, started without Ray and spoken to as a router would."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import defaultdict
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import grpc
+from nursery import nursery_of_session
 
 from cluster import rpc
 from cluster.keys import RequestKey
@@ -30,21 +29,12 @@ START_TIMEOUT_S = 120.0
 
 
 class Process:
-    """One `python -m MODULE`, and the JSON lines it prints when it is prepared and ready."""
+    """One worker or router, forked by the session's nursery, and the JSON lines it prints when it is prepared and
+    ready."""
 
-    def __init__(self, module: str, settings_json: str) -> None:
-        self.errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by close)
-        self.popen = subprocess.Popen(
-            [sys.executable, "-m", module, "--settings", settings_json],
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            text=True,
-        )
-        self._watch()
-
-    def _watch(self) -> None:
+    def __init__(self, module: str, settings_json: str, namespace: str = "") -> None:
+        self.errors: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed by stop)
+        self.popen = nursery_of_session().bear(module, settings_json, self.errors.fileno(), namespace)
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -73,12 +63,10 @@ class Process:
             self.popen.wait()
             raise AssertionError(f"did not stop on SIGTERM: {self.stderr()}") from None
         finally:
-            assert self.popen.stdout is not None
             self.popen.stdout.close()
             self.errors.close()
 
     def _read(self) -> None:
-        assert self.popen.stdout is not None
         with contextlib.suppress(ValueError):  # closed by stop
             for line in self.popen.stdout:
                 self._lines.put(json.loads(line))

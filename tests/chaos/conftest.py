@@ -1,4 +1,4 @@
-"""What the chaos tests share: a nursery, a fleet that outlives a test, the reference, and the times they measured."""
+"""What the chaos tests share: a fleet that outlives a test, the reference, and the times they measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 from chaos_fleet import FAST, Fleet, Measured
 from chaos_reference import Reference
 from chaos_states import POOL_TOKENS, WORKERS
-from nursery import Nursery
 
 _TIMES = pytest.StashKey[dict[str, float]]()
 
@@ -31,21 +30,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(scope="session")
-def _long_lived(nursery: Nursery, measured: Measured) -> Iterator[Fleet]:
+def _long_lived(measured: Measured) -> Iterator[Fleet]:
     workers: dict[str, dict[str, Any]] = {
         "prefill-0": {"tp_size": 2, "kv_cache_tokens": POOL_TOKENS},
         "prefill-1": {},
         "decode-0": {"tp_size": 2, "kv_cache_tokens": POOL_TOKENS},
         "decode-1": {},
     }
-    with Fleet(nursery, workers, {**WORKERS, **FAST}, measured) as fleet:
+    with Fleet(workers, {**WORKERS, **FAST}, measured) as fleet:
         yield fleet
 
 

@@ -20,7 +20,6 @@ from chaos_states import (
     prompt_of,
     unblock,
 )
-from nursery import Nursery
 
 from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
@@ -37,10 +36,9 @@ PEER_LOST = worker_pb2.Failed.REASON_PEER_LOST
 class Couple:
     """A prefill worker and the decode worker it hands to."""
 
-    def __init__(self, nursery: Nursery, name: str) -> None:
+    def __init__(self, name: str) -> None:
         self.prefill, self.decode = (
             ChaosWorker(
-                nursery,
                 worker_id=f"{role}-{name}",
                 role=role,
                 **{**WORKERS, "kv_cache_tokens": POOL_TOKENS},
@@ -61,8 +59,8 @@ class Couple:
 
 
 @pytest.fixture(scope="module")
-def couples(nursery: Nursery) -> Iterator[tuple[Couple, Couple]]:
-    both = Couple(nursery, "a"), Couple(nursery, "b")
+def couples() -> Iterator[tuple[Couple, Couple]]:
+    both = Couple("a"), Couple("b")
     workers = [worker for couple in both for worker in (couple.prefill, couple.decode)]
     for worker in workers:
         worker.connect()

@@ -18,7 +18,6 @@ import pytest
 from chaos_fleet import FAST, Fleet, Measured
 from chaos_reference import Reference
 from chaos_states import WORKERS, prompt_of
-from nursery import Nursery
 
 from cluster.errors import Cancelled
 
@@ -58,14 +57,14 @@ def plans() -> list[Plan]:
 
 
 @pytest.fixture(scope="module")
-def faulty(nursery: Nursery, measured: Measured) -> Iterator[Fleet]:
+def faulty(measured: Measured) -> Iterator[Fleet]:
     workers = {
         "prefill-0": {"transport": "shm"},
         "prefill-1": {"transport": "gloo"},
         "decode-0": {},
         "decode-1": {},
     }
-    with Fleet(nursery, workers, {**WORKERS, **FAST, "transfer_faults": FAULT_SHARE}, measured) as fleet:
+    with Fleet(workers, {**WORKERS, **FAST, "transfer_faults": FAULT_SHARE}, measured) as fleet:
         yield fleet
 
 

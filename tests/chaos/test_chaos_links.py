@@ -15,7 +15,6 @@ from chaos_reference import Reference
 from chaos_states import LONG_TOKENS, OUTPUT_TOKENS, POOL_TOKENS, SHORT_TOKENS, WORKERS, prompt_of
 from cluster_fixture import Stream
 from namespaces import Namespaces, missing
-from nursery import Nursery
 
 SKIP = missing()
 pytestmark = [pytest.mark.battery, pytest.mark.skipif(bool(SKIP), reason=SKIP)]
@@ -32,14 +31,14 @@ def spaces() -> Iterator[Namespaces]:
 
 
 @pytest.fixture(scope="module")
-def _linked(nursery: Nursery, spaces: Namespaces, measured: Measured) -> Iterator[Fleet]:
+def _linked(spaces: Namespaces, measured: Measured) -> Iterator[Fleet]:
     places = {
         NEAR: {"namespace": spaces.near, "host": spaces.near_host},
         FAR: {"namespace": spaces.far, "host": spaces.far_host},
         OTHER: {"host": spaces.here_host},
     }
     common = {**WORKERS, **FAST, "kv_cache_tokens": POOL_TOKENS, "insecure": True}
-    with Fleet(nursery, places, common, measured) as fleet:
+    with Fleet(places, common, measured) as fleet:
         yield fleet
 
 

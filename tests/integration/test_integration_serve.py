@@ -11,15 +11,10 @@ import psutil
 import pytest
 from serve_process import END_S, ROOT, Serve
 
-from cluster import local_ray
 from cluster.client import BatonClient, make_spec
 from cluster.transcript import Transcript
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def ray_folders() -> set[Path]:
-    return set(local_ray.base_folder().glob(f"{local_ray.FOLDER_PREFIX}*"))
 
 
 def generate(address: str, max_output_tokens: int = 8) -> Transcript:
@@ -74,16 +69,16 @@ def test_a_second_cluster_on_the_same_port_is_refused_with_the_remedy(cluster: S
 
 
 def test_two_clusters_run_side_by_side_and_one_that_is_killed_leaves_nothing(cluster: Serve) -> None:
-    folders = ray_folders()
     second = Serve("--port", "0")
     try:
         assert second.address != cluster.address
         assert [generate(s.address).sequences[0].num_tokens for s in (cluster, second)] == [8, 8]
-        left = second.descendants()
+        left, folder = second.descendants(), second.ray_folder()
+        assert folder.exists()
         second.process.kill()
         second.wait()
         assert not psutil.wait_procs(left, timeout=END_S)[1], "processes outlived the serve that was killed"
-        assert ray_folders() == folders
+        assert not folder.exists()
     finally:
         second.close()
 
@@ -100,11 +95,12 @@ def test_a_killed_decode_worker_comes_back_and_the_next_request_succeeds(cluster
 
 def test_a_terminated_cluster_ends_cleanly_and_leaves_nothing(cluster: Serve) -> None:
     assert cluster.address
-    left, folders = cluster.descendants(), ray_folders()
+    left, folder = cluster.descendants(), cluster.ray_folder()
+    assert folder.exists()
     cluster.process.send_signal(signal.SIGTERM)
     assert cluster.wait() == 0
     assert not psutil.wait_procs(left, timeout=1.0)[1], "processes outlived a clean stop"
-    assert len(folders - ray_folders()) == 1
+    assert not folder.exists()
     assert cluster.output.endswith("stopped\n")
     assert "Traceback" not in cluster.output
 
@@ -130,13 +126,14 @@ def test_a_second_signal_does_not_wait() -> None:
     serve = Serve("--port", "0")
     try:
         serve.until("router is ready|loading weights")
-        left, folders = serve.descendants(), ray_folders()
+        left, folder = serve.descendants(), serve.ray_folder()
+        assert folder.exists()
         os.killpg(serve.process.pid, signal.SIGINT)
         serve.until("stopping")
         os.killpg(serve.process.pid, signal.SIGINT)
         assert serve.wait() in (0, 1), "0 when the clean end was quicker"
         assert not psutil.wait_procs(left, timeout=END_S)[1]
-        assert len(folders - ray_folders()) == 1
+        assert not folder.exists()
     finally:
         serve.close()
 
