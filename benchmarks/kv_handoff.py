@@ -103,7 +103,8 @@ class HandOffs:
             case _:
                 self._pair.wait("it is decoded", lambda: heard.decoding is not None)
                 lasts_s = prefill_s
-        time.sleep(self._random.uniform(0.0, lasts_s))
+        # Two workers tell of the hand-off's ends, and what one says may be heard after what the other says later.
+        time.sleep(self._random.uniform(0.0, max(0.0, lasts_s)))
         state = _state(heard)
         sent = self._pair.cancel(key)
         return state, self._pair.wait_idle() - sent
