@@ -79,6 +79,8 @@ class Load:
     num_prompts: int = 0
     sequences: StepSize = NO_STEP
     """Sequences to decode, with their prompts' tokens as KV."""
+    decoding: StepSize = NO_STEP
+    """Of these, those whose prompt is computed."""
     num_tokens: int = 0
     """Most that those will hold."""
 
@@ -87,11 +89,12 @@ class Load:
             self.prompts + other.prompts,
             self.num_prompts + other.num_prompts,
             self.sequences + other.sequences,
+            self.decoding + other.decoding,
             self.num_tokens + other.num_tokens,
         )
 
     def __neg__(self) -> Load:
-        return Load(-self.prompts, -self.num_prompts, -self.sequences, -self.num_tokens)
+        return Load(-self.prompts, -self.num_prompts, -self.sequences, -self.decoding, -self.num_tokens)
 
 
 NOTHING = Load()
@@ -123,7 +126,8 @@ class Charge:
         self._placement = placement
         num_new = max(0, work.num_prompt_tokens - placement.num_cached_tokens)
         self._prefill = Load(StepSize.of_prompt(num_new, placement.num_cached_tokens), 1)
-        self._sequence = Load(sequences=StepSize(num_sequences=1, num_kv_tokens=work.num_prompt_tokens))
+        self._size = StepSize(num_sequences=1, num_kv_tokens=work.num_prompt_tokens)
+        self._sequence = Load(sequences=self._size)
         self._num_sequences = work.num_sequences
         self._held = Load(num_tokens=work.num_output_tokens)
         ledger.add(placement.computing_id, self._prefill)
@@ -137,6 +141,9 @@ class Charge:
             return
         self._ledger.add(self._placement.computing_id, -self._prefill)
         self._prefill = NOTHING
+        self._sequence = Load(sequences=self._size, decoding=self._size)
+        for _ in range(self._num_sequences):
+            self._ledger.add(self._placement.decode_id, Load(decoding=self._size))
 
     def sequence_done(self) -> None:
         if self._num_sequences:

@@ -193,7 +193,8 @@ class Predicted(Policy):
         own = self._weigh_prefill(worker, cost, request, self._time_share(cost, load))
         num_handed = work.num_prompt_tokens - own.num_cached_tokens
         handoff_s = num_handed * self._handoff_s / self._handed_tokens if self._handed_tokens else 0.0
-        end_s, num_others = room_s + num_tokens * step_s, load.sequences.num_sequences
+        # Those who decode, and those whose prompts are before this one; prompts that others compute may take longer.
+        end_s, num_others = room_s + num_tokens * step_s, load.decoding.num_sequences + load.num_prompts
         misses_tpot = step_s > self._objectives.tpot_s
         # They would have had the step anyway: it lasts longer by what is not fixed of it.
         local_end_s = end_s + num_others * (own.own_s - cost.fixed_s)
@@ -201,9 +202,9 @@ class Predicted(Policy):
 
     def _time_share(self, cost: StepCost, load: Load) -> float:
         """What a decode worker has for prompts: beside sequences, its steps are filled up to their pace."""
-        if not load.sequences.num_sequences:
+        if not load.decoding.num_sequences:
             return 1.0
-        step_s = cost.of_sequences(load.sequences.num_sequences, load.sequences.num_kv_tokens)
+        step_s = cost.of_sequences(load.decoding.num_sequences, load.decoding.num_kv_tokens)
         return max(_LEAST_SHARE, 1 - step_s / (PACE_SHARE * self._objectives.tpot_s))
 
     def _costs_of(self, workers: Sequence[Candidate]) -> dict[str, StepCost]:

@@ -36,6 +36,16 @@ def test_a_finished_prefill_no_longer_weighs() -> None:
     assert ledger["d0"].sequences.num_sequences == 2
 
 
+def test_a_sequence_decodes_once_its_prompt_is_computed() -> None:
+    ledger = Ledger()
+    charge = Charge(ledger, Placement("p0", "d0", ""), WORK)
+    assert ledger["d0"].decoding.num_sequences == 0
+    charge.prefill_done()
+    assert ledger["d0"].decoding == ledger["d0"].sequences == StepSize(num_sequences=2, num_kv_tokens=20)
+    charge.sequence_done()
+    assert ledger["d0"].decoding == ledger["d0"].sequences == StepSize(num_sequences=1, num_kv_tokens=10)
+
+
 @given(st.lists(st.sampled_from(["prefill", "sequence", "all"]), max_size=8), st.sampled_from(["p0", None]))
 def test_whatever_is_given_back_in_whatever_order_nothing_is_left(parts: list[str], prefill_id: str | None) -> None:
     ledger = Ledger()
@@ -44,6 +54,7 @@ def test_whatever_is_given_back_in_whatever_order_nothing_is_left(parts: list[st
     for part in parts:
         give[part]()
         for load in (ledger["p0"], ledger["d0"]):
-            assert min(load.num_prompts, load.num_tokens, load.sequences.num_sequences) >= 0
+            assert min(load.num_prompts, load.num_tokens) >= 0
+            assert 0 <= load.decoding.num_sequences <= load.sequences.num_sequences
     charge.all_done()
     assert ledger["p0"] == ledger["d0"] == NOTHING

@@ -148,7 +148,7 @@ def test_a_full_decode_worker_is_left_for_a_slower_one_with_room() -> None:
 def busy(ledger: Ledger, decode_id: str, num_sequences: int = 4) -> None:
     """Its prompts are computed; it decodes."""
     for _ in range(num_sequences):
-        Charge(ledger, Placement("elsewhere", decode_id, ""), Work(50, 1, 150))
+        Charge(ledger, Placement("elsewhere", decode_id, ""), Work(50, 1, 150)).prefill_done()
 
 
 def test_a_short_prompt_is_computed_where_it_decodes_while_prefill_is_busy() -> None:
@@ -178,7 +178,9 @@ def test_a_prompt_is_not_computed_where_the_many_that_decode_lose_more_than_it_g
     waiting = Charge(ledger, Placement("p0", "elsewhere", ""), Work(2000, 1, 3000))
     policy = make_policy("predicted", ledger, OutputLengths(), Objectives(ttft_s=10.0))
     busy(ledger, "d0", 4)
-    assert policy.choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0", "0.8 s, not to wait for 0.4"
+    assert policy.choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0", (
+        "0.8 s, not to wait for 0.4"
+    )
     Charge(ledger, Placement("p0", "elsewhere", ""), Work(4000, 1, 5000))
     assert policy.choose(request_of(1000), workers("p0"), workers("d0")).kind is Kind.LOCAL_BESIDE, "nor for 1.2"
     waiting.prefill_done()
