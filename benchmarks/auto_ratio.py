@@ -32,7 +32,7 @@ from benchmarks.open_loop import Arrival, Figures, Kind, Told, figures_of, offer
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import tell, telling_failures
 from benchmarks.steered import SteeredCluster
-from cluster.auto_ratio import Slo
+from cluster.split_rates import Slo
 
 NUM_WORKERS = 4
 PROMPTS = Kind("prompts", 800, 24)

@@ -1,179 +1,39 @@
-"""Which split of N workers serves most requests within the objectives, and when it is worth to move to it.
+"""When it is worth to move to another split of the workers, or to have one more or fewer of them.
 
-    one prefill worker   mu_p = the share of its time that may be busy, so that the first token comes in time
-                                / seconds of a prompt
-    one decode worker    mu_d = the largest batch whose step keeps the time per token / (step * tokens of an output)
-                         what its steps leave of the time per token is for prompts: the fewer tokens it generates, the
-                         more of them it computes itself (`engine.step_budget` holds it to that)
-    P of N prefill       the highest rate whose outputs D = N - P workers generate, and whose prompts P workers and the
-                         time that is left on D compute; without that time best near P / D = mu_d / mu_p
-    P = 0                each worker does both, in the same way
-
-A move is worth it when goodput grows by more than a margin, for the load of now and some more; it must have been so
-for a while, and after a move there is peace, longer before one that goes back. Pure: time, load and costs come in, a
-verdict with its reason goes out. Knows no controller and no worker.
+A move is worth it when goodput (`cluster.split_rates`) grows by more than a margin, for the load of now and some more;
+it must have been so for a while, and after a move there is peace, longer before one that goes back. What a split was
+seen to serve counts more than what it should. Where no split of these workers serves what is asked for, and one more
+is allowed and pays as much, there is to be one more; one that the others have not needed for long goes. Pure: time,
+load and costs come in, a verdict with its reason goes out. Knows no controller and no worker.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cluster.demand import Demand
-from cluster.step_cost import PACE_SHARE, RoleCosts, StepCost, StepSize
+from cluster.split_rates import (
+    LEAST_REQUESTS,
+    Bounds,
+    Service,
+    Slo,
+    Usual,
+    Worker,
+    score_of,
+    scores_of,
+    service_of,
+    usual_request,
+)
 
-LEAST_REQUESTS = 10
-"""Fewer tell nothing of their kind."""
-_HALVINGS = 50
-"""Of the span in which the highest rate is looked for."""
 _IN_TIME = 0.85
 """Share of the requests that must keep the objectives, lest their split is held to what it did serve."""
 _ALIKE = 1.5
 """Times longer or shorter: prompts and outputs of another kind, of which what was seen says nothing."""
 _HOLDS_S = 300.0
 """For so long what was seen of a split is believed while the cluster has another."""
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a split may be, in workers; a prefill of 0: every worker does both."""
-
-    num_workers: int
-    min_prefill: int = 1
-    min_decode: int = 1
-
-    @property
-    def splits(self) -> range:
-        """Every number of prefill workers that is allowed, ascending."""
-        return range(self.min_prefill, self.num_workers - max(1, self.min_decode) + 1)
-
-
-@dataclass(frozen=True)
-class Worker:
-    """What one worker can do, taken the same for all of them."""
-
-    costs: RoleCosts
-    max_num_seqs: int
-    kv_tokens: int
-    """That its pool holds; 0: not known."""
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Seconds to the first token, and per token after it."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-@dataclass(frozen=True)
-class Usual:
-    """One request as they come now."""
-
-    prompt_s: float
-    """That a prefill worker computes for its prompt."""
-    local_prompt_s: float
-    """That a decode worker does, in its own time."""
-    num_sequences: float
-    num_output_tokens: float
-    """Of one sequence."""
-    num_kv_tokens: float
-    """That one sequence holds in the middle of its output."""
-
-
-@dataclass(frozen=True)
-class Service:
-    """What one worker serves, in requests a second, and what it leaves."""
-
-    mu_prefill: float
-    mu_decode: float
-    local_prompt_s: float
-    ttft_s: float
-    idle_share: float
-    """Of a decode worker's time, that prompts may have where it generates nothing."""
-    output_s: float
-    """That an output takes of this, each."""
-
-    def of(self, num_prefill: int, num_workers: int) -> float:
-        """Requests a second of a split that keep the objectives."""
-        num_decode = num_workers - num_prefill
-        low, high = 0.0, num_decode * self.mu_decode
-        if self._computes(num_prefill, num_decode, high) >= high:
-            return high
-        for _ in range(_HALVINGS):
-            rate = (low + high) / 2
-            low, high = (rate, high) if self._computes(num_prefill, num_decode, rate) >= rate else (low, rate)
-        return low
-
-    def _computes(self, num_prefill: int, num_decode: int, rate: float) -> float:
-        """Prompts a second, where so many outputs a second are generated beside them."""
-        left = self.idle_share - rate / num_decode * self.output_s
-        stretched_s = self.local_prompt_s / left if left > 0 else math.inf
-        local = _busy_share(stretched_s, self.ttft_s) / stretched_s if stretched_s < self.ttft_s else 0.0
-        return num_prefill * self.mu_prefill + num_decode * local
-
-
-def usual_request(demand: Demand, costs: RoleCosts) -> Usual | None:
-    """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs."""
-    if demand.num_placed < LEAST_REQUESTS:
-        return None
-    num = demand.num_placed
-    prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), max(1, round(demand.num_attended / num)))
-    if not (costs.prefill.knows_prompts and costs.decode.knows_prompts and costs.decode.knows_sequences):
-        return None
-    return Usual(
-        prompt_s=costs.prefill.of(prompt),
-        local_prompt_s=costs.decode.of(prompt),
-        num_sequences=demand.num_sequences / num,
-        num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_sequences),
-        num_kv_tokens=demand.num_kv_tokens / demand.num_sequences,
-    )
-
-
-def service_of(usual: Usual, worker: Worker, slo: Slo) -> Service:
-    """Rates of one worker in each role, and what of its time is left beside outputs."""
-    cost = worker.costs.decode
-    batch, each_s = _largest_batch(usual, worker, slo.tpot_s), _each_s(cost, usual)
-    tokens = usual.num_output_tokens * usual.num_sequences
-    return Service(
-        mu_prefill=_busy_share(usual.prompt_s, slo.ttft_s) / usual.prompt_s,
-        mu_decode=batch / (_step_s(cost, batch, usual) * tokens),
-        local_prompt_s=usual.local_prompt_s,
-        ttft_s=slo.ttft_s,
-        idle_share=max(0.0, 1 - cost.fixed_s / (PACE_SHARE * slo.tpot_s)),
-        output_s=each_s * tokens,
-    )
-
-
-def _step_s(cost: StepCost, batch: float, usual: Usual) -> float:
-    return cost.fixed_s + batch * _each_s(cost, usual)
-
-
-def _each_s(cost: StepCost, usual: Usual) -> float:
-    """That a sequence adds to a step."""
-    return cost.sequence_s + cost.kv_token_s * usual.num_kv_tokens
-
-
-def _largest_batch(usual: Usual, worker: Worker, tpot_s: float) -> float:
-    """Sequences that one step can advance in time, as most steps and not the mean one are to be; at least one, as some
-    step must be made."""
-    cost = worker.costs.decode
-    each_s = _each_s(cost, usual)
-    in_time = (PACE_SHARE * tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
-    in_memory = worker.kv_tokens / usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
-    return max(1.0, min(in_time, in_memory, worker.max_num_seqs))
-
-
-def _busy_share(prompt_s: float, ttft_s: float) -> float:
-    """How busy a worker that computes prompts may be, so that the mean one, with those before it, is in time.
-
-    With Poisson arrivals and prompts of one length the wait is busy / (2 * (1 - busy)) prompts. Where even a prompt
-    without a wait is late, none is in time, and what counts is that all are done.
-    """
-    spare = ttft_s / prompt_s - 1
-    return 2 * spare / (1 + 2 * spare) if spare > 0 else 1.0
 
 
 @dataclass(frozen=True)
@@ -190,12 +50,20 @@ class Patience:
     """After a move, none for so long."""
     dwell_s: float = 30.0
     """A worker that was moved stays for so long before it may be moved back."""
+    release_after_s: float = 300.0
+    """For so long the others must have been enough before a worker that was added goes."""
 
 
 class Reason(StrEnum):
     """Why it moves or stays, for counters."""
 
     MOVES = "moves"
+    GROWS = "grows"
+    """One more worker serves more."""
+    SHRINKS = "shrinks"
+    """One worker fewer serves all that is asked for."""
+    ROOM = "room"
+    """One more would serve more, and there is no place for it yet."""
     UNKNOWN = "unknown"
     """Too little has been measured."""
     BEST = "best"
@@ -217,7 +85,8 @@ class Verdict:
     """What to do now, and why."""
 
     num_prefill: int
-    """That there should be; as many as there are: nothing moves."""
+    num_workers: int
+    """Of whom so many should prefill; as it is: nothing moves."""
     reason: Reason
     why: str
     """In words for a log."""
@@ -226,7 +95,7 @@ class Verdict:
 
     @property
     def moves(self) -> bool:
-        return self.reason is Reason.MOVES
+        return self.reason in (Reason.MOVES, Reason.GROWS, Reason.SHRINKS)
 
 
 @dataclass(frozen=True)
@@ -254,10 +123,15 @@ class AutoRatio:
         self._patience = patience
         self._wanted: int | None = None
         self._wanted_since = 0.0
+        self._size: int | None = None
+        """Of the workers, that would be better, since `_size_since`."""
+        self._size_since = 0.0
         self._moved_at = -math.inf
         self._last_direction = 0
         self._begun_at: float | None = None
         """With this split; from then on, what it serves is looked at."""
+        self._late_since: float | None = None
+        """Since then, too few of those that end have kept the objectives."""
         self._seen: dict[int, _Seen] = {}
 
     def decide(
@@ -267,7 +141,9 @@ class AutoRatio:
         usual = None if worker is None else usual_request(demand, worker.costs)
         if worker is None or usual is None or not bounds.splits:
             self._wanted = None
-            return Verdict(num_prefill, Reason.UNKNOWN, "stays: too little has been measured to tell")
+            why = "stays: too little has been measured to tell"
+            unknown = Verdict(num_prefill, bounds.num_workers, Reason.UNKNOWN, why)
+            return (demand.num_placed < LEAST_REQUESTS and self._idle(now, bounds, num_prefill)) or unknown
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
         self._look(now, usual, demand, window_s, num_prefill)
@@ -275,26 +151,70 @@ class AutoRatio:
         # Few arrivals may be many by chance: what is asked for is what surely is, and some more.
         asked = rate * (1 - 1 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
         scores = scores_of(service, bounds, asked, seen)
-        score = _score(service, num_prefill, bounds, asked, seen)
+        score = score_of(service, num_prefill, bounds, asked, seen)
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
         gain = scores[best] / score - 1 if score > 0 else math.inf
         told = _tell(service, usual, rate, bounds, num_prefill, best, gain, seen)
-        if best == num_prefill or gain <= self._patience.margin:
-            self._wanted = None
-            reason = Reason.BEST if best == num_prefill else Reason.MARGIN
-            return Verdict(num_prefill, reason, f"stays: {told}", gain)
-        held = self._hold(now, best, num_prefill)
-        if held is not None:
-            reason, why = held
-            return Verdict(num_prefill, reason, f"stays: {why}; {told}", gain)
-        return Verdict(best, Reason.MOVES, f"moves: {told}", gain)
+        if best != num_prefill and gain > self._patience.margin:
+            self._size = None
+            held = self._hold(now, best, num_prefill)
+            if held is not None:
+                reason, why = held
+                return Verdict(num_prefill, bounds.num_workers, reason, f"stays: {why}; {told}", gain)
+            return Verdict(best, bounds.num_workers, Reason.MOVES, f"moves: {told}", gain)
+        self._wanted = None
+        resized = self._resized(now, service, bounds, asked, score)
+        if resized is not None:
+            return replace(resized, why=f"{resized.why}; {told}")
+        reason = Reason.BEST if best == num_prefill else Reason.MARGIN
+        return Verdict(num_prefill, bounds.num_workers, reason, f"stays: {told}", gain)
 
-    def moved(self, now: float, before: int, after: int) -> None:
-        """The split has changed, by a verdict or by an operator."""
-        if before != after:
-            self._moved_at, self._last_direction = now, 1 if after > before else -1
-            self._wanted = None
-            self._begun_at = now
+    def moved(self, now: float, before: tuple[int, int], after: tuple[int, int]) -> None:
+        """The split (prefill workers, and workers in all) has changed, by a verdict or by an operator."""
+        if before == after:
+            return
+        self._moved_at, self._begun_at = now, now
+        self._last_direction = (after[0] > before[0]) - (after[0] < before[0])
+        self._wanted = self._size = self._late_since = None
+        if before[1] != after[1]:
+            self._seen.clear()
+
+    def _resized(self, now: float, service: Service, bounds: Bounds, asked: float, score: float) -> Verdict | None:
+        """One more worker, where these cannot serve what is asked for, or one fewer; None: as many as there are."""
+        patience, num = self._patience, bounds.num_workers
+        more, fewer = (replace(bounds, num_workers=size) for size in (num + 1, num - 1))
+        if num < bounds.most_workers and score < asked:
+            split, served = _best_of(scores_of(service, more, asked))
+            gain = served / score - 1 if score > 0 else math.inf
+            if gain > patience.margin and self._has_lasted(now, num + 1, patience.confirm_s):
+                return _resize(Reason.GROWS, split, more, f"serves {served:.1f}, and {asked:.1f} are asked for", gain)
+            if gain > patience.margin:
+                return None
+        elif num > bounds.least_workers and fewer.splits:
+            split, served = _best_of(scores_of(service, fewer, asked))
+            if served >= asked and self._has_lasted(now, num - 1, patience.release_after_s):
+                return _resize(Reason.SHRINKS, split, fewer, f"serves the {asked:.1f} that are asked for")
+            if served >= asked:
+                return None
+        self._size = None
+        return None
+
+    def _idle(self, now: float, bounds: Bounds, num_prefill: int) -> Verdict | None:
+        """One worker fewer, where hardly anything is asked for."""
+        fewer = replace(bounds, num_workers=bounds.num_workers - 1)
+        if bounds.num_workers <= bounds.least_workers or not fewer.splits:
+            self._size = None
+            return None
+        if not self._has_lasted(now, fewer.num_workers, self._patience.release_after_s):
+            return None
+        split = min(max(num_prefill, fewer.splits[0]), fewer.splits[-1])
+        return _resize(Reason.SHRINKS, split, fewer, "serves the little that is asked for")
+
+    def _has_lasted(self, now: float, size: int, lasts_s: float) -> bool:
+        """Whether so many workers would have been better for so long, and the last move was not just now."""
+        if self._size != size:
+            self._size, self._size_since = size, now
+        return now - self._size_since >= lasts_s and now - self._moved_at >= self._patience.cooldown_s
 
     def _look(self, now: float, usual: Usual, demand: Demand, window_s: float, num_prefill: int) -> None:
         """What the split serves, once all that ended in the window may have begun with it."""
@@ -304,10 +224,16 @@ class AutoRatio:
         if now - self._begun_at < window_s + longest_s or demand.num_ended < LEAST_REQUESTS:
             return
         share = demand.num_kept / demand.num_ended
-        if share < _IN_TIME:
-            self._seen[num_prefill] = _Seen(share * demand.num_ended / window_s, usual, now)
-        else:
+        if share >= _IN_TIME:
             self._seen.pop(num_prefill, None)
+        # More end than come: what waited from before the move is on its way out, and late whatever the split serves.
+        if share >= _IN_TIME or demand.num_ended > demand.num_arrived:
+            self._late_since = None
+            return
+        if self._late_since is None:
+            self._late_since = now
+        if now - self._late_since >= self._patience.confirm_s:
+            self._seen[num_prefill] = _Seen(share * demand.num_ended / window_s, usual, now)
 
     def _hold(self, now: float, best: int, num_prefill: int) -> tuple[Reason, str] | None:
         """Why the move has to wait; None: it has not."""
@@ -327,16 +253,14 @@ class AutoRatio:
         return None
 
 
-def scores_of(
-    service: Service, bounds: Bounds, rate: float, seen: Mapping[int, float] | None = None
-) -> dict[int, float]:
-    """Goodput of each split that is allowed, by its prefill workers."""
-    return {p: _score(service, p, bounds, rate, seen or {}) for p in bounds.splits}
+def _best_of(scores: Mapping[int, float]) -> tuple[int, float]:
+    """A split and its goodput."""
+    return max(scores.items(), key=lambda told: told[1])
 
 
-def _score(service: Service, split: int, bounds: Bounds, rate: float, seen: Mapping[int, float]) -> float:
-    """No more than `rate`, which is asked for, nor than what the split was `seen` to serve."""
-    return min(rate, service.of(split, bounds.num_workers), seen.get(split, math.inf))
+def _resize(reason: Reason, split: int, bounds: Bounds, why: str, gain: float = 0.0) -> Verdict:
+    num = bounds.num_workers
+    return Verdict(split, num, reason, f"{reason}: {split}:{num - split} {why}", gain)
 
 
 def _tell(

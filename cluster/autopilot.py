@@ -1,7 +1,9 @@
 """`rebalance.mode: auto` at work: looks at the load once a second and asks the door for another split when it pays.
 
-Decides nothing itself (`cluster.auto_ratio` does) and moves nobody (the door does). It says why the split moves, and
-why it stays when the reason is another one. Knows the cluster by what `Sight` and `Split` tell.
+Decides nothing itself (`cluster.auto_ratio` does) and moves nobody (the door does). Before one more worker is asked for
+there must be a place for it (`Room`), which may take a new node minutes to bring; the split goes on following the load
+meanwhile. It says why the split moves, and why it stays when the reason is another one. Knows the cluster by what
+`Sight` and `Split` tell.
 """
 
 from __future__ import annotations
@@ -9,14 +11,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from cluster.auto_ratio import AutoRatio, Bounds, Patience, Reason, Slo, Verdict, Worker
+from cluster.auto_ratio import AutoRatio, Patience, Reason, Verdict
 from cluster.config import ServingConfig
 from cluster.demand import Demand
 from cluster.door import AnotherChange, StaleVersion
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
+from cluster.split_rates import Bounds, Slo, Worker
 from cluster.step_cost import RoleCosts, StepCost, usual
 
 logger = logging.getLogger(__name__)
@@ -60,10 +64,24 @@ class Split:
     num_prefill: int
     num_decode: int
     version: int
+    num_added: int = 0
+    """Of them, by `mode: auto`."""
 
     @property
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
+
+
+class Room(Protocol):
+    """A place for one more worker."""
+
+    def ask(self) -> bool:
+        """Whether there is one, which is then kept; while there is none, one is asked for."""
+        ...
+
+    def give_back(self) -> None:
+        """None is needed now; nothing where none was asked for."""
+        ...
 
 
 class Autopilot:
@@ -74,15 +92,18 @@ class Autopilot:
         sight: Callable[[], Awaitable[Sight | None]],
         split: Callable[[], Split | None],
         move: Callable[[int, int, int, str], None],
+        room: Room,
         say: Callable[[str], None] = logger.info,
     ) -> None:
         self._sight = sight
         self._split = split
         self._move = move
+        self._room = room
         self._tell = say
         self._auto: AutoRatio | None = None
         self._settings: tuple[Slo, Patience] | None = None
-        self._num_prefill: int | None = None
+        self._was: tuple[int, int] | None = None
+        """Prefill workers, and workers in all, at the last look."""
         self._asks_from = 0.0
         """The door is not asked before; it has refused what will not be right a second later."""
         self._said = ""
@@ -96,6 +117,7 @@ class Autopilot:
         """Nothing while `config` says another mode, or a change is being carried out (`split` gives None then)."""
         if config.rebalance.mode != "auto":
             self._auto = self.verdict = None
+            self._room.give_back()
             return
         split, sight = self._split(), await self._sight()
         if split is None or sight is None:
@@ -105,38 +127,49 @@ class Autopilot:
             why = (
                 f"stays: the roles differ in tensor_parallel ({sizes[0]} and {sizes[1]}), so that no worker can change"
             )
-            self._auto, self.verdict = None, Verdict(split.num_prefill, Reason.UNEQUAL, why)
+            self._auto, self.verdict = None, Verdict(split.num_prefill, split.num_workers, Reason.UNEQUAL, why)
             self._say(now, self.verdict)
             return
         auto = self._tuned(config)
-        if self._num_prefill is not None:
-            auto.moved(now, self._num_prefill, split.num_prefill)
-        self._num_prefill = split.num_prefill
-        roles = config.roles
-        bounds = Bounds(split.num_workers, roles.prefill.min_workers, roles.decode.min_workers)
+        now_is = split.num_prefill, split.num_workers
+        if self._was is not None:
+            auto.moved(now, self._was, now_is)
+        self._was = now_is
         worker = None
         if sight.costs is not None:
             worker = Worker(sight.costs, config.engine.max_num_seqs, sight.kv_tokens)
+        bounds = self._bounds(config, split)
         self.verdict = auto.decide(now, sight.demand, sight.window_s, worker, bounds, split.num_prefill)
+        if self.verdict.reason is not Reason.GROWS:
+            self._room.give_back()
+        elif not self._room.ask():
+            why = f"stays until there is room for one more worker; {self.verdict.why}"
+            self.verdict = replace(self.verdict, reason=Reason.ROOM, why=why)
         self._say(now, self.verdict)
         if self.verdict.moves and now >= self._asks_from:
             self._try(now, split, self.verdict, config.rebalance.auto.cooldown_s)
+
+    def _bounds(self, config: ServingConfig, split: Split) -> Bounds:
+        roles, most_devices = config.roles, config.rebalance.auto.max_devices
+        most = 0 if most_devices is None else most_devices // roles.decode.tensor_parallel
+        least = split.num_workers - split.num_added
+        return Bounds(split.num_workers, roles.prefill.min_workers, roles.decode.min_workers, least, most)
 
     def _tuned(self, config: ServingConfig) -> AutoRatio:
         """Its memory lasts until somebody changes what it goes by."""
         slo, auto = config.rebalance.slo, config.rebalance.auto
         settings = (
             Slo(slo.ttft_ms / 1000, slo.tpot_ms / 1000),
-            Patience(auto.margin, auto.headroom, auto.confirm_s, auto.cooldown_s, auto.dwell_s),
+            Patience(auto.margin, auto.headroom, auto.confirm_s, auto.cooldown_s, auto.dwell_s, auto.release_after_s),
         )
         if self._auto is None or settings != self._settings:
-            self._auto, self._settings, self._num_prefill = AutoRatio(*settings), settings, None
+            self._auto, self._settings = AutoRatio(*settings), settings
             self._asks_from = 0.0
         return self._auto
 
     def _try(self, now: float, split: Split, verdict: Verdict, cooldown_s: float) -> None:
         try:
-            self._move(verdict.num_prefill, split.num_workers - verdict.num_prefill, split.version, verdict.why)
+            self._move(verdict.num_prefill, verdict.num_workers - verdict.num_prefill, split.version, verdict.why)
             self.num_moves += 1
         except (AnotherChange, StaleVersion) as error:
             # Somebody else changed something at the same moment: the next look sees it.

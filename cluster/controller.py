@@ -39,6 +39,7 @@ from cluster.launchers import RouterLauncher, WorkerLauncher
 from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan
+from cluster.room import Room
 from cluster.router_link import RouterLink, RouterLinks
 from cluster.steps import STOP_S, Steps
 from cluster.supervisor import State, Supervisor
@@ -98,8 +99,11 @@ class Controller:
             )
             for name, settings in plan.named_routers()
         ]
+        self._room = Room(lambda: steps.next_worker(self.door.config).bundles)
         self.crew = Crew(
-            lambda worker: WorkerLauncher(worker, programs.worker, log_dir, self._reporter(worker.worker_id)),
+            lambda worker: WorkerLauncher(
+                worker, programs.worker, log_dir, self._reporter(worker.worker_id), self._room
+            ),
             self._on_change,
         )
         self.crew.add(plan.workers)
@@ -109,9 +113,13 @@ class Controller:
         first = plan.workers[0].ranks[0]
         steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
         self.events = EventLog(self._on_event)
-        self.door = Door(config, steps, self.events, plan.max_devices)
+        self.door = Door(config, steps, self.events, _num_gpus if first.device == "cuda" else None)
         self._pilot = Autopilot(
-            self._sight, self._split, self._move, lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}")
+            self._sight,
+            self._split,
+            self._move,
+            self._room,
+            lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}"),
         )
         self._admin: grpc.aio.Server | None = None
         self._metrics_page: MetricsPage | None = None
@@ -177,6 +185,7 @@ class Controller:
         await self._link.close()
         await asyncio.gather(*(router.stop(self._drain_s + STOP_S) for router in self.routers))
         await self.crew.stop(STOP_S)
+        self._room.give_back()
         if self._admin is not None:
             await self._admin.stop(None)
         if self._metrics_page is not None:
@@ -346,11 +355,17 @@ class Controller:
         if self.door.changing is not None or not all(m.is_ready for m in members):
             return None
         num_prefill = sum(m.role == "prefill" for m in members)
-        return Split(num_prefill, len(members) - num_prefill, self.door.version)
+        num_added = self.door.num_added // self.door.config.roles.decode.tensor_parallel
+        return Split(num_prefill, len(members) - num_prefill, self.door.version, num_added)
 
     def _move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
         wanted = self.door.with_split(num_prefill, num_decode)
-        self.door.propose(wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version)
+        self.door.propose(wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version, is_auto=True)
+
+
+def _num_gpus() -> int:
+    """On the nodes that Ray has now."""
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def start_controller(

@@ -43,9 +43,10 @@ CHANGES = Metric(
 VERDICTS = Metric(
     "baton_auto_verdicts_total",
     "counter",
-    "What mode auto made of the load, once a second. moves: another split pays. It stays: too little has been measured "
-    "(unknown); the present split serves most (best), or nearly (margin); the gain has not lasted long enough "
-    "(confirm); the last move was just now (cooldown), or in the other direction lately (dwell); the roles differ in "
+    "What mode auto made of the load, once a second. moves: another split pays. grows, shrinks: so does one more "
+    "worker, or one fewer is enough. It stays: too little has been measured (unknown); the present split serves most "
+    "(best), or nearly (margin); the gain has not lasted long enough (confirm); the last move was just now (cooldown), "
+    "or in the other direction lately (dwell); Ray has no room for one more worker yet (room); the roles differ in "
     "tensor_parallel (unequal).",
     (("reason", tuple(Reason)),),
 )

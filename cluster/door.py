@@ -82,21 +82,31 @@ class Answer:
 
 
 class Door:
-    """In one event loop. `config` is what runs; it is the wanted one from the moment a change is accepted."""
+    """In one event loop. `config` is what runs; it is the wanted one from the moment a change is accepted.
+    `num_devices`: that there are now; None: CPU ranks, of which there may be any number."""
 
-    def __init__(self, config: ServingConfig, hands: Hands, events: EventLog, max_devices: int | None = None) -> None:
+    def __init__(
+        self, config: ServingConfig, hands: Hands, events: EventLog, num_devices: Callable[[], int] | None = None
+    ) -> None:
         self.config = config
         self.changing: Plan | None = None
         self._before = config
         self._began_at = 0
         self._hands = hands
         self._events = events
-        self._max_devices = max_devices
+        self._num_devices = num_devices
+        self._num_named = _num_devices(config)
+        """Devices of both roles, as an operator last wanted them."""
         self._work: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
         return self._events.version
+
+    @property
+    def num_added(self) -> int:
+        """Devices that Baton has added by itself."""
+        return max(0, _num_devices(self.config) - self._num_named)
 
     @property
     def needs_prefill(self) -> bool:
@@ -113,13 +123,14 @@ class Door:
         return _with_devices(self.config, devices)
 
     def split_kept(self, wanted: ServingConfig) -> ServingConfig:
-        """`wanted`, with the present split of the same devices where Baton chooses it and each role still fits it: a
-        file that names another one says how a cluster begins."""
+        """`wanted`, with the present split of the same devices, or of those that Baton added to them, where Baton
+        chooses it and each role still fits it: a file that names another one says how a cluster begins."""
         is_auto = wanted.rebalance.mode == self.config.rebalance.mode == "auto"
-        devices: dict[RoleName, int] = {role: self.config.role(role).devices for role in ROLES}
-        is_same = sum(wanted.role(role).devices for role in ROLES) == sum(devices.values())
-        if not (is_auto and is_same):
+        is_same = _num_devices(wanted) == self._num_named
+        most = max(self._num_named, wanted.rebalance.auto.max_devices or 0)
+        if not (is_auto and is_same and _num_devices(self.config) <= most):
             return wanted
+        devices: dict[RoleName, int] = {role: self.config.role(role).devices for role in ROLES}
         kept = _with_devices(wanted, devices)
         return kept if all(_fits(kept, role) for role in ROLES) else wanted
 
@@ -140,11 +151,12 @@ class Door:
         dry_run: bool = False,
         leaving: Collection[str] = (),
         keep: Keep | None = None,
+        is_auto: bool = False,
     ) -> Answer:
         """Plans at once, and begins to carry out unless it is a dry run or nothing differs.
 
-        Raises FailedPrecondition; `expected_version` 0: whatever is current. `keep` is called once all else is right.
-        What is being carried out already is answered with that.
+        Raises FailedPrecondition; `expected_version` 0: whatever is current. `keep` is called once all else is right;
+        `is_auto`: Baton's own wish. What is being carried out already is answered with that.
         """
         is_plain = not dry_run and not leaving and expected_version in (0, self.version)
         if self.changing is not None and is_plain and not differences(self.config, wanted):
@@ -159,6 +171,8 @@ class Door:
             raise
         if not is_change or dry_run:
             return Answer(self.version, plan, False, self._events.last_sequence)
+        if not is_auto and _num_devices(wanted) != _num_devices(self.config):
+            self._num_named = _num_devices(wanted)
         self._begin(wanted, plan)
         return Answer(self.version, plan, True, self._began_at)
 
@@ -186,7 +200,8 @@ class Door:
         refuse_fixed(changed)
         members = self._hands.members()
         targets = wanted_of(wanted, self.config)
-        steps = plan_ratio(members, targets, max_devices=self._max_devices, leaving=leaving)
+        max_devices = None if self._num_devices is None else self._num_devices()
+        steps = plan_ratio(members, targets, max_devices=max_devices, leaving=leaving)
         findings = [f"{finding.key}: {finding.what}" for finding in check(wanted)]
         if findings:
             raise FailedPrecondition("; ".join(findings))
@@ -243,6 +258,10 @@ class Door:
 def _with_devices(config: ServingConfig, devices: dict[RoleName, int]) -> ServingConfig:
     roles = RolesSection(*(replace(config.role(role), devices=devices[role]) for role in ROLES))
     return replace(config, roles=roles)
+
+
+def _num_devices(config: ServingConfig) -> int:
+    return sum(config.role(role).devices for role in ROLES)
 
 
 def _fits(config: ServingConfig, name: RoleName) -> bool:

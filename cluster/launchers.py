@@ -13,11 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.actors import HostedProcess, Place
 from cluster.plan import CPU_SHARE, WorkerPlan
+from cluster.room import Room, place
 from cluster.settings import RouterSettings
 from cluster.supervisor import Running, StartFailed
 
@@ -49,20 +50,22 @@ class RunningGroup:
 
 class WorkerLauncher:
     """Starts one worker, as often as it takes, in the placement group that it keeps; `plan`: what the next start goes
-    by."""
+    by, `room`: where a place may be kept for it."""
 
-    def __init__(self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None], room: Room
+    ) -> None:
         self.plan = plan
         self._module = module
         self._log_dir = log_dir
         self._report = report
+        self._room = room
         self._group: PlacementGroup | None = None
         self.placing_limit_s: float | None = None
 
     async def launch(self) -> Running:
         if self._group is None:
-            bundles = [self.plan.bundle for _ in self.plan.ranks]
-            self._group = placement_group(bundles, strategy="STRICT_PACK")
+            self._group = self._room.take(self.plan.bundles) or place(self.plan.bundles)
         ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
         try:
             return RunningGroup(ranks, await self._start(ranks))

@@ -39,6 +39,11 @@ class WorkerPlan:
         """What one rank books from Ray."""
         return {"CPU": CPU_SHARE, "GPU": 1.0} if self.uses_gpu else {"CPU": CPU_SHARE}
 
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Each rank's."""
+        return [self.bundle for _ in self.ranks]
+
 
 @dataclass(frozen=True)
 class ClusterPlan:
@@ -47,8 +52,6 @@ class ClusterPlan:
     workers: tuple[WorkerPlan, ...]
     router: RouterSettings
     """Of the first one."""
-    max_devices: int | None = None
-    """That Ray has; None: CPU ranks, of which there may be any number."""
     num_routers: int = 1
 
     def named_routers(self) -> list[tuple[str, RouterSettings]]:
@@ -74,8 +77,7 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None)
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
-    max_devices = num_gpus if device == "cuda" else None
-    return ClusterPlan(workers, _plan_router(config), max_devices, config.router.replicas)
+    return ClusterPlan(workers, _plan_router(config), config.router.replicas)
 
 
 def _device(config: ServingConfig, num_gpus: int) -> str:

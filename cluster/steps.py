@@ -13,7 +13,7 @@ from dataclasses import replace
 from cluster.config import ServingConfig
 from cluster.crew import ROLE_NUMBERS, Crew
 from cluster.pb import admin_pb2
-from cluster.plan import RoleName, plan_worker
+from cluster.plan import RoleName, WorkerPlan, plan_worker
 from cluster.ratio import Flip, Member, Start, Step, Stop
 from cluster.router_link import LOOK_EVERY_S, RouterLinks
 from cluster.supervisor import State
@@ -44,6 +44,10 @@ class Steps:
 
     def members(self) -> list[Member]:
         return self._crew.members()
+
+    def next_worker(self, config: ServingConfig) -> WorkerPlan:
+        """One more of any role, where both have workers of one size; whose number is not given yet."""
+        return plan_worker(config, "decode", device=self._device, threads=self._threads)
 
     async def tell(self) -> None:
         """Has the router hear how things are now."""

@@ -59,7 +59,8 @@ class DoorStage:
         self.told: list[Event] = []
         self.events = EventLog(self.told.append)
         self.hands = WordyHands(config)
-        self.door = Door(config, self.hands, self.events, max_devices)
+        num_devices = None if max_devices is None else lambda: max_devices
+        self.door = Door(config, self.hands, self.events, num_devices)
 
     def kinds(self) -> list[EventKind]:
         return [event.kind for event in self.told]

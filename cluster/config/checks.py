@@ -30,6 +30,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     """Everything that is wrong between the keys of `config`."""
     for role in ROLES:
         yield from _check_role(config, role)
+    yield from _check_growth(config)
     yield from _check_engine(config)
     yield from _check_device(config)
     yield from _check_timers(config)
@@ -125,6 +126,16 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:
             where,
             f"{tokens} tokens do not make one block of the {name} workers, which has {block_size}",
             (other, f"{prefix}.block_size", "engine.block_size"),
+        )
+
+
+def _check_growth(config: ServingConfig) -> Iterator[Finding]:
+    most, named = config.rebalance.auto.max_devices, sum(config.role(role).devices for role in ROLES)
+    if most is not None and most < named:
+        yield Finding(
+            "rebalance.auto.max_devices",
+            f"{most} is less than the {named} that the roles name; use {named} or more, or null",
+            tuple(f"roles.{role}.devices" for role in ROLES),
         )
 
 

@@ -281,6 +281,12 @@ class AutoSection:
     """After a move, the next one waits for so long."""
     dwell_s: float = bounded(30.0, at_least=0, at_most=DAY_S)
     """A worker that was moved stays in its role for so long."""
+    max_devices: int | None = bounded(None, at_least=1, at_most=131_072)
+    """What both roles together may grow to: where no split of the workers there are serves what is asked for, one more
+    is started as soon as Ray has room for it, which Ray's autoscaler is asked for. null: as many as the roles name."""
+    release_after_s: float = bounded(300.0, at_least=0, at_most=DAY_S)
+    """A worker that was added is stopped when the others have been enough for so long; Ray's autoscaler takes idle
+    nodes away."""
 
 
 @dataclass(frozen=True)

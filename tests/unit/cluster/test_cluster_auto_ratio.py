@@ -10,18 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.auto_ratio import (
-    AutoRatio,
-    Bounds,
-    Patience,
-    Slo,
-    Usual,
-    Worker,
-    scores_of,
-    service_of,
-    usual_request,
-)
+from cluster.auto_ratio import AutoRatio, Patience
 from cluster.demand import Demand
+from cluster.split_rates import Bounds, Slo, Usual, Worker, scores_of, service_of, usual_request
 from cluster.step_cost import RoleCosts, StepCost
 
 COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
@@ -156,9 +147,11 @@ def test_the_pool_bounds_the_batch() -> None:
 class Clock:
     """Decides once a second, as a controller does, and follows each verdict."""
 
-    def __init__(self, num_prefill: int = 2, patience: Patience | None = None) -> None:
+    def __init__(self, num_prefill: int = 2, patience: Patience | None = None, bounds: Bounds = FOUR) -> None:
         self.auto = AutoRatio(SLO, patience or Patience())
         self.num_prefill = num_prefill
+        self.bounds = bounds
+        self.sizes: list[tuple[float, int]] = []
         self.now = 0.0
         self.moves: list[tuple[float, int]] = []
         self.why = ""
@@ -166,12 +159,16 @@ class Clock:
     def run(self, seconds: int, demand: Demand) -> None:
         for _ in range(seconds):
             self.now += 1
-            verdict = self.auto.decide(self.now, demand, WINDOW_S, WORKER, FOUR, self.num_prefill)
+            verdict = self.auto.decide(self.now, demand, WINDOW_S, WORKER, self.bounds, self.num_prefill)
             self.why = verdict.why
             if verdict.moves:
-                self.auto.moved(self.now, self.num_prefill, verdict.num_prefill)
-                self.num_prefill = verdict.num_prefill
-                self.moves.append((self.now, verdict.num_prefill))
+                before, after = self.bounds.num_workers, verdict.num_workers
+                self.auto.moved(self.now, (self.num_prefill, before), (verdict.num_prefill, after))
+                self.num_prefill, self.bounds = verdict.num_prefill, replace(self.bounds, num_workers=after)
+                if after == before:
+                    self.moves.append((self.now, verdict.num_prefill))
+                else:
+                    self.sizes.append((self.now, after))
 
 
 def test_a_gain_moves_the_ratio_once_it_has_lasted() -> None:
@@ -244,7 +241,7 @@ EASY = load(1.5, 800, 20)
 
 def test_a_split_that_is_seen_to_serve_less_than_predicted_is_left() -> None:
     clock = Clock(num_prefill=2)
-    clock.run(20, served(EASY, 0.3))
+    clock.run(25, served(EASY, 0.3))
     [(moved_at, split)] = clock.moves
     assert split != 2 and moved_at > WINDOW_S
     clock.run(200, served(EASY, 1.0))
@@ -253,7 +250,7 @@ def test_a_split_that_is_seen_to_serve_less_than_predicted_is_left() -> None:
 
 def test_why_says_what_was_seen() -> None:
     clock = Clock(num_prefill=2)
-    clock.run(14, served(EASY, 0.3))
+    clock.run(19, served(EASY, 0.3))
     assert "2:2 serves 0.5 as was seen (predicted" in clock.why
 
 
@@ -265,15 +262,67 @@ def test_a_split_that_keeps_nearly_all_is_not_left() -> None:
 
 def test_what_ends_late_just_after_a_move_says_nothing_of_the_new_split() -> None:
     clock = Clock(num_prefill=2)
-    clock.run(20, served(EASY, 0.3))
+    clock.run(25, served(EASY, 0.3))
     clock.run(9, served(EASY, 0.3))
     clock.run(100, served(EASY, 1.0))
     assert len(clock.moves) == 1
 
 
+def test_what_waited_from_before_a_move_says_nothing_of_the_split_while_it_is_on_its_way_out() -> None:
+    clock = Clock(num_prefill=2)
+    late = served(EASY, 0.3)
+    clock.run(60, replace(late, num_ended=1.2 * late.num_arrived))
+    assert not clock.moves
+    clock.run(20, late)
+    assert clock.moves
+
+
 def test_what_was_seen_of_one_kind_of_load_says_nothing_of_another() -> None:
     clock = Clock(num_prefill=3)
-    clock.run(20, served(load(3, 400, 20), 0.3))
+    clock.run(25, served(load(3, 400, 20), 0.3))
     assert [split for _, split in clock.moves] != [] and clock.num_prefill != 3
     clock.run(60, PROMPTS)
     assert clock.num_prefill == 3
+
+
+SIX = replace(FOUR, least_workers=4, most_workers=6)
+
+
+def test_workers_come_where_no_split_is_enough_and_go_when_the_others_have_been_for_long() -> None:
+    clock = Clock(num_prefill=3, bounds=SIX)
+    clock.run(60, PROMPTS)
+    assert clock.sizes == [(6.0, 5), (16.0, 6)], "once it has lasted, and not two within the cooldown"
+    assert clock.num_prefill == 5
+    clock.run(299, EASY)
+    assert len(clock.sizes) == 2
+    clock.run(10, EASY)
+    assert [size for _, size in clock.sizes] == [5, 6, 5]
+    clock.run(1000, EASY)
+    assert [size for _, size in clock.sizes] == [5, 6, 5, 4], "and no fewer than were named"
+
+
+def test_workers_that_were_added_go_when_nothing_comes() -> None:
+    clock = Clock(num_prefill=3, bounds=SIX)
+    clock.run(20, PROMPTS)
+    clock.run(700, load(0.1, 800, 20))
+    assert [size for _, size in clock.sizes] == [5, 6, 5, 4] and clock.num_prefill == 3
+
+
+def test_another_split_is_tried_before_another_worker() -> None:
+    clock = Clock(num_prefill=1, bounds=SIX)
+    clock.run(10, PROMPTS)
+    assert clock.moves == [(6.0, 3)] and not clock.sizes
+    clock.run(20, PROMPTS)
+    assert clock.sizes and clock.sizes[0][0] >= 16
+
+
+def test_a_load_that_these_workers_serve_brings_no_others() -> None:
+    clock = Clock(bounds=SIX)
+    clock.run(100, EASY)
+    assert not clock.sizes
+
+
+def test_without_a_larger_number_no_worker_is_added() -> None:
+    clock = Clock(num_prefill=3)
+    clock.run(100, PROMPTS)
+    assert not clock.sizes and "the most of all" in clock.why

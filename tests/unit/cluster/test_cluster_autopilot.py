@@ -42,14 +42,23 @@ class World:
         self.split: Split | None = Split(1, 3, version=7)
         self.asked: list[tuple[int, int, int]] = []
         self.error: FailedPrecondition | None = None
-        self.pilot = Autopilot(self.sight, lambda: self.split, self.move)
+        self.has_room = False
+        self.num_kept_places = 0
+        self.pilot = Autopilot(self.sight, lambda: self.split, self.move, self)
         self.now = 0.0
 
     async def sight(self) -> Sight | None:
         return None if self.demand is None else Sight(10.0, self.demand, COSTS, 0)
 
+    def ask(self) -> bool:
+        self.num_kept_places = 1
+        return self.has_room
+
+    def give_back(self) -> None:
+        self.num_kept_places = 0
+
     def move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
-        assert why.startswith("moves: ")
+        assert why.startswith(("moves: ", "grows: "))
         self.asked.append((num_prefill, num_decode, version))
         if self.error is not None:
             raise self.error
@@ -146,3 +155,32 @@ async def test_the_reports_of_several_routers_are_one_sight() -> None:
     )
     assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=9), COSTS, 40)
     assert Sight.of([]) is None
+
+
+GROWING = replace(
+    AUTO, rebalance=replace(AUTO.rebalance, auto=replace(AUTO.rebalance.auto, max_devices=5, release_after_s=50))
+)
+
+
+async def test_one_more_worker_is_asked_for_once_there_is_room() -> None:
+    world = World()
+    await world.run(30, GROWING)
+    assert world.asked == [(3, 1, 7)] and world.num_kept_places == 1
+    assert world.pilot.verdict is not None and world.pilot.verdict.reason is Reason.ROOM
+    assert world.pilot.verdict.why.startswith("stays until there is room for one more worker; grows: 4:1 serves")
+    world.has_room = True
+    await world.run(1, GROWING)
+    assert world.asked == [(3, 1, 7), (4, 1, 8)]
+
+
+async def test_a_place_that_is_not_needed_any_more_is_given_back() -> None:
+    world = World()
+    await world.run(30, GROWING)
+    world.demand = replace(LONG_PROMPTS, num_arrived=20)
+    await world.run(1, GROWING)
+    assert world.num_kept_places == 0
+    world.demand = LONG_PROMPTS
+    await world.run(10, GROWING)
+    assert world.num_kept_places == 1
+    await world.run(1, replace(GROWING, rebalance=replace(GROWING.rebalance, mode="fixed")))
+    assert world.num_kept_places == 0

@@ -62,12 +62,12 @@ class Cluster:
     """A crew without workers, over one host, and a router that sees who is ready."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from cluster import launchers
+        from cluster import launchers, room
 
         self.host = Host()
         self.groups: list[Any] = []
         self.lines: list[str] = []
-        monkeypatch.setattr(launchers, "placement_group", self._book)
+        monkeypatch.setattr(room, "placement_group", self._book)
         monkeypatch.setattr(launchers, "remove_placement_group", self.groups.remove)
         monkeypatch.setattr(launchers.WorkerLauncher, "_host", lambda *_: self.host)
         monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
@@ -89,8 +89,9 @@ class Cluster:
 
     def _launcher(self, plan: WorkerPlan) -> WorkerLauncher:
         from cluster.launchers import WorkerLauncher
+        from cluster.room import Room
 
-        return WorkerLauncher(plan, "worker.program", None, self.lines.append)
+        return WorkerLauncher(plan, "worker.program", None, self.lines.append, Room(lambda: plan.bundles))
 
 
 START = Start("decode-3", "decode", 1)

@@ -64,7 +64,7 @@ def test_thousands_of_requests_read_nothing_that_is_not_theirs(num_worlds: int) 
     assert not rare, "every fault has taken effect, often"
     for effect in ("retried", "prefilled locally", "landings torn", "link retired: timeout", "heard again"):
         assert counts[effect] >= num_worlds, effect
-    assert counts["cells shared"] > 100 * num_worlds, "some reads were of an equal prefix that another request had written"
+    assert counts["cells shared"] > 100 * num_worlds, "some read an equal prefix that another request had written"
     assert counts["blocks poisoned"] > num_worlds * 4 * 20, "every pool went round many times"
 
 

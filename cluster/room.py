@@ -1,0 +1,54 @@
+"""A place for one more worker, kept before that worker is asked for.
+
+While no node has one, its placement group waits at Ray, which has Ray's autoscaler bring a node where cluster.yaml lets
+it (`max_workers`). Knows no worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+Bundles = Sequence[dict[str, float]]
+"""What each rank of a worker books."""
+
+
+def place(bundles: Bundles) -> PlacementGroup:
+    """On one node, as soon as one has room for all."""
+    group: PlacementGroup = placement_group(list(bundles), strategy="STRICT_PACK")
+    return group
+
+
+class Room:
+    """`bundles`: of the worker that would come next."""
+
+    def __init__(self, bundles: Callable[[], Bundles]) -> None:
+        self._bundles = bundles
+        self._group: PlacementGroup | None = None
+        self._is_for: Bundles = ()
+
+    def ask(self) -> bool:
+        """Whether there is a place, which is then kept; while there is none, Ray is asked for one."""
+        bundles = self._bundles()
+        if bundles != self._is_for:
+            self.give_back()
+        if self._group is None:
+            self._group, self._is_for = place(bundles), bundles
+        return self._is_there(self._group)
+
+    def take(self, bundles: Bundles) -> PlacementGroup | None:
+        """The place that is kept, where it is one for these; whose it is from now on."""
+        if self._group is None or bundles != self._is_for or not self._is_there(self._group):
+            return None
+        taken, self._group = self._group, None
+        return taken
+
+    def give_back(self) -> None:
+        """No place is needed now."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+    def _is_there(self, group: PlacementGroup) -> bool:
+        return bool(placement_group_table(group).get("state") == "CREATED")
