@@ -9,14 +9,15 @@ and for a stream of chats with long prompts among them, the same requests come t
     disaggregated   one prefills, one decodes, and every prompt is handed over
     auto            `mode: auto`, which may choose either, with local prefill on decode workers
 
-at a share of what both workers complete when each does both and clients keep them busy: a larger one for the mixed
-load, where one above the other two can only be seen when they do not serve all of it in time. Exits 1 when a request
-was lost, repeated or changed.
+one right after the other, in two clusters of which one idles, at a share of what both workers complete when each does
+both and clients keep them busy: a larger one for the mixed load, where one above the other two can only be seen when
+they do not serve all of it in time. Exits 1 when a request was lost, repeated or changed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +38,7 @@ from benchmarks.open_loop import Figures, Kind, Told, figures_of, offer, poisson
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import tell, telling_failures
 from benchmarks.steered import SteeredCluster
-from cluster.auto_ratio import Slo
+from cluster.split_rates import Slo
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
@@ -79,6 +80,8 @@ class Run:
     split: str
     """At the end."""
     why: str
+    """The last of its reasons."""
+    reasons: list[str]
     problems: list[str]
 
 
@@ -111,9 +114,8 @@ class Bench:
         figures = figures_of(counted, self._seconds, ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
         reasons = self._cluster.reasons(before) if mode == "auto" else []
         ended_as = ":".join(map(str, self._cluster.split()))
-        return Run(
-            point.name, mode, round(point.rate, 2), figures, ended_as, reasons[-1] if reasons else "", problems_of(told)
-        )
+        why = reasons[-1] if reasons else ""
+        return Run(point.name, mode, round(point.rate, 2), figures, ended_as, why, reasons, problems_of(told))
 
     def _offer(self, name: str, arrivals: list[Any]) -> list[Told]:
         bar = self._progress.add_task(name, total=len(arrivals))
@@ -179,15 +181,17 @@ def main(
     }
     runs: list[Run] = []
     bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-    points: list[Point] = []
-    with telling_failures(), bar as progress:
-        for policy, modes in (("predicted", MODES[:2]), ("least_loaded", MODES[2:])):
-            with SteeredCluster.running(config, {**values, "router.policy": policy}, share) as cluster:
-                bench = Bench(cluster, slo, seconds, progress)
-                points = points or [bench.loaded(p, mixed_load if p.name == MIXED else load) for p in grid()]
-                runs += [bench.run(point, mode) for point in points for mode in modes]
-    order = [point.name for point in points]
-    runs.sort(key=lambda run: (order.index(run.point), MODES.index(run.mode)))
+    with telling_failures(), contextlib.ExitStack() as stack:
+        clusters = [
+            stack.enter_context(SteeredCluster.running(config, {**values, "router.policy": policy}, share))
+            for policy in ("predicted", "least_loaded")
+        ]
+        progress = stack.enter_context(bar)
+        predicted, handing_over = (Bench(cluster, slo, seconds, progress) for cluster in clusters)
+        for unloaded in grid():
+            point = predicted.loaded(unloaded, mixed_load if unloaded.name == MIXED else load)
+            runs += [predicted.run(point, mode) for mode in MODES[:2]]
+            runs.append(handing_over.run(point, MODES[2]))
     found = summary(runs)
     tell(found, as_json, lambda found: show(found, slo))
     if found["problems"]:
