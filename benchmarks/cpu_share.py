@@ -30,7 +30,7 @@ def equal_shares(workers: Mapping[str, Sequence[int]], share: float) -> Iterator
     made: list[Path] = []
     try:
         for name, pids in workers.items():
-            group = root / f"baton-{os.getpid()}-{name}"
+            group = root / f"baton-{os.getpid()}-{pids[0]}-{name}"
             group.mkdir()
             made.append(group)
             _limit(group, share)

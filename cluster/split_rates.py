@@ -2,7 +2,8 @@
 
     one prefill worker   mu_p = the share of its time that may be busy, so that the first token comes in time
                                 / seconds of a prompt
-    one decode worker    mu_d = the largest batch whose step keeps the time per token / (step * tokens of an output)
+    one decode worker    mu_d = the largest batch most of whose steps keep the time per token
+                                / (step * tokens of an output)
                          what its steps leave of the time per token is for prompts: the fewer tokens it generates, the
                          more of them it computes itself (`engine.step_budget` holds it to that)
     P of N prefill       the highest rate whose outputs D = N - P workers generate, and whose prompts P workers and the
@@ -152,10 +153,14 @@ def _each_s(cost: StepCost, usual: Usual) -> float:
 
 def _largest_batch(usual: Usual, worker: Worker, tpot_s: float) -> float:
     """Sequences that one step can advance in time, as most steps and not the mean one are to be; at least one, as some
-    step must be made."""
+    step must be made.
+
+    Requests come at any moment, so that there are n give or take sqrt(n) of them at a time.
+    """
     cost = worker.costs.decode
     each_s = _each_s(cost, usual)
-    in_time = (PACE_SHARE * tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
+    most = (PACE_SHARE * tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
+    in_time = ((math.sqrt(1 + 4 * most) - 1) / 2) ** 2 if most > 0 else 0.0
     in_memory = worker.kv_tokens / usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
     return max(1.0, min(in_time, in_memory, worker.max_num_seqs))
 
