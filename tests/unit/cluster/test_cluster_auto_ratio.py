@@ -141,7 +141,7 @@ def test_prompts_that_caches_hold_cost_something_all_the_same() -> None:
 def test_the_pool_bounds_the_batch() -> None:
     usual = usual_of(0.01, 10)
     wide, narrow = (service_of(usual, Worker(COSTS, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
-    assert narrow.mu_decode == pytest.approx(4 / (0.009 * 10)) and wide.mu_decode > 2 * narrow.mu_decode
+    assert narrow.mu_decode == pytest.approx(4 / (0.009 * 10)) and wide.mu_decode > 1.9 * narrow.mu_decode
 
 
 class Clock:
