@@ -45,8 +45,9 @@ CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
 MIXED = "chats, long prompts"
 CAPACITY_S, STREAMS = 8.0, 24
 SETTLE_S = 120.0
-ADAPT_S = 12.0
-"""The load goes on for so long before it counts, so that auto has made up its mind."""
+WARM_S, ADAPT_S = 5.0, 22.0
+"""The load goes on for so long before it counts: longer for auto, which has to make up its mind, and whose outputs from
+before that have to end."""
 MODES = ("colocated", "auto", "disaggregated")
 
 
@@ -56,17 +57,19 @@ class Point:
 
     name: str
     kinds: tuple[tuple[Kind, float], ...]
+    seconds: float
+    """That count."""
     rate: float = 0.0
     """Requests a second of all kinds together."""
 
 
-def grid() -> list[Point]:
+def grid(seconds: float, mixed_seconds: float) -> list[Point]:
     points = [
-        Point(f"{prompt} + {output}", ((Kind(f"{prompt} + {output}", prompt, output), 1.0),))
+        Point(f"{prompt} + {output}", ((Kind(f"{prompt} + {output}", prompt, output), 1.0),), seconds)
         for prompt in PROMPT_TOKENS
         for output in OUTPUT_TOKENS
     ]
-    return [*points, Point(MIXED, ((CHAT, 0.85), (LONG, 0.15)))]
+    return [*points, Point(MIXED, ((CHAT, 0.85), (LONG, 0.15)), mixed_seconds)]
 
 
 @dataclass(frozen=True)
@@ -88,10 +91,9 @@ class Run:
 class Bench:
     """What is asked of one cluster."""
 
-    def __init__(self, cluster: SteeredCluster, slo: Slo, seconds: float, progress: Progress) -> None:
+    def __init__(self, cluster: SteeredCluster, slo: Slo, progress: Progress) -> None:
         self._cluster = cluster
         self._slo = slo
-        self._seconds = seconds
         self._progress = progress
 
     def loaded(self, point: Point, share: float) -> Point:
@@ -107,11 +109,15 @@ class Bench:
         split = (1, 1) if mode != "colocated" else (0, 2)
         self._cluster.steer(*split, auto=mode == "auto")
         rates = [(kind, part * point.rate) for kind, part in point.kinds]
-        told = self._offer(
-            f"{point.name}, {mode}", poisson(rates, 0.0, ADAPT_S + self._seconds, random.Random(point.name))
-        )
-        counted = [t for t in told if t.arrival.at >= ADAPT_S]
-        figures = figures_of(counted, self._seconds, ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
+        before_s = ADAPT_S if mode == "auto" else WARM_S
+        # What counts is the same for every mode.
+        arrivals = [
+            *poisson(rates, 0.0, before_s, random.Random(f"{point.name}, before")),
+            *poisson(rates, before_s, point.seconds, random.Random(point.name)),
+        ]
+        told = self._offer(f"{point.name}, {mode}", arrivals)
+        counted = [t for t in told if t.arrival.at >= before_s]
+        figures = figures_of(counted, point.seconds, ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
         reasons = self._cluster.reasons(before) if mode == "auto" else []
         ended_as = ":".join(map(str, self._cluster.split()))
         why = reasons[-1] if reasons else ""
@@ -159,6 +165,7 @@ def show(found: dict[str, Any], slo: Slo) -> None:
 
 def main(
     seconds: Annotated[float, typer.Option(min=2.0, help="That count, of each mode at each point.")] = 15.0,
+    mixed_seconds: Annotated[float, typer.Option(min=2.0, help="The same, of chats with long prompts.")] = 40.0,
     load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what colocated workers complete.")] = 0.8,
     mixed_load: Annotated[float, typer.Option(min=0.05, max=3, help="The same, of chats with long prompts.")] = 1.0,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.4,
@@ -187,8 +194,8 @@ def main(
             for policy in ("predicted", "least_loaded")
         ]
         progress = stack.enter_context(bar)
-        predicted, handing_over = (Bench(cluster, slo, seconds, progress) for cluster in clusters)
-        for unloaded in grid():
+        predicted, handing_over = (Bench(cluster, slo, progress) for cluster in clusters)
+        for unloaded in grid(seconds, mixed_seconds):
             point = predicted.loaded(unloaded, mixed_load if unloaded.name == MIXED else load)
             runs += [predicted.run(point, mode) for mode in MODES[:2]]
             runs.append(handing_over.run(point, MODES[2]))

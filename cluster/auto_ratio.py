@@ -148,8 +148,8 @@ class AutoRatio:
         rate = demand.num_arrived / window_s
         self._look(now, usual, demand, window_s, num_prefill)
         seen = {split: told.rate for split, told in self._seen.items() if told.tells_of(usual, now)}
-        # Few arrivals may be many by chance: what is asked for is what surely is, and some more.
-        asked = rate * (1 - 1 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
+        # Few arrivals may be many by chance: what is asked for is what probably is, and some more.
+        asked = rate * (1 - 0.5 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
         scores = scores_of(service, bounds, asked, seen)
         score = score_of(service, num_prefill, bounds, asked, seen)
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))

@@ -2,8 +2,8 @@
 
     one prefill worker   mu_p = the share of its time that may be busy, so that the first token comes in time
                                 / seconds of a prompt
-    one decode worker    mu_d = the largest batch most of whose steps keep the time per token
-                                / (step * tokens of an output)
+    one decode worker    mu_d = as many as may come at any moment, and seldom are there more at a time than a step
+                                advances within the time per token
                          what its steps leave of the time per token is for prompts: the fewer tokens it generates, the
                          more of them it computes itself (`engine.step_budget` holds it to that)
     P of N prefill       the highest rate whose outputs D = N - P workers generate, and whose prompts P workers and the
@@ -16,7 +16,7 @@ Pure: load and costs come in, rates go out. Knows nothing of what was served, an
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.demand import Demand
@@ -26,6 +26,8 @@ LEAST_REQUESTS = 10
 """Fewer tell nothing of their kind."""
 _HALVINGS = 50
 """Of the span in which the highest rate is looked for."""
+_LATE = 0.15
+"""Share of the requests that may get their tokens late."""
 
 
 @dataclass(frozen=True)
@@ -130,20 +132,15 @@ def usual_request(demand: Demand, costs: RoleCosts) -> Usual | None:
 def service_of(usual: Usual, worker: Worker, slo: Slo) -> Service:
     """Rates of one worker in each role, and what of its time is left beside outputs."""
     cost = worker.costs.decode
-    batch, each_s = _largest_batch(usual, worker, slo.tpot_s), _each_s(cost, usual)
     tokens = usual.num_output_tokens * usual.num_sequences
     return Service(
         mu_prefill=_busy_share(usual.prompt_s, slo.ttft_s) / usual.prompt_s,
-        mu_decode=batch / (_step_s(cost, batch, usual) * tokens),
+        mu_decode=_sequences_per_s(usual, worker, slo) / usual.num_sequences,
         local_prompt_s=usual.local_prompt_s,
         ttft_s=slo.ttft_s,
         idle_share=max(0.0, 1 - cost.fixed_s / (PACE_SHARE * slo.tpot_s)),
-        output_s=each_s * tokens,
+        output_s=_each_s(cost, usual) * tokens,
     )
-
-
-def _step_s(cost: StepCost, batch: float, usual: Usual) -> float:
-    return cost.fixed_s + batch * _each_s(cost, usual)
 
 
 def _each_s(cost: StepCost, usual: Usual) -> float:
@@ -151,18 +148,45 @@ def _each_s(cost: StepCost, usual: Usual) -> float:
     return cost.sequence_s + cost.kv_token_s * usual.num_kv_tokens
 
 
-def _largest_batch(usual: Usual, worker: Worker, tpot_s: float) -> float:
-    """Sequences that one step can advance in time, as most steps and not the mean one are to be; at least one, as some
-    step must be made.
+def _sequences_per_s(usual: Usual, worker: Worker, slo: Slo) -> float:
+    """That come to one worker at any moment, and nearly all get their tokens in time.
 
-    Requests come at any moment, so that there are n give or take sqrt(n) of them at a time.
+    A step with n sequences takes fixed + n * each, so that n of them end n / (step * tokens) times a second. As many
+    are there at a time as a chain of such births and deaths says; late are those that come upon too many.
     """
-    cost = worker.costs.decode
-    each_s = _each_s(cost, usual)
-    most = (PACE_SHARE * tpot_s - cost.fixed_s) / each_s if each_s > 0 else math.inf
-    in_time = ((math.sqrt(1 + 4 * most) - 1) / 2) ** 2 if most > 0 else 0.0
-    in_memory = worker.kv_tokens / usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
-    return max(1.0, min(in_time, in_memory, worker.max_num_seqs))
+    cost, each_s = worker.costs.decode, _each_s(worker.costs.decode, usual)
+    in_memory = worker.kv_tokens // usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
+    most = max(1, int(min(worker.max_num_seqs, in_memory)))
+    in_time = int(min(most, (PACE_SHARE * slo.tpot_s - cost.fixed_s) / each_s)) if each_s > 0 else most
+    ends = [n / ((cost.fixed_s + n * each_s) * usual.num_output_tokens) for n in range(1, most + 1)]
+    if in_time < 1:
+        return ends[0]  # some step must be made
+    # Where all that a worker holds are in time, others may wait until one ends.
+    num_may_wait = int(slo.ttft_s * ends[-1]) if in_time == most else 0
+    low, high = 0.0, ends[-1]
+    for _ in range(_HALVINGS):
+        rate = (low + high) / 2
+        low, high = (rate, high) if _late_share(rate, ends, in_time, num_may_wait) <= _LATE else (low, rate)
+    return low
+
+
+def _late_share(rate: float, ends: Sequence[float], in_time: int, num_may_wait: int) -> float:
+    """Of the sequences, those that are there together with more than `in_time`, or `num_may_wait` beyond the last."""
+    weight, total, late = 1.0, 0.0, 0.0
+    for n, ends_per_s in enumerate(ends, 1):
+        weight *= rate / ends_per_s
+        total += n * weight
+        late += n * weight if n > in_time else 0.0
+    less = rate / ends[-1]
+    if less >= 1:
+        return 1.0
+
+    def waiting(num_before: int) -> float:
+        """Those beyond the largest batch wait, ever fewer of them."""
+        n = len(ends) + num_before
+        return float(weight * less**num_before * (n * less / (1 - less) + less / (1 - less) ** 2))
+
+    return (late + waiting(num_may_wait)) / (total + waiting(0))
 
 
 def _busy_share(prompt_s: float, ttft_s: float) -> float:

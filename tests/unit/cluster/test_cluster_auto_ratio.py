@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 
@@ -141,7 +142,38 @@ def test_prompts_that_caches_hold_cost_something_all_the_same() -> None:
 def test_the_pool_bounds_the_batch() -> None:
     usual = usual_of(0.01, 10)
     wide, narrow = (service_of(usual, Worker(COSTS, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
-    assert narrow.mu_decode == pytest.approx(4 / (0.009 * 10)) and wide.mu_decode > 1.9 * narrow.mu_decode
+    all_the_time = 4 / (0.009 * 10)
+    assert 0.9 * all_the_time < narrow.mu_decode < all_the_time and wide.mu_decode > 1.9 * narrow.mu_decode
+
+
+def simulated_late_share(rate: float, cost: StepCost, num_tokens: int, in_time: int, seed: int) -> float:
+    """Of sequences that come to one worker at any moment, those whose tokens take longer than a step of `in_time`."""
+    draw, now, comes, late, ended = random.Random(seed), 0.0, 0.0, 0, 0
+    running: list[list[float]] = []  # when it began, and tokens to come
+    while ended < 3000:
+        if not running:
+            now = max(now, comes)
+        while comes <= now:
+            running.append([now, num_tokens])
+            comes += draw.expovariate(rate)
+        now += cost.fixed_s + len(running) * cost.sequence_s
+        for one in running:
+            one[1] -= 1
+        late += sum(not left and now - began > num_tokens * cost.of_sequences(in_time, 0) for began, left in running)
+        ended += sum(not left for _, left in running)
+        running = [one for one in running if one[1]]
+    return late / ended
+
+
+def test_nearly_all_sequences_are_in_time_at_the_rate_of_a_decode_worker() -> None:
+    """In a simulation of its steps; at one that fills the largest batch on the mean, most are late."""
+    cost, num_tokens = StepCost(0.02, 0.001, 0, 0.005, 0), 24
+    slo = Slo(ttft_s=2.0, tpot_s=0.08)
+    rate = service_of(usual_of(0.5, num_tokens), worker_of(cost), slo).mu_decode
+    fits = int((0.9 * slo.tpot_s - cost.fixed_s) / cost.sequence_s)
+    assert simulated_late_share(rate, cost, num_tokens, fits, 1) < 0.2
+    of_the_mean = fits / (cost.of_sequences(fits, 0) * num_tokens)
+    assert simulated_late_share(of_the_mean, cost, num_tokens, fits, 1) > 0.4
 
 
 class Clock:
