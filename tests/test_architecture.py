@@ -31,6 +31,7 @@ RAY_ONLY_IN = (
     "cluster/actors.py",
     "cluster/controller.py",
     "cluster/launchers.py",
+    "cluster/room.py",
     "cluster/local_ray.py",
     "cluster/cli/serve.py",
 )
