@@ -16,6 +16,7 @@ from enum import StrEnum
 
 from cluster.demand import Demand
 from cluster.split_rates import (
+    IN_TIME,
     LEAST_REQUESTS,
     Bounds,
     Service,
@@ -28,8 +29,6 @@ from cluster.split_rates import (
     usual_request,
 )
 
-_IN_TIME = 0.85
-"""Share of the requests that must keep the objectives, lest their split is held to what it did serve."""
 _ALIKE = 1.5
 """Times longer or shorter: prompts and outputs of another kind, of which what was seen says nothing."""
 _HOLDS_S = 300.0
@@ -143,7 +142,10 @@ class AutoRatio:
             self._wanted = None
             why = "stays: too little has been measured to tell"
             unknown = Verdict(num_prefill, bounds.num_workers, Reason.UNKNOWN, why)
-            return (demand.num_placed < LEAST_REQUESTS and self._idle(now, bounds, num_prefill)) or unknown
+            if demand.num_placed >= LEAST_REQUESTS:
+                self._size = None
+                return unknown
+            return self._idle(now, bounds, num_prefill) or unknown
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
         self._look(now, usual, demand, window_s, num_prefill)
@@ -224,10 +226,10 @@ class AutoRatio:
         if now - self._begun_at < window_s + longest_s or demand.num_ended < LEAST_REQUESTS:
             return
         share = demand.num_kept / demand.num_ended
-        if share >= _IN_TIME:
+        if share >= IN_TIME:
             self._seen.pop(num_prefill, None)
         # More end than come: what waited from before the move is on its way out, and late whatever the split serves.
-        if share >= _IN_TIME or demand.num_ended > demand.num_arrived:
+        if share >= IN_TIME or demand.num_ended > demand.num_arrived:
             self._late_since = None
             return
         if self._late_since is None:

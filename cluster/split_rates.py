@@ -26,8 +26,9 @@ LEAST_REQUESTS = 10
 """Fewer tell nothing of their kind."""
 _HALVINGS = 50
 """Of the span in which the highest rate is looked for."""
-_LATE = 0.15
-"""Share of the requests that may get their tokens late."""
+IN_TIME = 0.85
+"""Share of the requests that are to keep the objectives."""
+_LARGE = 1e100
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _sequences_per_s(usual: Usual, worker: Worker, slo: Slo) -> float:
     low, high = 0.0, ends[-1]
     for _ in range(_HALVINGS):
         rate = (low + high) / 2
-        low, high = (rate, high) if _late_share(rate, ends, in_time, num_may_wait) <= _LATE else (low, rate)
+        low, high = (rate, high) if _late_share(rate, ends, in_time, num_may_wait) <= 1 - IN_TIME else (low, rate)
     return low
 
 
@@ -177,6 +178,8 @@ def _late_share(rate: float, ends: Sequence[float], in_time: int, num_may_wait: 
         weight *= rate / ends_per_s
         total += n * weight
         late += n * weight if n > in_time else 0.0
+        if weight > _LARGE:  # only their proportions count
+            weight, total, late = 1.0, total / weight, late / weight
     less = rate / ends[-1]
     if less >= 1:
         return 1.0

@@ -165,6 +165,14 @@ def simulated_late_share(rate: float, cost: StepCost, num_tokens: int, in_time: 
     return late / ended
 
 
+def test_thousands_of_sequences_at_a_time_are_counted_too() -> None:
+    cost = StepCost(0.001, 0.0001, 0, 1e-6, 0)
+    many = Worker(RoleCosts(cost, cost), max_num_seqs=4096, kv_tokens=0)
+    rate = service_of(usual_of(0.01, 100), many, SLO).mu_decode
+    all_the_time = 4096 / (cost.of_sequences(4096, 0) * 100)
+    assert 0.9 * all_the_time < rate < all_the_time
+
+
 def test_nearly_all_sequences_are_in_time_at_the_rate_of_a_decode_worker() -> None:
     """In a simulation of its steps; at one that fills the largest batch on the mean, most are late."""
     cost, num_tokens = StepCost(0.02, 0.001, 0, 0.005, 0), 24
