@@ -7,7 +7,7 @@
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
-#   make smoke          every benchmark for a few seconds, as tests
+#   make smoke          every benchmark for a few seconds, and Ray's autoscaler bringing a node, as tests
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -84,7 +84,8 @@ chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
 
 smoke: $(READY)
-	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py $(ARGS)
+	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \
+	  tests/integration/test_integration_growth.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

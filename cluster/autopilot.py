@@ -102,6 +102,7 @@ class Autopilot:
         self._tell = say
         self._auto: AutoRatio | None = None
         self._settings: tuple[Slo, Patience] | None = None
+        self._costs: RoleCosts | None = None
         self._was: tuple[int, int] | None = None
         """Prefill workers, and workers in all, at the last look."""
         self._asks_from = 0.0
@@ -137,7 +138,10 @@ class Autopilot:
         self._was = now_is
         worker = None
         if sight.costs is not None:
-            worker = Worker(sight.costs, config.engine.max_num_seqs, sight.kv_tokens)
+            # What a load of one kind does not show was seen in another.
+            known = self._costs or sight.costs
+            self._costs = RoleCosts(sight.costs.prefill.filled(known.prefill), sight.costs.decode.filled(known.decode))
+            worker = Worker(self._costs, config.engine.max_num_seqs, sight.kv_tokens)
         bounds = self._bounds(config, split)
         self.verdict = auto.decide(now, sight.demand, sight.window_s, worker, bounds, split.num_prefill)
         if self.verdict.reason is not Reason.GROWS:

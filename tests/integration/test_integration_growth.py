@@ -17,7 +17,7 @@ from cluster.client import BatonClient
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.battery]
 
 WAIT_S = 90.0
 NUM_STREAMS = 4

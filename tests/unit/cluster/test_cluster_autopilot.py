@@ -42,13 +42,14 @@ class World:
         self.split: Split | None = Split(1, 3, version=7)
         self.asked: list[tuple[int, int, int]] = []
         self.error: FailedPrecondition | None = None
+        self.costs = COSTS
         self.has_room = False
         self.num_kept_places = 0
         self.pilot = Autopilot(self.sight, lambda: self.split, self.move, self)
         self.now = 0.0
 
     async def sight(self) -> Sight | None:
-        return None if self.demand is None else Sight(10.0, self.demand, COSTS, 0)
+        return None if self.demand is None else Sight(10.0, self.demand, self.costs, 0)
 
     def ask(self) -> bool:
         self.num_kept_places = 1
@@ -155,6 +156,15 @@ async def test_the_reports_of_several_routers_are_one_sight() -> None:
     )
     assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=9), COSTS, 40)
     assert Sight.of([]) is None
+
+
+async def test_what_a_load_does_not_show_is_known_from_one_that_did() -> None:
+    world = World()
+    await world.run(1)
+    blind = replace(COST, prompt_token_s=0.0)
+    world.costs = RoleCosts(blind, replace(blind, sequence_s=0.0))
+    await world.run(10)
+    assert world.asked == [(3, 1, 7)]
 
 
 GROWING = replace(
