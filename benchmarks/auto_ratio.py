@@ -150,7 +150,7 @@ def show(found: dict[str, Any], slo: Slo) -> None:
 def main(
     repetitions: Annotated[int, typer.Option(min=1, help="Of every split and of auto.")] = 1,
     phase_seconds: Annotated[float, typer.Option(min=5.0, help="Of each of the three phases.")] = 30.0,
-    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what a kind's own split serves.")] = 0.7,
+    load: Annotated[float, typer.Option(min=0.05, max=3, help="Of what a kind's own split serves.")] = 0.8,
     share: Annotated[float, typer.Option(min=0, max=1, help="Of a core for each worker; 0: what it gets.")] = 0.25,
     ttft_ms: Annotated[float, typer.Option(min=1)] = 2000.0,
     tpot_ms: Annotated[float, typer.Option(min=1)] = 80.0,
