@@ -114,19 +114,22 @@ class Service:
 
 
 def usual_request(demand: Demand, costs: RoleCosts) -> Usual | None:
-    """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs."""
+    """None while too few have come to tell, or nobody has seen what a prompt or a sequence costs; a step may cost the
+    same however much is in it."""
     if demand.num_placed < LEAST_REQUESTS:
         return None
     num = demand.num_placed
     prompt = StepSize(max(1, round(demand.num_prompt_tokens / num)), max(1, round(demand.num_attended / num)))
-    if not (costs.prefill.knows_prompts and costs.decode.knows_prompts and costs.decode.knows_sequences):
+    prompt_s, local_prompt_s = costs.prefill.of(prompt), costs.decode.of(prompt)
+    num_kv_tokens = demand.num_kv_tokens / demand.num_sequences
+    if min(prompt_s, local_prompt_s, costs.decode.of_sequences(1, round(num_kv_tokens))) <= 0:
         return None
     return Usual(
-        prompt_s=costs.prefill.of(prompt),
-        local_prompt_s=costs.decode.of(prompt),
+        prompt_s=prompt_s,
+        local_prompt_s=local_prompt_s,
         num_sequences=demand.num_sequences / num,
         num_output_tokens=max(1.0, demand.num_output_tokens / demand.num_sequences),
-        num_kv_tokens=demand.num_kv_tokens / demand.num_sequences,
+        num_kv_tokens=num_kv_tokens,
     )
 
 
@@ -158,7 +161,8 @@ def _sequences_per_s(usual: Usual, worker: Worker, slo: Slo) -> float:
     cost, each_s = worker.costs.decode, _each_s(worker.costs.decode, usual)
     in_memory = worker.kv_tokens // usual.num_kv_tokens if worker.kv_tokens and usual.num_kv_tokens else math.inf
     most = max(1, int(min(worker.max_num_seqs, in_memory)))
-    in_time = int(min(most, (PACE_SHARE * slo.tpot_s - cost.fixed_s) / each_s)) if each_s > 0 else most
+    spare_s = PACE_SHARE * slo.tpot_s - cost.fixed_s
+    in_time = most if spare_s >= most * each_s else int(spare_s / each_s) if each_s > 0 else 0
     ends = [n / ((cost.fixed_s + n * each_s) * usual.num_output_tokens) for n in range(1, most + 1)]
     if in_time < 1:
         return ends[0]  # some step must be made

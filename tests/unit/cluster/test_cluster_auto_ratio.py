@@ -132,6 +132,15 @@ def test_a_cost_that_nobody_has_seen_tells_nothing(cost: StepCost) -> None:
     assert usual_request(PROMPTS, RoleCosts(cost, cost)) is None
 
 
+def test_a_step_that_costs_the_same_however_much_is_in_it_is_known() -> None:
+    even = StepCost(0.01, 0, 0, 0, 0)
+    usual = usual_request(PROMPTS, RoleCosts(even, even))
+    assert usual is not None
+    quick, late = (service_of(usual, worker_of(even), Slo(1.0, tpot_s)) for tpot_s in (0.05, 0.005))
+    assert 0.9 * 64 / (0.01 * 20) < quick.mu_decode < 64 / (0.01 * 20)
+    assert late.mu_decode == pytest.approx(1 / (0.01 * 20))
+
+
 def test_prompts_that_caches_hold_cost_something_all_the_same() -> None:
     cost = StepCost(0, 0, attended_s=1e-6, sequence_s=0, kv_token_s=1e-6)
     cached = replace(PROMPTS, num_prompt_tokens=0, num_cached_tokens=PROMPTS.num_prompt_tokens)
