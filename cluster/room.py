@@ -35,11 +35,11 @@ class Room:
             self.give_back()
         if self._group is None:
             self._group, self._is_for = place(bundles), bundles
-        return self._is_there(self._group)
+        return _is_there(self._group)
 
     def take(self, bundles: Bundles) -> PlacementGroup | None:
         """The place that is kept, where it is one for these; whose it is from now on."""
-        if self._group is None or bundles != self._is_for or not self._is_there(self._group):
+        if self._group is None or bundles != self._is_for or not _is_there(self._group):
             return None
         taken, self._group = self._group, None
         return taken
@@ -50,5 +50,6 @@ class Room:
             remove_placement_group(self._group)
             self._group = None
 
-    def _is_there(self, group: PlacementGroup) -> bool:
-        return bool(placement_group_table(group).get("state") == "CREATED")
+
+def _is_there(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from autoscaled_ray import ON_LOOPBACK, autoscaled_ray, occupied
 from cluster_fixture import token_spec
 from serve_process import ROOT, Serve
+from steady_load import SteadyLoad
 
 from cluster.admin_client import AdminClient
 from cluster.client import BatonClient
@@ -44,35 +44,20 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-class Load:
+class Load(SteadyLoad):
     """So many streams at any time, until it is left."""
 
-    def __init__(self, address: str) -> None:
-        self._client = BatonClient(address)
-        self._is_over = threading.Event()
-        self.problems: list[str] = []
-        self._threads = [threading.Thread(target=self._loop, args=(n,), daemon=True) for n in range(NUM_STREAMS)]
+    def __init__(self, client: BatonClient) -> None:
+        super().__init__(NUM_STREAMS)
+        self._client = client
+        self._draw = random.Random(1)
 
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(WAIT_S)
-        self._client.close()
-
-    def _loop(self, number: int) -> None:
-        draw = random.Random(number)
-        while not self._is_over.is_set():
-            prompt = draw.choices(range(4, 1000), k=draw.randint(16, 128))
-            try:
-                self._client.generate(token_spec(prompt, 32), timeout_s=WAIT_S)
-            except BatonError as error:
-                self.problems.append(str(error))
-                return
+    def ask(self, number: int) -> None:
+        prompt = self._draw.choices(range(4, 1000), k=self._draw.randint(16, 128))
+        try:
+            self._client.generate(token_spec(prompt, 32), timeout_s=WAIT_S)
+        except BatonError as error:
+            self.problems.append(str(error))
 
 
 def until(events: Iterator[admin_pb2.ClusterEvent], text: str) -> admin_pb2.ClusterEvent:
@@ -96,7 +81,7 @@ def test_a_node_comes_for_a_worker_that_is_wanted(file: Path, monkeypatch: pytes
     with autoscaled_ray() as address, occupied(address, 0.955):
         serve = Serve("--config", str(file), "--port", "0", "--ray-address", address)
         try:
-            with AdminClient(serve.admin_address) as admin, Load(serve.address) as load:
+            with AdminClient(serve.admin_address) as admin, BatonClient(serve.address) as client, Load(client) as load:
                 events = admin.events(0, timeout_s=WAIT_S)
                 until(events, "mode auto: stays until there is room for one more worker")
                 assert num_workers(admin) == 2

@@ -14,6 +14,7 @@ import pytest
 from cluster_fixture import token_spec
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ROOT, Serve
+from steady_load import SteadyLoad
 
 from cluster.admin_client import AdminClient
 from cluster.client import BatonClient
@@ -96,29 +97,16 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         made.close()
 
 
-class Load:
+class Load(SteadyLoad):
     """Each prompt over and over, one thread for each, until it is left; what came of every request is held against
     the output without any change."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__(NUM_PROMPTS)
         self._client = cluster.client
-        self._is_over = threading.Event()
         self.reference = [self._run(prompt) for prompt in PROMPTS]
-        self.problems: list[str] = []
         self.num_done = 0
         self._changed = threading.Condition()
-        self._threads = [threading.Thread(target=self._loop, args=(n,), daemon=True) for n in range(NUM_PROMPTS)]
-
-    def __enter__(self) -> Load:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        for thread in self._threads:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
 
     def wait_for_more(self, count: int) -> None:
         """Until so many more requests have ended."""
@@ -126,19 +114,18 @@ class Load:
             goal = self.num_done + count
             assert self._changed.wait_for(lambda: self.problems or self.num_done >= goal, WAIT_S)
 
-    def _loop(self, number: int) -> None:
-        while not self._is_over.is_set():
-            problem = ""
-            try:
-                if self._run(PROMPTS[number]) != self.reference[number]:
-                    problem = f"the output of prompt {number} changed"
-            except BatonError as error:
-                problem = f"prompt {number}: {error!r}"
-            with self._changed:
-                self.num_done += 1
-                if problem:
-                    self.problems.append(problem)
-                self._changed.notify_all()
+    def ask(self, number: int) -> None:
+        problem = ""
+        try:
+            if self._run(PROMPTS[number]) != self.reference[number]:
+                problem = f"the output of prompt {number} changed"
+        except BatonError as error:
+            problem = f"prompt {number}: {error!r}"
+        with self._changed:
+            self.num_done += 1
+            if problem:
+                self.problems.append(problem)
+            self._changed.notify_all()
 
     def _run(self, prompt: list[int]) -> list[int]:
         tokens: list[int] = []
