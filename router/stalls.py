@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 TICK_S = 0.125
 MOST_TICKS_AT_ONCE = 2
 """A tick that came late counts for so many at most."""
-LEAST_TOKEN_SILENCE_S = 1.0
 STEPS_OF_SILENCE = 10
 LIVELY = 0.75
 """Of what a worker's silence may last: less is usual."""
@@ -34,10 +33,6 @@ class Watched:
     """A request decodes there."""
     step_s: float | None
     """That its next step is predicted to take, with the prompts that it is to compute. None: nobody knows."""
-
-    @property
-    def token_limit_s(self) -> float:
-        return math.inf if self.step_s is None else max(LEAST_TOKEN_SILENCE_S, STEPS_OF_SILENCE * self.step_s)
 
 
 @dataclass
@@ -72,10 +67,10 @@ class Findings:
 
 
 class Stalls:
-    """`loop_limit_s`: a worker that says nothing at all for so long is a suspect."""
+    """`limit_s`: a worker is a suspect after saying nothing for so long, or no token, unless ten steps take longer."""
 
-    def __init__(self, loop_limit_s: float) -> None:
-        self._loop_limit_s = loop_limit_s
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
         self._records: dict[str, _Record] = {}
 
     def heard(self, worker_id: str, *, has_told: bool, has_told_tokens: bool) -> None:
@@ -97,7 +92,7 @@ class Stalls:
         suspected = {}
         for worker_id, record in self._records.items():
             if not record.suspicion and record.lateness >= 1 and self._is_alone(worker_id, now):
-                record.is_loop_silent = record.loop_s >= self._loop_limit_s
+                record.is_loop_silent = record.loop_s >= self._limit_s
                 record.suspicion = suspected[worker_id] = self._why(record, now[worker_id])
         return Findings(suspected, trusted)
 
@@ -106,14 +101,17 @@ class Stalls:
         record.tokens_s = (
             elapsed_s + (0.0 if record.has_told_tokens else record.tokens_s) if worker.owes_tokens else 0.0
         )
-        record.lateness = max(record.loop_s / self._loop_limit_s, record.tokens_s / worker.token_limit_s)
+        record.lateness = max(record.loop_s / self._limit_s, record.tokens_s / self._token_limit_s(worker))
         record.lively_s = record.lively_s + elapsed_s if record.lateness <= LIVELY else 0.0
         record.was_heard = record.has_told = record.has_told_tokens = False
+
+    def _token_limit_s(self, worker: Watched) -> float:
+        return math.inf if worker.step_s is None else max(self._limit_s, STEPS_OF_SILENCE * worker.step_s)
 
     def _is_alone(self, worker_id: str, now: Mapping[str, Watched]) -> bool:
         """Whether others were lively for as long as this one was silent. Who owes tokens is compared with its like."""
         record = self._records[worker_id]
-        is_loop = record.loop_s >= self._loop_limit_s
+        is_loop = record.loop_s >= self._limit_s
         silence_s = record.loop_s if is_loop else record.tokens_s
         others = [r for i, r in self._records.items() if i != worker_id and not r.suspicion]
         if not is_loop:

@@ -56,6 +56,8 @@ class Step:
 
 
 HAND_OVER = {"policy": "least_loaded"}
+PATIENT = {"dead_after_s": 30.0}
+"""Who stalls on an overloaded machine is not what most tests are about."""
 """Of a router that has every prompt handed over, however short."""
 
 
@@ -87,7 +89,7 @@ class PlainCluster:
             for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
                 self.processes[worker_id] = Process("worker", self._worker_settings(worker_id, role))
             flags = [f"{id.split('-')[0]}:{id}={self._ready(id)['address']}" for id in (PREFILL, DECODE)]
-            given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **self._router_settings}
+            given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **PATIENT, **self._router_settings}
             given["workers"] = tuple(flags)
             self.processes["router"] = Process("router", RouterSettings(**given).to_json())
             card = self.processes["router"].expect("ready")

@@ -32,14 +32,13 @@ PHASES = generation_pb2.Heartbeat
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainCluster]:
-    """A worker that a test stops is not given up in that time."""
     with PlainCluster(
         BUNDLED_MODEL,
         tmp_path_factory.mktemp("cluster"),
         kv_cache_tokens=32768,
         prefill={"max_num_batched_tokens": CHUNK},
         decode={"max_num_seqs": MAX_NUM_SEQS},
-        router={"max_running_requests": MAX_RUNNING, "dead_after_s": 30.0},
+        router={"max_running_requests": MAX_RUNNING},
     ) as cluster:
         yield cluster
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from cluster_fixture import BUNDLED_MODEL, single_process, token_spec
+from cluster_fixture import BUNDLED_MODEL, HAND_OVER, PATIENT, single_process, token_spec
 from router_harness import Router
 from workers import Worker, running
 
@@ -86,9 +86,9 @@ def name(dispatcher: Dispatcher, workers: Iterable[Worker], draining: str) -> No
 
 @asynccontextmanager
 async def serving(workers: Sequence[Worker]) -> AsyncIterator[Router]:
-    """Who stalls on an overloaded machine is not what is tested here."""
     names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
-    settings = RouterSettings(str(BUNDLED_MODEL), port=0, workers=names, policy="least_loaded", dead_after_s=30.0)
+    given: dict[str, Any] = HAND_OVER | PATIENT
+    settings = RouterSettings(str(BUNDLED_MODEL), port=0, workers=names, **given)
     server = RouterServer(settings, lambda line: None)
     addresses = await server.start()
     try:

@@ -13,9 +13,9 @@ from wired_router import ManualClock, WiredRouter, admit_of, cancelled, known, l
 
 from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
-from router.stalls import LEAST_TOKEN_SILENCE_S, TICK_S, Findings, Stalls, Watched
+from router.stalls import TICK_S, Findings, Stalls, Watched
 
-LOOP_LIMIT_S = 1.0
+LIMIT_S = 1.0
 STEP_S = 0.02
 
 
@@ -23,7 +23,7 @@ class Scene:
     """Workers that beat and tell tokens as the test says, tick by tick."""
 
     def __init__(self, **step_s: float | None) -> None:
-        self.stalls = Stalls(LOOP_LIMIT_S)
+        self.stalls = Stalls(LIMIT_S)
         self.step_s = step_s
         self.suspects: dict[str, str] = {}
 
@@ -49,7 +49,7 @@ class Scene:
 def test_a_process_that_says_nothing_is_a_suspect_sooner_than_it_is_lost() -> None:
     scene = Scene(d0=STEP_S, d1=STEP_S)
     scene.pass_time(2)
-    scene.pass_time(LOOP_LIMIT_S - 2 * TICK_S, silent=["d0"])
+    scene.pass_time(LIMIT_S - 2 * TICK_S, silent=["d0"])
     assert not scene.suspects
     scene.pass_time(2 * TICK_S, silent=["d0"])
     assert scene.suspects == {"d0": "it has said nothing for 1.0 s"}
@@ -60,7 +60,7 @@ def test_a_process_that_says_nothing_is_a_suspect_sooner_than_it_is_lost() -> No
 def test_an_engine_that_stands_still_is_found_by_its_tokens_though_its_loop_beats() -> None:
     scene = Scene(d0=STEP_S, d1=STEP_S)
     scene.pass_time(2, owing=["d0", "d1"], telling=["d0", "d1"])
-    scene.pass_time(LEAST_TOKEN_SILENCE_S + TICK_S, owing=["d0", "d1"], telling=["d1"])
+    scene.pass_time(LIMIT_S + TICK_S, owing=["d0", "d1"], telling=["d1"])
     assert scene.suspects == {"d0": "it has told no token for 1.0 s, and its step takes 20 ms"}
     scene.pass_time(5, owing=["d1"], telling=["d1"])
     assert list(scene.suspects) == ["d0"], "to beat is not to tell"
