@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.pb import worker_pb2
+from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
 from router.ledger import Charge, Ledger, Work
 from router.output_lengths import OutputLengths
@@ -91,8 +92,7 @@ class Simulation:
         while len(hashes) < num_blocks:
             if self._draw.random() < _OWN_SHARE:
                 self._sessions.append(self._new_session())
-            prompt = PromptHashes(self._draw.choice(self._sessions), _SALT)
-            hashes.update(dict.fromkeys(prompt.of(BLOCK_SIZE)))
+            hashes.update(dict.fromkeys(prefix_hashes(self._draw.choice(self._sessions), BLOCK_SIZE, _SALT)))
         kept = list(hashes)[:num_blocks]
         worker.index.apply(worker_pb2.CacheEvents(sequence_number=1, snapshot=True, stored=kept))
         return len(kept)

@@ -2,6 +2,8 @@
 
 Equal hashes mean equal tokens from the first on, under one tenant's salt. Workers name what they keep by it, and the
 router what a prompt would find there; nobody who lacks the salt can tell which prompt a hash stands for.
+Blocks are named in groups: each by the hash of the last block of the group before, and the tokens of its own group up
+to its end. So the end of a group is found by hashing it in one piece.
 Pure: knows no pool, no worker and no request.
 """
 
@@ -9,14 +11,17 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from functools import partial
 from hashlib import blake2b
 
 _TOKEN = array("i")
 """How a token's id is written."""
-_BLOCKS_AT_ONCE = 16
-"""Written together: fewer would cost more each, more would be written for nothing where only the first is asked for."""
+GROUP = 16
+"""Blocks."""
 HASH_BYTES = 16
 """128 bits: too many for two different prefixes to meet, by accident or by search."""
+
+_hash = partial(blake2b, digest_size=HASH_BYTES)
 
 
 def key_of(salt: bytes) -> bytes:
@@ -24,23 +29,74 @@ def key_of(salt: bytes) -> bytes:
     return blake2b(salt, digest_size=32).digest()
 
 
-def extend(parent: bytes, token_ids: Sequence[int], key: bytes) -> bytes:
-    """The hash of the block of these tokens; `parent` is that of the block before, empty for the first."""
-    return blake2b(parent + array(_TOKEN.typecode, token_ids).tobytes(), key=key, digest_size=HASH_BYTES).digest()
+def root_of(block_size: int) -> bytes:
+    """What the first group has instead of a hash before it: blocks of another size are others."""
+    return block_size.to_bytes(HASH_BYTES, "little")
+
+
+def block_hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, key: bytes, num_known: int = 0
+) -> Iterator[bytes]:
+    """Of the full blocks of one group, computed as they are taken; without those of the first `num_known`.
+
+    `parent`: that of the last block of the group before, or `root_of` the size. `token_ids`: the group's own.
+    """
+    block_bytes = block_size * _TOKEN.itemsize
+    tokens = _written(token_ids)
+    known_bytes = num_known * block_bytes
+    hasher = _hash(parent + tokens[:known_bytes], key=key)
+    for begin in range(known_bytes, len(tokens), block_bytes):
+        hasher.update(tokens[begin : begin + block_bytes])
+        yield hasher.copy().digest()
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[bytes]:
-    """Hashes of the full blocks that a prompt may find in a prefix cache, first to last, computed as they are taken.
+    """Of the full blocks that a prompt may find in a prefix cache, first to last, computed as they are taken."""
+    hashes = PrefixHashes(token_ids, block_size, salt)
+    for group in range(hashes.num_groups):
+        yield from hashes.of_group(group)
+
+
+class PrefixHashes:
+    """Those of `prefix_hashes`, by their groups, each computed once and when it is asked for.
 
     The last token is never covered: computing it is what gives the logits of the next one.
     """
-    block_bytes, stride = block_size * _TOKEN.itemsize, block_size * _BLOCKS_AT_ONCE
-    num_tokens = max(0, len(token_ids) - 1) // block_size * block_size
-    keyed, parent = blake2b(key=key_of(salt), digest_size=HASH_BYTES), b""
-    for first in range(0, num_tokens, stride):
-        tokens = array(_TOKEN.typecode, token_ids[first : min(first + stride, num_tokens)]).tobytes()
-        for begin in range(0, len(tokens), block_bytes):
-            hasher = keyed.copy()
-            hasher.update(parent + tokens[begin : begin + block_bytes])
-            parent = hasher.digest()
-            yield parent
+
+    def __init__(self, token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
+        self._token_ids = token_ids
+        self._block_size = block_size
+        self._key = key_of(salt)
+        self.num_blocks = max(0, len(token_ids) - 1) // block_size
+        self.num_groups = -(-self.num_blocks // GROUP)
+        """The last may be of fewer blocks than the others."""
+        self._ends: list[bytes] = []
+        self._known: dict[int, tuple[list[bytes], Iterator[bytes]]] = {}
+        """Of a group: those that were computed, and the rest."""
+
+    def end_of_group(self, group: int) -> bytes:
+        """The hash of its last block. Groups before it are looked at first."""
+        ends = self._ends
+        while len(ends) <= group:
+            parent = ends[-1] if ends else root_of(self._block_size)
+            ends.append(_hash(parent + _written(self._tokens_of(len(ends))), key=self._key).digest())
+        return ends[group]
+
+    def of_group(self, group: int) -> Iterator[bytes]:
+        """The hashes of its blocks, first to last."""
+        if group not in self._known:
+            parent = self.end_of_group(group - 1) if group else root_of(self._block_size)
+            self._known[group] = [], block_hashes(parent, self._tokens_of(group), self._block_size, self._key)
+        known, rest = self._known[group]
+        for index in range(min(GROUP, self.num_blocks - group * GROUP)):
+            if index == len(known):
+                known.append(next(rest))
+            yield known[index]
+
+    def _tokens_of(self, group: int) -> Sequence[int]:
+        first = group * GROUP
+        return self._token_ids[first * self._block_size : min(first + GROUP, self.num_blocks) * self._block_size]
+
+
+def _written(token_ids: Sequence[int]) -> bytes:
+    return array(_TOKEN.typecode, token_ids).tobytes()

@@ -30,7 +30,7 @@ class StepSize:
     @classmethod
     def of_prompt(cls, num_tokens: int, num_before: int = 0) -> Self:
         """So many tokens of one prompt, after others that are computed already."""
-        return cls(num_tokens, num_tokens * num_before + num_tokens * (num_tokens + 1) // 2)
+        return cls(num_tokens, _num_attended(num_tokens, num_before))
 
     def __add__(self, other: StepSize) -> StepSize:
         return StepSize(
@@ -92,6 +92,11 @@ class StepCost:
         """Seconds of a step in which these get their next token, and nothing else is computed."""
         return self.fixed_s + self.sequence_s * num_sequences + self.kv_token_s * num_kv_tokens
 
+    def of_prompt(self, num_tokens: int, num_before: int) -> float:
+        """Seconds of a step that computes `StepSize.of_prompt` of at least one token, and nothing else."""
+        attended_s = self.attended_s * _num_attended(num_tokens, num_before)
+        return self.fixed_s + self.prompt_token_s * num_tokens + attended_s
+
     def of(self, step: StepSize) -> float:
         """Seconds of a step; 0 for one that computes nothing."""
         if not step.num_prompt_tokens and not step.num_sequences:
@@ -103,6 +108,11 @@ class StepCost:
             + self.sequence_s * step.num_sequences
             + self.kv_token_s * step.num_kv_tokens
         )
+
+
+def _num_attended(num_tokens: int, num_before: int) -> int:
+    """Each token sees all before it and itself."""
+    return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
 
 
 def usual(costs: Sequence[StepCost]) -> StepCost:

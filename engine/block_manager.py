@@ -153,14 +153,18 @@ class BlockManager:
         if start == num_full:
             return
         key, size = prefix_hash.key_of(salt), self.block_size
-        digest = self._digests[block_table[start - 1]] if start else b""
-        for index in range(start, num_full):
-            digest = prefix_hash.extend(digest, token_ids[index * size : (index + 1) * size], key)
-            self._digests[block_table[index]] = digest
-            if digest not in self._published:
-                self._published[digest] = block_table[index]
-                if self._changes is not None:
-                    self._changes.store(digest)
+        while start < num_full:
+            first = start // prefix_hash.GROUP * prefix_hash.GROUP
+            end = min(first + prefix_hash.GROUP, num_full)
+            parent = self._digests[block_table[first - 1]] if first else prefix_hash.root_of(size)
+            digests = prefix_hash.block_hashes(parent, token_ids[first * size : end * size], size, key, start - first)
+            for block, digest in zip(block_table[start:end], digests, strict=True):
+                self._digests[block] = digest
+                if digest not in self._published:
+                    self._published[digest] = block
+                    if self._changes is not None:
+                        self._changes.store(digest)
+            start = end
 
     @property
     def cached_hashes(self) -> KeysView[bytes]:

@@ -11,10 +11,9 @@ Pure: no connection, no clock. An index lives as long as one session with its wo
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
 
 from cluster.pb import worker_pb2
-from cluster.prefix_hash import prefix_hashes
+from cluster.prefix_hash import GROUP, PrefixHashes
 
 
 class Holders:
@@ -53,46 +52,54 @@ class Holders:
             else:
                 self._holders.pop(block_hash, None)
 
-    def depths(self, hashes: Iterable[bytes]) -> dict[int, int]:
-        """By bit: how many of these blocks, from the first on, each worker holds that holds any."""
+    def depths(self, hashes: PrefixHashes) -> dict[int, int]:
+        """By bit: how many of these blocks, from the first on, each worker holds that holds any.
+
+        Who holds the last of a whole group is taken to hold all of it: caches evict the end of a prefix first, so that
+        a gap before it is rare.
+        """
         depths: dict[int, int] = {}
-        holding, depth = -1, 0  # at first everybody, of no block
+        holding = -1  # at first everybody, of no block
+        for group in range(hashes.num_groups):
+            depth = group * GROUP
+            is_whole = depth + GROUP <= hashes.num_blocks
+            still = holding & self._holders.get(hashes.end_of_group(group), 0) if is_whole else 0
+            if still != holding:
+                self._leave_within(holding ^ still, hashes.of_group(group), depth, depths)
+            if not still:
+                return depths
+            holding = still
+        return depths | dict.fromkeys(_bits(holding), hashes.num_blocks) if hashes.num_blocks else depths
+
+    def _leave_within(self, holding: int, hashes: Iterable[bytes], depth: int, depths: dict[int, int]) -> None:
+        """Notes how far those get who hold `depth` blocks, but not all of the group behind them, with these hashes."""
         for block_hash in hashes:
             still = holding & self._holders.get(block_hash, 0)
             if still != holding:
                 if depth:
                     depths |= dict.fromkeys(_bits(holding ^ still), depth)
                 if not still:
-                    return depths
+                    return
                 holding = still
             depth += 1
-        return depths | dict.fromkeys(_bits(holding), depth) if depth else depths
+        depths |= dict.fromkeys(_bits(holding), depth)
 
 
 class PromptHashes:
     """Hashes of one prompt under its tenant's salt, each computed once for each size of block that workers have, and
-    when somebody gets so far: of a long prompt that nobody has cached, the first alone."""
+    when somebody gets so far: of a long prompt that nobody has cached, those of the first group alone."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
         self._salt = salt
-        self._by_block_size: dict[int, tuple[list[bytes], Iterator[bytes]]] = {}
-        """Those that were computed, and the rest."""
+        self._by_block_size: dict[int, PrefixHashes] = {}
         self._found: dict[int, tuple[Holders, int, dict[int, int]]] = {}
         """By block size: where was looked, at which version, and what was found."""
 
-    def of(self, block_size: int) -> Iterator[bytes]:
-        """Those of `cluster.prefix_hash.prefix_hashes`."""
+    def of(self, block_size: int) -> PrefixHashes:
         if block_size not in self._by_block_size:
-            self._by_block_size[block_size] = [], prefix_hashes(self._token_ids, block_size, self._salt)
-        known, rest = self._by_block_size[block_size]
-        for index in count():
-            if index == len(known):
-                following = next(rest, None)
-                if following is None:
-                    return
-                known.append(following)
-            yield known[index]
+            self._by_block_size[block_size] = PrefixHashes(self._token_ids, block_size, self._salt)
+        return self._by_block_size[block_size]
 
     def depths(self, holders: Holders, block_size: int) -> dict[int, int]:
         """What `holders` says of them, looked up once for as long as nothing changes there."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from cluster.step_cost import PACE_SHARE, StepCost, StepSize, usual
+from cluster.step_cost import PACE_SHARE, StepCost, usual
 from router.ledger import Kind, Ledger, Load, Placement, Work
 from router.output_lengths import OutputLengths
 from router.policies.least_loaded import LeastLoaded
@@ -176,7 +176,7 @@ class Predicted(Policy):
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._ledger[worker.worker_id]
         wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
-        own_s = cost.of(StepSize.of_prompt(num_tokens - cached, cached))
+        own_s = cost.of_prompt(num_tokens - cached, cached)
         return _Prefill(wait_s + own_s / time_share, worker.worker_id, wait_s, own_s, cached)
 
     def _weigh_decode(self, worker: Candidate, cost: StepCost, request: Request, num_tokens: float) -> _Decode:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
+
 import pytest
 
-from cluster.prefix_hash import HASH_BYTES, extend, key_of, prefix_hashes
+from cluster.prefix_hash import GROUP, HASH_BYTES, PrefixHashes, block_hashes, key_of, prefix_hashes, root_of
 
 
 def hashes(token_ids: list[int], block_size: int = 2, salt: bytes = b"") -> list[bytes]:
@@ -33,15 +36,36 @@ def test_no_hash_is_the_same_under_another_salt_or_for_other_blocks() -> None:
 
 def test_a_hash_is_fixed_since_workers_and_router_may_be_of_different_releases() -> None:
     (found,) = hashes([1, 2, 300_000], salt=b"tenant")
-    assert found == extend(b"", [1, 2], key_of(b"tenant")) and len(found) == HASH_BYTES
-    assert found.hex() == "890dbc0cbdb28a7b1d80a91685e30ebc"
+    assert len(found) == HASH_BYTES
+    assert found.hex() == "38950a84af375c7fb3f1fcc07b413ed4"
+    assert hashes(list(range(2 * GROUP + 4)), salt=b"tenant")[-1].hex() == "4ae3245303975fb9535f725ada6553ec"
 
 
-@pytest.mark.parametrize("num_tokens", [31, 32, 33, 34, 64, 65, 100])
-def test_a_long_prompts_hashes_are_those_of_its_blocks_one_after_another(num_tokens: int) -> None:
-    """However many blocks are written at once."""
-    tokens, parent, expected = list(range(num_tokens)), b"", []
-    for end in range(2, num_tokens, 2):
-        parent = extend(parent, tokens[end - 2 : end], key_of(b""))
-        expected.append(parent)
-    assert hashes(tokens) == expected
+@pytest.mark.parametrize("num_blocks", [1, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP, 3 * GROUP + 5])
+def test_a_groups_end_is_the_hash_of_its_last_block(num_blocks: int) -> None:
+    tokens = list(range(2 * num_blocks + 1))
+    every = hashes(tokens)
+    assert len(every) == num_blocks == len(set(every))
+    ends = PrefixHashes(tokens, 2, b"")
+    assert ends.num_groups == math.ceil(num_blocks / GROUP)
+    for group in random.Random(num_blocks).sample(range(ends.num_groups), ends.num_groups):
+        assert ends.end_of_group(group) == every[min((group + 1) * GROUP, num_blocks) - 1]
+        assert list(ends.of_group(group)) == every[group * GROUP : (group + 1) * GROUP]
+
+
+@pytest.mark.parametrize("num_known", [0, 1, GROUP - 1, GROUP])
+def test_hashing_goes_on_within_a_group(num_known: int) -> None:
+    tokens = list(range(4 * GROUP + 1))
+    every = hashes(tokens)
+    first = block_hashes(root_of(2), tokens[: 2 * GROUP], 2, key_of(b""), num_known)
+    assert list(first) == every[num_known:GROUP]
+    rest = block_hashes(every[GROUP - 1], tokens[2 * GROUP : 4 * GROUP], 2, key_of(b""), num_known)
+    assert list(rest) == every[GROUP + num_known :]
+
+
+def test_every_token_before_it_counts_in_a_hash_and_none_behind_it() -> None:
+    tokens = list(range(2 * (2 * GROUP + 3) + 1))
+    every = hashes(tokens)
+    for changed in range(len(tokens)):
+        others = hashes([*tokens[:changed], 999, *tokens[changed + 1 :]])
+        assert [a == b for a, b in zip(every, others, strict=True)] == [i < changed // 2 for i in range(len(every))]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +11,14 @@ from hypothesis import strategies as st
 from wired_router import ManualClock, WiredRouter, WiredWorker, run
 
 from cluster.pb import worker_pb2
-from cluster.prefix_hash import prefix_hashes
+from cluster.prefix_hash import GROUP, PrefixHashes, prefix_hashes
 from router.prefix_index import Holders, PrefixIndex, PromptHashes
 
 PROMPT = list(range(1, 14))
 BLOCK_SIZE = 4
 HASHES = list(prefix_hashes(PROMPT, BLOCK_SIZE, b"a"))
+LONG_PROMPT = list(range(1, BLOCK_SIZE * (2 * GROUP + 5) + 3))
+LONG_HASHES = list(prefix_hashes(LONG_PROMPT, BLOCK_SIZE, b"a"))
 ASKED = PromptHashes(PROMPT, b"a")
 
 
@@ -86,25 +87,53 @@ def test_no_more_hashes_are_kept_than_the_worker_has_blocks() -> None:
 
 def test_a_prompts_hashes_are_computed_once_for_each_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = PromptHashes(PROMPT, b"a")
-    assert list(prompt.of(4)) == HASHES and len(list(prompt.of(2))) == 6
-    monkeypatch.setattr("cluster.prefix_hash.blake2b", None)
-    assert list(prompt.of(4)) == HASHES and len(list(prompt.of(2))) == 6
+    assert all(list(prompt.of(4).of_group(0)) == HASHES and len(list(prompt.of(2).of_group(0))) == 6 for _ in range(2))
+    monkeypatch.setattr("cluster.prefix_hash._hash", None)
+    assert list(prompt.of(4).of_group(0)) == HASHES and len(list(prompt.of(2).of_group(0))) == 6
+    two_at_once = zip(prompt.of(4).of_group(0), prompt.of(4).of_group(0), strict=True)
+    assert list(two_at_once) == [(h, h) for h in HASHES]
 
 
-def test_hashes_that_nobody_asks_for_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed: list[bytes] = []
+def test_of_a_prompt_that_nobody_has_only_the_first_group_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = PromptHashes(LONG_PROMPT, b"a")
+    hashes, looked = prompt.of(BLOCK_SIZE), Counter[str]()
+    end_of_group, of_group = hashes.end_of_group, hashes.of_group
 
-    def counted(*args: Any) -> Iterator[bytes]:
-        for block_hash in prefix_hashes(*args):
-            computed.append(block_hash)
+    def end(group: int) -> bytes:
+        looked[f"end of {group}"] += 1
+        return end_of_group(group)
+
+    def blocks(group: int) -> Iterator[bytes]:
+        for block_hash in of_group(group):
+            looked[f"block of {group}"] += 1
             yield block_hash
 
-    monkeypatch.setattr("router.prefix_index.prefix_hashes", counted)
-    prompt = PromptHashes(PROMPT, b"a")
-    two_at_once = zip(prompt.of(4), prompt.of(4), strict=True)
-    assert next(two_at_once) == (HASHES[0], HASHES[0])
+    monkeypatch.setattr(hashes, "end_of_group", end)
+    monkeypatch.setattr(hashes, "of_group", blocks)
     assert known().num_cached_tokens(prompt) == 0
-    assert computed == HASHES[:1]
+    assert looked == {"end of 0": 1, "block of 0": 1}
+    looked.clear()
+    assert known(*LONG_HASHES[: GROUP + 2], num_blocks=99).num_cached_tokens(prompt) == (GROUP + 2) * BLOCK_SIZE
+    assert looked == {"end of 0": 2, "block of 0": 1, "end of 1": 1, "block of 1": 3}
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@given(st.lists(st.integers(0, len(LONG_HASHES)), min_size=1, max_size=80))
+def test_of_workers_that_hold_beginnings_of_a_prompt_each_ones_length_is_found(lengths: list[int]) -> None:
+    holders = Holders()
+    indices = [PrefixIndex(BLOCK_SIZE, len(LONG_HASHES), holders) for _ in lengths]
+    for index, length in zip(indices, lengths, strict=True):
+        index.apply(events(1, LONG_HASHES[:length], snapshot=True))
+    prompt = PromptHashes(LONG_PROMPT, b"a")
+    assert [index.num_cached_tokens(prompt) for index in indices] == [BLOCK_SIZE * length for length in lengths]
+
+
+def test_who_holds_the_end_of_a_group_is_taken_to_hold_all_of_it() -> None:
+    prompt = PromptHashes(LONG_PROMPT, b"a")
+    assert known(*LONG_HASHES[1 : GROUP + 3], num_blocks=99).num_cached_tokens(prompt) == (GROUP + 3) * BLOCK_SIZE
+    assert known(*LONG_HASHES[: GROUP - 1], *LONG_HASHES[GROUP:], num_blocks=99).num_cached_tokens(prompt) == (
+        (GROUP - 1) * BLOCK_SIZE
+    ), "the end itself is missing"
 
 
 def test_a_prompt_is_looked_up_once_for_all_workers_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +141,7 @@ def test_a_prompt_is_looked_up_once_for_all_workers_until_something_changes(monk
     indices = [PrefixIndex(BLOCK_SIZE, 8, holders) for _ in range(3)]
     depths = holders.depths
 
-    def counted(hashes: Iterable[bytes]) -> dict[int, int]:
+    def counted(hashes: PrefixHashes) -> dict[int, int]:
         looked["up"] += 1
         return depths(hashes)
 
