@@ -2,9 +2,9 @@
 
 A move is worth it when goodput (`cluster.split_rates`) grows by more than a margin, for the load of now and some more;
 it must have been so for a while, and after a move there is peace, longer before one that goes back. What a split was
-seen to serve counts more than what it should. Where no split of these workers serves what is asked for, and one more
-is allowed and pays as much, there is to be one more; one that the others have not needed for long goes. Pure: time,
-load and costs come in, a verdict with its reason goes out. Knows no controller and no worker.
+seen to serve counts more than what it should, and makes others doubtful, too. Where no split of these workers serves
+what is asked for, and one more is allowed and pays as much, there is to be one more; one that the others have not
+needed for long goes. Pure: time, load and costs come in, a verdict with its reason goes out. Knows no controller.
 """
 
 from __future__ import annotations
@@ -105,6 +105,8 @@ class _Seen:
     """Requests a second within the objectives."""
     usual: Usual
     at: float
+    doubt: float
+    """Share of what is predicted of other splits that is believed after this."""
 
     def tells_of(self, usual: Usual, now: float) -> bool:
         pairs = (
@@ -148,12 +150,17 @@ class AutoRatio:
             return self._idle(now, bounds, num_prefill) or unknown
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
-        self._look(now, usual, demand, window_s, num_prefill)
-        seen = {split: told.rate for split, told in self._seen.items() if told.tells_of(usual, now)}
+        self._look(now, usual, demand, window_s, num_prefill, service.of(num_prefill, bounds.num_workers))
+        told_of = {split: told for split, told in self._seen.items() if told.tells_of(usual, now)}
+        seen = {split: told.rate for split, told in told_of.items()}
+        believed = dict(seen)
+        if num_prefill in told_of:
+            doubt = told_of[num_prefill].doubt
+            believed = {p: doubt * service.of(p, bounds.num_workers) for p in bounds.splits} | seen
         # Few arrivals may be many by chance: what is asked for is what probably is, and some more.
         asked = rate * (1 - 0.5 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
-        scores = scores_of(service, bounds, asked, seen)
-        score = score_of(service, num_prefill, bounds, asked, seen)
+        scores = scores_of(service, bounds, asked, believed)
+        score = score_of(service, num_prefill, bounds, asked, believed)
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
         gain = scores[best] / score - 1 if score > 0 else math.inf
         told = _tell(service, usual, rate, bounds, num_prefill, best, gain, seen)
@@ -218,7 +225,9 @@ class AutoRatio:
             self._size, self._size_since = size, now
         return now - self._size_since >= lasts_s and now - self._moved_at >= self._patience.cooldown_s
 
-    def _look(self, now: float, usual: Usual, demand: Demand, window_s: float, num_prefill: int) -> None:
+    def _look(
+        self, now: float, usual: Usual, demand: Demand, window_s: float, num_prefill: int, predicted: float
+    ) -> None:
         """What the split serves, once all that ended in the window may have begun with it."""
         if self._begun_at is None:
             self._begun_at = now
@@ -235,7 +244,9 @@ class AutoRatio:
         if self._late_since is None:
             self._late_since = now
         if now - self._late_since >= self._patience.confirm_s:
-            self._seen[num_prefill] = _Seen(share * demand.num_ended / window_s, usual, now)
+            served, arrived = share * demand.num_ended / window_s, demand.num_arrived / window_s
+            doubt = _doubt(served, arrived, predicted)
+            self._seen[num_prefill] = _Seen(served, usual, now, doubt)
 
     def _hold(self, now: float, best: int, num_prefill: int) -> tuple[Reason, str] | None:
         """Why the move has to wait; None: it has not."""
@@ -253,6 +264,18 @@ class AutoRatio:
         if direction == -self._last_direction and since_s < patience.dwell_s:
             return Reason.DWELL, f"who moved {since_s:.0f} s ago stays for {patience.dwell_s:g} s"
         return None
+
+
+def _doubt(served: float, arrived: float, predicted: float) -> float:
+    """How much of a prediction is believed after a split has `served` less than it should have; requests a second.
+
+    The fault may be the split's or the predictions': half of it, by its logarithm, is taken for each. The more comes
+    than is predicted, the less surprising it is that much is late, and the less it says of the split.
+    """
+    if predicted <= 0 or arrived <= 0:
+        return 1.0
+    of_predictions = min(1.0, max(0.5, arrived / predicted - 0.5))
+    return min(1.0, served / min(arrived, predicted)) ** of_predictions
 
 
 def _best_of(scores: Mapping[int, float]) -> tuple[int, float]:

@@ -326,6 +326,20 @@ def test_what_waited_from_before_a_move_says_nothing_of_the_split_while_it_is_on
     assert clock.moves
 
 
+def test_what_is_late_because_far_more_comes_than_is_predicted_says_nothing_of_the_split() -> None:
+    clock = Clock(num_prefill=3)
+    clock.run(100, served(PROMPTS, 0.1))
+    assert not clock.moves and "3:1 serves 2.0 as was seen" in clock.why
+
+
+def test_a_split_is_not_left_for_one_of_which_less_is_predicted_than_it_was_seen_to_lack() -> None:
+    clock = Clock(num_prefill=3)
+    clock.run(100, served(load(5, 800, 20), 0.6))
+    assert not clock.moves and "3:1 serves 3.0 as was seen" in clock.why, "2:2 would serve 3.7, if at all"
+    clock.run(100, served(load(5, 800, 20), 0.1))
+    assert clock.moves
+
+
 def test_what_was_seen_of_one_kind_of_load_says_nothing_of_another() -> None:
     clock = Clock(num_prefill=3)
     clock.run(25, served(load(3, 400, 20), 0.3))
