@@ -275,7 +275,7 @@ def _doubt(served: float, arrived: float, predicted: float) -> float:
     if predicted <= 0 or arrived <= 0:
         return 1.0
     of_predictions = min(1.0, max(0.5, arrived / predicted - 0.5))
-    return min(1.0, served / min(arrived, predicted)) ** of_predictions
+    return float(min(1.0, served / min(arrived, predicted)) ** of_predictions)
 
 
 def _best_of(scores: Mapping[int, float]) -> tuple[int, float]:

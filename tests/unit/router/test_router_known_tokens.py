@@ -71,4 +71,4 @@ def test_who_moves_brings_what_it_has_and_computes_nothing_again() -> None:
 
 
 def hashes(prompt: PromptHashes) -> list[bytes]:
-    return list(prompt.of(BLOCK))
+    return list(prompt.of(BLOCK).of_group(0))
