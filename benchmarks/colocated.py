@@ -45,7 +45,7 @@ CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
 MIXED = "chats, long prompts"
 CAPACITY_S, STREAMS = 8.0, 24
 SETTLE_S = 120.0
-WARM_S, ADAPT_S = 5.0, 22.0
+WARM_S, ADAPT_S = 5.0, 26.0
 """The load goes on for so long before it counts: longer for auto, which has to make up its mind, and whose outputs from
 before that have to end."""
 MODES = ("colocated", "auto", "disaggregated")
@@ -182,9 +182,9 @@ def main(
         "roles.decode.devices": 1,
         "rebalance.slo.ttft_ms": ttft_ms,
         "rebalance.slo.tpot_ms": tpot_ms,
-        "rebalance.auto.confirm_s": 2.0,
+        "rebalance.auto.confirm_s": 4.0,
         "rebalance.auto.cooldown_s": 4.0,
-        "rebalance.auto.dwell_s": 8.0,
+        "rebalance.auto.dwell_s": 12.0,
     }
     runs: list[Run] = []
     bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
