@@ -244,7 +244,8 @@ class AutoRatio:
         if self._late_since is None:
             self._late_since = now
         if now - self._late_since >= self._patience.confirm_s:
-            served, arrived = share * demand.num_ended / window_s, demand.num_arrived / window_s
+            # At least one, or what is believed of the others would be nothing as well.
+            served, arrived = max(1.0, demand.num_kept) / window_s, demand.num_arrived / window_s
             doubt = _doubt(served, arrived, predicted)
             self._seen[num_prefill] = _Seen(served, usual, now, doubt)
 

@@ -340,6 +340,12 @@ def test_a_split_is_not_left_for_one_of_which_less_is_predicted_than_it_was_seen
     assert clock.moves
 
 
+def test_a_split_that_serves_nothing_in_time_is_left() -> None:
+    clock = Clock(num_prefill=2)
+    clock.run(100, served(EASY, 0.0))
+    assert clock.moves
+
+
 def test_what_was_seen_of_one_kind_of_load_says_nothing_of_another() -> None:
     clock = Clock(num_prefill=3)
     clock.run(25, served(load(3, 400, 20), 0.3))
