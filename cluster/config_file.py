@@ -32,6 +32,7 @@ class ConfigFile:
     model_path: str | None = None
     router_port: int | None = None
     admin_port: int | None = None
+    http_port: int | None = None
     is_own: bool = True
     """The operator's; False: the one that comes with Baton, which nobody watches and nobody writes."""
 
@@ -49,6 +50,8 @@ class ConfigFile:
         config = parse_config(text, filename or str(self.path), model_path=self.model_path)
         if self.router_port is not None:
             config = replace(config, router=replace(config.router, port=self.router_port))
+        if self.http_port is not None and config.router.http_port is not None:
+            config = replace(config, router=replace(config.router, http_port=self.http_port))
         if self.admin_port is not None:
             config = replace(config, admin=replace(config.admin, port=self.admin_port))
         return config

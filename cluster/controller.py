@@ -47,7 +47,7 @@ from cluster.tls import internal_tls_of, public_tls_of
 
 logger = logging.getLogger(__name__)
 
-NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "serving", "change"]
+NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "http", "serving", "change"]
 _RETRY_S = 0.1
 _STEER_S = 1.0
 _LOOK_S = 0.1
@@ -56,7 +56,7 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True)
 class Notice:
-    """Something an operator wants to see. `admin` (the AdminService's address) and then `serving` (every worker and the
+    """Something an operator wants to see. `admin`, `http` (addresses of these) and then `serving` (every worker and the
     router are up; the router's address) come once."""
 
     kind: NoticeKind
@@ -313,6 +313,9 @@ class Controller:
             are_ready = status is not None and sum(w.state == ready for w in status.workers) == len(self.crew)
             if are_ready and address is not None:
                 self._has_served = True
+                http = self.routers[0].card.get("http_address")
+                if http:
+                    self._notices.put_nowait(Notice("http", "router", str(http)))
                 self._notices.put_nowait(Notice("serving", "router", str(address)))
                 self._tasks.append(asyncio.create_task(self._steer()))
                 if self._watch is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -22,6 +22,12 @@ _SCHEME = "bearer"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
+
+
+class HasMetadata(Protocol):
+    """A call, over gRPC or HTTP."""
+
+    def invocation_metadata(self) -> Metadata | None: ...
 
 
 class KeyRing:
@@ -53,9 +59,14 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         self._scopes = dict(scopes)
         self._open = frozenset(open_services)
 
-    def key_of(self, context: Context) -> ApiKey | None:
+    def key_of(self, call: HasMetadata) -> ApiKey | None:
         """None where none is needed. Raises Unauthenticated, also for one revoked since its call was let through."""
-        return None if self._keys is None else self._find(self._keys, context.invocation_metadata() or ())
+        return None if self._keys is None else self._find(self._keys, call.invocation_metadata() or ())
+
+    def check(self, metadata: Metadata, service: str) -> None:
+        """Whether a call of this service may go on. Raises Unauthenticated or PermissionDenied."""
+        if self._keys is not None and service not in self._open:
+            self._check_scope(self._find(self._keys, metadata), service)
 
     async def intercept_service(
         self,
@@ -63,11 +74,10 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[Any, Any]:
         service = handler_call_details.method.rpartition("/")[0].lstrip("/")
-        if self._keys is not None and service not in self._open:
-            try:
-                self._check_scope(self._find(self._keys, handler_call_details.invocation_metadata or ()), service)
-            except BatonError as error:
-                return _refusal(error)
+        try:
+            self.check(handler_call_details.invocation_metadata or (), service)
+        except BatonError as error:
+            return _refusal(error)
         return await continuation(handler_call_details)
 
     def _check_scope(self, key: ApiKey, service: str) -> None:

@@ -137,5 +137,11 @@ class RouterLauncher:
         except BaseException:
             await router.kill()
             raise
-        self._settings = replace(self._settings, port=int(card["address"].rpartition(":")[2]))
+        self._settings = replace(self._settings, port=_port_of(card["address"]))
+        if card.get("http_address"):
+            self._settings = replace(self._settings, http_port=_port_of(card["http_address"]))
         return RunningGroup([router], {**card, "pids": [place.pid]})
+
+
+def _port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -55,11 +55,15 @@ class ClusterPlan:
     num_routers: int = 1
 
     def named_routers(self) -> list[tuple[str, RouterSettings]]:
-        """Each with its port, ROUTER_PORT_STEP apart; 0 stays any free one."""
+        """Each with its ports, ROUTER_PORT_STEP apart; 0 stays any free one."""
         first = self.router
-        ports = [first.port and first.port + i * ROUTER_PORT_STEP for i in range(self.num_routers)]
-        names = ["router", *(f"router-{i}" for i in range(1, self.num_routers))]
-        return [(name, replace(first, port=port)) for name, port in zip(names, ports, strict=True)]
+        routers = []
+        for number in range(self.num_routers):
+            step = number * ROUTER_PORT_STEP
+            port, http_port = first.port and first.port + step, first.http_port and first.http_port + step
+            name = f"router-{number}" if number else "router"
+            routers.append((name, replace(first, port=port, http_port=http_port)))
+        return routers
 
 
 def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None) -> ClusterPlan:
@@ -155,6 +159,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         model_name=config.model.name or "",
         host=router.host,
         port=router.port,
+        http_port=router.http_port,
         keys_file=config.auth.keys_file,
         needs_prefill=config.roles.prefill.num_workers > 0,
         max_model_len=config.model.max_model_len,

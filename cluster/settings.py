@@ -131,6 +131,8 @@ class RouterSettings(JsonSettings):
     host: str = "127.0.0.1"
     port: int = 50051
     """Public gRPC port; 0: any free one."""
+    http_port: int | None = None
+    """Port of the OpenAI API over HTTP; 0: any free one; None: none."""
     keys_file: str | None = None
     """File of API keys; None: clients need none."""
     control_port: int = 0

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 
 from cluster.pb import generation_pb2 as pb
-from router.handlers import ClientStalled, Context
+from router.call import Call
+from router.handlers import ClientStalled
 from router.request import LiveRequest
 
 MOST_PENDING_BYTES = 128 * 1024
@@ -24,7 +25,7 @@ _LOGPROB_BYTES, _ALTERNATIVE_BYTES = 64, 32
 class Outlet:
     """Of one stream. `timeout_s`: how long one message may take."""
 
-    def __init__(self, context: Context, live: LiveRequest, timeout_s: float) -> None:
+    def __init__(self, context: Call, live: LiveRequest, timeout_s: float) -> None:
         self._context = context
         self._live = live
         self._timeout_s = timeout_s

@@ -65,6 +65,7 @@ class RouterProgram:
         try:
             address, control_address = await server.start()
             card = {"address": address, "control_address": control_address, "pid": os.getpid()}
+            card["http_address"] = server.http_address
             self._card.set_result(json.dumps(card))
             if not self._is_stopping.is_set():
                 await self._stop.wait()

@@ -32,6 +32,8 @@ from router.handlers import service_handler
 from router.health import HEALTH, HealthService, reflection_handler
 from router.limits import Limits
 from router.model import ServedModel
+from router.openai.app import OpenAiApp
+from router.openai.listener import Listener
 from router.pace import Pace
 from router.policies import Objectives
 from router.service import GenerationService
@@ -106,6 +108,7 @@ class RouterServer:
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
+        self._http: Listener | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[str, str]:
@@ -145,6 +148,7 @@ class RouterServer:
                 service_handler(STATUS, status, max_message_bytes=limit),
             )
         )
+        self._listen_to_http()
         self.generation.resumables.start()
         for server in self._servers:
             await server.start()
@@ -164,11 +168,34 @@ class RouterServer:
             self._report(f"draining {self.dispatcher.num_running} requests")
         await self.dispatcher.drain(self._settings.drain_timeout_s)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
+        if self._http is not None:
+            await self._http.stop()
         await self.generation.resumables.stop()
         await self.dispatcher.fleet.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._metrics_page is not None:
             self._metrics_page.close()
+
+    @property
+    def http_address(self) -> str:
+        """Empty: there is none."""
+        return "" if self._http is None else self._http.address
+
+    def _listen_to_http(self) -> None:
+        settings = self._settings
+        if settings.http_port is None:
+            return
+        front = OpenAiApp(
+            self.generation,
+            self._gate,
+            self._tokenizer.token_bytes,
+            self.dispatcher.metrics.registry,
+            lambda: self.dispatcher.fleet.can_serve,
+            max_body_bytes=settings.max_message_bytes,
+        )
+        insecure, tls = settings.insecure, self._tls
+        self._http = Listener(front.app, settings.host, settings.http_port, insecure=insecure, tls=tls)
+        self._http.start()
 
     def _serve_metrics(self) -> None:
         """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""

@@ -19,13 +19,14 @@ from cluster.errors import DeadlineExceeded, FailedPrecondition, FieldViolation
 from cluster.gate import Gate
 from cluster.pb import generation_pb2 as pb
 from cluster.state import Store
+from router.call import Call
 from router.caller import Caller, caller_of
 from router.chat_input import read_chat
 from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.fields import Violations, invalid
 from router.first_look import least_of
-from router.handlers import ClientStalled, Context
+from router.handlers import ClientStalled
 from router.model import ServedModel
 from router.model_card import model_card
 from router.outlet import Outlet
@@ -74,7 +75,7 @@ class GenerationService:
             new_detokenizers=self._new_detokenizers,
         )
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: Call) -> pb.GenerateResponse:
         reader = await self._open(request, context, is_streaming=False)
         live = reader.live
         try:
@@ -97,7 +98,7 @@ class GenerationService:
             timing=live.timing(),
         )
 
-    async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Context) -> None:
+    async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Call) -> None:
         reader = await self._open(request, context, is_streaming=True)
         try:
             with self._pace.stream():
@@ -111,7 +112,7 @@ class GenerationService:
         if reader.live.error is not None:
             raise reader.live.error
 
-    async def _tell(self, reader: Reader, context: Context) -> None:
+    async def _tell(self, reader: Reader, context: Call) -> None:
         """Everything, until it is over. A client that named an interval gets that and no pauses."""
         live = reader.live
         outlet = Outlet(context, live, self._stalled_client_timeout_s)
@@ -131,7 +132,7 @@ class GenerationService:
             if is_paced and live.first_token_at is not None and self._pace.spacing_s:
                 await live.pause(self._pace.spacing_s)
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Call) -> pb.TokenizeResponse:
         encoded = await self._aside(request.ByteSize(), lambda: self._tokenize(request))
         offsets = encoded.offsets if request.return_offsets else ()
         return pb.TokenizeResponse(
@@ -140,7 +141,7 @@ class GenerationService:
             max_context_tokens=self._model.max_model_len,
         )
 
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Call) -> pb.DetokenizeResponse:
         """The text that generation would have given for these tokens: special tokens have none."""
         check_model("model", request.model, self._model)
         wrong = Violations()
@@ -149,9 +150,7 @@ class GenerationService:
         text = await self._aside(request.ByteSize(), lambda: self._tokenizer.decode(request.token_ids))
         return pb.DetokenizeResponse(text=text)
 
-    async def CancelGeneration(
-        self, request: pb.CancelGenerationRequest, context: Context
-    ) -> pb.CancelGenerationResponse:
+    async def CancelGeneration(self, request: pb.CancelGenerationRequest, context: Call) -> pb.CancelGenerationResponse:
         """A generation of another tenant is as unknown as one that never was."""
         caller = caller_of(self._gate.key_of(context))
         response = pb.CancelGenerationResponse()
@@ -164,11 +163,11 @@ class GenerationService:
             (response.cancelled_ids if is_cancelled else response.unknown_ids).append(generation_id)
         return response
 
-    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
+    async def GetModel(self, request: pb.GetModelRequest, context: Call) -> pb.GetModelResponse:
         check_model("model", request.model, self._model)
         return pb.GetModelResponse(model=self._card())
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
+    async def ListModels(self, request: pb.ListModelsRequest, context: Call) -> pb.ListModelsResponse:
         wrong = Violations()
         if request.page_size < 0:
             wrong.add("page_size", f"must not be negative (got {request.page_size})")
@@ -178,7 +177,7 @@ class GenerationService:
         return pb.ListModelsResponse(models=[self._card()])
 
     async def _open(
-        self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Context, *, is_streaming: bool
+        self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Call, *, is_streaming: bool
     ) -> Reader:
         """Submits a new generation, or goes on with the one that `spec.resume` names."""
         now, arrival_time_s = self._dispatcher.clock(), time.time()
@@ -270,7 +269,7 @@ class GenerationService:
         return model_card(self._model, self._tokenizer, revisions[0] if revisions else "")
 
 
-def _check_deadline(context: Context) -> None:
+def _check_deadline(context: Call) -> None:
     time_left_s = context.time_remaining()
     if time_left_s is not None and time_left_s <= 0:
         raise DeadlineExceeded("the deadline had passed when the request arrived")

@@ -77,6 +77,13 @@ class Tokenizer:
             return ByteDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode, prompt_token_ids[-CONTEXT_TOKENS:], self._special_ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself, in UTF-8 or a part of it; of a special one, its name."""
+        if token_id in self._special_ids or not self._is_byte_level:
+            piece = self._tokenizer.id_to_token(token_id) if token_id in self._special_ids else self.decode([token_id])
+            return (piece or "").encode("utf-8")
+        return self._token_bytes(token_id)
+
     def _token_bytes(self, token_id: int) -> bytes:
         known = self._bytes_of.get(token_id)
         if known is None:

@@ -94,6 +94,7 @@ class PlainCluster:
             self.processes["router"] = Process("router", RouterSettings(**given).to_json())
             card = self.processes["router"].expect("ready")
             self.address, self.control_address = str(card["address"]), str(card["control_address"])
+            self.http_address = str(card["http_address"])
             self._connect()
         except BaseException:
             self._end_processes()

@@ -50,6 +50,12 @@ def serve(
             "--admin-port", min=0, max=65535, help="Port of the AdminService; default with --port: the next one."
         ),
     ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            "--http-port", min=0, max=65535, help="Port of the OpenAI API; default with --port: the one after next."
+        ),
+    ] = None,
     ray_address: Annotated[
         str | None,
         typer.Option(
@@ -60,20 +66,27 @@ def serve(
     """Start a cluster and serve until Ctrl-C."""
     with outcome():
         here = Path("cluster.yaml")
-        file = _file(config or (here if here.is_file() else None), model, port, admin_port)
+        file = _file(config or (here if here.is_file() else None), model, port, admin_port, http_port)
         serving = file.load()
         _check_port("--port", serving.router.host, serving.router.port)
+        if serving.router.http_port is not None:
+            _check_port("--http-port", serving.router.host, serving.router.http_port)
         _check_port("--admin-port", serving.admin.host, serving.admin.port)
         _Session(replace(file, path=file.path.absolute()), serving, ray_address).run()
 
 
-def _file(path: Path | None, model: Path | None, port: int | None, admin_port: int | None) -> ConfigFile:
+def _file(
+    path: Path | None, model: Path | None, port: int | None, admin_port: int | None, http_port: int | None
+) -> ConfigFile:
     from cluster.config_file import ConfigFile
 
-    if admin_port is None and port is not None:
-        admin_port = port + 1 if 0 < port < _LAST_PORT else 0
+    if port is not None:
+        admin_port, http_port = (
+            given if given is not None else port + step if 0 < port <= _LAST_PORT - step else 0
+            for given, step in ((admin_port, 1), (http_port, 2))
+        )
     model_path = None if model is None else str(model.absolute())
-    return ConfigFile(path or default_config(), model_path, port, admin_port, is_own=path is not None)
+    return ConfigFile(path or default_config(), model_path, port, admin_port, http_port, is_own=path is not None)
 
 
 def default_config() -> Path:
@@ -201,6 +214,7 @@ class _View:
         self._began = time.monotonic()
         self._is_serving = False
         self._admin_address = ""
+        self._http_address = ""
 
     def __enter__(self) -> None:
         if self._status is not None:
@@ -231,6 +245,8 @@ class _View:
                 self._console.print(notice.text)
             case "admin":
                 self._admin_address = notice.text
+            case "http":
+                self._http_address = notice.text
             case "serving":
                 self._is_serving = True
                 self._banner(notice.text)
@@ -253,10 +269,13 @@ class _View:
             self._status.stop()
         baton, option = _command(), _options(self._serving, address)
         admin = "" if self._admin_address == DEFAULT_ADMIN_ADDRESS else f" --admin-address {self._admin_address}"
+        scheme = "http" if self._serving.tls.cert is None else "https"
+        http = f"  OpenAI  {scheme}://{self._http_address}/v1\n" if self._http_address else ""
         edit = f", or edit {os.path.relpath(self._file.path)}" if self._file.is_own else ""
         self._console.print(
             f"\nBaton is serving: {describe(serving)}\n\n"
             f"  gRPC    {address}\n"
+            f"{http}"
             f'  try     {baton} generate{option} "ROMEO:"\n'
             f"  look    {baton} status{option}\n"
             f"  change  {baton} rebalance{admin} P:D{edit}\n"

@@ -63,6 +63,11 @@ def _check_strangers(config: ServingConfig) -> Iterator[Finding]:
 
 
 def _check_ports(config: ServingConfig) -> Iterator[Finding]:
+    http_port = config.router.http_port
+    for name, port in (("router.port", config.router.port), ("admin.port", config.admin.port)):
+        if http_port and http_port == port:
+            message = f"{http_port} is {name} as well; use 8000, 0 for any free one, or null for no HTTP"
+            yield Finding("router.http_port", message, (name,))
     if config.admin.port and config.admin.port == config.router.port:
         yield Finding(
             "admin.port",

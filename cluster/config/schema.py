@@ -184,9 +184,11 @@ class RouterSection:
     """Address to listen on; anything but loopback needs TLS or `insecure`."""
     port: int = bounded(50051, at_least=0, at_most=65_535)
     """Port of the gRPC API; 0: any free one."""
+    http_port: int | None = bounded(8000, at_least=0, at_most=65_535)
+    """Port of the OpenAI API over HTTP; 0: any free one; null: not served."""
     replicas: int = bounded(1, at_least=1, at_most=64)
-    """Router processes, each with all workers, at ports 10 apart: `port`, `port` + 10, and so on. With `state` in Redis
-    a stream that was begun at one of them can be resumed at another."""
+    """Router processes, each with all workers, at ports 10 apart: `port`, `port` + 10, and so on, and the same from
+    `http_port` on. With `state` in Redis a stream that was begun at one of them can be resumed at another."""
     policy: PolicyName = "predicted"
     """How the workers of a request are chosen; predicted: those on which it should end first, by what workers have
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a

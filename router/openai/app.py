@@ -1,0 +1,251 @@
+"""The routes of the HTTP door: OpenAI's, and those by which machines ask after the router.
+
+Reads and checks a body, asks the gate who calls, and hands the specs to `GenerationService`. Knows no worker and no
+queue; every rule about a request is the service's.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import TypeVar
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange
+from cluster.gate import Gate
+from cluster.pb import admin_pb2
+from cluster.pb import generation_pb2 as pb
+from router.fields import invalid
+from router.openai import specs
+from router.openai.answers import Form, TokenBytes
+from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.openai.call import HttpCall
+from router.openai.errors import Failure, body_of, failure_of
+from router.openai.exchange import OnEvent, StreamedAnswer, WholeAnswer, failed, log
+from router.openai.schema import openapi
+from router.service import GenerationService
+from router.validate import LONGEST_NAME
+
+GENERATION = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
+STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
+Body = TypeVar("Body", bound=BaseModel)
+Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class OpenAiApp:
+    """`app` is the ASGI application."""
+
+    def __init__(
+        self,
+        service: GenerationService,
+        gate: Gate,
+        token_bytes: TokenBytes,
+        registry: CollectorRegistry,
+        can_serve: Callable[[], bool],
+        *,
+        max_body_bytes: int,
+    ) -> None:
+        self._service = service
+        self._gate = gate
+        self._token_bytes = token_bytes
+        self._registry = registry
+        self._can_serve = can_serve
+        self._max_body_bytes = max_body_bytes
+        self._begun = int(time.time())
+        routes = [
+            Route("/v1/completions", _guarded(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", _guarded(self._chat), methods=["POST"]),
+            Route("/v1/models", _guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{model:path}", _guarded(self._model), methods=["GET"]),
+            Route("/tokenize", _guarded(self._tokenize), methods=["POST"]),
+            Route("/detokenize", _guarded(self._detokenize), methods=["POST"]),
+            Route("/metrics", _guarded(self._metrics), methods=["GET"]),
+            Route("/healthz", _guarded(self._health), methods=["GET"]),
+            Route("/readyz", _guarded(self._ready), methods=["GET"]),
+            Route("/version", _guarded(self._version), methods=["GET"]),
+            Route("/openapi.json", _guarded(self._openapi), methods=["GET"]),
+        ]
+        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
+
+    async def _completions(self, request: Request, request_id: str) -> Answer:
+        self._check(request, GENERATION)
+        body = await self._read(request, CompletionBody)
+        return self._answer(request, body, specs.completion_specs(body, request_id), request_id)
+
+    async def _chat(self, request: Request, request_id: str) -> Answer:
+        self._check(request, GENERATION)
+        body = await self._read(request, ChatBody)
+        return self._answer(request, body, [specs.chat_spec(body, request_id)], request_id)
+
+    def _answer(
+        self, request: Request, body: CompletionBody | ChatBody, wanted: list[pb.GenerationSpec], request_id: str
+    ) -> Answer:
+        includes_usage = body.stream_options is not None and body.stream_options.include_usage
+        if body.stream_options is not None and not body.stream:
+            raise invalid((FieldViolation("stream_options", "needs stream: true"),))
+        form = Form(
+            is_chat=isinstance(body, ChatBody),
+            model=body.model,
+            created=int(time.time()),
+            n=1 if body.n is None else body.n,
+            wants_logprobs=wanted[0].output.HasField("top_logprobs"),
+            includes_usage=includes_usage,
+            token_bytes=self._token_bytes,
+        )
+        headers = _headers(request)
+        if not body.stream:
+            unary = [functools.partial(self._generate, spec, headers) for spec in wanted]
+            return WholeAnswer(form, unary, request_id)
+        streams = [functools.partial(self._generate_stream, spec, headers) for spec in wanted]
+        return StreamedAnswer(form, streams, request_id)
+
+    async def _generate(self, spec: pb.GenerationSpec, headers: tuple[tuple[str, str], ...]) -> pb.GenerateResponse:
+        return await self._service.Generate(pb.GenerateRequest(spec=spec), HttpCall(headers))
+
+    async def _generate_stream(
+        self, spec: pb.GenerationSpec, headers: tuple[tuple[str, str], ...], on_event: OnEvent
+    ) -> None:
+        await self._service.GenerateStream(pb.GenerateStreamRequest(spec=spec), HttpCall(headers, on_event))
+
+    async def _models(self, request: Request, request_id: str) -> Answer:
+        self._check(request, GENERATION)
+        told = await self._service.ListModels(pb.ListModelsRequest(), HttpCall(_headers(request)))
+        return JSONResponse({"object": "list", "data": [self._card(model) for model in told.models]})
+
+    async def _model(self, request: Request, request_id: str) -> Answer:
+        self._check(request, GENERATION)
+        wanted = pb.GetModelRequest(model=request.path_params["model"])
+        told = await self._service.GetModel(wanted, HttpCall(_headers(request)))
+        return JSONResponse(self._card(told.model))
+
+    def _card(self, model: pb.Model) -> dict[str, object]:
+        card = {"id": model.name, "object": "model", "created": self._begun, "owned_by": "baton"}
+        return card | {"max_model_len": model.max_context_tokens, "capabilities": list(model.capabilities)}
+
+    async def _tokenize(self, request: Request, request_id: str) -> Answer:
+        self._check(request, GENERATION)
+        wanted = specs.tokenize_request(await self._read(request, TokenizeBody))
+        told = await self._service.Tokenize(wanted, HttpCall(_headers(request)))
+        tokens = list(told.token_ids)
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": told.max_context_tokens})
+
+    async def _detokenize(self, request: Request, request_id: str) -> Answer:
+        self._check(request, GENERATION)
+        wanted = specs.detokenize_request(await self._read(request, DetokenizeBody))
+        told = await self._service.Detokenize(wanted, HttpCall(_headers(request)))
+        return JSONResponse({"prompt": told.text})
+
+    async def _metrics(self, request: Request, request_id: str) -> Answer:
+        """Where keys are needed, one with the scope admin."""
+        self._check(request, STATUS)
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def _health(self, request: Request, request_id: str) -> Answer:
+        """The process lives."""
+        return JSONResponse({"status": "ok"})
+
+    async def _ready(self, request: Request, request_id: str) -> Answer:
+        """Workers are there to serve."""
+        if self._can_serve():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "no prefill or no decode worker is ready"}, status_code=503)
+
+    async def _version(self, request: Request, request_id: str) -> Answer:
+        return JSONResponse({"version": version("baton")})
+
+    async def _openapi(self, request: Request, request_id: str) -> Answer:
+        return JSONResponse(openapi(version("baton")))
+
+    def _check(self, request: Request, service: str) -> None:
+        """Raises Unauthenticated or PermissionDenied."""
+        self._gate.check(_headers(request), service)
+
+    async def _read(self, request: Request, kind: type[Body]) -> Body:
+        """Raises InvalidRequest, or OutOfRange for a body that is too large."""
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > self._max_body_bytes:
+                raise OutOfRange(f"the body is larger than {self._max_body_bytes} bytes, which is the most taken here")
+        try:
+            return kind.model_validate(json.loads(bytes(data)))
+        except ValidationError as error:
+            raise invalid(tuple(_violation(dict(each)) for each in error.errors(include_url=False))) from error
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest("the body is not JSON in UTF-8") from error
+
+
+def _violation(error: dict[str, object]) -> FieldViolation:
+    """Of pydantic's; the value that was sent is not repeated."""
+    path = error["loc"]
+    assert isinstance(path, tuple)
+    names = [part for part in path if isinstance(part, int) or part in _known_names(path)]
+    field = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    if error["type"] == "extra_forbidden":
+        return FieldViolation(field, "is not a field that is known here; leave it out")
+    if error["type"] == "missing":
+        return FieldViolation(field, "must be set")
+    return FieldViolation(field, str(error["msg"]).removeprefix("Input "))
+
+
+def _known_names(path: tuple[object, ...]) -> set[object]:
+    """pydantic puts the tried type of a union, such as `list[str]`, into a path; those are no names of fields."""
+    return {part for part in path if isinstance(part, str) and part.replace("_", "").isalnum() and part not in _TYPES}
+
+
+_TYPES = {"str", "int", "float", "bool", "list"}
+
+
+def _headers(request: Request) -> tuple[tuple[str, str], ...]:
+    return tuple(request.headers.items())
+
+
+def _request_id(request: Request) -> str:
+    """The client's, where it can be told back."""
+    given = request.headers.get("x-request-id", "")
+    is_good = 0 < len(given) <= LONGEST_NAME and given.isascii() and given.isprintable()
+    return given if is_good else f"req-{secrets.token_hex(12)}"
+
+
+Handler = Callable[[Request, str], Awaitable[Answer]]
+
+
+def _guarded(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
+    """What a handler raises, as an answer."""
+
+    async def endpoint(request: Request) -> Answer:
+        request_id = _request_id(request)
+        try:
+            answer = await handle(request, request_id)
+        except BatonError as error:
+            return failed(failure_of(error), request_id)
+        except Exception:
+            log.exception("%s failed", request.url.path)
+            return failed(failure_of(InternalError("the router failed on this request; its log says why")), request_id)
+        if isinstance(answer, Response):
+            answer.headers["x-request-id"] = request_id
+        return answer
+
+    return endpoint
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """A path or a method that is not there."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}; see /openapi.json for what is served"
+    body = body_of(message, error.status_code, "not_found" if error.status_code == 404 else "not_allowed")
+    answer = failed(Failure(error.status_code, body), _request_id(request))
+    answer.headers.update(error.headers or {})
+    return answer

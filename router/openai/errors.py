@@ -1,0 +1,95 @@
+"""A BatonError as OpenAI's clients know errors: a status that says whether to try again, and a body.
+
+    {"error": {"message": "temperature: must be between 0 and 2 (got 3)", "type": "invalid_request_error",
+               "param": "temperature", "code": "invalid_request"}}
+
+Messages name a field as the HTTP client wrote it, not by its path in the .proto. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import BatonError
+
+_STATUS = {
+    "INVALID_ARGUMENT": 400,
+    "OUT_OF_RANGE": 400,
+    "FAILED_PRECONDITION": 400,
+    "UNIMPLEMENTED": 400,
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "NOT_FOUND": 404,
+    "ABORTED": 409,
+    "RESOURCE_EXHAUSTED": 429,
+    "CANCELLED": 499,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+}
+_TYPE = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+}
+_CODE = {"OUT_OF_RANGE": "context_length_exceeded", "UNAUTHENTICATED": "invalid_api_key", "NOT_FOUND": "not_found"}
+_FIELDS = {
+    "max_output_tokens": "max_tokens",
+    "min_output_tokens": "min_tokens",
+    "token_ids.ids": "prompt",
+    "text": "prompt",
+    "chat.template_kwargs": "chat_template_kwargs",
+    "include_stop_in_output": "include_stop_str_in_output",
+    "json_object": "response_format",
+    "json_schema": "response_format",
+}
+"""Of the last part of a path in the .proto, what it is called here."""
+_PATH = re.compile(r"\bspec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?([a-z_]+(?:\.[a-z_]+)*)")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Of one HTTP call."""
+
+    status: int
+    body: dict[str, Any]
+    retry_after_s: float | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to try again: in whole seconds as HTTP has it, and in milliseconds as OpenAI's SDK reads it first."""
+        if self.retry_after_s is None:
+            return {}
+        ms = math.ceil(1000 * self.retry_after_s)
+        return {"retry-after": str(math.ceil(self.retry_after_s)), "retry-after-ms": str(ms)}
+
+
+def failure_of(error: BatonError) -> Failure:
+    status = _STATUS[error.grpc_code]
+    param = rename(error.violations[0].field) if error.violations and error.grpc_code != "RESOURCE_EXHAUSTED" else None
+    code = _CODE.get(error.grpc_code, error.reason.lower())
+    return Failure(status, body_of(rename(error.message), status, code, param), error.retry_after_s)
+
+
+def body_of(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
+    kind = _TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def rename(text: str) -> str:
+    """With fields of a GenerationSpec under the names that they have in a body."""
+    return _PATH.sub(lambda found: _name(found[1]), text)
+
+
+def _name(path: str) -> str:
+    for known, name in _FIELDS.items():
+        if path == known or path.startswith(f"{known}."):
+            return name + path[len(known) :]
+    return path.removeprefix("chat.")

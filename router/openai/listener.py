@@ -1,0 +1,85 @@
+"""The socket of the HTTP door, served by uvicorn in the router's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from cluster.address import format_address, is_loopback
+from cluster.errors import ConfigError
+from cluster.tls import ServerTls
+
+_BACKLOG = 2048
+_IDLE_S = 75.0
+"""A connection without a request is kept for so long: longer than clients keep theirs."""
+_LAST_WORDS_S = 1
+"""What runs at the end has been drained before; connections get so long to take what was written."""
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Listener:
+    """Lives in one event loop: `start`, then `stop`."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, *, insecure: bool, tls: ServerTls | None) -> None:
+        """Binds; `port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had."""
+        if not is_loopback(host) and tls is None and not insecure:
+            raise ConfigError(
+                f"refusing to serve HTTP on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or "
+                "allow it with `insecure` where the network keeps strangers out"
+            )
+        self._socket = _bind(host, port)
+        self.address = format_address(host, self._socket.getsockname()[1])
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            backlog=_BACKLOG,
+            timeout_keep_alive=int(_IDLE_S),
+            timeout_graceful_shutdown=_LAST_WORDS_S,
+        )
+        config.load()
+        config.ssl = None if tls is None else tls.context()
+        self._server = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Clients can connect already; from now on they are answered."""
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+
+    async def stop(self) -> None:
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+        self._socket.close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot serve HTTP on {format_address(host, port)}: it is in use or not an address of this machine; "
+            "choose another port (router.http_port or --http-port; 0: any free one) or host"
+        ) from error
+    listener.setblocking(False)
+    return listener

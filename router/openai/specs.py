@@ -1,0 +1,209 @@
+"""A body as the GenerationSpecs that it asks for, one for each of its prompts. Pure.
+
+Refuses what the API has and Baton does not, by the name that the client used; everything else is left to
+`router.validate`. Raises InvalidRequest or NotServed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import json_format, struct_pb2
+
+from cluster.errors import FieldViolation, NotServed
+from cluster.pb import generation_pb2 as pb
+from router.fields import Violations
+from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseFormat, TokenizeBody
+
+MOST_PROMPTS = 128
+"""In one call of /v1/completions."""
+_UINT32 = 2**32
+_UINT64 = 2**64
+_INT32 = 2**31
+
+
+def completion_specs(body: CompletionBody, request_id: str) -> list[pb.GenerationSpec]:
+    """One for each prompt."""
+    _refuse(
+        echo=(bool(body.echo), "the prompt is not repeated; leave it out"),
+        suffix=(bool(body.suffix), "models that fill in the middle are not served; leave it out"),
+        best_of=(
+            body.best_of is not None and body.best_of != (1 if body.n is None else body.n),
+            "must be equal to n: all sequences are returned",
+        ),
+    )
+    wrong = Violations()
+    prompts = _prompts(body.prompt)
+    wrong.at_most("prompt", prompts, MOST_PROMPTS, "prompts")
+    if not prompts:
+        wrong.add("prompt", "must hold at least one token (it is empty)")
+    spec = _common(body, request_id, wrong, max_tokens=("max_tokens", body.max_tokens))
+    if body.logprobs is not None:
+        _uint(spec.output, "top_logprobs", "logprobs", body.logprobs, _UINT32, wrong)
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str) and not all(0 <= token_id < _UINT32 for token_id in prompt):
+            wrong.add(f"prompt[{number}]", "token ids must be from 0 to the vocabulary's size")
+    wrong.raise_if_any()
+    return [_with_prompt(spec, prompt) for prompt in prompts]
+
+
+def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
+    choice = body.tool_choice
+    _refuse(
+        tool_choice=(choice not in (None, "auto", "none"), "must be auto or none: a tool cannot be forced"),
+        modalities=(body.modalities not in (None, ["text"]), "must be [text]"),
+    )
+    wrong = Violations()
+    most = body.max_completion_tokens
+    name, most = ("max_tokens", body.max_tokens) if most is None else ("max_completion_tokens", most)
+    spec = _common(body, request_id, wrong, max_tokens=(name, most))
+    spec.chat.CopyFrom(_chat(body.messages, None if choice == "none" else body.tools, body.chat_template_kwargs, wrong))
+    if body.add_generation_prompt is not None:
+        spec.chat.template_kwargs.update({"add_generation_prompt": body.add_generation_prompt})
+    if body.top_logprobs is not None and not body.logprobs:
+        wrong.add("top_logprobs", "needs logprobs: true")
+    if body.logprobs:
+        _uint(spec.output, "top_logprobs", "top_logprobs", body.top_logprobs or 0, _UINT32, wrong)
+    if body.response_format is not None:
+        _constrain(spec.sampling, body.response_format, wrong)
+    wrong.raise_if_any()
+    return spec
+
+
+def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
+    wrong = Violations()
+    if (body.prompt is None) == (body.messages is None):
+        wrong.add("prompt", "exactly one of prompt or messages must be set")
+        wrong.raise_if_any()
+    request = pb.TokenizeRequest(model=body.model, add_special_tokens=body.add_special_tokens)
+    if body.prompt is not None:
+        request.text = body.prompt
+    else:
+        request.chat.CopyFrom(_chat(body.messages or [], body.tools, body.chat_template_kwargs, wrong))
+    wrong.raise_if_any()
+    return request
+
+
+def detokenize_request(body: DetokenizeBody) -> pb.DetokenizeRequest:
+    wrong = Violations()
+    if not all(0 <= token_id < _UINT32 for token_id in body.tokens):
+        wrong.add("tokens", "token ids must be from 0 to the vocabulary's size")
+    wrong.raise_if_any()
+    return pb.DetokenizeRequest(model=body.model, token_ids=body.tokens)
+
+
+def _refuse(**given: tuple[bool, str]) -> None:
+    """Fields of the API that are not served, if they ask for something: whether they do, and what to do instead."""
+    violations = tuple(FieldViolation(field, remedy) for field, (asks, remedy) in given.items() if asks)
+    if violations:
+        message = "; ".join(f"{v.field} is not served: {v.description}" for v in violations)
+        raise NotServed(message, violations=violations)
+
+
+def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    return [prompt] if prompt and isinstance(prompt[0], int) else prompt
+
+
+def _with_prompt(common: pb.GenerationSpec, prompt: str | list[int]) -> pb.GenerationSpec:
+    spec = pb.GenerationSpec()
+    spec.CopyFrom(common)
+    if isinstance(prompt, str):
+        spec.text = prompt
+    else:
+        spec.token_ids.ids.extend(prompt)
+    return spec
+
+
+def _common(
+    body: CompletionBody | ChatBody, request_id: str, wrong: Violations, *, max_tokens: tuple[str, int | None]
+) -> pb.GenerationSpec:
+    spec = pb.GenerationSpec(model=body.model, request_id=request_id)
+    sampling, stopping = spec.sampling, spec.stopping
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    _int(sampling, "top_k", "top_k", body.top_k, wrong)
+    _uint(sampling, "n", "n", body.n, _UINT32, wrong)
+    _seed(sampling, body.seed, wrong)
+    _uint(stopping, "max_output_tokens", max_tokens[0], max_tokens[1], _UINT32, wrong)
+    _uint(stopping, "min_output_tokens", "min_tokens", body.min_tokens, _UINT32, wrong)
+    stopping.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
+    stopping.include_stop_in_output, stopping.ignore_eos = body.include_stop_str_in_output, body.ignore_eos
+    if all(0 <= token_id < _UINT32 for token_id in body.stop_token_ids or ()):
+        stopping.stop_token_ids.extend(body.stop_token_ids or ())
+    else:
+        wrong.add("stop_token_ids", "token ids must be from 0 to the vocabulary's size")
+    _bias(sampling, body.logit_bias or {}, wrong)
+    spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
+    _int(spec.scheduling, "priority", "priority", body.priority, wrong)
+    return spec
+
+
+def _int(message: Any, field: str, name: str, value: int | None, wrong: Violations) -> None:
+    if value is None:
+        return
+    if -_INT32 <= value < _INT32:
+        setattr(message, field, value)
+    else:
+        wrong.add(name, f"must be from {-_INT32} to {_INT32 - 1} (got {value})")
+
+
+def _uint(message: Any, field: str, name: str, value: int | None, limit: int, wrong: Violations) -> None:
+    if value is None:
+        return
+    if 0 <= value < limit:
+        setattr(message, field, value)
+    else:
+        wrong.add(name, f"must be from 0 to {limit - 1} (got {value})")
+
+
+def _seed(sampling: pb.SamplingParams, seed: int | None, wrong: Violations) -> None:
+    """Clients may send any 64 bits; a negative one is the number with the same bits."""
+    _uint(sampling, "seed", "seed", seed if seed is None or seed >= 0 else seed + _UINT64, _UINT64, wrong)
+
+
+def _bias(sampling: pb.SamplingParams, biases: Mapping[str, float], wrong: Violations) -> None:
+    for token_id, bias in biases.items():
+        if token_id.isascii() and token_id.isdigit() and int(token_id) < _UINT32:
+            sampling.logit_bias[int(token_id)] = bias
+        else:
+            wrong.add("logit_bias", f"keys must be token ids (got {token_id[:20]!r})")
+            return
+
+
+def _chat(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template_kwargs: Mapping[str, Any] | None,
+    wrong: Violations,
+) -> pb.ChatInput:
+    chat = pb.ChatInput()
+    for field, items, given in (("messages", chat.messages, messages), ("tools", chat.tools, tools or ())):
+        for number, each in enumerate(given):
+            _fill(items.add(), each, f"{field}[{number}]", wrong)
+    if template_kwargs:
+        _fill(chat.template_kwargs, template_kwargs, "chat_template_kwargs", wrong)
+    return chat
+
+
+def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, wrong: Violations) -> None:
+    try:
+        json_format.ParseDict(value, struct)
+    except json_format.ParseError:
+        wrong.add(field, "nests too deep, or holds a number that JSON does not have")
+
+
+def _constrain(sampling: pb.SamplingParams, form: ResponseFormat, wrong: Violations) -> None:
+    if form.type == "json_object":
+        sampling.json_object = True
+    elif form.type == "json_schema":
+        schema = form.json_schema.schema_ if form.json_schema is not None else None
+        if schema is None:
+            wrong.add("response_format.json_schema", "must be set, with its schema, where the type is json_schema")
+        else:
+            sampling.json_schema = json.dumps(schema)

@@ -1,0 +1,302 @@
+"""The OpenAI API over real sockets and two fake workers: what OpenAI's own client sees, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from fake_worker import PREFILL, STOP, FakeWorker, pair, phase, tokens
+from router_harness import MAX_MODEL_LEN, Router, ids, running_router
+
+from cluster.api_keys import ApiKey, digest_of, render_keys
+from cluster.pb import generation_pb2 as pb
+from cluster.pb import worker_pb2
+from router.openai.bodies import IGNORED, ChatBody, CompletionBody
+
+pytestmark = pytest.mark.asyncio
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, workers: tuple[FakeWorker, ...], **settings: Any) -> AsyncIterator[tuple[Router, Any]]:
+    """A router, and an HTTP client of it."""
+    async with contextlib.AsyncExitStack() as stack:
+        router = await stack.enter_async_context(running_router(folder / "model", workers, http_port=0, **settings))
+        address = f"http://{router.server.http_address}"
+        yield router, await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=20))
+
+
+def sdk(router: Router, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
+    base_url = f"http://{router.server.http_address}/v1"
+    return openai.AsyncOpenAI(base_url=base_url, api_key=key, **({"max_retries": 0} | options))
+
+
+def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
+    return {"model": "model", "messages": [{"role": "user", "content": text}], **fields}
+
+
+async def test_a_completion_is_what_the_same_request_over_grpc_is(tmp_path: Path) -> None:
+    prefill, decode = pair(lambda _: [ids("world!")])
+    async with serving(tmp_path, (prefill, decode)) as (router, _), sdk(router) as client:
+        answer = await client.completions.create(model="model", prompt="hello", max_tokens=6, temperature=0, seed=-5)
+    choice = answer.choices[0]
+    assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == ("world!", "length", 0, None)
+    assert answer.object == "text_completion" and answer.model == "model" and answer.id.startswith("gen-")
+    usage = answer.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 6, 11)
+    assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens == 0
+    sampling = decode.admits[0].sampling
+    assert (sampling.max_output_tokens, sampling.temperature, sampling.seed) == (6, 0.0, 2**64 - 5)
+
+
+async def test_a_chat_goes_through_the_models_template(tmp_path: Path) -> None:
+    prefill, decode = pair(lambda _: [ids("yes")])
+    async with serving(tmp_path, (prefill, decode)) as (router, _), sdk(router) as client:
+        parts: Any = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        answer = await client.chat.completions.create(model="model", messages=[{"role": "user", "content": parts}])
+    message = answer.choices[0].message
+    assert (message.role, message.content, answer.object) == ("assistant", "yes", "chat.completion")
+    assert list(decode.admits[0].prompt_token_ids or prefill.admits[0].prompt_token_ids) == ids("<user>ab<assistant>")
+
+
+async def test_prompts_of_one_call_are_answered_one_after_another(tmp_path: Path) -> None:
+    workers = pair(lambda admit: [ids("x")] * admit.sampling.n)
+    async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
+        answer = await client.completions.create(model="model", prompt=["a", "bc"], n=2)
+        whole = await client.completions.create(model="model", prompt=[5, 6, 7])
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage is not None and answer.usage.prompt_tokens == 3 and answer.usage.completion_tokens == 4
+    assert whole.usage is not None and whole.usage.prompt_tokens == 3
+
+
+async def test_a_stream_tells_text_and_reasons_and_usage_if_asked(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(lambda _: [ids("one"), ids("second")])) as (router, _), sdk(router) as client:
+        options: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(
+            model="model", messages=[{"role": "user", "content": "hi"}], n=2, stream=True, stream_options=options
+        )
+        chunks = [chunk async for chunk in stream]
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and len({chunk.id for chunk in chunks}) == 1
+    for index, text in enumerate(("one", "second")):
+        mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
+        assert mine[0].delta.role == "assistant" and [c.delta.role for c in mine[1:]] == [None] * (len(mine) - 1)
+        assert "".join(c.delta.content or "" for c in mine) == text
+        assert [c.finish_reason for c in mine if c.finish_reason] == ["length"]
+    assert not chunks[-1].choices and chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 9
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+async def test_the_wire_of_a_stream_is_server_sent_events_to_the_last_line(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(lambda _: [ids("é!")])) as (_, http):
+        body = {"model": "model", "prompt": "a", "stream": True}
+        answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["x-request-id"] == "mine"
+    lines = answer.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and all(line.startswith("data: ") for line in lines[:-1])
+    texts = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-2]]
+    assert "".join(texts) == "é!"
+
+
+async def test_logprobs_name_tokens_by_their_text(tmp_path: Path) -> None:
+    def answered(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
+        if worker.role == worker_pb2.ROLE_PREFILL:
+            top = [pb.TokenAlternative(token_id=ids("b")[0], logprob=-2.0)]
+            logprob = pb.TokenLogprob(token_id=ids("a")[0], logprob=-0.5, rank=1, top=top)
+            told = tokens(admit.key, 0, ids("a"), logprobs=[logprob], finish_reason=STOP)
+            worker.emit(phase(admit.key, PREFILL), told)
+
+    workers = tuple(FakeWorker(w.worker_id, w.role, answered) for w in pair())
+    async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
+        messages: Any = [{"role": "user", "content": "hi"}]
+        said = await client.chat.completions.create(model="model", messages=messages, logprobs=True, top_logprobs=1)
+        text = await client.completions.create(model="model", prompt="hi", logprobs=1)
+    told = said.choices[0].logprobs
+    assert told is not None and told.content is not None
+    assert [(t.token, t.bytes, t.logprob, t.top_logprobs[0].token) for t in told.content] == [("a", [97], -0.5, "b")]
+    other = text.choices[0].logprobs
+    assert other is not None and (other.tokens, other.token_logprobs, other.text_offset) == (["a"], [-0.5], [0])
+    assert other.top_logprobs == [{"b": -2.0}] and said.choices[0].finish_reason == "stop"
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": 3.0}, "temperature", "temperature: must be between 0 and 2 (got 3)"),
+    ({"temperature": "hot"}, "temperature", "temperature: should be a valid number"),
+    ({"tempreature": 1.0}, "tempreature", "tempreature: is not a field that is known here; leave it out"),
+    ({"model": None}, "model", "model: should be a valid string"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens: must be at least 1 (got 0)"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens: must be from 0 to"),
+    ({"n": 1.5}, "n", "n: should be a valid integer"),
+    ({"stop": ["a"] * 17}, "stop", "stop: at most 16 stop strings are allowed (got 17)"),
+    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs logprobs: true"),
+    ({"logit_bias": {"x": 1.0}}, "logit_bias", "logit_bias: keys must be token ids (got 'x')"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream: true"),
+    ({"messages": []}, "messages", "messages: must hold at least one message"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role: must be a string such as `user`"),
+    ({"messages": "hello"}, "messages", "messages: should be a valid list"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice is not served: must be auto or none"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format.json_schema: must"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[str(sorted(fields)) for fields, _, _ in BAD])
+async def test_what_is_wrong_is_named_as_the_client_wrote_it(
+    tmp_path: Path, fields: dict[str, Any], param: str, message: str
+) -> None:
+    async with serving(tmp_path, pair()) as (_, http):
+        answer = await http.post("/v1/chat/completions", json=chat() | fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert error["message"].startswith(message)
+
+
+async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(), max_message_bytes=5000) as (_, http):
+        for content in (b"", b"{", b"\xff\xfe", b"[" * 4000, b'"text"', b"null"):
+            answer = await http.post("/v1/completions", content=content)
+            assert answer.status_code == 400 and "error" in answer.json(), content
+        answer = await http.post("/v1/completions", json={"model": "model", "prompt": "a" * 6000})
+        assert answer.status_code == 400 and "larger than 5000 bytes" in answer.json()["error"]["message"]
+
+
+async def test_errors_are_those_that_the_sdk_knows(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair()) as (router, http), sdk(router) as client:
+        with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here"):
+            await client.completions.create(model="gpt", prompt="a")
+        with pytest.raises(openai.BadRequestError) as error:
+            await client.completions.create(model="model", prompt="a" * MAX_MODEL_LEN)
+        assert error.value.code == "context_length_exceeded"
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="model", input="a")
+        assert (await http.get("/v1/completions")).status_code == 405
+
+
+async def test_who_cannot_be_taken_on_is_told_when_to_try_again(tmp_path: Path) -> None:
+    workers = pair()
+    async with serving(tmp_path, workers, max_running_requests=1, max_queued_requests=0) as (router, http):
+        first = asyncio.create_task(http.post("/v1/chat/completions", json=chat()))
+        await workers[0].next_admit()
+        answer = await http.post("/v1/chat/completions", json=chat(stream=True))
+        assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["code"] == "overloaded"
+        async with sdk(router) as client:
+            with pytest.raises(openai.RateLimitError):
+                await client.completions.create(model="model", prompt="a")
+            again = asyncio.create_task(
+                client.with_options(max_retries=9).completions.create(model="model", prompt="a")
+            )
+            refused = router.server.dispatcher.counters.refused
+            before = refused.total()
+            while refused.total() == before:
+                await asyncio.sleep(0.001)
+            first.cancel()
+            key = (await workers[0].next_admit()).key
+            workers[0].emit(phase(key, PREFILL), tokens(key, 0, ids("b"), finish_reason=STOP))
+            assert (await again).choices[0].text == "b"
+
+
+async def test_a_client_that_hangs_up_ends_its_generation(tmp_path: Path) -> None:
+    for is_streaming in (False, True):
+        prefill, decode = pair()
+        async with serving(tmp_path, (prefill, decode)) as (_, http):
+            call = asyncio.create_task(http.post("/v1/chat/completions", json=chat(stream=is_streaming)))
+            admit = await prefill.next_admit()
+            call.cancel()
+            cancel = await asyncio.wait_for(prefill.next_cancel(), 10)
+            assert cancel.key == admit.key
+
+
+async def test_what_fails_in_the_middle_of_a_stream_is_an_error_in_it(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with serving(tmp_path, (prefill, decode)) as (router, _), sdk(router) as client:
+        stream = await asyncio.gather(
+            client.completions.create(model="model", prompt="a", stream=True), _first_token(prefill, decode)
+        )
+        with pytest.raises(openai.APIError, match="the router is shutting down"):
+            await router.server.dispatcher.drain(0.0)
+            async for _ in stream[0]:
+                continue
+
+
+async def _first_token(prefill: FakeWorker, decode: FakeWorker) -> None:
+    key = (await prefill.next_admit()).key
+    await decode.next_admit()
+    prefill.emit(phase(key, PREFILL), tokens(key, 0, ids("a")))
+
+
+async def test_keys_open_what_their_scopes_say(tmp_path: Path) -> None:
+    keys = (
+        ApiKey("alice", digest_of("baton-a"), "acme", ("generate",)),
+        ApiKey("op", digest_of("baton-o"), "o", ("admin",)),
+    )
+    (tmp_path / "keys.yaml").write_text(render_keys(keys))
+    workers = pair(lambda _: [ids("ok")])
+    async with serving(tmp_path, workers, keys_file=str(tmp_path / "keys.yaml")) as (router, http):
+        async with sdk(router, "baton-a") as client:
+            assert (await client.completions.create(model="model", prompt="a")).choices[0].text == "ok"
+            assert [model.id async for model in client.models.list()] == ["model"]
+        async with sdk(router, "baton-x") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.completions.create(model="model", prompt="a")
+        async with sdk(router, "baton-o") as client:
+            with pytest.raises(openai.PermissionDeniedError):
+                await client.models.list()
+        assert (await http.get("/metrics")).status_code == 401
+        operator = await http.get("/metrics", headers={"authorization": "Bearer baton-o"})
+        assert "baton_" in operator.text
+        assert (await http.get("/healthz")).status_code == (await http.get("/readyz")).status_code == 200
+
+
+async def test_machines_can_ask_whether_it_lives_serves_and_what_it_takes(tmp_path: Path) -> None:
+    async with serving(tmp_path, ()) as (_, http):
+        assert (await http.get("/healthz")).json() == {"status": "ok"}
+        assert (await http.get("/readyz")).status_code == 503
+        assert set((await http.get("/version")).json()) == {"version"}
+        told = (await http.get("/openapi.json")).json()
+        assert "/v1/chat/completions" in told["paths"] and "ChatBody" in told["components"]["schemas"]
+        model = (await http.get("/v1/models/model")).json()
+        assert (model["id"], model["max_model_len"]) == ("model", MAX_MODEL_LEN)
+
+
+async def test_tokens_and_text_become_each_other(tmp_path: Path) -> None:
+    async with serving(tmp_path, ()) as (_, http):
+        told = (await http.post("/tokenize", json={"prompt": "abc"})).json()
+        assert told == {"tokens": ids("abc"), "count": 3, "max_model_len": MAX_MODEL_LEN}
+        said = await http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
+        assert said.json()["tokens"] == ids("<user>a<assistant>")
+        assert (await http.post("/detokenize", json={"tokens": ids("abc")})).json() == {"prompt": "abc"}
+        for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [999]})):
+            assert (await http.post(path, json=body)).status_code == 400
+
+
+async def test_fields_without_effect_are_taken_and_others_of_other_servers_have_theirs(tmp_path: Path) -> None:
+    prefill, decode = pair(lambda _: [ids("ab")])
+    async with serving(tmp_path, (prefill, decode)) as (_, http):
+        body = chat(user="me", metadata={"a": "b"}, store=False, top_k=3, min_tokens=1, stop_token_ids=[9], priority=2)
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+    sampling = decode.admits[0].sampling
+    assert (sampling.top_k, sampling.min_output_tokens, list(sampling.stop_token_ids)) == (3, 1, [0, 9])
+
+
+async def test_a_stop_string_ends_it_and_is_named(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(lambda _: [ids("one. two")])) as (_, http):
+        choice = (await http.post("/v1/chat/completions", json=chat(stop="."))).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", ".")
+
+
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+async def test_the_docs_name_every_field_that_is_taken(kind: type[CompletionBody] | type[ChatBody]) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "http.md").read_text(encoding="utf-8")
+    taken = text.partition("## Fields")[2].partition("## Answers")[0]
+    assert set(re.findall(r"`([a-z_]+)`", taken)) >= set(kind.model_fields)
+    without_effect = taken.partition("without effect:")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`([a-z_]+)`", without_effect)) == set(IGNORED)
