@@ -193,8 +193,14 @@ class RouterServer:
             lambda: self.dispatcher.fleet.can_serve,
             max_body_bytes=settings.max_message_bytes,
         )
-        insecure, tls = settings.insecure, self._tls
-        self._http = Listener(front.app, settings.host, settings.http_port, insecure=insecure, tls=tls)
+        self._http = Listener(
+            front.app,
+            settings.host,
+            settings.http_port,
+            insecure=settings.insecure,
+            tls=self._tls,
+            stalled_client_s=settings.stalled_client_timeout_s,
+        )
         self._http.start()
 
     def _serve_metrics(self) -> None:

@@ -17,6 +17,10 @@ from cluster.tls import ServerTls
 _BACKLOG = 2048
 _IDLE_S = 75.0
 """A connection without a request is kept for so long: longer than clients keep theirs."""
+_SEND_BYTES = 64 * 1024
+"""That the kernel is asked to hold for a client that does not read (it doubles it), beside uvicorn's own as much."""
+_ABANDONED_S = 1.0
+"""After a stream was given up, its connection stays for so long if nothing more is taken from it."""
 _LAST_WORDS_S = 1
 """What runs at the end has been drained before; connections get so long to take what was written."""
 
@@ -32,14 +36,19 @@ class _Server(uvicorn.Server):
 class Listener:
     """Lives in one event loop: `start`, then `stop`."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, insecure: bool, tls: ServerTls | None) -> None:
-        """Binds; `port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had."""
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, *, insecure: bool, tls: ServerTls | None, stalled_client_s: float
+    ) -> None:
+        """Binds; `port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had.
+
+        `stalled_client_s`: a connection whose other end takes nothing for so long is closed.
+        """
         if not is_loopback(host) and tls is None and not insecure:
             raise ConfigError(
                 f"refusing to serve HTTP on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or "
                 "allow it with `insecure` where the network keeps strangers out"
             )
-        self._socket = _bind(host, port)
+        self._socket = _bind(host, port, stalled_client_s)
         self.address = format_address(host, self._socket.getsockname()[1])
         config = uvicorn.Config(
             app,
@@ -68,10 +77,13 @@ class Listener:
         self._socket.close()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, stalled_client_s: float) -> socket.socket:
+    """Whoever connects gets these options, too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (stalled_client_s + _ABANDONED_S)))
     try:
         listener.bind((host, port))
         listener.listen(_BACKLOG)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -61,6 +64,40 @@ async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancel
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "does not read" in str(error.value.details())
         assert dispatcher.counters.refused["client_stalled"] == 1
+
+
+async def test_a_client_over_http_that_takes_nothing_is_given_up_and_its_connection_closed(tmp_path: Path) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.3, http_port=0) as router:
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            host, _, port = router.server.http_address.partition(":")
+            deaf.connect((host, int(port)))
+            messages = [{"role": "user", "content": "a"}]
+            asks = {"model": "", "messages": messages, "stream": True, "logprobs": True, "top_logprobs": 20}
+            body = json.dumps(asks).encode()
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            deaf.sendall(head.encode() + body)
+            key = (await decode.next_admit()).key
+            decode.emit(phase(key, PREFILL), tokens(key, 0, [2]), phase(key, DECODE))
+            top = [pb.TokenAlternative(token_id=i, logprob=-1.25) for i in range(20)]
+            for index in range(1, 230):
+                logprob = pb.TokenLogprob(token_id=3, logprob=-0.5, rank=1, top=top)
+                decode.emit(tokens(key, index, [3], logprobs=[logprob]))
+                await asyncio.sleep(0)
+            assert (await decode.next_cancel()).key == key
+            assert router.server.dispatcher.counters.refused["client_stalled"] == 1
+            assert b"[DONE]" not in await asyncio.to_thread(read_to_the_end, deaf)
+
+
+def read_to_the_end(client: socket.socket) -> bytes:
+    """Until the other side has closed the connection, in whatever way."""
+    client.settimeout(20)
+    told = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            told += part
+    return told
 
 
 async def test_more_than_may_be_held_for_a_client_ends_its_stream_before_the_time_is_over(
