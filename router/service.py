@@ -39,7 +39,7 @@ from router.validate import Prompt, ValidatedRequest, check_model, validate
 
 T = TypeVar("T")
 
-_INLINE_BYTES = 8 * 1024
+INLINE_BYTES = 8 * 1024
 """A request up to this size is worked on in the event loop; a thread would cost more."""
 _SEED_BITS = 63
 
@@ -238,7 +238,7 @@ class GenerationService:
         return [self._tokenizer.new_detokenizer(live.request.prompt_token_ids) for _ in live.sequences]
 
     async def _aside(self, size_bytes: int, work: Callable[[], T]) -> T:
-        if size_bytes <= _INLINE_BYTES:
+        if size_bytes <= INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 

@@ -6,6 +6,7 @@ queue; every rule about a request is the service's.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import secrets
@@ -35,12 +36,13 @@ from router.openai.call import HttpCall
 from router.openai.errors import Failure, body_of, failure_of
 from router.openai.exchange import OnEvent, StreamedAnswer, WholeAnswer, failed, log
 from router.openai.schema import openapi
-from router.service import GenerationService
+from router.service import INLINE_BYTES, GenerationService
 from router.validate import LONGEST_NAME
 
 GENERATION = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Body = TypeVar("Body", bound=BaseModel)
+Wanted = TypeVar("Wanted")
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -81,13 +83,13 @@ class OpenAiApp:
 
     async def _completions(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
-        body = await self._read(request, CompletionBody)
-        return self._answer(request, body, specs.completion_specs(body, request_id), request_id)
+        body, wanted = await self._read(request, CompletionBody, lambda body: specs.completion_specs(body, request_id))
+        return self._answer(request, body, wanted, request_id)
 
     async def _chat(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
-        body = await self._read(request, ChatBody)
-        return self._answer(request, body, [specs.chat_spec(body, request_id)], request_id)
+        body, wanted = await self._read(request, ChatBody, lambda body: specs.chat_spec(body, request_id))
+        return self._answer(request, body, [wanted], request_id)
 
     def _answer(
         self, request: Request, body: CompletionBody | ChatBody, wanted: list[pb.GenerationSpec], request_id: str
@@ -136,14 +138,14 @@ class OpenAiApp:
 
     async def _tokenize(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
-        wanted = specs.tokenize_request(await self._read(request, TokenizeBody))
+        _, wanted = await self._read(request, TokenizeBody, specs.tokenize_request)
         told = await self._service.Tokenize(wanted, HttpCall(_headers(request)))
         tokens = list(told.token_ids)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": told.max_context_tokens})
 
     async def _detokenize(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
-        wanted = specs.detokenize_request(await self._read(request, DetokenizeBody))
+        _, wanted = await self._read(request, DetokenizeBody, specs.detokenize_request)
         told = await self._service.Detokenize(wanted, HttpCall(_headers(request)))
         return JSONResponse({"prompt": told.text})
 
@@ -172,19 +174,33 @@ class OpenAiApp:
         """Raises Unauthenticated or PermissionDenied."""
         self._gate.check(_headers(request), service)
 
-    async def _read(self, request: Request, kind: type[Body]) -> Body:
-        """Raises InvalidRequest, or OutOfRange for a body that is too large."""
+    async def _read(self, request: Request, kind: type[Body], convert: Callable[[Body], Wanted]) -> tuple[Body, Wanted]:
+        """Reads a body, on a thread if it is long. Raises InvalidRequest, or OutOfRange for one that is too large."""
         data = bytearray()
         async for part in request.stream():
             data += part
             if len(data) > self._max_body_bytes:
                 raise OutOfRange(f"the body is larger than {self._max_body_bytes} bytes, which is the most taken here")
-        try:
-            return kind.model_validate(json.loads(bytes(data)))
-        except ValidationError as error:
-            raise invalid(tuple(_violation(dict(each)) for each in error.errors(include_url=False))) from error
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest("the body is not JSON in UTF-8") from error
+
+        def read() -> tuple[Body, Wanted]:
+            body = _parse(bytes(data), kind)
+            return body, convert(body)
+
+        return read() if len(data) <= INLINE_BYTES else await asyncio.to_thread(read)
+
+
+def _parse(data: bytes, kind: type[Body]) -> Body:
+    try:
+        text = data.decode("utf-8")
+        found = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest("the body is not JSON in UTF-8") from error
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise invalid(tuple(_violation(dict(each)) for each in error.errors(include_url=False))) from error
 
 
 def _violation(error: dict[str, object]) -> FieldViolation:
