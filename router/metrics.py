@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry
+from prometheus_client import Counter as CounterMetric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.metrics import OTHER, LabelledCounter, Metric, counter_family, duration_histogram, render_reference
+from cluster.pb.generation_pb2 import Usage
 from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Objectives, Policy, Request
 
@@ -92,7 +94,14 @@ INTER_TOKEN = Metric(
     "Time between two tokens of a sequence as they come from workers; of tokens that come together, their share of it, "
     "once.",
 )
-METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, DECISION, FIRST_TOKEN, INTER_TOKEN)
+LATENCY = Metric("baton_request_seconds", "histogram", "Time from a request's arrival to its end, if it finished.")
+PROMPT_TOKENS = Metric("baton_prompt_tokens_total", "counter", "Prompt tokens of requests that finished.")
+CACHED_TOKENS = Metric("baton_cached_tokens_total", "counter", "Of these, tokens that a prefix cache held.")
+OUTPUT_TOKENS = Metric("baton_output_tokens_total", "counter", "Output tokens of requests that finished.")
+_OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS)
+_OF_TIMES = (DECISION, FIRST_TOKEN, INTER_TOKEN, LATENCY)
+_OF_TOKENS = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS)
+METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS)
 
 
 @dataclass
@@ -136,6 +145,8 @@ class RouterMetrics:
         self._decision = duration_histogram(DECISION, self.registry)
         self._first_token = duration_histogram(FIRST_TOKEN, self.registry)
         self._inter_token = duration_histogram(INTER_TOKEN, self.registry)
+        self._latency = duration_histogram(LATENCY, self.registry)
+        self._tokens = [CounterMetric(metric.name, metric.doc, registry=self.registry) for metric in _OF_TOKENS]
 
     def decided(self, seconds: float) -> None:
         self._decision.observe(seconds)
@@ -150,6 +161,13 @@ class RouterMetrics:
     def next_tokens(self, seconds: float, count: int) -> None:
         """So many of a sequence, so long after those before."""
         self._inter_token.observe(seconds / count)
+
+    def finished(self, seconds: float, usage: Usage) -> None:
+        """A request, so long after its arrival."""
+        self._latency.observe(seconds)
+        numbers = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
+        for counter, number in zip(self._tokens, numbers, strict=True):
+            counter.inc(number)
 
 
 class MeasuredPolicy(Policy):

@@ -38,6 +38,7 @@ from router.pace import Pace
 from router.policies import Objectives
 from router.service import GenerationService
 from router.tokenizer import Tokenizer
+from router.vllm_names import VllmNames
 
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 STATUS: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["StatusService"]
@@ -185,11 +186,12 @@ class RouterServer:
         settings = self._settings
         if settings.http_port is None:
             return
+        registry = self.dispatcher.metrics.registry
         front = OpenAiApp(
             self.generation,
             self._gate,
             self._tokenizer.token_bytes,
-            self.dispatcher.metrics.registry,
+            (registry, VllmNames(registry, self._model.name).registry),
             lambda: self.dispatcher.fleet.can_serve,
             max_body_bytes=settings.max_message_bytes,
         )

@@ -11,7 +11,7 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -54,7 +54,7 @@ class OpenAiApp:
         service: GenerationService,
         gate: Gate,
         token_bytes: TokenBytes,
-        registry: CollectorRegistry,
+        registries: Sequence[CollectorRegistry],
         can_serve: Callable[[], bool],
         *,
         max_body_bytes: int,
@@ -62,7 +62,7 @@ class OpenAiApp:
         self._service = service
         self._gate = gate
         self._token_bytes = token_bytes
-        self._registry = registry
+        self._registries = registries
         self._can_serve = can_serve
         self._max_body_bytes = max_body_bytes
         self._begun = int(time.time())
@@ -152,7 +152,8 @@ class OpenAiApp:
     async def _metrics(self, request: Request, request_id: str) -> Answer:
         """Where keys are needed, one with the scope admin."""
         self._check(request, STATUS)
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+        page = b"".join(map(generate_latest, self._registries))
+        return Response(page, media_type=CONTENT_TYPE_LATEST)
 
     async def _health(self, request: Request, request_id: str) -> Answer:
         """The process lives."""

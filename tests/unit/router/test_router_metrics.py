@@ -19,6 +19,7 @@ from router.ledger import Kind
 from router.metrics import METRICS, OUTCOMES, RETRY_REASONS, MeasuredPolicy, RouterMetrics
 from router.policies import Policy
 from router.retry import RETRYABLE
+from router.vllm_names import ALIASES, VllmNames
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,6 +69,28 @@ def test_a_request_is_counted_where_it_was_placed_how_it_ended_and_how_long_it_t
         assert value(router, "inter_token_seconds_count") == 2
         assert value(router, "inter_token_seconds_sum") == pytest.approx(0.1 + 0.04), "two tokens came together"
         assert (value(router, "running_requests"), value(router, "queued_requests")) == (0, 0)
+        assert value(router, "request_seconds_sum") == pytest.approx(0.54)
+        num_prompt_tokens = len(client.live.request.prompt_token_ids)
+        told = [value(router, f"{kind}_tokens_total") for kind in ("prompt", "cached", "output")]
+        assert told == [num_prompt_tokens, 0, 4]
+
+    run(scenario)
+
+
+def test_dashboards_made_for_vllm_find_the_same_numbers_under_its_names() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client = router.submit()
+        names = VllmNames(router.dispatcher.metrics.registry, "tiny").registry
+
+        def told(name: str) -> float | None:
+            return names.get_sample_value(f"vllm:{name}", {"model_name": "tiny"})
+
+        assert (told("num_requests_running"), told("num_requests_waiting")) == (1, 0)
+        key = RequestKey(client.request_id, 1).to_proto()
+        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH))
+        assert told("generation_tokens_total") == told("time_to_first_token_seconds_count") == 1
+        assert {family.name for family in names.collect()} == {n.removesuffix("_total") for n in ALIASES.values()}
 
     run(scenario)
 
