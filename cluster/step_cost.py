@@ -45,7 +45,7 @@ class StepSize:
 
 
 NO_STEP = StepSize()
-PACE_SHARE = 0.9
+PACE_SHARE = 0.75
 """Of the time that a token may take, a step in which sequences decode fills so much with prompts; the rest is for what
 comes between steps."""
 

@@ -71,7 +71,7 @@ def usual_of(prompt_s: float, num_output_tokens: float, local_prompt_s: float = 
 def test_decode_workers_that_have_time_left_compute_prompts_too() -> None:
     alone, helped = (service_of(usual_of(0.1, 20, local_s), WORKER, SLO) for local_s in (math.inf, 0.2))
     assert alone.of(1, 4) == pytest.approx(alone.mu_prefill)
-    assert 2 * alone.of(1, 4) < helped.of(1, 4) < 4 * alone.of(1, 4)
+    assert 1.9 * alone.of(1, 4) < helped.of(1, 4) < 4 * alone.of(1, 4)
     assert alone.of(0, 4) == pytest.approx(0, abs=1e-6) and helped.of(0, 4) > 0
 
 
@@ -152,7 +152,7 @@ def test_the_pool_bounds_the_batch() -> None:
     usual = usual_of(0.01, 10)
     wide, narrow = (service_of(usual, Worker(COSTS, 64, kv_tokens), SLO) for kv_tokens in (10_000, 400))
     all_the_time = 4 / (0.009 * 10)
-    assert 0.9 * all_the_time < narrow.mu_decode < all_the_time and wide.mu_decode > 1.9 * narrow.mu_decode
+    assert 0.9 * all_the_time < narrow.mu_decode < all_the_time and wide.mu_decode > 1.8 * narrow.mu_decode
 
 
 def simulated_late_share(rate: float, cost: StepCost, num_tokens: int, in_time: int, seed: int) -> float:

@@ -39,8 +39,8 @@ def test_while_nothing_is_known_time_bounds_nothing() -> None:
 def test_beside_others_a_prompt_gets_what_their_pace_leaves() -> None:
     budget = StepBudget(300, TPOT_S, lambda: COST)
     budget.decode([decoding()] * 9)
-    # 90 ms, less 10 for the step and 9 for the sequences in it
-    assert [budget.prompt(prompt(30)), budget.prompt(prompt(500)), budget.prompt(prompt(500))] == [30, 41, 0]
+    # 75 ms, less 10 for the step and 9 for the sequences in it
+    assert [budget.prompt(prompt(30)), budget.prompt(prompt(500)), budget.prompt(prompt(500))] == [30, 26, 0]
 
 
 def test_prompts_move_on_however_late_the_others_are() -> None:
@@ -60,8 +60,8 @@ def begun(num_tokens: int, *, told: bool) -> Sequence:
 def test_an_output_that_was_begun_is_computed_again_in_longer_steps(told: bool) -> None:
     budget = StepBudget(1000, TPOT_S, lambda: COST)
     budget.decode([decoding()] * 100)
-    # 4 * 90 ms, less 10 for the step and 100 for the sequences in it
-    assert [budget.prompt(prompt(500)), budget.prompt(begun(500, told=told))] == [16, 234]
+    # 4 * 75 ms, less 10 for the step and 100 for the sequences in it
+    assert [budget.prompt(prompt(500)), budget.prompt(begun(500, told=told))] == [16, 174]
     assert budget.prompt(prompt(500)) == 0, "others do not get more by it"
 
 

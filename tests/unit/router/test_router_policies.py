@@ -156,16 +156,16 @@ def test_a_short_prompt_is_computed_where_it_decodes_while_prefill_is_busy() -> 
     busy(ledger, "d0")
     Charge(ledger, Placement("p0", "elsewhere", ""), Work(5000, 1, 6000))
     short = policy_of("predicted", ledger).choose(request_of(100), workers("p0"), workers("d0"))
-    assert short.prefill_id is None and short.reason == "local prefill on d0: first token predicted after 27 ms"
+    assert short.prefill_id is None and short.reason == "local prefill on d0: first token predicted after 28 ms"
     assert short.kind is Kind.LOCAL_SHORT
 
 
 def test_a_long_prompt_is_computed_beside_what_decodes_when_that_is_sooner_than_a_wait_for_prefill() -> None:
     ledger = Ledger()
-    busy(ledger, "d0", 1)  # of 45 ms, a step of it takes 4.2 and leaves the rest for prompts
+    busy(ledger, "d0", 1)  # of 37.5 ms, a step of it takes 4.2 and leaves the rest for prompts
     waiting = Charge(ledger, Placement("p0", "elsewhere", ""), Work(2000, 1, 3000))
     long = policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0"))
-    assert long.kind is Kind.LOCAL_BESIDE and "after 225 ms" in long.reason
+    assert long.kind is Kind.LOCAL_BESIDE and "after 230 ms" in long.reason
     waiting.prefill_done()
     assert policy_of("predicted", ledger).choose(request_of(1000), workers("p0"), workers("d0")).prefill_id == "p0"
     Charge(ledger, Placement("p0", "elsewhere", ""), Work(1000, 1, 3000))
