@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from cluster.cli import change, config, keys
+from cluster.cli import bench, change, config, keys
 from cluster.cli.chat import chat
 from cluster.cli.common import INTERRUPTED
 from cluster.cli.generate import generate
@@ -55,6 +55,7 @@ app.command()(status)
 app.command()(change.apply)
 app.command()(change.rebalance)
 app.command()(change.drain)
+app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 

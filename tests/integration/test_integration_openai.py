@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -96,3 +100,52 @@ def test_a_client_that_gives_up_costs_the_next_one_nothing(cluster: PlainCluster
     finally:
         os.kill(pid, signal.SIGCONT)
     assert client.completions.create(model=MODEL, prompt="a", max_tokens=4).usage is not None
+
+
+@pytest.mark.parametrize("api", ["grpc", "openai"])
+def test_baton_bench_measures_what_was_served(cluster: PlainCluster, tmp_path: Path, api: str) -> None:
+    where = {"grpc": ["--address", cluster.address], "openai": ["--base-url", f"http://{cluster.http_address}/v1"]}[api]
+    load = [
+        "--num-prompts",
+        "12",
+        "--request-rate",
+        "40",
+        "--input-len",
+        "30",
+        "--output-len",
+        "7",
+        "--prefix-len",
+        "32",
+        "--goodput",
+        "ttft:60000",
+    ]
+    bench = [sys.executable, "-m", "cluster.cli.main", "bench"]
+    saved = tmp_path / "run.json"
+    done = subprocess.run([*bench, *where, *load, "--json", "--save", str(saved)], capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told == json.loads(saved.read_text())
+    assert (told["completed"], told["failed"], told["num_gaps"], told["model_id"]) == (12, 0, 0, MODEL)
+    assert (told["total_input_tokens"], told["total_output_tokens"]) == (12 * 62, 12 * 7)
+    assert told["request_goodput"] == told["request_throughput"] > 0 and told["cached_share"] > 0
+    assert 0 < told["median_ttft_ms"] <= told["median_e2el_ms"] <= told["p99_e2el_ms"]
+    compared = subprocess.run([*bench, "compare", str(saved), str(saved)], capture_output=True, text=True, timeout=100)
+    assert compared.returncode == 0 and "1.000" in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "why"),
+    [
+        (["--address", "127.0.0.1:1"], 4, "127.0.0.1:1"),
+        (["--base-url", "http://127.0.0.1:1/v1"], 4, "does not tell its models"),
+        (["--goodput", "speed:5"], 2, "is no objective"),
+        (["--extra-body", "[]"], 2, "must be a JSON object"),
+        (["--trace", "nowhere.jsonl"], 3, "nowhere.jsonl: cannot be read"),
+        (["compare", "nowhere.json", "nowhere.json"], 3, "nowhere.json: cannot be read"),
+    ],
+    ids=lambda value: str(value[0]) if isinstance(value, list) else "",
+)
+def test_baton_bench_says_what_is_wrong(flags: list[str], code: int, why: str) -> None:
+    command = [sys.executable, "-m", "cluster.cli.main", "bench", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code and why in " ".join(done.stderr.split()), done.stderr

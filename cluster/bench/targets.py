@@ -1,0 +1,110 @@
+"""Servers that a load can be offered to: Baton over gRPC, and whatever has OpenAI's completions over HTTP.
+
+Both ask for greedy outputs of exactly the wanted length. What fails is told in the sample.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import grpc
+import httpx2
+
+from cluster import rpc
+from cluster.bench.samples import Sample
+from cluster.client import make_spec
+from cluster.errors import NotReachable
+from cluster.pb import generation_pb2, generation_pb2_grpc
+
+Metadata = Sequence[tuple[str, str]]
+
+
+class GrpcTarget:
+    """Baton's own API; counts tokens that were lost or repeated, and moves."""
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> None:
+        self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        self._metadata = metadata
+        self._timeout_s = timeout_s
+
+    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
+        spec = make_spec(prompt, max_output_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
+        spec.output.include_timing = True
+        request = generation_pb2.GenerateStreamRequest(spec=spec)
+        try:
+            async for event in self._stub.GenerateStream(request, timeout=self._timeout_s, metadata=self._metadata):
+                match event.WhichOneof("event"):
+                    case "delta":
+                        sample.told.append(time.perf_counter())
+                        sample.num_gaps += event.delta.first_token_index != sample.num_output_tokens
+                        sample.num_output_tokens += event.delta.token_count
+                    case "completed":
+                        sample.num_cached_tokens = event.completed.usage.cached_tokens
+                        sample.num_moves = event.completed.timing.migrations
+        except grpc.aio.AioRpcError as error:
+            sample.error = str(rpc.from_rpc_error(error))
+
+
+class OpenAiTarget:
+    """`http` knows the server's base URL, such as http://127.0.0.1:8000/v1, and the API key."""
+
+    def __init__(self, http: httpx2.AsyncClient, model: str, extra: Mapping[str, Any]) -> None:
+        self._http = http
+        self._body = {
+            "model": model,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            **extra,
+        }
+
+    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
+        body = self._body | {"prompt": prompt, "max_tokens": num_output_tokens}
+        try:
+            async with self._http.stream("POST", "completions", json=body) as answer:
+                if answer.status_code != 200:
+                    text = (await answer.aread()).decode("utf-8", "replace")
+                    sample.error = f"status {answer.status_code}: {text[:300]}"
+                    return
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        _take(json.loads(line.removeprefix("data: ")), sample)
+        except (httpx2.HTTPError, ValueError) as error:
+            sample.error = f"{type(error).__name__}: {error}"
+
+
+def _take(chunk: dict[str, Any], sample: Sample) -> None:
+    if "error" in chunk:
+        sample.error = str(chunk["error"])[:300]
+    if any(choice.get("text") for choice in chunk.get("choices", ())):
+        sample.told.append(time.perf_counter())
+    usage = chunk.get("usage")
+    if usage:
+        sample.num_output_tokens = usage["completion_tokens"]
+        sample.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def first_model(http: httpx2.AsyncClient) -> str:
+    """That a server serves. Raises NotReachable."""
+    try:
+        answer = await http.get("models")
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
+        raise NotReachable(
+            f"{http.base_url} does not tell its models ({type(error).__name__}: {error}); is it the URL of an OpenAI "
+            "API, such as http://127.0.0.1:8000/v1, and does it need an API key?"
+        ) from error
+
+
+async def model_over_grpc(channel: grpc.aio.Channel, metadata: Metadata) -> str:
+    """That Baton serves. Raises the error of the call."""
+    stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+    try:
+        told = await stub.GetModel(generation_pb2.GetModelRequest(), metadata=metadata)
+    except grpc.aio.AioRpcError as error:
+        raise rpc.from_rpc_error(error) from error
+    return str(told.model.name)

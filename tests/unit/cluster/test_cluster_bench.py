@@ -1,0 +1,136 @@
+"""What `baton bench` offers, and what it makes of what clients saw: without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.bench.figures import PERCENTILES, figures_of, parse_objectives
+from cluster.bench.runner import offer
+from cluster.bench.samples import Sample
+from cluster.bench.workload import LEAST_TOKEN, Ask, at_rate, random_asks, read_trace
+from cluster.errors import ConfigError
+
+
+def sample(sent_at: float, *told: float, num_output_tokens: int = 0, error: str = "") -> Sample:
+    num = num_output_tokens or len(told)
+    return Sample(10, sent_at, list(told), num, ended_at=told[-1] if told else sent_at, error=error)
+
+
+def test_the_same_seed_offers_the_same_load_and_another_one_another() -> None:
+    def load(seed: int) -> list[tuple[float, list[int], int]]:
+        asks = at_rate(random_asks(20, 50, 10, 0.5, 7, seed), 3.0, 1.0, seed)
+        return [(ask.at, ask.prompt(500, seed, n), ask.num_output_tokens) for n, ask in enumerate(asks)]
+
+    assert load(1) == load(1) != load(2)
+    prompts = [prompt for _, prompt, _ in load(1)]
+    assert {tuple(prompt[:7]) for prompt in prompts} == {tuple(prompts[0][:7])}
+    assert len({tuple(prompt[7:]) for prompt in prompts}) == 20
+    assert all(32 <= len(prompt) <= 82 and min(prompt) >= LEAST_TOKEN and max(prompt) < 500 for prompt in prompts)
+
+
+@pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (0.25, 2.0), (25.0, 0.2)])
+def test_arrivals_have_their_rate_and_their_bursts(burstiness: float, spread: float) -> None:
+    asks = at_rate([Ask(0, 1, 1)] * 20_000, 5.0, burstiness, 0)
+    gaps = [after.at - before.at for before, after in pairwise(asks)]
+    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
+    assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(spread, rel=0.1)
+
+
+def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: Path) -> None:
+    lines = [
+        {"timestamp": 1000, "input_length": 1200, "output_length": 50, "hash_ids": [0, 1, 2]},
+        {"timestamp": 3000, "input_length": 1500, "output_length": 500, "hash_ids": [0, 1, 3]},
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    first, second = read_trace(file, num=9, speed=4.0, length_share=0.5, most_tokens=800)
+    assert (first.at, second.at) == (0.0, 0.5)
+    assert (first.num_prompt_tokens, first.num_output_tokens) == (600, 25)
+    assert (second.num_prompt_tokens, second.num_output_tokens) == (550, 250), "longer than what is allowed: cut"
+    one, other = first.prompt(900, 0, 0), second.prompt(900, 0, 1)
+    assert len(one) == 600 and len(other) == 550
+    assert one[:512] == other[:512] and one[512:550] != other[512:550]
+
+
+def test_an_azure_trace_is_read_and_a_mistake_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47.6805900,1,9\n"
+    )
+    first, second = read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
+    assert (first.num_prompt_tokens, first.num_output_tokens, second.at) == (374, 44, pytest.approx(1.0))
+    assert len(read_trace(file, num=1, speed=1.0, length_share=1.0, most_tokens=2048)) == 1
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,many,44\n")
+    with pytest.raises(ConfigError, match=r"trace.csv:2: needs the columns"):
+        read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
+    for name, text in (("a.jsonl", "{}"), ("b.jsonl", ""), ("c.jsonl", "no")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ConfigError, match=name):
+            read_trace(tmp_path / name, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
+
+
+def test_figures_are_those_that_numpy_computes() -> None:
+    samples = [sample(n, n + 0.1 * (n + 1), n + 1, n + 1.5, num_output_tokens=5) for n in range(7)]
+    figures = figures_of(samples, 10.0, {"ttft": 350.0, "tpot": 330.0})
+    ttfts = [100.0 * (n + 1) for n in range(7)]
+    assert [figures[f"p{p}_ttft_ms"] for p in PERCENTILES] == pytest.approx(np.percentile(ttfts, PERCENTILES).tolist())
+    assert figures["mean_ttft_ms"] == pytest.approx(np.mean(ttfts)) and figures["std_ttft_ms"] == pytest.approx(
+        np.std(ttfts)
+    )
+    tpots = [1000 * (1.5 - 0.1 * (n + 1)) / 4 for n in range(7)]
+    assert figures["median_tpot_ms"] == pytest.approx(np.median(tpots))
+    assert figures["request_goodput"] == pytest.approx(
+        sum(a <= 350 and b <= 330 for a, b in zip(ttfts, tpots, strict=True)) / 10
+    )
+    assert (figures["total_output_tokens"], figures["output_throughput"]) == (35, 3.5)
+    assert figures["mean_e2el_ms"] == pytest.approx(1500)
+
+
+def test_what_failed_is_counted_and_measured_by_nothing_else() -> None:
+    figures = figures_of([sample(0, 1.0), sample(0, error="lost"), sample(0, 0.5, error="late")], 2.0, {})
+    assert (figures["completed"], figures["failed"], figures["errors"]) == (1, 2, ["late", "lost"])
+    assert figures["mean_ttft_ms"] == 1000 and figures["request_goodput"] is None
+    assert figures_of([sample(0, error="lost")], 1.0, {"ttft": 1.0})["p99_ttft_ms"] == 0
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:x", "itl:5", ":5", "ttft:-1"])
+def test_an_objective_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no objective"):
+        parse_objectives([text])
+    assert parse_objectives(["ttft:500", "tpot:12.5"]) == {"ttft": 500.0, "tpot": 12.5}
+
+
+class Busy:
+    """A server that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.num_under_way = self.most_under_way = 0
+        self.may_answer = asyncio.Event()
+
+    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        await self.may_answer.wait()
+        self.num_under_way -= 1
+        sample.told.append(sample.sent_at + 1)
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(3, 3), (None, 20)])
+async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None, expected: int) -> None:
+    busy, ended = Busy(), list[Sample]()
+    asks = random_asks(20, 5, 5, 0.0, 0, 0)
+    offered = asyncio.create_task(offer(busy, asks, vocab=100, seed=0, most_at_once=bound, on_end=ended.append))
+    while busy.num_under_way < expected:
+        await asyncio.sleep(0)
+    for _ in range(100):  # nobody else comes
+        await asyncio.sleep(0)
+    busy.may_answer.set()
+    samples = await offered
+    assert busy.most_under_way == expected and len(samples) == len(ended) == 20
