@@ -49,18 +49,14 @@ class GrpcTarget:
 
 
 class OpenAiTarget:
-    """`http` knows the server's base URL, such as http://127.0.0.1:8000/v1, and the API key."""
+    """`http` knows the server's base URL, such as http://127.0.0.1:8000/v1, and the API key. A field that is None in
+    `extra` is left out."""
 
     def __init__(self, http: httpx2.AsyncClient, model: str, extra: Mapping[str, Any]) -> None:
         self._http = http
-        self._body = {
-            "model": model,
-            "temperature": 0.0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "ignore_eos": True,
-            **extra,
-        }
+        usual = {"model": model, "temperature": 0.0, "stream": True, "ignore_eos": True}
+        body = {**usual, "stream_options": {"include_usage": True}, **extra}
+        self._body = {name: value for name, value in body.items() if value is not None}
 
     async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
         body = self._body | {"prompt": prompt, "max_tokens": num_output_tokens}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx2
 import pytest
 from certificates import Authority
 from fake_worker import FakeWorker, decode_script, pair, prefill_script
@@ -19,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import ClientTls, InternalTls, ServerTls
+from router.openai.listener import Listener
 from router.worker_client import WorkerClient
 
 pytestmark = pytest.mark.asyncio
@@ -222,3 +224,29 @@ async def test_the_program_speaks_tls(tmp_path: Path, ours: Authority) -> None:
         assert without.exit_code == 2 and "--tls-ca" in without.stderr
         half = await asyncio.to_thread(baton, *at, "--tls-ca", client.ca, *shown[:2])
         assert half.exit_code == 3 and "key" in half.stderr
+
+
+async def test_http_is_under_the_same_tls_and_wants_the_same_certificates(tmp_path: Path, ours: Authority) -> None:
+    good = ours.client(showing=ours)
+    async with running_router(tmp_path / "m", tls=good, http_port=0, **public(ours.server(clients=ours))) as router:
+        address = f"https://{router.server.http_address}"
+        async with httpx2.AsyncClient(base_url=address, verify=good.context()) as http:
+            assert (await http.get("/healthz")).json() == {"status": "ok"}
+        for url, client in ((address, ours.client()), (address.replace("https", "http"), good)):
+            async with httpx2.AsyncClient(base_url=url, verify=client.context()) as http:
+                with pytest.raises(httpx2.TransportError):
+                    await http.get("/healthz")
+
+
+async def test_http_is_not_opened_beyond_loopback_without_tls() -> None:
+    async def nothing(scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("nobody calls")
+
+    with pytest.raises(ConfigError, match=r"refusing to serve HTTP on '0\.0\.0\.0' without TLS"):
+        Listener(nothing, "0.0.0.0", 0, insecure=False, tls=None, stalled_client_s=1.0)
+    allowed = Listener(nothing, "0.0.0.0", 0, insecure=True, tls=None, stalled_client_s=1.0)
+    allowed.start()
+    with pytest.raises(ConfigError, match="is in use or not an address of this machine"):
+        port = int(allowed.address.rpartition(":")[2])
+        Listener(nothing, "127.0.0.1", port, insecure=False, tls=None, stalled_client_s=1.0)
+    await allowed.stop()
