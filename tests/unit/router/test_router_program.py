@@ -31,7 +31,7 @@ def test_a_program_starts_serves_and_stops(tmp_path: Path) -> None:
     router = program(make_model_folder(tmp_path), model_name="m")
     assert json.loads(router.prepare()) == {}
     card = json.loads(router.start())
-    assert set(card) == {"address", "control_address", "pid"}
+    assert set(card) == {"address", "control_address", "http_address", "pid"} and not card["http_address"]
     with grpc.insecure_channel(card["address"]) as channel:
         answer = generation_pb2_grpc.GenerationServiceStub(channel).ListModels(pb.ListModelsRequest())
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
