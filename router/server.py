@@ -194,6 +194,7 @@ class RouterServer:
             (registry, VllmNames(registry, self._model.name).registry),
             lambda: self.dispatcher.fleet.can_serve,
             max_body_bytes=settings.max_message_bytes,
+            stalled_client_s=settings.stalled_client_timeout_s,
         )
         self._http = Listener(
             front.app,

@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -58,13 +58,16 @@ class OpenAiApp:
         can_serve: Callable[[], bool],
         *,
         max_body_bytes: int,
+        stalled_client_s: float,
     ) -> None:
+        """`stalled_client_s`: a client that sends nothing more of its body for so long is given up."""
         self._service = service
         self._gate = gate
         self._token_bytes = token_bytes
         self._registries = registries
         self._can_serve = can_serve
         self._max_body_bytes = max_body_bytes
+        self._stalled_client_s = stalled_client_s
         self._begun = int(time.time())
         routes = [
             Route("/v1/completions", _guarded(self._completions), methods=["POST"]),
@@ -177,8 +180,12 @@ class OpenAiApp:
 
     async def _read(self, request: Request, kind: type[Body], convert: Callable[[Body], Wanted]) -> tuple[Body, Wanted]:
         """Reads a body, on a thread if it is long. Raises InvalidRequest, or OutOfRange for one that is too large."""
-        data = bytearray()
-        async for part in request.stream():
+        data, parts = bytearray(), request.stream()
+        while True:
+            async with asyncio.timeout(self._stalled_client_s):
+                part = await anext(parts, None)
+            if part is None:
+                break
             data += part
             if len(data) > self._max_body_bytes:
                 raise OutOfRange(f"the body is larger than {self._max_body_bytes} bytes, which is the most taken here")
@@ -248,6 +255,11 @@ def _guarded(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
             answer = await handle(request, request_id)
         except BatonError as error:
             return failed(failure_of(error), request_id)
+        except ClientDisconnect:
+            return Response()  # that nobody reads
+        except TimeoutError:
+            body = body_of("the body did not come in time; send it at once", 408, "timeout")
+            return failed(Failure(408, body), request_id)
         except Exception:
             log.exception("%s failed", request.url.path)
             return failed(failure_of(InternalError("the router failed on this request; its log says why")), request_id)

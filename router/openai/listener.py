@@ -53,6 +53,7 @@ class Listener:
         config = uvicorn.Config(
             app,
             log_config=None,
+            log_level="error",  # a client that does not speak HTTP is no event
             access_log=False,
             server_header=False,
             lifespan="off",

@@ -168,6 +168,26 @@ async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) ->
         assert answer.status_code == 400 and "larger than 5000 bytes" in answer.json()["error"]["message"]
 
 
+async def test_who_leaves_or_stops_in_the_middle_of_a_body_is_no_fault_of_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path, pair(), stalled_client_timeout_s=0.3) as (router, http):
+        host, _, port = router.server.http_address.partition(":")
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        for sent in (head, b"\x16\x03\x01 no HTTP at all\r\n\r\n"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(sent)
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        assert (await http.get("/healthz")).status_code == 200
+    assert not [record for record in caplog.records if record.name.startswith(("router", "uvicorn"))]
+
+
 async def test_errors_are_those_that_the_sdk_knows(tmp_path: Path) -> None:
     async with serving(tmp_path, pair()) as (router, http), sdk(router) as client:
         with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here"):
