@@ -13,6 +13,7 @@ Knows no fault.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any
 from chaos_fleet import ChaosWorker, Fleet, await_true, process_state
 from chaos_reference import Reference
 from cluster_fixture import Stream
-from workers import hand_off, sampling
+from workers import Output, hand_off, sampling
 
 from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
@@ -85,6 +86,9 @@ class HandOff:
             unblock(*self.blocker)
 
 
+_MOST_ATTEMPTS = 5
+
+
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
     """Of each seed another, from the first token on; those of one seed begin alike."""
     return random.Random(seed).choices(range(4, 1000), k=num_tokens)
@@ -107,10 +111,25 @@ def reach(fleet: Fleet, state: State, seed: int) -> HandOff:
 
 
 def _open_pair(prefill: ChaosWorker, decode: ChaosWorker, seed: int) -> None:
-    """A first hand-off opens the pair, which takes every rank of both."""
-    key = hand_off(f"first-{seed}", prompt_of(seed + 2_000_000, 20), prefill, decode, sampling(max_output_tokens=2))
-    decode.wait_for(lambda: decode.outputs[key].finished)
+    """A first hand-off opens the pair, which takes every rank of both.
+
+    The fleet's timers are short: on a machine that is busy, a link may be given up meanwhile. A router would place the
+    request again, and so does this.
+    """
+    for attempt in range(1, _MOST_ATTEMPTS + 1):
+        name, prompt = f"first-{seed}-{attempt}", prompt_of(seed + 2_000_000, 20)
+        key = hand_off(name, prompt, prefill, decode, sampling(max_output_tokens=2))
+        at_both = prefill.outputs[key], decode.outputs[key]
+        await_true(functools.partial(_is_over, *at_both), functools.partial(str, at_both), 60.0)
+        if at_both[1].finished:
+            break
+        decode.send(cancel=worker_pb2.Cancel(key=key.to_proto()))
+    assert at_both[1].finished, at_both
     decode.wait_idle()
+
+
+def _is_over(prefill: Output, decode: Output) -> bool:
+    return bool(decode.finished or decode.failed or prefill.failed)
 
 
 def block(decode: ChaosWorker, seed: int) -> tuple[ChaosWorker, RequestKey]:

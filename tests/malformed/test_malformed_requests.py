@@ -104,7 +104,10 @@ def test_nonsense_gets_typed_errors_and_a_good_stream_beside_it_stays_exact(tmp_
         assert good.num_exact > 0
     assert sum(flood.codes.values()) >= count
     assert flood.codes["INVALID_ARGUMENT"] > count / 4, flood.codes
-    assert {"OK", "OUT_OF_RANGE", "UNIMPLEMENTED", "NOT_FOUND"} <= set(flood.codes), flood.codes
+    seen = {"OK", "UNIMPLEMENTED", "NOT_FOUND"}
+    if count > 1000:  # some hundreds may hold none that is only too long
+        seen.add("OUT_OF_RANGE")
+    assert seen <= set(flood.codes), flood.codes
 
 
 @NO_LIMIT
