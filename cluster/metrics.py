@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily
 
 from cluster.address import format_address, is_loopback
 from cluster.errors import ConfigError
-from cluster.tls import ServerTls
+from cluster.tls import ServerTls, require_tls
 
 OTHER = "other"
 """Takes the place of a label's value that was not declared."""
@@ -86,11 +86,7 @@ class MetricsPage:
     ) -> None:
         """`port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had, and for files of
         `tls` that cannot be used."""
-        if not is_loopback(host) and tls is None and not insecure:
-            raise ConfigError(
-                f"refusing to serve metrics on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or "
-                "allow it with `insecure` where the network keeps strangers out"
-            )
+        require_tls("serve metrics", host, tls, insecure=insecure)
         if tls is not None:
             tls.context()
         disable_created_metrics()  # type: ignore[no-untyped-call]  # the time at which each series began: twice the lines, and nobody asks

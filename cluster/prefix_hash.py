@@ -51,17 +51,21 @@ def block_hashes(
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[bytes]:
-    """Of the full blocks that a prompt may find in a prefix cache, first to last, computed as they are taken."""
-    hashes = PrefixHashes(token_ids, block_size, salt)
-    for group in range(hashes.num_groups):
-        yield from hashes.of_group(group)
-
-
-class PrefixHashes:
-    """Those of `prefix_hashes`, by their groups, each computed once and when it is asked for.
+    """Of the full blocks that a prompt may find in a prefix cache, first to last, computed as they are taken.
 
     The last token is never covered: computing it is what gives the logits of the next one.
     """
+    key, parent, stride = key_of(salt), root_of(block_size), GROUP * block_size
+    num_tokens = max(0, len(token_ids) - 1) // block_size * block_size
+    for first in range(0, num_tokens, stride):
+        group = token_ids[first : min(first + stride, num_tokens)]
+        for block_hash in block_hashes(parent, group, block_size, key):
+            yield block_hash
+        parent = block_hash
+
+
+class PrefixHashes:
+    """Those of `prefix_hashes`, for who looks at whole groups first: each computed once, and when it is asked for."""
 
     def __init__(self, token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
         self._token_ids = token_ids

@@ -18,7 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 from cluster import errors
 from cluster.address import format_address, is_loopback
 from cluster.errors import BatonError, ConfigError, FieldViolation, InternalError, NotReachable, QuotaExceeded
-from cluster.tls import ClientTls, ServerTls
+from cluster.tls import ClientTls, ServerTls, require_tls
 
 __all__ = [
     "DETAILS_KEY",
@@ -102,11 +102,7 @@ def create_server(
     Call it inside the running event loop. Raises ConfigError for an address that is not loopback, without `tls` and not
     allowed by `insecure`; for one that cannot be bound; and for files of `tls` that cannot be used.
     """
-    if not is_loopback(host) and tls is None and not insecure:
-        raise ConfigError(
-            f"refusing to listen on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or allow it "
-            "with `insecure` where the network keeps strangers out"
-        )
+    require_tls("listen", host, tls, insecure=insecure)
     credentials = None if tls is None else tls.credentials()
     server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
     address = format_address(host, port)

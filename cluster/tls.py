@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 
 import grpc
 
+from cluster.address import is_loopback
 from cluster.errors import ConfigError
 
 INTERNAL_NAME = "baton"
@@ -48,6 +49,15 @@ class ServerTls:
             _load_authorities(context, self.client_ca)
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def require_tls(doing: str, host: str, tls: ServerTls | None, *, insecure: bool) -> None:
+    """Of every listener. Raises ConfigError beyond loopback without TLS; `doing`: such as `listen`."""
+    if not is_loopback(host) and tls is None and not insecure:
+        raise ConfigError(
+            f"refusing to {doing} on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or allow it "
+            "with `insecure` where the network keeps strangers out"
+        )
 
 
 @dataclass(frozen=True)

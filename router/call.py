@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Protocol
 
+from cluster.gate import HasMetadata
 
-class Call(Protocol):
+
+class Call(HasMetadata, Protocol):
     """One call of a method, unary or streaming."""
-
-    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None: it has none."""

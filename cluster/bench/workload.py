@@ -72,7 +72,7 @@ def at_rate(asks: Iterable[Ask], rate: float, burstiness: float, seed: int) -> l
     return timed
 
 
-def read_trace(path: Path, *, num: int, speed: float, length_share: float, most_tokens: int) -> list[Ask]:
+def read_trace(path: Path, num: int, speed: float, length_share: float, most_tokens: int) -> list[Ask]:
     """The first `num` requests of a Mooncake trace (JSON lines) or one of Azure (CSV).
 
     `speed`: times faster than it was; `length_share`: of its lengths; longer ones than `most_tokens` together are cut.

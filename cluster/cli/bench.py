@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,19 +95,17 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     with outcome():
-        lengths = _Lengths(num_prompts, input_len, output_len, range_ratio, prefix_len, seed)
-        traced = None if trace is None else _Trace(trace, num_prompts, speed, length_share, max_tokens)
+        from cluster.bench import workload
+
+        if trace is None:
+            asks = workload.random_asks(num_prompts, input_len, output_len, range_ratio, prefix_len, seed)
+        else:
+            asks = workload.read_trace(trace, num_prompts, speed, length_share, max_tokens)
+        if request_rate is not None:
+            asks = workload.at_rate(asks, request_rate, burstiness, seed)
         pace = _Pace(request_rate, burstiness, max_concurrency, warmup)
         server = _Server(address, base_url, model, api_key, tls_ca, tls_cert, tls_key, timeout_s, extra_body)
-        told = _run(server, _asks(lengths, traced, pace), pace, vocab, seed, goodput or [])
-        if save is not None:
-            save.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-        if as_json:
-            print(json.dumps(told, indent=2))
-        else:
-            _show({told["model_id"]: told})
-        if told["failed"] or told["num_gaps"]:
-            raise typer.Exit(1)
+        _tell(_run(server, asks, pace, vocab, seed, goodput or []), save, as_json=as_json)
 
 
 @app.command()
@@ -118,25 +116,6 @@ def compare(
     """Put two runs side by side: each figure, and the second as a ratio of the first."""
     with outcome():
         _show({"before": _read(before), "after": _read(after)})
-
-
-@dataclass(frozen=True)
-class _Lengths:
-    num: int
-    prompt: int
-    output: int
-    spread: float
-    shared: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class _Trace:
-    path: Path
-    num: int
-    speed: float
-    length_share: float
-    most_tokens: int
 
 
 @dataclass(frozen=True)
@@ -158,22 +137,6 @@ class _Server:
     tls_key: str | None
     timeout_s: float
     extra_body: str | None
-
-
-def _asks(lengths: _Lengths, trace: _Trace | None, pace: _Pace) -> list[Ask]:
-    from cluster.bench import workload
-
-    if trace is None:
-        asks = workload.random_asks(*astuple(lengths))
-    else:
-        asks = workload.read_trace(
-            trace.path,
-            num=trace.num,
-            speed=trace.speed,
-            length_share=trace.length_share,
-            most_tokens=trace.most_tokens,
-        )
-    return asks if pace.rate is None else workload.at_rate(asks, pace.rate, pace.burstiness, lengths.seed)
 
 
 def _run(server: _Server, asks: list[Ask], pace: _Pace, vocab: int, seed: int, goodput: list[str]) -> dict[str, Any]:
@@ -254,6 +217,22 @@ def _progress(num: int) -> Iterator[Callable[[Sample], None]]:
     with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=num)
         yield lambda _: bar.advance(task)
+
+
+def _tell(told: dict[str, Any], save: Path | None, *, as_json: bool) -> None:
+    """Exits 1 when a request failed, or a token was lost or repeated."""
+    document = json.dumps(told, indent=2)
+    if save is not None:
+        try:
+            save.write_text(document + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{save}: cannot be written: {error.strerror}") from error
+    if as_json:
+        print(document)
+    else:
+        _show({told["model_id"]: told})
+    if told["failed"] or told["num_gaps"]:
+        raise typer.Exit(1)
 
 
 def _read(path: Path) -> dict[str, Any]:

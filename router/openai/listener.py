@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from cluster.address import format_address, is_loopback
+from cluster.address import format_address
 from cluster.errors import ConfigError
-from cluster.tls import ServerTls
+from cluster.tls import ServerTls, require_tls
 
 _BACKLOG = 2048
 _IDLE_S = 75.0
@@ -43,11 +43,7 @@ class Listener:
 
         `stalled_client_s`: a connection whose other end takes nothing for so long is closed.
         """
-        if not is_loopback(host) and tls is None and not insecure:
-            raise ConfigError(
-                f"refusing to serve HTTP on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or "
-                "allow it with `insecure` where the network keeps strangers out"
-            )
+        require_tls("serve HTTP", host, tls, insecure=insecure)
         self._socket = _bind(host, port, stalled_client_s)
         self.address = format_address(host, self._socket.getsockname()[1])
         config = uvicorn.Config(

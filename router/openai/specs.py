@@ -19,9 +19,8 @@ from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, Respo
 
 MOST_PROMPTS = 128
 """In one call of /v1/completions."""
-_UINT32 = 2**32
-_UINT64 = 2**64
-_INT32 = 2**31
+_INT32 = range(-(2**31), 2**31)
+_UINT32, _UINT64 = range(2**32), range(2**64)
 
 
 def completion_specs(body: CompletionBody, request_id: str) -> list[pb.GenerationSpec]:
@@ -41,9 +40,9 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
         wrong.add("prompt", "must hold at least one token (it is empty)")
     spec = _common(body, request_id, wrong, max_tokens=("max_tokens", body.max_tokens))
     if body.logprobs is not None:
-        _uint(spec.output, "top_logprobs", "logprobs", body.logprobs, _UINT32, wrong)
+        _whole(spec.output, "top_logprobs", "logprobs", body.logprobs, _UINT32, wrong)
     for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) and not all(0 <= token_id < _UINT32 for token_id in prompt):
+        if not isinstance(prompt, str) and not all(token_id in _UINT32 for token_id in prompt):
             wrong.add(f"prompt[{number}]", "token ids must be from 0 to the vocabulary's size")
     wrong.raise_if_any()
     return [_with_prompt(spec, prompt) for prompt in prompts]
@@ -65,7 +64,7 @@ def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
     if body.top_logprobs is not None and not body.logprobs:
         wrong.add("top_logprobs", "needs logprobs: true")
     if body.logprobs:
-        _uint(spec.output, "top_logprobs", "top_logprobs", body.top_logprobs or 0, _UINT32, wrong)
+        _whole(spec.output, "top_logprobs", "top_logprobs", body.top_logprobs or 0, _UINT32, wrong)
     if body.response_format is not None:
         _constrain(spec.sampling, body.response_format, wrong)
     wrong.raise_if_any()
@@ -88,7 +87,7 @@ def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
 
 def detokenize_request(body: DetokenizeBody) -> pb.DetokenizeRequest:
     wrong = Violations()
-    if not all(0 <= token_id < _UINT32 for token_id in body.tokens):
+    if not all(token_id in _UINT32 for token_id in body.tokens):
         wrong.add("tokens", "token ids must be from 0 to the vocabulary's size")
     wrong.raise_if_any()
     return pb.DetokenizeRequest(model=body.model, token_ids=body.tokens)
@@ -127,49 +126,41 @@ def _common(
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
-    _int(sampling, "top_k", "top_k", body.top_k, wrong)
-    _uint(sampling, "n", "n", body.n, _UINT32, wrong)
+    _whole(sampling, "top_k", "top_k", body.top_k, _INT32, wrong)
+    _whole(sampling, "n", "n", body.n, _UINT32, wrong)
     _seed(sampling, body.seed, wrong)
-    _uint(stopping, "max_output_tokens", max_tokens[0], max_tokens[1], _UINT32, wrong)
-    _uint(stopping, "min_output_tokens", "min_tokens", body.min_tokens, _UINT32, wrong)
+    _whole(stopping, "max_output_tokens", max_tokens[0], max_tokens[1], _UINT32, wrong)
+    _whole(stopping, "min_output_tokens", "min_tokens", body.min_tokens, _UINT32, wrong)
     stopping.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     stopping.include_stop_in_output, stopping.ignore_eos = body.include_stop_str_in_output, body.ignore_eos
-    if all(0 <= token_id < _UINT32 for token_id in body.stop_token_ids or ()):
+    if all(token_id in _UINT32 for token_id in body.stop_token_ids or ()):
         stopping.stop_token_ids.extend(body.stop_token_ids or ())
     else:
         wrong.add("stop_token_ids", "token ids must be from 0 to the vocabulary's size")
     _bias(sampling, body.logit_bias or {}, wrong)
     spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
-    _int(spec.scheduling, "priority", "priority", body.priority, wrong)
+    _whole(spec.scheduling, "priority", "priority", body.priority, _INT32, wrong)
     return spec
 
 
-def _int(message: Any, field: str, name: str, value: int | None, wrong: Violations) -> None:
+def _whole(message: Any, field: str, name: str, value: int | None, values: range, wrong: Violations) -> None:
+    """Sets a field that takes whole numbers of some bits; what may be asked for is the validation's."""
     if value is None:
         return
-    if -_INT32 <= value < _INT32:
+    if value in values:
         setattr(message, field, value)
     else:
-        wrong.add(name, f"must be from {-_INT32} to {_INT32 - 1} (got {value})")
-
-
-def _uint(message: Any, field: str, name: str, value: int | None, limit: int, wrong: Violations) -> None:
-    if value is None:
-        return
-    if 0 <= value < limit:
-        setattr(message, field, value)
-    else:
-        wrong.add(name, f"must be from 0 to {limit - 1} (got {value})")
+        wrong.add(name, f"must be from {values[0]} to {values[-1]} (got {value})")
 
 
 def _seed(sampling: pb.SamplingParams, seed: int | None, wrong: Violations) -> None:
     """Clients may send any 64 bits; a negative one is the number with the same bits."""
-    _uint(sampling, "seed", "seed", seed if seed is None or seed >= 0 else seed + _UINT64, _UINT64, wrong)
+    _whole(sampling, "seed", "seed", seed if seed is None or seed >= 0 else seed + _UINT64.stop, _UINT64, wrong)
 
 
 def _bias(sampling: pb.SamplingParams, biases: Mapping[str, float], wrong: Violations) -> None:
     for token_id, bias in biases.items():
-        if token_id.isascii() and token_id.isdigit() and int(token_id) < _UINT32:
+        if token_id.isascii() and token_id.isdigit() and int(token_id) in _UINT32:
             sampling.logit_bias[int(token_id)] = bias
         else:
             wrong.add("logit_bias", f"keys must be token ids (got {token_id[:20]!r})")
