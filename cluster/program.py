@@ -7,13 +7,13 @@ A program package (`worker`, `router`) offers `program.create(settings_json, rep
 from __future__ import annotations
 
 import json
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
+from cluster.signals import Signals
 
 Report = Callable[[str], None]
 """Called with one line of progress at a time, such as `loading weights: 3 of 8 files`."""
@@ -57,8 +57,7 @@ def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) 
     """
     try:
         program = create(settings_json, lambda line: print(line, file=sys.stderr, flush=True))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: program.stop())
+        Signals(program.stop).start()
         prepared = json.loads(program.prepare())
         if prepared:
             print(json.dumps({"event": "prepared", **prepared}), flush=True)

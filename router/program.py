@@ -6,6 +6,7 @@ create (reads the model folder) -> prepare -> start -> wait; stop from any threa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import threading
@@ -47,7 +48,8 @@ class RouterProgram:
     def stop(self) -> None:
         self._is_stopping.set()
         if self._loop is not None and self._stop is not None and not self._ended.done():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: it has ended since
+                self._loop.call_soon_threadsafe(self._stop.set)
 
     def _run(self) -> None:
         try:

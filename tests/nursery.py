@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
 import importlib
 import json
 import logging
@@ -231,4 +232,5 @@ if __name__ == "__main__":
     import worker.program  # noqa: F401
 
     torch.set_num_threads(1)
+    faulthandler.enable()  # a child that is told SIGABRT writes to its stderr where each of its threads is
     _serve(socket.socket(fileno=int(sys.argv[1])))

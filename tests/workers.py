@@ -53,13 +53,13 @@ class Process:
         return self.errors.read().decode()
 
     def stop(self) -> int:
-        """SIGTERM, and the exit code; SIGKILL when that is not enough."""
+        """SIGTERM, and the exit code; when that is not enough, SIGABRT, which tells where its threads are."""
         if self.popen.poll() is None:
             self.popen.send_signal(signal.SIGTERM)
         try:
             return self.popen.wait(20)
         except subprocess.TimeoutExpired:
-            self.popen.kill()
+            self.popen.send_signal(signal.SIGABRT)
             self.popen.wait()
             raise AssertionError(f"did not stop on SIGTERM: {self.stderr()}") from None
         finally:

@@ -7,6 +7,7 @@ of the worker: `wait` raises, and whoever hosts the group starts it anew.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -137,7 +138,8 @@ class Leader(_Rank):
         else:
             self._end()
             if self._listener is not None:
-                self._listener.close()
+                with contextlib.suppress(OSError):  # it is closed: every rank has come
+                    self._listener.shutdown(socket.SHUT_RDWR)  # wakes who waits for a rank there
 
     def wait(self) -> None:
         """Also closes what serves, so that every peer learns of the end at once."""
