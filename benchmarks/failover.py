@@ -3,10 +3,10 @@
     python benchmarks/failover.py --json
     python benchmarks/failover.py --signal stop
 
-Streams of every kind (greedy and seeded; stop strings, penalties, logprobs, n = 2) run over two prefill and two decode
-workers: first undisturbed, then again and again while a random rank is killed every few seconds, then while one is
-stopped for a while. Every request must end, and its output be the undisturbed one's: no token lost, repeated or
-changed. Exits 1 otherwise.
+Streams of every kind (greedy and seeded; stop strings, penalties, logprobs, n = 2, constrained) run over two prefill
+and two decode workers: first undisturbed, then again and again while a random rank is killed every few seconds, then
+while one is stopped for a while. Every request must end, and its output be the undisturbed one's: no token lost,
+repeated or changed. Exits 1 otherwise.
 
 A stall is the longest time between two messages of a stream that a fault fell into. Prompt and told tokens are computed
 again meanwhile: how long that should take is said by the undisturbed run, from its prompts' times under the same load.
@@ -99,6 +99,8 @@ def spec_of(number: int, num_tokens: int) -> pb.GenerationSpec:
     )
     if number % 7 == 3:
         spec.sampling.frequency_penalty, spec.sampling.repetition_penalty = 0.4, 1.1
+    if number % 5 == 0:
+        spec.sampling.regex = r"([A-Za-z']{1,12}[ ,;.\n]){200,}"
     spec.scheduling.queue_timeout.FromSeconds(300)
     return spec
 

@@ -57,6 +57,8 @@ class _Sequence:
         return SampleRow(self.params, self.index, self.prompt, self.output)
 
     def append(self, token: SampledToken) -> None:
+        if token.problem:
+            raise ValueError(f"the constraint cannot be followed: {token.problem}")
         self.output.append(token.token_id)
         self.sampled.append(token)
         self.finish = check_finish(self.params, self.output)

@@ -1,4 +1,4 @@
-"""Owns what changes logits before temperature: bias, allowed ids, the ban on stopping early, and penalties.
+"""Owns what changes logits before temperature: bias, allowed ids, constraints, the ban on stopping early, penalties.
 
 Built once for a list of SamplingParams and used for as many steps as the batch keeps them. Rows that ask for none of
 this cost nothing; those that do are handled together, through indices into the flat [R * V] logits.
@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.constraint import ConstraintFailed
 from engine.sampling_params import SampleRow, SamplingParams
 
 
@@ -35,6 +36,9 @@ class LogitRules:
             for r, p in enumerate(batch)
             if p.allowed_token_ids
         ]
+        self._constrained = [(r, p.constraint) for r, p in enumerate(batch) if p.constraint is not None]
+        self.problems: dict[int, str] = {}
+        """Of the latest step: rows whose constraint cannot be followed any further, and why."""
         self._banned_until = [
             (r, p.min_output_tokens, _stops_to_ban(p, vocab_size))
             for r, p in enumerate(batch)
@@ -50,20 +54,23 @@ class LogitRules:
 
     def apply(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Returns the changed logits [R, V]; the very same tensor when no rule holds in this step."""
+        allowed = self._follow_constraints(rows)
         banned = [
             r * self._vocab_size + token_id
             for r, minimum, stops in self._banned_until
-            if len(rows[r].output_token_ids) < minimum
+            if len(rows[r].output_token_ids) < minimum and (r not in allowed or _is_more_than(allowed[r], stops))
             for token_id in stops
         ]
-        if not (self._is_static or banned):
+        if not (self._is_static or banned or allowed):
             return logits
         logits = logits.clone()
         flat = logits.view(-1)
         if self._bias_indices.numel():
             flat.index_add_(0, self._bias_indices, self._bias_values)
-        for r, allowed in self._allowed:
-            logits[r] = torch.full_like(logits[r], -torch.inf).index_copy_(0, allowed, logits[r, allowed])
+        for r, token_ids in self._allowed:
+            logits[r] = torch.full_like(logits[r], -torch.inf).index_copy_(0, token_ids, logits[r, token_ids])
+        for r, may_follow in allowed.items():
+            logits[r].masked_fill_(torch.from_numpy(~may_follow).to(self._device), -torch.inf)
         if banned:
             flat.index_fill_(0, torch.tensor(banned, device=self._device), -torch.inf)
         if self._repetition:
@@ -71,6 +78,18 @@ class LogitRules:
         if self._output:
             self._penalize_output(flat, rows)
         return logits
+
+    def _follow_constraints(self, rows: Sequence[SampleRow]) -> dict[int, npt.NDArray[np.bool_]]:
+        """Of each constrained row, which tokens may follow, bool [V]; none of a row with a problem."""
+        self.problems = {}
+        allowed = {}
+        for r, constraint in self._constrained:
+            row = rows[r]
+            try:
+                allowed[r] = constraint.allowed(row.sequence_index, row.output_token_ids, row.params.stop_token_ids)
+            except ConstraintFailed as failure:
+                self.problems[r] = str(failure)
+        return allowed
 
     def _penalize_repetition(self, flat: Tensor, rows: Sequence[SampleRow]) -> None:
         tokens = [_tokens(rows[r].prompt_token_ids, rows[r].output_token_ids) for r, _ in self._repetition]
@@ -98,6 +117,10 @@ class LogitRules:
 
 def _tokens(*sequences: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.array(s, dtype=np.int64) for s in sequences])
+
+
+def _is_more_than(allowed: npt.NDArray[np.bool_], token_ids: Sequence[int]) -> bool:
+    return bool(allowed.sum() > allowed[list(token_ids)].sum())
 
 
 def _stops_to_ban(params: SamplingParams, vocab_size: int) -> list[int]:

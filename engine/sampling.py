@@ -1,7 +1,7 @@
 """Owns the choice of the next token: logits in, one SampledToken for each row out, whole batches in a few tensor ops.
 
-Order: logit rules (bias, allowed ids, stop ban, penalties), temperature, top-k, top-p within top-k, min-p, then
-Gumbel-max with `engine.noise`. A row's token depends on its own logits, params, sequence index and position alone,
+Order: logit rules (bias, allowed ids, constraint, stop ban, penalties), temperature, top-k, top-p within top-k, min-p,
+then Gumbel-max with `engine.noise`. A row's token depends on its own logits, params, sequence index and position alone,
 never on the rest of the batch. Holds no state but the plan of the latest batch. Knows nothing of text or blocks.
 
 Legend: R rows, S rows that sample (the others are greedy), V vocabulary.
@@ -42,6 +42,8 @@ class Sampler:
         sampled = [SampledToken(token_id) for token_id in token_ids.tolist()]
         if plan.logprob_rows:
             plan.add_logprobs(sampled, logits)
+        for r, problem in plan.rules.problems.items():
+            sampled[r] = SampledToken(-1, problem=problem)
         return sampled
 
     def _plan_of(self, batch: list[SamplingParams], device: torch.device) -> _Plan:

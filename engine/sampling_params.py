@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from engine.constraint import Constraint
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -42,6 +44,8 @@ class SamplingParams:
     """Ends a sequence and is its last token; includes the end-of-sequence ids unless the client ignores them."""
     top_logprobs: int | None = None
     """None: no logprobs. 0: the chosen token's only."""
+    constraint: Constraint | None = None
+    """What the output must be; None: anything. Where it is whole, a stop token may follow, and maybe nothing else."""
 
     @property
     def is_greedy(self) -> bool:
@@ -69,6 +73,8 @@ class SampledToken(NamedTuple):
     """None unless the request asked for logprobs, and for the first token of a prompt; so is `rank`."""
     rank: int | None = None
     top: tuple[tuple[int, float], ...] = ()
+    problem: str = ""
+    """Why there is no token, and the sequence cannot go on; empty where there is one."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from cluster.state import Store
 from router.call import Call
 from router.caller import Caller, caller_of
 from router.chat_input import read_chat
+from router.constraint import Grammars
 from router.detokenizer import Detokenizer
 from router.dispatcher import Dispatcher
 from router.fields import Violations, invalid
@@ -62,6 +63,7 @@ class GenerationService:
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
+        self._grammars = Grammars(lambda: tokenizer.definition, model.vocab_size)
         self._dispatcher = dispatcher
         self._executor = executor
         self._pace = pace
@@ -133,7 +135,7 @@ class GenerationService:
                 await live.pause(self._pace.spacing_s)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Call) -> pb.TokenizeResponse:
-        encoded = await self._aside(request.ByteSize(), lambda: self._tokenize(request))
+        encoded = await self._aside(request.ByteSize() > INLINE_BYTES, lambda: self._tokenize(request))
         offsets = encoded.offsets if request.return_offsets else ()
         return pb.TokenizeResponse(
             token_ids=encoded.token_ids,
@@ -147,7 +149,8 @@ class GenerationService:
         wrong = Violations()
         wrong.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         wrong.raise_if_any()
-        text = await self._aside(request.ByteSize(), lambda: self._tokenizer.decode(request.token_ids))
+        is_long = request.ByteSize() > INLINE_BYTES
+        text = await self._aside(is_long, lambda: self._tokenizer.decode(request.token_ids))
         return pb.DetokenizeResponse(text=text)
 
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, context: Call) -> pb.CancelGenerationResponse:
@@ -191,7 +194,8 @@ class GenerationService:
             only = "must be set in Generate, which tells no id before its end; call GenerateStream first"
             raise invalid((FieldViolation("spec.resume.generation_id", only),))
         self._dispatcher.refuse_early(least_of(request.spec, self._model, caller, context.time_remaining()))
-        valid = await self._aside(request.ByteSize(), lambda: self._validate(request.spec, is_streaming, caller.tenant))
+        is_long = request.ByteSize() > INLINE_BYTES or request.spec.sampling.WhichOneof("constraint") is not None
+        valid = await self._aside(is_long, lambda: self._validate(request.spec, is_streaming, caller.tenant))
         live = LiveRequest(
             f"gen-{secrets.token_hex(12)}",
             valid,
@@ -216,7 +220,7 @@ class GenerationService:
     def _revive(self, generation_id: str, record: Record, caller: Caller, first_attempt: int) -> LiveRequest:
         """Validated again, as the limits are this router's; sampled as it was. Arrived when it did."""
         origin = record.origin
-        valid = validate(origin.spec, self._model, self._encode, fresh_seed=0, tenant=caller.tenant)
+        valid = self._validate(origin.spec, True, caller.tenant)
         if any(token_id >= self._model.vocab_size for tokens in record.tokens for token_id in tokens.token_ids):
             raise FailedPrecondition("the record of this generation is not one of the served model; ask anew")
         age_s = max(0.0, time.time() - origin.arrival_time_s)
@@ -237,14 +241,22 @@ class GenerationService:
     def _new_detokenizers(self, live: LiveRequest) -> list[Detokenizer]:
         return [self._tokenizer.new_detokenizer(live.request.prompt_token_ids) for _ in live.sequences]
 
-    async def _aside(self, size_bytes: int, work: Callable[[], T]) -> T:
-        if size_bytes <= INLINE_BYTES:
+    async def _aside(self, is_long: bool, work: Callable[[], T]) -> T:
+        if not is_long:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def _validate(self, spec: pb.GenerationSpec, is_streaming: bool, tenant: str) -> ValidatedRequest:
         seed = secrets.randbits(_SEED_BITS)
-        return validate(spec, self._model, self._encode, fresh_seed=seed, is_streaming=is_streaming, tenant=tenant)
+        return validate(
+            spec,
+            self._model,
+            self._encode,
+            check_grammar=self._grammars.check,
+            fresh_seed=seed,
+            is_streaming=is_streaming,
+            tenant=tenant,
+        )
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
         return self._encode_with_offsets(prompt, add_special_tokens=True).token_ids

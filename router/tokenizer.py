@@ -57,6 +57,11 @@ class Tokenizer:
         config = read_json(folder / "tokenizer_config.json", required=False)
         return cls(definition, ChatTemplate.from_folder(folder, config))
 
+    @property
+    def definition(self) -> str:
+        """A tokenizer.json of the same tokens."""
+        return str(self._tokenizer.to_str())
+
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return Encoded(tuple(encoding.ids), tuple(encoding.offsets))

@@ -1,7 +1,7 @@
 """The one validation layer: a GenerationSpec in, a frozen ValidatedRequest with every default filled in out.
 
 Every front end comes through here. All violations of a request are collected and reported together. Pure: the prompt's
-encoding and a fresh seed are passed in; it may run in any thread. Knows no worker, queue or stream.
+encoding, a check of grammars and a fresh seed are passed in; it may run in any thread. Knows no worker, queue, stream.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from cluster.errors import FieldViolation, NotFound, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
 from router.chat_input import Chat, read_chat
+from router.constraint import CheckGrammar, read_constraint
 from router.fields import Violations, invalid
 from router.model import ServedModel
 
@@ -70,6 +71,7 @@ def validate(
     model: ServedModel,
     encode: Encode,
     *,
+    check_grammar: CheckGrammar,
     fresh_seed: int,
     is_streaming: bool = True,
     tenant: str = "",
@@ -86,6 +88,7 @@ def validate(
     token_ids = _prompt(spec, model, encode, wrong, too_long)
     sampling = _sampling(spec.sampling, model, wrong, fresh_seed)
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
+    _constrain(spec, model, check_grammar, sampling, wrong)
     _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
     wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
@@ -135,10 +138,8 @@ def check_model(field: str, name: str, model: ServedModel) -> None:
 
 
 def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) -> None:
-    constraint = spec.sampling.WhichOneof("constraint")
     given = {
         "sampling.bad_words": bool(spec.sampling.bad_words),
-        f"sampling.{constraint}": constraint is not None,
         "extensions": spec.HasField("extensions"),
     }
     not_yet = "is not served yet; leave it unset"
@@ -256,6 +257,26 @@ def _stops(criteria: generation_pb2.StoppingCriteria, model: ServedModel, wrong:
                 wrong.add(f"stopping.stop[{index}]", text)
     if wrong.at_most("stopping.stop_token_ids", criteria.stop_token_ids, MOST_STOP_TOKENS, "ids"):
         wrong.token_ids("stopping.stop_token_ids", criteria.stop_token_ids, model.vocab_size)
+
+
+def _constrain(
+    spec: generation_pb2.GenerationSpec,
+    model: ServedModel,
+    check_grammar: CheckGrammar,
+    sampling: worker_pb2.Sampling,
+    wrong: Violations,
+) -> None:
+    """Fills in the grammar; a constrained output ends by an end-of-sequence token, once it is whole."""
+    sampling.grammar = read_constraint(spec.sampling, check_grammar, wrong)
+    if not sampling.grammar:
+        return
+    field = f"sampling.{spec.sampling.WhichOneof('constraint')}"
+    if not model.eos_token_ids:
+        wrong.add(field, "needs a model with an end-of-sequence token, and this one names none")
+    if spec.stopping.ignore_eos:
+        wrong.add("stopping.ignore_eos", f"cannot be set with {field}, whose output ends by such a token")
+    if sampling.allowed_token_ids:
+        wrong.add("sampling.allowed_token_ids", f"cannot be set with {field}, which says what is allowed")
 
 
 def _output(

@@ -171,7 +171,7 @@ class WiredRouter:
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
             scheduling=scheduling,
         )
-        request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
+        request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
         live = LiveRequest(
             f"gen-{self.num_submitted}",
             request,

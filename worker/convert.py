@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
+from engine.constraint import Constrainer
 from engine.sampling import Finish, SampledToken, SamplingParams
 from engine.sequence import Job
 
@@ -13,11 +14,12 @@ _FINISH_REASONS = {
 }
 
 
-def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool) -> Job:
+def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Job:
+    """Raises ValueError for a grammar that cannot be followed here."""
     return Job(
         key=RequestKey.of(admit.key),
         prompt_token_ids=tuple(admit.prompt_token_ids),
-        params=_params_of(admit.sampling),
+        params=_params_of(admit.sampling, constrainer),
         cache_salt=admit.cache_salt,
         use_prefix_cache=enable_prefix_cache and not admit.bypass_prefix_cache,
         known_tokens={known.sequence_index: tuple(known.token_ids) for known in admit.known_tokens},
@@ -25,7 +27,12 @@ def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool) -> Job:
     )
 
 
-def _params_of(sampling: worker_pb2.Sampling) -> SamplingParams:
+def _params_of(sampling: worker_pb2.Sampling, constrainer: Constrainer | None) -> SamplingParams:
+    constraint = None
+    if sampling.grammar:
+        if constrainer is None:
+            raise ValueError("this worker's model folder has no tokenizer.json, which constrained output needs")
+        constraint = constrainer.new(sampling.grammar)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -42,6 +49,7 @@ def _params_of(sampling: worker_pb2.Sampling) -> SamplingParams:
         min_output_tokens=sampling.min_output_tokens,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
+        constraint=constraint,
     )
 
 

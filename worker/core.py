@@ -8,6 +8,7 @@ until it has ended. Sessions and links are opaque names here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from cluster.step_cost import StepCost, StepSize
 from decode_worker.role import DecodeRole
 from decode_worker.scheduler import BlockCopies
 from engine.block_manager import BlockManager
+from engine.constraint import Constrainer
 from engine.sampling import SampledToken, Sampler
 from engine.sequence import Job, Planned, Sequence
 from engine.step import build_step
@@ -79,6 +81,7 @@ class Core:
         max_model_len: int,
         num_layers: int,
         step_log: StepLog,
+        constrainer: Constrainer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.blocks = blocks
@@ -88,6 +91,7 @@ class Core:
         self._enable_prefix_cache = settings.enable_prefix_cache
         self._max_model_len = max_model_len
         self._step_log = step_log
+        self._constrainer = constrainer
         self._clock = clock
         self._step_clock = StepClock()
         self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
@@ -118,6 +122,13 @@ class Core:
     def post(self, handler: Callable[..., None], *arguments: Any) -> None:
         """From any thread: runs `handler(*arguments)` on the engine thread before the next step."""
         self._inbox.put((handler, arguments))
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """From any thread, before a request with it is admitted: what takes time is done then. A wrong one is refused
+        when it comes."""
+        if self._constrainer is not None:
+            with contextlib.suppress(ValueError):
+                self._constrainer.prepare(grammar)
 
     # The loop
 
@@ -201,6 +212,10 @@ class Core:
         self.carrier.last_step = self._ranks.num_steps
         self.decode.copied(flight.copies)
         self._count(planned, len(flight.decoding))
+        for p in flight.ends:
+            problem = next((token.problem for token in sampled[id(p)] if token.problem), "")
+            if problem:
+                self._give_up(p.sequence.job.key, f"the output cannot be constrained any further: {problem}")
         for p in flight.decoding:
             self.decode.absorb(p, sampled[id(p)], scores.get(id(p), ()))
         for p in flight.prefilling:
@@ -255,8 +270,11 @@ class Core:
                 self._cache_reporter.resync(session)
 
     def _admit(self, session: str, admit: worker_pb2.Admit) -> None:
-        job = job_of(admit, self._enable_prefix_cache)
-        problem = self._problem_of(job)
+        try:
+            job = job_of(admit, self._enable_prefix_cache, self._constrainer)
+            problem = self._problem_of(job)
+        except ValueError as error:
+            problem = str(error)
         if problem:
             reason = worker_pb2.Failed.REASON_INVALID
             failed = worker_pb2.Failed(key=admit.key, reason=reason, message=problem)
@@ -293,6 +311,14 @@ class Core:
             self.decode.cancel(key, reason, sequence_index)
         if key in self.prefill and sequence_index is None:
             self.prefill.cancel(key, reason)
+
+    def _give_up(self, key: RequestKey, problem: str) -> None:
+        """A request that no worker can go on with."""
+        if key in self.reporter:
+            reason = worker_pb2.Failed.REASON_INVALID
+            failed = worker_pb2.Failed(key=key.to_proto(), reason=reason, message=problem)
+            self.reporter.emit(key, worker_pb2.Event(failed=failed))
+            self._cancel(key, problem, None)
 
     # Telling routers
 

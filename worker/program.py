@@ -15,6 +15,7 @@ import queue
 import socket
 import threading
 import uuid
+from pathlib import Path
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.metrics import MetricsPage
@@ -24,6 +25,7 @@ from cluster.pulse import Timing
 from cluster.settings import WorkerSettings
 from cluster.tls import internal_tls_of
 from engine.block_manager import BlockManager
+from engine.constraint import Constrainer
 from engine.memory_plan import MemoryPlan
 from engine.sampling import Sampler
 from engine.step import StepInput
@@ -193,6 +195,7 @@ class Leader(_Rank):
             max_model_len=plan.max_model_len,
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
+            constrainer=Constrainer.from_folder(Path(settings.model_path), config.vocab_size),
         )
 
     def _serve_metrics(self, core: Core, mover: KvMover) -> str:

@@ -205,6 +205,9 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
 
     async def _read_commands(self, name: str, commands: AsyncIterator[worker_pb2.Command]) -> None:
         async for command in commands:
+            grammar = command.admit.sampling.grammar
+            if grammar:
+                await asyncio.to_thread(self._core.prepare_grammar, grammar)
             self._core.post(self._core.command, name, command)
 
     async def Connect(

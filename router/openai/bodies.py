@@ -48,6 +48,16 @@ class ResponseFormat(_Body):
     json_schema: JsonSchema | None = None
 
 
+class StructuredOutputs(_Body):
+    """What the whole output must be, as vLLM's clients write it."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class _Sampling(_Body):
     """What both kinds of completions take: OpenAI's fields, then those of other servers that Baton has, too."""
 
@@ -75,6 +85,7 @@ class _Sampling(_Body):
     priority: int | None = None
     """Higher ones run first, as in `spec.scheduling.priority`."""
     session_id: str | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     user: Any = None
     metadata: Any = None

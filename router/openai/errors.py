@@ -49,6 +49,9 @@ _FIELDS = {
     "include_stop_in_output": "include_stop_str_in_output",
     "json_object": "response_format",
     "json_schema": "response_format",
+    "regex": "structured_outputs.regex",
+    "choice": "structured_outputs.choice",
+    "grammar_ebnf": "structured_outputs.grammar",
 }
 """Of the last part of a path in the .proto, what it is called here."""
 _PATH = re.compile(r"\bspec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?([a-z_]+(?:\.[a-z_]+)*)")

@@ -15,7 +15,14 @@ from google.protobuf import json_format, struct_pb2
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
 from router.fields import Violations
-from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, ResponseFormat, TokenizeBody
+from router.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ResponseFormat,
+    StructuredOutputs,
+    TokenizeBody,
+)
 
 MOST_PROMPTS = 128
 """In one call of /v1/completions."""
@@ -66,7 +73,7 @@ def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
     if body.logprobs:
         _whole(spec.output, "top_logprobs", "top_logprobs", body.top_logprobs or 0, _UINT32, wrong)
     if body.response_format is not None:
-        _constrain(spec.sampling, body.response_format, wrong)
+        _format(spec.sampling, body.response_format, wrong)
     wrong.raise_if_any()
     return spec
 
@@ -138,6 +145,8 @@ def _common(
     else:
         wrong.add("stop_token_ids", "token ids must be from 0 to the vocabulary's size")
     _bias(sampling, body.logit_bias or {}, wrong)
+    if body.structured_outputs is not None:
+        _structure(sampling, body.structured_outputs, wrong)
     spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
     _whole(spec.scheduling, "priority", "priority", body.priority, _INT32, wrong)
     return spec
@@ -189,7 +198,9 @@ def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, wrong
         wrong.add(field, "nests too deep, or holds a number that JSON does not have")
 
 
-def _constrain(sampling: pb.SamplingParams, form: ResponseFormat, wrong: Violations) -> None:
+def _format(sampling: pb.SamplingParams, form: ResponseFormat, wrong: Violations) -> None:
+    if form.type != "text" and sampling.WhichOneof("constraint") is not None:
+        wrong.add("response_format", "cannot be set with structured_outputs, which says the same")
     if form.type == "json_object":
         sampling.json_object = True
     elif form.type == "json_schema":
@@ -198,3 +209,23 @@ def _constrain(sampling: pb.SamplingParams, form: ResponseFormat, wrong: Violati
             wrong.add("response_format.json_schema", "must be set, with its schema, where the type is json_schema")
         else:
             sampling.json_schema = json.dumps(schema)
+
+
+def _structure(sampling: pb.SamplingParams, wanted: StructuredOutputs, wrong: Violations) -> None:
+    given = wanted.model_dump(by_alias=True, exclude_none=True)
+    if len(given) != 1:
+        names = ", ".join(sorted(given)) or "none"
+        wrong.add("structured_outputs", f"exactly one of json, regex, choice, grammar or json_object (got {names})")
+        return
+    ((kind, value),) = given.items()
+    match kind:
+        case "json":
+            sampling.json_schema = value if isinstance(value, str) else json.dumps(value)
+        case "regex":
+            sampling.regex = value
+        case "choice":
+            sampling.choice.choices.extend(value)
+        case "grammar":
+            sampling.grammar_ebnf = value
+        case "json_object":
+            sampling.json_object = value

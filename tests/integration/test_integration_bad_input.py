@@ -122,11 +122,6 @@ NOT_SERVED = [
     (field, spec, UNIMPLEMENTED, f"spec.{field}")
     for field, spec in {
         "sampling.bad_words": sampling(bad_words=["no"]),
-        "sampling.json_schema": sampling(json_schema="{}"),
-        "sampling.regex": sampling(regex="a+"),
-        "sampling.grammar_ebnf": sampling(grammar_ebnf="root ::= 'a'"),
-        "sampling.choice": sampling(choice=pb.ChoiceConstraint(choices=["a"])),
-        "sampling.json_object": sampling(json_object=True),
         "extensions": pb.GenerationSpec(text="hi", extensions=struct_pb2.Struct()),
     }.items()
 ]

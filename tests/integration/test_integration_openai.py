@@ -87,8 +87,9 @@ def test_errors_name_what_is_wrong(client: openai.OpenAI) -> None:
         client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=2.5)
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="gpt-4o", messages=MESSAGES)
-    with pytest.raises(openai.BadRequestError, match="is not served yet"):
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match=r"structured_outputs\.regex: cannot be followed"):
+        wrong = {"structured_outputs": {"regex": "("}}
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=wrong)
 
 
 def test_a_client_that_gives_up_costs_the_next_one_nothing(cluster: PlainCluster, client: openai.OpenAI) -> None:

@@ -60,7 +60,8 @@ async def test_each_mistake_gets_its_status_and_its_field_while_another_stream_g
         ),
         (text_spec("x" * 5000), OutOfRange, "spec.text"),
         (text_spec(model="other"), NotFound, "spec.model"),
-        (text_spec(sampling=pb.SamplingParams(regex="a")), NotServed, "spec.sampling.regex"),
+        (text_spec(sampling=pb.SamplingParams(bad_words=["a"])), NotServed, "spec.sampling.bad_words"),
+        (text_spec(sampling=pb.SamplingParams(regex="(")), InvalidRequest, "spec.sampling.regex"),
     ]
     async with running_router(tmp_path, (prefill, decode)) as router:
         good = asyncio.ensure_future(router.stream(text_spec()))

@@ -143,6 +143,18 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role: must be a string such as `user`"),
     ({"messages": "hello"}, "messages", "messages: should be a valid list"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice is not served: must be auto or none"),
+    ({"structured_outputs": {}}, "structured_outputs", "structured_outputs: exactly one of json, regex"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "structured_outputs: exactly one"),
+    (
+        {"structured_outputs": {"regex": "("}},
+        "structured_outputs.regex",
+        "structured_outputs.regex: cannot be followed",
+    ),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "response_format",
+        "response_format: cannot be set with structured_outputs",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format.json_schema: must"),
 ]
 

@@ -38,7 +38,7 @@ LIMITS = Limits(100, 100, 30.0, needs_prefill=False)
 def live_request(
     now: float, first_attempt: int = 1, *, caller: Caller = ANYONE, generation_id: str = GENERATION_ID
 ) -> LiveRequest:
-    request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), fresh_seed=1)
+    request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
     return LiveRequest(
         generation_id,
         request,

@@ -1,0 +1,158 @@
+"""A constraint allows what its grammar allows next, for any way in which the tokens so far came to be known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from cluster_fixture import BUNDLED_MODEL
+from llguidance import grammar_from
+from tokenizers import Tokenizer
+
+from engine.constraint import MOST_GRAMMARS, Constrainer, ConstraintFailed
+from engine.sampling import Sampler, SampleRow, SamplingParams
+
+VOCAB, EOS = 1024, 0
+TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))
+WORD = grammar_from("regex", "[a-c]{2,4}")
+
+
+@pytest.fixture(scope="module")
+def constrainer() -> Constrainer:
+    made = Constrainer.from_folder(BUNDLED_MODEL, VOCAB)
+    assert made is not None
+    return made
+
+
+def ids(text: str) -> list[int]:
+    return [TOKENIZER.token_to_id(character) for character in text]
+
+
+def row(params: SamplingParams, output: list[int], index: int = 0) -> SampleRow:
+    return SampleRow(params, index, (1,), output)
+
+
+def sample_all(params: SamplingParams, seed: int) -> list[int]:
+    """A sequence of random logits, to its stop token."""
+    sampler, output = Sampler(VOCAB), list[int]()
+    noise = torch.Generator().manual_seed(seed)
+    while not output or output[-1] not in params.stop_token_ids:
+        logits = torch.randn(1, VOCAB, generator=noise) * 4
+        output.append(sampler.sample(logits, [row(params, output)])[0].token_id)
+        assert len(output) < 500
+    return output
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("pattern", ["[a-c]{2,4}", "(yes|no), (my|your) (lord|lady)!?", r"\d{1,3}(\.\d{2})?"])
+def test_whatever_the_model_prefers_the_output_fits(constrainer: Constrainer, pattern: str, temperature: float) -> None:
+    for seed in range(5):
+        params = SamplingParams(
+            temperature=temperature,
+            seed=seed,
+            top_p=0.9,
+            stop_token_ids=frozenset({EOS}),
+            constraint=constrainer.new(grammar_from("regex", pattern)),
+        )
+        *text, end = sample_all(params, seed)
+        assert end == EOS
+        assert re.fullmatch(pattern, TOKENIZER.decode(text))
+
+
+def test_json_of_a_schema(constrainer: Constrainer) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    grammar = grammar_from("json_schema", json.dumps(schema))
+    for seed in range(3):
+        params = SamplingParams(seed=seed, stop_token_ids=frozenset({EOS}), constraint=constrainer.new(grammar))
+        found = json.loads(TOKENIZER.decode(sample_all(params, seed)[:-1]))
+        assert isinstance(found["name"], str) and isinstance(found["age"], int) and len(found) == 2
+
+
+def test_what_may_follow_depends_on_the_tokens_alone(constrainer: Constrainer) -> None:
+    step_by_step = constrainer.new(WORD)
+    output = ids("abca")
+    for length in range(5):
+        one = step_by_step.allowed(0, output[:length], [EOS])
+        other = constrainer.new(WORD).allowed(0, output[:length], [EOS])
+        assert (one == other).all()
+        assert one[EOS] == (length >= 2)
+        assert one[ids("b")[0]] == (length < 4)
+        assert not one[ids("d")[0]]
+    assert (step_by_step.allowed(0, output[:1], [EOS]) == constrainer.new(WORD).allowed(0, output[:1], [EOS])).all()
+
+
+def test_sequences_of_one_request_go_apart(constrainer: Constrainer) -> None:
+    constraint = constrainer.new(WORD)
+    assert not constraint.allowed(0, ids("a"), [EOS])[EOS]
+    assert constraint.allowed(1, ids("bb"), [EOS])[EOS]
+    assert constraint.allowed(0, ids("ab"), [EOS])[EOS]
+    assert constraint.allowed(1, ids("bbcc"), [EOS]).nonzero()[0].tolist() == [EOS]
+
+
+def test_only_a_stop_token_of_the_request_ends_an_output(constrainer: Constrainer) -> None:
+    other = ids("z")[0]
+    allowed = constrainer.new(WORD).allowed(0, ids("aaaa"), [other])
+    assert allowed.nonzero()[0].tolist() == [other]
+
+
+def test_a_minimum_holds_until_nothing_else_may_follow(constrainer: Constrainer) -> None:
+    params = SamplingParams(
+        temperature=0.0,
+        min_output_tokens=10,
+        logit_bias={EOS: 100.0},
+        stop_token_ids=frozenset({EOS}),
+        constraint=constrainer.new(WORD),
+    )
+    *text, end = sample_all(params, 1)
+    assert (len(TOKENIZER.decode(text)), end) == (4, EOS)
+
+
+def test_rows_without_a_constraint_are_as_if_alone(constrainer: Constrainer) -> None:
+    free = SamplingParams(temperature=0.0)
+    held = SamplingParams(temperature=0.0, stop_token_ids=frozenset({EOS}), constraint=constrainer.new(WORD))
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(7))
+    before = logits.clone()
+    sampled = Sampler(VOCAB).sample(logits, [row(free, []), row(held, []), row(free, [3])])
+    assert (logits == before).all()
+    assert [s.token_id for s in (sampled[0], sampled[2])] == [int(logits[0].argmax()), int(logits[2].argmax())]
+    assert set(TOKENIZER.decode([sampled[1].token_id])) <= set("abc")
+
+
+def test_tokens_that_do_not_fit_are_a_problem_of_their_row_alone(constrainer: Constrainer) -> None:
+    held = SamplingParams(temperature=0.0, stop_token_ids=frozenset({EOS}), constraint=constrainer.new(WORD))
+    logits = torch.zeros(2, VOCAB)
+    wrong, right = Sampler(VOCAB).sample(logits, [row(held, ids("xyz")), row(held, ids("ab"), 1)])
+    assert wrong.token_id == -1 and "doesn't satisfy the grammar" in wrong.problem
+    assert not right.problem and right.token_id >= 0
+    with pytest.raises(ConstraintFailed):
+        constrainer.new(WORD).allowed(0, ids("xyz"), [EOS])
+
+
+def test_grammars_that_cannot_be_followed_are_refused(constrainer: Constrainer) -> None:
+    for grammar in (grammar_from("regex", "a(?=b)"), grammar_from("lark", "start: nothing"), "{", ""):
+        with pytest.raises(ValueError):
+            constrainer.new(grammar)
+
+
+def test_many_grammars_do_not_push_one_another_out_of_use(constrainer: Constrainer) -> None:
+    first = constrainer.new(WORD)
+    for number in range(MOST_GRAMMARS + 5):
+        constrainer.new(grammar_from("regex", f"x{{{number + 1}}}"))
+    assert first.allowed(0, ids("ab"), [EOS])[EOS]
+    assert constrainer.new(WORD).allowed(0, ids("ab"), [EOS])[EOS]
+
+
+def test_a_folder_without_a_tokenizer_has_no_constrainer(tmp_path: Path) -> None:
+
+    folder = tmp_path
+    assert Constrainer.from_folder(folder, VOCAB) is None
+    (folder / "tokenizer.json").write_text("{}")
+    assert Constrainer.from_folder(folder, VOCAB) is None
