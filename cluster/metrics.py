@@ -59,7 +59,7 @@ class LabelledCounter:
             self._series[tuple(label if label in known else OTHER for label, known in pairs)].inc(amount)
 
 
-def counter_family(metric: Metric, counts: Mapping[str, int]) -> CounterMetricFamily:
+def counter_family(metric: Metric, counts: Mapping[str, float]) -> CounterMetricFamily:
     """A counter of one label that is counted elsewhere, as a collector tells it."""
     family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
     for label, number in counts.items():

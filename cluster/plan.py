@@ -141,6 +141,8 @@ def plan_worker(
             suspect_after_s=transfer.suspect_after_s,
             dead_after_s=transfer.dead_after_s,
             metrics_port=0 if config.metrics.workers else None,
+            peak_tflops=config.metrics.peak_tflops,
+            peak_gb_per_s=config.metrics.peak_gb_per_s,
             step_log=step_log if tp_rank == 0 else None,
             internal_tls_cert=config.internal_tls.cert,
             internal_tls_key=config.internal_tls.key,

@@ -108,6 +108,10 @@ class WorkerSettings(JsonSettings):
     """For tests: the share of transfers that fail on purpose, in ways that are drawn at random."""
     metrics_port: int | None = None
     """Port of the Prometheus page; 0: any free one; None: no page."""
+    peak_tflops: float | None = None
+    """What one device computes at most, for MFU; None: from a table of GPUs, or measured on a CPU."""
+    peak_gb_per_s: float | None = None
+    """What its memory moves at most, for MBU; None: in the same way."""
     step_log: str | None = None
     """File that gets one JSON line for each step: who joined, ran and left."""
     internal_tls_cert: str | None = None

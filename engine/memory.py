@@ -123,9 +123,23 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
 
 def multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     """Bytes of those that every step multiplies with, in one form: all but the embedding, which is looked up."""
+    return layers_multiplied_bytes(config, tp_size, form) + head_multiplied_bytes(config, tp_size, form)
+
+
+def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Of the matrices of all layers on one rank, in one form."""
     layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in _layer_linears(config, tp_size))
-    head = _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
-    return config.num_hidden_layers * layer + head
+    return config.num_hidden_layers * layer
+
+
+def head_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Of one rank's rows of the head, in one form."""
+    return _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
+
+
+def head_elements(config: ModelConfig, tp_size: int) -> int:
+    """Of one rank's rows of the head."""
+    return _Linear(_vocabulary_shape(config, tp_size)).num_elements
 
 
 def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -40,8 +40,11 @@ from worker.ranks import Launched, Ranks
 from worker.reporter import Reporter, Voice
 from worker.step_clock import StepClock
 from worker.step_log import StepLog
+from worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 STATS_INTERVAL_S = 0.2
 TELL_INTERVAL_S = 0.004
@@ -83,7 +86,9 @@ class Core:
         step_log: StepLog,
         constrainer: Constrainer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        meter: StepMeter | None = None,
     ) -> None:
+        """`meter`: None where nobody reads it."""
         self.blocks = blocks
         self._sampler = sampler
         self._max_num_batched_tokens = settings.max_num_batched_tokens
@@ -93,6 +98,7 @@ class Core:
         self._step_log = step_log
         self._constrainer = constrainer
         self._clock = clock
+        self.meter = meter
         self._step_clock = StepClock()
         self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
         self._stats = worker_pb2.WorkerStats()
@@ -189,7 +195,10 @@ class Core:
         has_prompt = len(step.token_ids) > len(planned)
         if has_prompt or self.reporter.is_pressing:  # nothing waits for a long step; who starts now is known before it
             self.reporter.flush()
-        self._step_clock.begins(self._clock(), _size_of(planned) if self._step_clock.wants(has_prompt) else None)
+        now = self._clock()
+        self._step_clock.begins(now, _size_of(planned) if self._step_clock.wants(has_prompt) else None)
+        if self.meter is not None:
+            self.meter.launched(step, now)
         launched = self._ranks.launch(step)
         return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies)
 
@@ -203,7 +212,10 @@ class Core:
         planned = flight.decoding + flight.prefilling
         output = flight.launched.result()
         sampled = self._sample(output.logits, planned, flight.ends)
-        self._step_clock.ends(self._clock())
+        now = self._clock()
+        self._step_clock.ends(now)
+        if self.meter is not None:
+            self.meter.ended(now)
         scores: dict[int, list[SampledToken]] = {}
         if output.scores is not None:
             tokens = iter(output.scores.tokens())
@@ -344,6 +356,10 @@ class Core:
             landing_slots=self.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
             blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         )
+
+    def between_steps(self, work: Callable[[], T]) -> T | None:
+        """On the engine thread (through `post`): what `work` gives; while a step is under way it is not run: None."""
+        return None if self._flight is not None else work()
 
     def _measure(self) -> worker_pb2.WorkerStats:
         stats, blocks = self._stats, self.blocks

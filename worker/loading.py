@@ -27,10 +27,12 @@ from engine.memory import (
     resolve_max_model_len,
 )
 from engine.memory_plan import MemoryDemand, MemoryPlan
+from engine.native import Native
 from engine.ops import choose_native
 from engine.runner import ModelRunner
 from engine.threads import compute_with, give_back
 from engine.tp import make_process_group
+from engine.work import ModelWork
 from kv_transfer.choose import supported
 from kv_transfer.faults import Faults
 from kv_transfer.layout import KvLayout
@@ -88,6 +90,18 @@ class Resolved:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             memory_utilization=settings.memory_utilization,
         )
+
+    @property
+    def work(self) -> ModelWork:
+        """What a step is to each rank. Raises ConfigError as `weight_form` does."""
+        return ModelWork.of(self.config, self.settings.tp_size, self.weight_form, self.kv_dtype)
+
+    @property
+    def product_form(self) -> tuple[torch.dtype, str, Native | None]:
+        """How weights are multiplied: the type computed in, what they are rounded to, and Baton's kernels, if used."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        native, _ = choose_native(self.settings.kernels, torch.device(self.device), dtype, self.config.head_dim)
+        return dtype, "int4" if self.weight_form.keeps_codes else self.settings.quantization, native
 
     @property
     def layout(self) -> KvLayout:

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 from cluster.keys import RequestKey
 from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
 from kv_transfer.actions import Chunk
+from worker import step_meter
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ This page is made from the code: `python -m worker.metrics > docs/metrics.md`.
 
 def reference() -> str:
     """docs/metrics.md."""
-    return render_reference(_INTRODUCTION, METRICS)
+    return render_reference(_INTRODUCTION, (*METRICS, *step_meter.METRICS))
 
 
 if __name__ == "__main__":

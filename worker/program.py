@@ -14,8 +14,12 @@ import os
 import queue
 import socket
 import threading
+import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.metrics import MetricsPage
@@ -38,10 +42,12 @@ from worker.group import RankGroup
 from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, ready_for_steps, resolve
 from worker.memory import check_memory, memory_line
 from worker.metrics import HandoffMetrics, ask
+from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.rank import ErrorKind, RankExecutor
 from worker.service import Service
 from worker.sockets import Connection, accept, connect
 from worker.step_log import StepLog
+from worker.step_meter import StepMeter
 from worker.terms import Terms
 
 logger = logging.getLogger(__name__)
@@ -196,6 +202,7 @@ class Leader(_Rank):
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
             constrainer=Constrainer.from_folder(Path(settings.model_path), config.vocab_size),
+            meter=None if settings.metrics_port is None else StepMeter(self._resolved.work),
         )
 
     def _serve_metrics(self, core: Core, mover: KvMover) -> str:
@@ -204,6 +211,8 @@ class Leader(_Rank):
         if settings.metrics_port is None:
             return ""
         self._metrics.watch(lambda: ask(core.post, core.held), mover)
+        if core.meter is not None:
+            core.meter.watch(self._metrics.registry, _peak_of(self._resolved, core), time.monotonic)
         page = MetricsPage(
             self._metrics.registry,
             settings.host,
@@ -349,6 +358,22 @@ class Follower(_Rank):
                 write_frame(self._sock, reply)
         except OSError as broken:
             self._end(Unavailable(f"rank 0 is gone: {broken}"))
+
+
+def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
+    """A GPU's is looked up; a CPU's is measured, by the engine thread between two steps."""
+    settings, device = resolved.settings, torch.device(resolved.device)
+    if device.type == "cuda":
+        peak = peak_of_gpu(torch.cuda.get_device_name(device), resolved.dtype, in_fp8=settings.quantization == "fp8")
+        peak = overridden(peak, settings.peak_tflops, settings.peak_gb_per_s)
+        logger.info("peak of the device: %s", peak.why)
+        return lambda: peak
+
+    def measure() -> Peak | None:
+        found = ask(core.post, lambda: core.between_steps(lambda: measure_cpu(*resolved.product_form)))
+        return found and overridden(found, settings.peak_tflops, settings.peak_gb_per_s)
+
+    return PeakOnDemand(measure)
 
 
 def _timing_of(settings: WorkerSettings) -> Timing:

@@ -332,6 +332,11 @@ class MetricsSection:
     """The router serves a page of its metrics in the same way."""
     controller: bool = True
     """So does the controller: workers, roles, changes, and why `mode: auto` moves."""
+    peak_tflops: float | None = bounded(None, above=0, at_most=1e9)
+    """What one device of a worker computes at most, in TFLOP/s without sparsity, by which MFU is measured; null: from
+    Baton's table of GPUs, or measured once on a CPU."""
+    peak_gb_per_s: float | None = bounded(None, above=0, at_most=1e9)
+    """What the memory of one device moves at most, in GB/s, by which MBU is measured; null: in the same way."""
 
 
 @dataclass(frozen=True)

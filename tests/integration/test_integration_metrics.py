@@ -14,6 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from workers import ROOT, Process, Worker, hand_off, running, sampling
 
 from cluster.pb import generation_pb2, worker_pb2
+from engine.config import ModelConfig
+from engine.memory import WeightForm
+from engine.work import ModelWork
 
 MODEL = str(ROOT / "models" / "tiny-shakespeare")
 NUM_HANDOFFS = 20
@@ -79,6 +82,7 @@ def test_the_pages_of_two_workers_tell_of_hand_offs_a_cancel_and_a_death() -> No
             decode.wait_for(lambda key=key: decode.outputs[key].finished)
         sender, receiver = settled(prefill, is_quiet), settled(decode, is_quiet)
         check_twenty(prefill, sender, receiver)
+        check_steps(sender, receiver)
 
         long = hand_off("cancelled", LONG, prefill, decode, sampling(max_output_tokens=4), bypass_prefix_cache=True)
         prefill.wait_for(lambda: PREFILLING in prefill.outputs[long].phases)
@@ -118,6 +122,26 @@ def check_twenty(prefill: Worker, sender: Page, receiver: Page) -> None:
     assert (sender["pairs", "open"], receiver["pairs", "open"]) == (1, 1)
     assert (sender["slots", "send", "free"], receiver["slots", "receive", "free"]) == (NUM_SLOTS, NUM_SLOTS)
     assert [sender["blocks", "free"] + sender["blocks", "cached"], sender["blocks", "held"]] == [BLOCKS, 0]
+
+
+def check_steps(sender: Page, receiver: Page) -> None:
+    """What the model needs for these steps, and that it took time, on a CPU whose peak was measured."""
+    work = ModelWork.of(ModelConfig.from_folder(MODEL), 1, WeightForm("float32"), "float32")
+    assert sum(value for key, value in sender.items() if key[0] == "baton_step_tokens_total") == NUM_HANDOFFS * 101
+    assert receiver["baton_step_tokens_total", "decode"] == NUM_HANDOFFS * 3
+    pairs = NUM_HANDOFFS * len(work.windows) * sum(len(PROMPT) + i for i in (1, 2, 3)) * work.windows[0][1]
+    needed = NUM_HANDOFFS * 3 * (work.layers_flops + work.head_flops) + pairs * work.pair_flops
+    assert receiver["baton_step_flops_total", "decode"] == needed
+    steps = receiver["baton_steps_total", "decode"]
+    weights = steps * (work.layers_bytes + work.head_bytes)
+    assert weights < receiver["baton_step_bytes_total", "decode"] < 2 * weights
+    for page, kind in ((sender, "prefill"), (receiver, "decode")):
+        seconds = page["baton_step_seconds_total", kind]
+        assert 0 < seconds < 60
+        of_mfu = page["baton_step_flops_total", kind] / seconds / page["baton_device_peak_flops",]
+        of_mbu = page["baton_step_bytes_total", kind] / seconds / page["baton_device_peak_bytes_per_second",]
+        assert 0 < of_mfu < 10 and 0 < of_mbu < 10, "a share of what was measured beside other work"
+        assert page["baton_mfu", kind] > 0 and page["baton_mbu", kind] > 0
 
 
 def test_a_worker_without_a_metrics_port_names_no_page() -> None:

@@ -1,0 +1,126 @@
+"""What a worker's device can do at most: what MFU and MBU are shares of.
+
+For GPUs a table by the name that torch gives them, from NVIDIA's datasheets; for a CPU a short measurement; and both
+give way to what the configuration says. Where nothing is known, nothing is told: a wrong peak makes a wrong share.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from engine.matmul import make_matrix
+from engine.native import Native
+
+_TERA, _GIGA = 1e12, 1e9
+_ROUNDS_S = 0.04
+"""A measurement takes the best of what it does in this time."""
+_ROWS, _SIZE = 256, 768
+_COPIED_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of one device. None: not known."""
+
+    flops: float | None
+    """A second, of dense products in the type that the model is multiplied in."""
+    bytes_per_s: float | None
+    """Of the device's memory."""
+    why: str
+    """Where the numbers come from, or why there are none."""
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """TFLOP/s without sparsity, in 16 bits (bfloat16, float16), fp8 and float32 (no TF32: torch does without it unless
+    told otherwise), and GB/s."""
+
+    name: str
+    half: float
+    fp8: float | None
+    single: float
+    bandwidth: float
+
+
+GPUS = (
+    _Gpu("B200", 2250.0, 4500.0, 75.0, 8000.0),
+    _Gpu("H200 NVL", 835.5, 1670.5, 60.0, 4800.0),
+    _Gpu("H200", 989.4, 1978.9, 66.9, 4800.0),
+    _Gpu("H100 NVL", 835.5, 1670.5, 60.0, 3900.0),
+    _Gpu("H100 PCIe", 756.0, 1513.0, 51.0, 2000.0),
+    _Gpu("H100", 989.4, 1978.9, 66.9, 3350.0),
+    _Gpu("A100-PCIE-40GB", 312.0, None, 19.5, 1555.0),
+    _Gpu("A100-SXM4-40GB", 312.0, None, 19.5, 1555.0),
+    _Gpu("A100 80GB PCIe", 312.0, None, 19.5, 1935.0),
+    _Gpu("A100", 312.0, None, 19.5, 2039.0),
+    _Gpu("L40S", 362.05, 733.0, 91.6, 864.0),
+    _Gpu("L40", 181.05, 362.0, 90.5, 864.0),
+    _Gpu("L4", 121.0, 242.5, 30.3, 300.0),
+    _Gpu("A10", 125.0, None, 31.2, 600.0),
+)
+"""Names end at a word, the first that fits counts. From the datasheets of the NVIDIA B200 (DGX B200's, by eight), H200,
+H100, A100, L40S, L40, L4 and A10 Tensor Core GPUs; where they tell numbers with sparsity only, half of those."""
+
+
+def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:
+    """`name` as torch.cuda.get_device_name gives it; `in_fp8`: what is multiplied is rounded to fp8 first."""
+    words = f" {name} "
+    known = next((gpu for gpu in GPUS if f" {gpu.name} " in words or f" {gpu.name}-" in words), None)
+    if known is None or " MIG " in words:  # a part of a GPU has a part of its peak
+        remedy = "set metrics.peak_tflops and metrics.peak_gb_per_s for MFU and MBU"
+        return Peak(None, None, f"the peak of {name} is not known; {remedy}")
+    tflops = known.single if dtype == "float32" else known.half
+    if in_fp8 and known.fp8 is not None:
+        tflops = known.fp8
+    return Peak(tflops * _TERA, known.bandwidth * _GIGA, f"the datasheet of the NVIDIA {known.name}")
+
+
+def measure_cpu(dtype: torch.dtype, quantization: str, kernels: Native | None) -> Peak:
+    """What the calling thread attains with the threads it has: the best of a few products, in the form in which the
+    model is multiplied, and of a few copies. Takes a tenth of a second and 70 MB."""
+    matrix = make_matrix(torch.randn(_SIZE, _SIZE, dtype=dtype), kernels, quantization)
+    rows = torch.randn(_ROWS, _SIZE, dtype=dtype)
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    with torch.inference_mode():
+        product_s = _best(lambda: matrix(rows))
+        copy_s = _best(lambda: target.copy_(source))
+    return Peak(2 * _ROWS * _SIZE * _SIZE / product_s, 2 * _COPIED_BYTES / copy_s, "measured once by this worker")
+
+
+def overridden(peak: Peak, peak_tflops: float | None, peak_gb_per_s: float | None) -> Peak:
+    """What the configuration says, and `peak` for the rest."""
+    if peak_tflops is None and peak_gb_per_s is None:
+        return peak
+    flops = peak.flops if peak_tflops is None else peak_tflops * _TERA
+    bytes_per_s = peak.bytes_per_s if peak_gb_per_s is None else peak_gb_per_s * _GIGA
+    return Peak(flops, bytes_per_s, f"the configuration; else: {peak.why}")
+
+
+class PeakOnDemand:
+    """Measured by `measure` at the first call, from any thread, at which that has an answer."""
+
+    def __init__(self, measure: Callable[[], Peak | None]) -> None:
+        self._measure = measure
+        self._peak: Peak | None = None
+
+    def __call__(self) -> Peak | None:
+        if self._peak is None:
+            self._peak = self._measure()
+        return self._peak
+
+
+def _best(work: Callable[[], object]) -> float:
+    """Seconds of the fastest of at least three, after one that counts for nothing."""
+    work()
+    taken: list[float] = []
+    end = time.perf_counter() + _ROUNDS_S
+    while len(taken) < 3 or time.perf_counter() < end:
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return min(taken)
