@@ -188,5 +188,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         internal_tls_ca=config.internal_tls.ca,
         state=config.state,
         resume_window_s=router.resume_window_s,
+        trace_endpoint=router.trace_endpoint,
+        trace_sample=router.trace_sample,
         insecure=router.insecure,
     )

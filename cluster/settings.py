@@ -178,6 +178,10 @@ class RouterSettings(JsonSettings):
     """At shutdown, running requests get this long to end."""
     metrics_port: int | None = None
     """Port of the Prometheus page; 0: any free one; None: no page."""
+    trace_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP; None: nothing is traced."""
+    trace_sample: float = 1.0
+    """Share of the calls without a traceparent that is traced."""
     tls_cert: str | None = None
     """File with the certificate of the public port; None: without TLS."""
     tls_key: str | None = None

@@ -294,7 +294,7 @@ class Dispatcher:
         prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
         if decode.role == PREFILL:
             placement = stood_in(placement)
-        live.place(placement)
+        live.place(placement, self.clock())
         self._policy.placed(live.to_place, placement)
         workers = [decode] if prefill is None else [prefill, decode]
         charge = Charge(self.ledger, placement, live.to_place.work)

@@ -76,7 +76,6 @@ PLACEMENTS = Metric(
     "counter",
     "Placements on workers, each attempt one, by why: a hand-off; a prompt computed by its decode worker because there "
     "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
-    "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
     "does), or for want of prefill workers (no_prefill); on a prefill worker for want of decode workers (no_decode); "
     "by the session's last turn, which decided between near equals; after a failure (retried); from another decode "
     "worker (moved).",
@@ -98,10 +97,17 @@ LATENCY = Metric("baton_request_seconds", "histogram", "Time from a request's ar
 PROMPT_TOKENS = Metric("baton_prompt_tokens_total", "counter", "Prompt tokens of requests that finished.")
 CACHED_TOKENS = Metric("baton_cached_tokens_total", "counter", "Of these, tokens that a prefix cache held.")
 OUTPUT_TOKENS = Metric("baton_output_tokens_total", "counter", "Output tokens of requests that finished.")
+TRACE_SPANS = Metric(
+    "baton_trace_spans_total",
+    "counter",
+    "Spans of traced requests, where `router.trace_endpoint` is set: sent to the collector; failed, as it did not take "
+    "them; dropped, as too many waited for it.",
+    (("outcome", ("sent", "failed", "dropped")),),
+)
 _OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS)
 _OF_TIMES = (DECISION, FIRST_TOKEN, INTER_TOKEN, LATENCY)
 _OF_TOKENS = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS)
-METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS)
+METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS, TRACE_SPANS)
 
 
 @dataclass
@@ -146,6 +152,7 @@ class RouterMetrics:
         self._first_token = duration_histogram(FIRST_TOKEN, self.registry)
         self._inter_token = duration_histogram(INTER_TOKEN, self.registry)
         self._latency = duration_histogram(LATENCY, self.registry)
+        self.trace_spans = LabelledCounter(TRACE_SPANS, self.registry)
         self._tokens = [CounterMetric(metric.name, metric.doc, registry=self.registry) for metric in _OF_TOKENS]
 
     def decided(self, seconds: float) -> None:

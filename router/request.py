@@ -20,6 +20,7 @@ from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.keys import RequestKey
 from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
+from router.attempts import Attempt
 from router.caller import ANYONE, Caller
 from router.detokenizer import Detokenizer
 from router.ledger import Placement, Work
@@ -28,6 +29,7 @@ from router.prefix_index import PromptHashes
 from router.prompt_logprobs import PromptLogprobs
 from router.sequence import SequenceOutput
 from router.sessions import SessionKey
+from router.timing import timing_of
 from router.validate import ValidatedRequest
 
 Response = generation_pb2.GenerateStreamResponse
@@ -60,6 +62,14 @@ class Latencies(Protocol):
     def next_tokens(self, seconds: float, count: int) -> None: ...
 
 
+class Trace(Protocol):
+    """Told once how a request went; `router.tracing`."""
+
+    def over(self, live: LiveRequest) -> None:
+        """Never raises."""
+        ...
+
+
 class LiveRequest:
     """Used from one event loop. `now` is always the router's monotonic clock."""
 
@@ -90,6 +100,8 @@ class LiveRequest:
         self.sequences = [SequenceOutput(i, request, d, is_kept=may_resume) for i, d in enumerate(detokenizers)]
         self.prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs)
         self.placement: Placement | None = None
+        self.attempts: list[Attempt] = []
+        """As they were placed; empty while it has waited only."""
         self.error: BatonError | None = None
         self.queue_position = 0
         self.arrival_time_s = arrival_time_s
@@ -105,6 +117,8 @@ class LiveRequest:
         """Output tokens that are prefilled with the prompt in this attempt: the prefill worker tells the next one."""
         self.when_over: Callable[[], None] | None = None
         """Called once."""
+        self.trace: Trace | None = None
+        """None: nobody traces it."""
         self._is_streaming = is_streaming
         self._is_started = False
         self._is_heartbeat_due = False
@@ -202,22 +216,23 @@ class LiveRequest:
         self._notify()
         return Effect.STOPPED if is_stopped else Effect.ENDED
 
-    def place(self, placement: Placement) -> None:
+    def place(self, placement: Placement, now: float) -> None:
         """Workers are told of it now, with the tokens that are here."""
         self.placement = placement
+        self.attempts.append(Attempt(self.key.attempt, placement, now))
         self._num_handed_over = self.num_tokens if len(self.sequences) == 1 else 0
 
     def restart(self, now: float, why: str) -> None:
         """The attempt is over and another begins: what is still told of the last one is not its own any more."""
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED, now, why)
-        self._begin_attempt()
+        self._begin_attempt(now, why)
         self.beat()
 
     def move(self, now: float, why: str) -> None:
         """It leaves the worker that decodes it, and goes on from the same tokens on another."""
         self.lifecycle.advance(RequestState.TRANSFERRING, now, why)
-        self._begin_attempt()
+        self._begin_attempt(now, why, is_move=True)
 
     def rewind(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> None:
         """From here on it is told to a client that holds the tokens before `first_wanted` of each sequence."""
@@ -311,26 +326,7 @@ class LiveRequest:
 
     def timing(self) -> generation_pb2.Timing | None:
         """None unless the client asked. Each duration is the difference of two recorded instants."""
-        if not self.request.wants_timing:
-            return None
-        story = self.lifecycle
-        timing = generation_pb2.Timing(
-            placement=self.placement.reason if self.placement else "not placed", migrations=self.num_moves
-        )
-        timing.arrival_time.FromNanoseconds(round(self.arrival_time_s * 1e9))
-        arrived, prefill = story.instant(RequestState.QUEUED), story.instant(RequestState.PREFILLING)
-        # Of an attempt that failed, no time counts as transfer.
-        transfer, decode = (story.instant(s, last=True) for s in (RequestState.TRANSFERRING, RequestState.DECODING))
-        for duration, begin, end in (
-            (timing.queue, arrived, prefill),
-            (timing.prefill, prefill, self.first_token_at),
-            (timing.time_to_first_token, arrived, self.first_token_at),
-            (timing.kv_transfer, transfer, decode),
-            (timing.decode, decode, story.instant(RequestState.FINISHED)),
-        ):
-            if begin is not None and end is not None:
-                duration.FromNanoseconds(max(0, round((end - begin) * 1e9)))
-        return timing
+        return timing_of(self) if self.request.wants_timing else None
 
     def _reach(self, state: RequestState, now: float, why: str) -> bool:
         """Climbs to `state` if it is ahead; a state that was skipped on the way is entered at the same instant."""
@@ -344,7 +340,9 @@ class LiveRequest:
                 self.lifecycle.advance(step, now, why)
         return True
 
-    def _begin_attempt(self) -> None:
+    def _begin_attempt(self, now: float, why: str, *, is_move: bool = False) -> None:
+        if self.attempts:
+            self.attempts[-1].end(now, why, has_failed=not is_move)
         self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
         self.num_moves += 1
         self.prompt_logprobs.restart()
@@ -357,6 +355,8 @@ class LiveRequest:
         self.error = error
         if self.when_over is not None:
             self.when_over()
+        if self.trace is not None:
+            self.trace.over(self)
         self.wake()
 
     def _notify(self) -> None:

@@ -38,6 +38,7 @@ from router.pace import Pace
 from router.policies import Objectives
 from router.service import GenerationService
 from router.tokenizer import Tokenizer
+from router.tracing import Traces, open_traces
 from router.vllm_names import VllmNames
 
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
@@ -60,8 +61,11 @@ _MOST_MESSAGE_BYTES = 2**31 - 1
 class RouterServer:
     """Lives in one event loop: `start`, then `stop`."""
 
-    def __init__(self, settings: RouterSettings, report: Report, store: Store | None = None) -> None:
-        """Reads the model folder; raises CheckpointError or ConfigError. `store`: None for the one of the settings."""
+    def __init__(
+        self, settings: RouterSettings, report: Report, store: Store | None = None, traces: Traces | None = None
+    ) -> None:
+        """Reads the model folder; raises CheckpointError or ConfigError. `store`, `traces`: None for those of the
+        settings."""
         folder = Path(settings.model_path)
         self._settings = settings
         self._report = report
@@ -95,6 +99,7 @@ class RouterServer:
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
         self._control = ControlService(self.dispatcher)
+        self._traces = open_traces(settings, self.dispatcher.metrics.trace_spans) if traces is None else traces
         self.generation = GenerationService(
             self._model,
             self._tokenizer,
@@ -103,6 +108,7 @@ class RouterServer:
             Pace(settings.stream_messages_per_s),
             self._gate,
             open_store(settings.state) if store is None else store,
+            self._traces,
             resume_window_s=settings.resume_window_s,
             stalled_client_timeout_s=settings.stalled_client_timeout_s,
         )
@@ -173,6 +179,7 @@ class RouterServer:
             await self._http.stop()
         await self.generation.resumables.stop()
         await self.dispatcher.fleet.close()
+        await asyncio.to_thread(self._traces.close)
         self._executor.shutdown(wait=False, cancel_futures=True)
         if self._metrics_page is not None:
             self._metrics_page.close()

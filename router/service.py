@@ -15,7 +15,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TypeVar
 
-from cluster.errors import DeadlineExceeded, FailedPrecondition, FieldViolation
+from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation
 from cluster.gate import Gate
 from cluster.pb import generation_pb2 as pb
 from cluster.state import Store
@@ -35,7 +35,9 @@ from router.pace import Pace
 from router.record import Record
 from router.request import LiveRequest
 from router.resume import Reader, Resumables
+from router.spans import Origin
 from router.tokenizer import Encoded, Tokenizer
+from router.tracing import CallTrace, Traces
 from router.validate import Prompt, ValidatedRequest, check_model, validate
 
 T = TypeVar("T")
@@ -57,6 +59,7 @@ class GenerationService:
         pace: Pace,
         gate: Gate,
         store: Store,
+        traces: Traces,
         *,
         resume_window_s: float,
         stalled_client_timeout_s: float,
@@ -68,6 +71,7 @@ class GenerationService:
         self._executor = executor
         self._pace = pace
         self._gate = gate
+        self._traces = traces
         self._stalled_client_timeout_s = stalled_client_timeout_s
         self.resumables = Resumables(
             dispatcher,
@@ -182,14 +186,35 @@ class GenerationService:
     async def _open(
         self, request: pb.GenerateRequest | pb.GenerateStreamRequest, context: Call, *, is_streaming: bool
     ) -> Reader:
+        """As `_begin`; also traced, where the call is sampled."""
+        spec = request.spec
+        operation = "chat" if spec.HasField("chat") else "text_completion"
+        origin = Origin(operation, is_streaming, self._dispatcher.clock(), time.time())
+        trace = self._traces.begin(context.invocation_metadata() or (), origin)
+        try:
+            return await self._begin(request, context, origin, trace)
+        except BatonError as error:
+            if trace is not None:
+                trace.refused(error, self._dispatcher.clock())
+            raise
+
+    async def _begin(
+        self,
+        request: pb.GenerateRequest | pb.GenerateStreamRequest,
+        context: Call,
+        origin: Origin,
+        trace: CallTrace | None,
+    ) -> Reader:
         """Submits a new generation, or goes on with the one that `spec.resume` names."""
-        now, arrival_time_s = self._dispatcher.clock(), time.time()
+        is_streaming = origin.is_streaming
         caller = caller_of(self._gate.key_of(context))
         if not request.HasField("spec"):
             raise invalid((FieldViolation("spec", "must be set"),))
         _check_deadline(context)
         if request.spec.resume.generation_id:
-            return await self.resumables.resume(request.spec, caller, is_streaming=is_streaming)
+            reader = await self.resumables.resume(request.spec, caller, is_streaming=is_streaming)
+            reader.live.trace = reader.live.trace or trace
+            return reader
         if request.spec.HasField("resume") and not is_streaming:
             only = "must be set in Generate, which tells no id before its end; call GenerateStream first"
             raise invalid((FieldViolation("spec.resume.generation_id", only),))
@@ -201,12 +226,13 @@ class GenerationService:
             valid,
             [self._tokenizer.new_detokenizer(valid.prompt_token_ids) for _ in range(valid.sampling.n)],
             model=self._model.name,
-            now=now,
-            arrival_time_s=arrival_time_s,
+            now=origin.begun_at,
+            arrival_time_s=origin.begun_time_s,
             is_streaming=is_streaming,
             caller=caller,
             may_resume=request.spec.HasField("resume"),
         )
+        live.trace = trace
         self._dispatcher.submit(live, time_left_s=context.time_remaining())
         is_kept = live.may_resume and not live.is_over  # who is refused at once has no id to come back with
         return self.resumables.keep(live, request.spec) if is_kept else Reader(live, is_kept=False)

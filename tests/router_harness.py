@@ -26,6 +26,7 @@ from cluster.settings import RouterSettings
 from cluster.state import Store
 from cluster.tls import ClientTls, internal_tls_of
 from router.server import RouterServer
+from router.tracing import Traces
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 256
@@ -119,6 +120,7 @@ async def running_router(
     chat_template: str | None = CHAT_TEMPLATE,
     tls: ClientTls | None = None,
     store: Store | None = None,
+    traces: Traces | None = None,
     **settings: Any,
 ) -> AsyncIterator[Router]:
     """Starts the workers and a router that knows them, waits until it serves with all of them, and ends all of it.
@@ -132,7 +134,7 @@ async def running_router(
     model_path = str(make_model_folder(folder, chat_template=chat_template))
     complete = RouterSettings(model_path=model_path, **given)
     internal = internal_tls_of(complete)
-    server = RouterServer(complete, lambda line: None, store)
+    server = RouterServer(complete, lambda line: None, store, traces)
     address, control_address = await server.start()
     try:
         async with rpc.create_channel(address, tls=tls) as channel:

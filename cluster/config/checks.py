@@ -36,6 +36,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_timers(config)
     yield from _check_tls(config)
     yield from _check_state(config)
+    yield from _check_traces(config)
     for name, listener in (("router", config.router), ("admin", config.admin)):
         if not listener.insecure and config.tls.cert is None and not is_loopback(listener.host):
             yield Finding(
@@ -102,6 +103,20 @@ def _check_state(config: ServingConfig) -> Iterator[Finding]:
         is_good = False
     if not is_good:
         yield Finding("state", "is not of the form redis://HOST:PORT[/DB]; use that, rediss:// for TLS, or null")
+
+
+def _check_traces(config: ServingConfig) -> Iterator[Finding]:
+    """The URL itself is not repeated, as it may hold a password."""
+    if config.router.trace_endpoint is None:
+        return
+    try:
+        url = urlsplit(config.router.trace_endpoint)
+        is_good = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+        is_good = is_good and not url.query and not url.fragment
+    except ValueError:  # a port that is none
+        is_good = False
+    if not is_good:
+        yield Finding("router.trace_endpoint", "is not of the form http://HOST:PORT; use that, https://, or null")
 
 
 def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:

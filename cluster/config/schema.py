@@ -219,6 +219,11 @@ class RouterSection:
     resume_window_s: float = bounded(30.0, above=0, at_most=DAY_S)
     """A generation that may be resumed is kept for so long after its client has left, or after its end if that is
     later."""
+    trace_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes OTLP over HTTP, http://HOST:4318; each request then becomes a trace
+    (docs/traces.md). Needs the extra `otel`. null: no traces."""
+    trace_sample: float = bounded(1.0, at_least=0, at_most=1)
+    """Share of the calls that are traced; of a call that brings a `traceparent`, its sampled flag decides."""
     insecure: bool = False
     """Allow an address other than loopback although there is no TLS."""
 
