@@ -27,6 +27,8 @@ DURATION_BUCKETS_S = (
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
 """From a message on one machine to a transfer that everybody has given up."""
+TOKEN_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+"""From a single token to the longest contexts."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,11 @@ def counter_family(metric: Metric, counts: Mapping[str, float]) -> CounterMetric
 def duration_histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
     """A histogram of seconds."""
     return Histogram(metric.name, metric.doc, registry=registry, buckets=DURATION_BUCKETS_S)
+
+
+def token_histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
+    """A histogram of counts of tokens."""
+    return Histogram(metric.name, metric.doc, registry=registry, buckets=TOKEN_BUCKETS)
 
 
 class MetricsPage:

@@ -265,7 +265,7 @@ class Dispatcher:
         self.counters.finished += 1
         first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)
         self.demand.ended(now, is_kept=self.admission.objectives.are_kept(first_s, now - live.arrived_at, most))
-        self.metrics.finished(now - live.arrived_at, live.usage())
+        self.metrics.finished(live, now)
         live.finish(now)
         self._pump()
 

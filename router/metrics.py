@@ -19,9 +19,12 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.metrics import OTHER, LabelledCounter, Metric, counter_family, duration_histogram, render_reference
-from cluster.pb.generation_pb2 import Usage
+from router import request_metrics
+from router.fleet import DECODE, PREFILL, Fleet
 from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Objectives, Policy, Request
+from router.request import LiveRequest
+from router.request_metrics import RequestMetrics
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
 REFUSAL_REASONS = (
@@ -104,10 +107,17 @@ TRACE_SPANS = Metric(
     "them; dropped, as too many waited for it.",
     (("outcome", ("sent", "failed", "dropped")),),
 )
-_OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS)
+KV_USAGE = Metric(
+    "baton_kv_usage_ratio",
+    "gauge",
+    "Share of the KV blocks of a role's workers that requests hold; those that only cache prefixes are free to take. "
+    "No series while no worker of the role is ready.",
+    (("role", ("prefill", "decode")),),
+)
+_OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, KV_USAGE)
 _OF_TIMES = (DECISION, FIRST_TOKEN, INTER_TOKEN, LATENCY)
 _OF_TOKENS = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS)
-METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS, TRACE_SPANS)
+METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS, *request_metrics.METRICS, TRACE_SPANS)
 
 
 @dataclass
@@ -133,6 +143,7 @@ class Source(Protocol):
     """Who knows how the router stands: the dispatcher."""
 
     counters: Counters
+    fleet: Fleet
 
     @property
     def num_queued(self) -> int: ...
@@ -153,6 +164,7 @@ class RouterMetrics:
         self._inter_token = duration_histogram(INTER_TOKEN, self.registry)
         self._latency = duration_histogram(LATENCY, self.registry)
         self.trace_spans = LabelledCounter(TRACE_SPANS, self.registry)
+        self._requests = RequestMetrics(self.registry)
         self._tokens = [CounterMetric(metric.name, metric.doc, registry=self.registry) for metric in _OF_TOKENS]
 
     def decided(self, seconds: float) -> None:
@@ -169,9 +181,11 @@ class RouterMetrics:
         """So many of a sequence, so long after those before."""
         self._inter_token.observe(seconds / count)
 
-    def finished(self, seconds: float, usage: Usage) -> None:
-        """A request, so long after its arrival."""
-        self._latency.observe(seconds)
+    def finished(self, live: LiveRequest, now: float) -> None:
+        """A request has all its tokens."""
+        usage = live.usage()
+        self._latency.observe(now - live.arrived_at)
+        self._requests.finished(live, now)
         numbers = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         for counter, number in zip(self._tokens, numbers, strict=True):
             counter.inc(number)
@@ -223,6 +237,18 @@ class _SourceCollector(Collector):
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=counters.orphaned)
         for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
             yield GaugeMetricFamily(metric.name, metric.doc, value=number)
+        yield _kv_usage(source.fleet)
+
+
+def _kv_usage(fleet: Fleet) -> MetricFamily:
+    """By what workers have told last."""
+    family = GaugeMetricFamily(KV_USAGE.name, KV_USAGE.doc, labels=KV_USAGE.label_names)
+    told = [(worker.role, stats) for worker in tuple(fleet) if (stats := worker.stats) is not None]
+    for role, name in ((PREFILL, "prefill"), (DECODE, "decode")):
+        total = sum(stats.blocks_total for of, stats in told if of == role)
+        if total:
+            family.add_metric((name,), sum(stats.blocks_held for of, stats in told if of == role) / total)
+    return family
 
 
 _INTRODUCTION = """\

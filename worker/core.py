@@ -355,6 +355,7 @@ class Core:
             send_slots=self.prefill.count_slots() | {"quarantined": quarantined(is_sender=True)},
             landing_slots=self.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
             blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
+            num_preemptions=self.decode.num_preemptions,
         )
 
     def between_steps(self, work: Callable[[], T]) -> T | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.keys import RequestKey
@@ -109,7 +110,13 @@ BLOCKS = Metric(
     "KV blocks of this worker's pool; cached ones hold prefixes and are free to take.",
     (("state", BLOCK_STATES),),
 )
-METRICS = (TRANSFER, EXPOSED, GRANT, COMMIT, BYTES, FAILURES, RETIRED, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS)
+PREEMPTIONS = Metric(
+    "baton_preemptions_total",
+    "counter",
+    "Sequences that gave up their KV blocks to others, to be computed again: with many of them the pool is too small.",
+)
+_OF_HANDOFFS = (TRANSFER, EXPOSED, GRANT, COMMIT, BYTES, FAILURES, RETIRED, HANDOFFS, PAIRS, SLOTS, QUARANTINED)
+METRICS = (*_OF_HANDOFFS, BLOCKS, PREEMPTIONS)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,8 @@ class Held:
     send_slots: Mapping[str, int]
     landing_slots: Mapping[str, int]
     blocks: Mapping[str, int]
+    num_preemptions: int
+    """Since the worker's start."""
 
 
 class Slots(Protocol):
@@ -254,7 +263,7 @@ class _HeldCollector(Collector):
         self._held = held
         self._slots = slots
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
+    def collect(self) -> Iterator[MetricFamily]:
         sides = (_SENDING, self._metrics.num_outgoing), (_RECEIVING, self._metrics.num_incoming)
         yield _gauge(HANDOFFS, [((side,), number) for side, number in sides])
         yield _gauge(QUARANTINED, [((), self._slots.quarantined_bytes)])
@@ -269,6 +278,7 @@ class _HeldCollector(Collector):
         receiving = [((_RECEIVING, state), landing_slots.get(state, 0)) for state in LANDING_SLOTS]
         yield _gauge(SLOTS, sending + receiving)
         yield _gauge(BLOCKS, [((state,), held.blocks.get(state, 0)) for state in BLOCK_STATES])
+        yield CounterMetricFamily(PREEMPTIONS.name, PREEMPTIONS.doc, value=held.num_preemptions)
 
 
 def ask(post: Callable[[Callable[[], None]], None], question: Callable[[], T]) -> T | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from fake_worker import DECODE, LENGTH, PREFILL, phase, tokens
+from fake_worker import DECODE, LENGTH, PREFILL, STOP, phase, tokens
 from router_harness import ids, running_router
 from wired_router import ManualClock, WiredRouter, run
 
@@ -73,6 +73,41 @@ def test_a_request_is_counted_where_it_was_placed_how_it_ended_and_how_long_it_t
         num_prompt_tokens = len(client.live.request.prompt_token_ids)
         told = [value(router, f"{kind}_tokens_total") for kind in ("prompt", "cached", "output")]
         assert told == [num_prompt_tokens, 0, 4]
+        phases = [value(router, f"{name}_seconds_sum") for name in ("queue", "prefill", "decode")]
+        assert phases == [pytest.approx(0.3), pytest.approx(0.0), pytest.approx(0.24)]
+        assert value(router, "time_per_output_token_seconds_sum") == pytest.approx(0.24 / 3)
+        sizes = [value(router, f"request_{kind}_tokens_sum") for kind in ("prompt", "output")]
+        assert sizes == [num_prompt_tokens, 4]
+        assert by_label(router, "sequences_total", "finished_reason") == {"length": 1}
+
+    run(scenario)
+
+
+def test_what_requests_hold_of_the_kv_is_told_by_role_and_not_of_workers_that_are_gone() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0", "d1"])
+        for name, held in (("d0", 10), ("d1", 30)):
+            stats = worker_pb2.WorkerStats(blocks_held=held, blocks_cached=20, blocks_total=100)
+            router.workers[name].tell(worker_pb2.Event(stats=stats))
+        assert by_label(router, "kv_usage_ratio", "role") == {"decode": 0.2}
+        router.workers["d1"].lose()
+        assert by_label(router, "kv_usage_ratio", "role") == {"decode": 0.1}
+
+    run(scenario)
+
+
+def test_outputs_are_counted_by_why_they_ended_each_and_only_of_what_finished() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        left = router.submit()
+        router.dispatcher.cancel(left.request_id, "the client left")
+        client = router.submit(n=2)
+        key = RequestKey(client.request_id, 1).to_proto()
+        stopped = tokens(key, 0, ids("b"), sequence_index=1, finish_reason=STOP)
+        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH), stopped)
+        assert by_label(router, "sequences_total", "finished_reason") == {"length": 1, "stop": 1}
+        assert value(router, "request_output_tokens_count") == 1
+        assert value(router, "time_per_output_token_seconds_count") == 0, "one token has no time per token"
 
     run(scenario)
 
@@ -90,7 +125,11 @@ def test_dashboards_made_for_vllm_find_the_same_numbers_under_its_names() -> Non
         key = RequestKey(client.request_id, 1).to_proto()
         router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH))
         assert told("generation_tokens_total") == told("time_to_first_token_seconds_count") == 1
-        assert {family.name for family in names.collect()} == {n.removesuffix("_total") for n in ALIASES.values()}
+        wanted = {name.removesuffix("_total") for theirs in ALIASES.values() for name in theirs}
+        assert {family.name for family in names.collect()} == wanted
+        success = {"model_name": "tiny", "finished_reason": "length"}
+        assert names.get_sample_value("vllm:request_success_total", success) == 1
+        assert told("prefix_cache_queries_total") == told("prompt_tokens_total") == 5
 
     run(scenario)
 

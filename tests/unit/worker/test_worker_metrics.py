@@ -30,6 +30,7 @@ HELD = Held(
     send_slots={"free": 3, "gathering": 1, "quarantined": 4},
     landing_slots={"free": 6, "posted": 2},
     blocks={"free": 10, "held": 5, "cached": 1},
+    num_preemptions=7,
 )
 
 
@@ -318,6 +319,7 @@ def test_the_page_is_what_prometheus_parses_and_shows_what_is_held(
     assert [found["baton_kv_slots", "receive", state] for state in LANDING_SLOTS] == [6, 1, 1, 0]
     assert found["baton_kv_quarantined_bytes",] == 4096
     assert [found["baton_kv_blocks", state] for state in ("free", "held", "cached")] == [10, 5, 1]
+    assert found["baton_preemptions_total",] == 7
 
 
 def test_the_page_is_served_without_what_is_held_while_the_engine_thread_does_not_answer(
