@@ -26,7 +26,7 @@ from engine.memory import (
     layer_elements,
     layers_multiplied_bytes,
 )
-from engine.step import StepInput, is_decode
+from engine.step import StepInput
 
 Lengths = npt.NDArray[np.int64]
 
@@ -83,7 +83,7 @@ class ModelWork:
         num_tokens, num_rows = len(step.token_ids), len(step.logits_indices) + len(step.scored)
         if not num_tokens:
             return Work(0, 0.0, 0.0, has_prompt=False, has_decode=False)
-        has_prompt = not (is_decode(step) or num_tokens == len(step.seqlens_k))
+        has_prompt = num_tokens > len(step.seqlens_k)  # each sequence has one at least
         has_decode = not has_prompt or bool((np.diff(step.cu_seqlens_q) == 1).any())
         num_pairs = num_read = 0  # summed over layers
         for window, num_layers in self.windows:

@@ -6,6 +6,7 @@ give way to what the configuration says. Where nothing is known, nothing is told
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ _TERA, _GIGA = 1e12, 1e9
 _ROUNDS_S = 0.04
 """A measurement takes the best of what it does in this time."""
 _ROWS, _SIZE = 256, 768
-_COPIED_BYTES = 32 << 20
+_COPIED_BYTES = 64 << 20
+"""More than the caches of most processors."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,19 @@ def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:
 
 def measure_cpu(dtype: torch.dtype, quantization: str, kernels: Native | None) -> Peak:
     """What the calling thread attains with the threads it has: the best of a few products, in the form in which the
-    model is multiplied, and of a few copies. Takes a tenth of a second and 70 MB."""
+    model is multiplied, and of a few copies. Takes a tenth of a second, and 140 MB until it returns."""
     matrix = make_matrix(torch.randn(_SIZE, _SIZE, dtype=dtype), kernels, quantization)
     rows = torch.randn(_ROWS, _SIZE, dtype=dtype)
-    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
-    target = torch.ones_like(source)
+    source, target = (_mapped(_COPIED_BYTES) for _ in range(2))
     with torch.inference_mode():
         product_s = _best(lambda: matrix(rows))
         copy_s = _best(lambda: target.copy_(source))
     return Peak(2 * _ROWS * _SIZE * _SIZE / product_s, 2 * _COPIED_BYTES / copy_s, "measured once by this worker")
+
+
+def _mapped(size_bytes: int) -> torch.Tensor:
+    """Memory that goes back to the system at once: a worker's heap keeps what it is given back."""
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8).fill_(1)
 
 
 def overridden(peak: Peak, peak_tflops: float | None, peak_gb_per_s: float | None) -> Peak:
@@ -102,16 +108,22 @@ def overridden(peak: Peak, peak_tflops: float | None, peak_gb_per_s: float | Non
 
 
 class PeakOnDemand:
-    """Measured by `measure` at the first call, from any thread, at which that has an answer."""
+    """Measured once it is asked for. `run` has `measure` run where and when it may be, which can be not now, or later;
+    until then there is none."""
 
-    def __init__(self, measure: Callable[[], Peak | None]) -> None:
+    def __init__(self, measure: Callable[[], Peak], run: Callable[[Callable[[], None]], object]) -> None:
         self._measure = measure
+        self._run = run
         self._peak: Peak | None = None
 
     def __call__(self) -> Peak | None:
         if self._peak is None:
-            self._peak = self._measure()
+            self._run(self._find)
         return self._peak
+
+    def _find(self) -> None:
+        if self._peak is None:
+            self._peak = self._measure()
 
 
 def _best(work: Callable[[], object]) -> float:

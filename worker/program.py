@@ -361,19 +361,24 @@ class Follower(_Rank):
 
 
 def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
-    """A GPU's is looked up; a CPU's is measured, by the engine thread between two steps."""
+    """What the configuration says; else a GPU's is looked up, a CPU's measured by the engine thread between steps."""
     settings, device = resolved.settings, torch.device(resolved.device)
-    if device.type == "cuda":
-        peak = peak_of_gpu(torch.cuda.get_device_name(device), resolved.dtype, in_fp8=settings.quantization == "fp8")
-        peak = overridden(peak, settings.peak_tflops, settings.peak_gb_per_s)
-        logger.info("peak of the device: %s", peak.why)
+    given = settings.peak_tflops, settings.peak_gb_per_s
+    known: Peak | None = None
+    if None not in given:
+        known = Peak(None, None, "")
+    elif device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = peak_of_gpu(name, resolved.dtype, in_fp8=settings.quantization == "fp8")
+        logger.info("MFU and MBU by %s", known.why)
+    if known is not None:
+        peak = overridden(known, *given)
         return lambda: peak
 
-    def measure() -> Peak | None:
-        found = ask(core.post, lambda: core.between_steps(lambda: measure_cpu(*resolved.product_form)))
-        return found and overridden(found, settings.peak_tflops, settings.peak_gb_per_s)
-
-    return PeakOnDemand(measure)
+    return PeakOnDemand(
+        lambda: overridden(measure_cpu(*resolved.product_form), *given),
+        lambda work: ask(core.post, lambda: core.between_steps(work)),
+    )
 
 
 def _timing_of(settings: WorkerSettings) -> Timing:

@@ -163,7 +163,10 @@ def test_a_worker_whose_metrics_port_is_taken_does_not_start_and_says_what_to_do
 
 def test_a_silent_peer_is_shown_as_suspect_then_as_lost() -> None:
     timing = {"heartbeat_s": 0.2, "suspect_after_s": 0.6, "dead_after_s": 1.5}
-    with running(worker("prefill", **timing), worker("decode", **timing)) as (prefill, decode):
+    peaks = {"peak_tflops": 2.5, "peak_gb_per_s": 50.0}
+    with running(worker("prefill", **timing, **peaks), worker("decode", **timing)) as (prefill, decode):
+        given = read(prefill)
+        assert (given["baton_device_peak_flops",], given["baton_device_peak_bytes_per_second",]) == (2.5e12, 5e10)
         key = hand_off("first", PROMPT, prefill, decode, sampling(max_output_tokens=4))
         decode.wait_for(lambda: decode.outputs[key].finished)
         assert settled(prefill, is_quiet)["pairs", "open"] == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -157,6 +159,22 @@ def test_the_fastest_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_peak_is_asked_for_until_it_is_known_and_never_again() -> None:
-    answers: list[Peak | None] = [None, PEAK]
-    on_demand = PeakOnDemand(lambda: answers.pop(0))
+    measured: list[Peak] = []
+    runs = iter([False, True])
+
+    def measure() -> Peak:
+        measured.append(PEAK)
+        return PEAK
+
+    on_demand = PeakOnDemand(measure, lambda work: work() if next(runs) else None)
     assert [on_demand(), on_demand(), on_demand()] == [None, PEAK, PEAK]
+    assert len(measured) == 1
+
+
+def test_a_measurement_that_ends_after_its_page_was_served_counts_for_the_next() -> None:
+    late: list[Callable[[], None]] = []
+    on_demand = PeakOnDemand(lambda: PEAK, late.append)
+    assert [on_demand(), on_demand()] == [None, None]
+    for work in late:
+        work()
+    assert on_demand() is PEAK
