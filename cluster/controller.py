@@ -99,7 +99,7 @@ class Controller:
             )
             for name, settings in plan.named_routers()
         ]
-        self._room = Room(lambda: steps.next_worker(self.door.config).bundles)
+        self._room = Room(lambda: steps.next_worker(self.door.config).bundles, plan.workers[0].labels)
         self.crew = Crew(
             lambda worker: WorkerLauncher(
                 worker, programs.worker, log_dir, self._reporter(worker.worker_id), self._room

@@ -65,7 +65,7 @@ class WorkerLauncher:
 
     async def launch(self) -> Running:
         if self._group is None:
-            self._group = self._room.take(self.plan.bundles) or place(self.plan.bundles)
+            self._group = self._room.take(self.plan.bundles) or place(self.plan.bundles, self.plan.labels)
         ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
         try:
             return RunningGroup(ranks, await self._start(ranks))
@@ -97,7 +97,8 @@ class WorkerLauncher:
 
     async def _locate(self, ranks: Sequence[HostedProcess]) -> list[Place]:
         """Where Ray placed them. Raises StartFailed when `placing_limit_s` is over; without one it waits for room."""
-        room = f"a node with room for {len(ranks)} × {self.plan.bundle}"
+        labels = "".join(f", {key}={value}" for key, value in self.plan.labels)
+        room = f"a node with room for {len(ranks)} × {self.plan.bundle}{labels}"
         locating = asyncio.gather(*(rank.locate() for rank in ranks))
         try:
             async with asyncio.timeout(self.placing_limit_s):

@@ -29,6 +29,8 @@ class WorkerPlan:
     worker_id: str
     role: RoleName
     ranks: tuple[WorkerSettings, ...]
+    labels: tuple[tuple[str, str], ...] = ()
+    """Of the node, each a key and what Ray selects by."""
 
     @property
     def uses_gpu(self) -> bool:
@@ -66,12 +68,13 @@ class ClusterPlan:
         return routers
 
 
-def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None) -> ClusterPlan:
-    """`num_cores`: of the one machine that holds every rank; None when Ray spreads them over several.
+def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None, may_grow: bool = False) -> ClusterPlan:
+    """`num_cores`: of the one machine that holds every rank; None when Ray spreads them over several. `may_grow`: nodes
+    may still come, so that workers wait for GPUs that are not there yet.
 
     Raises ConfigError when the roles name more GPUs than there are.
     """
-    device = _device(config, num_gpus)
+    device = "cuda" if may_grow and config.engine.device == "cuda" else _device(config, num_gpus)
     num_ranks = sum(config.role(role).devices for role in ROLES)
     threads = config.engine.threads
     if threads is None and num_cores is not None and device == "cpu":
@@ -151,7 +154,12 @@ def plan_worker(
         )
         for tp_rank in range(tp_size)
     )
-    return WorkerPlan(worker_id, role, ranks)
+    return WorkerPlan(worker_id, role, ranks, _labels(config))
+
+
+def _labels(config: ServingConfig) -> tuple[tuple[str, str], ...]:
+    pairs = (text.partition("=") for text in config.placement.labels)
+    return tuple((key, value) for key, _, value in pairs)
 
 
 def _plan_router(config: ServingConfig) -> RouterSettings:

@@ -14,17 +14,23 @@ Bundles = Sequence[dict[str, float]]
 """What each rank of a worker books."""
 
 
-def place(bundles: Bundles) -> PlacementGroup:
-    """On one node, as soon as one has room for all."""
-    group: PlacementGroup = placement_group(list(bundles), strategy="STRICT_PACK")
+Labels = Sequence[tuple[str, str]]
+"""Of the node, each a key and what Ray selects by."""
+
+
+def place(bundles: Bundles, labels: Labels = ()) -> PlacementGroup:
+    """On one node with these labels, as soon as one has room for all."""
+    selector = [dict(labels)] * len(bundles) if labels else None
+    group: PlacementGroup = placement_group(list(bundles), strategy="STRICT_PACK", bundle_label_selector=selector)
     return group
 
 
 class Room:
-    """`bundles`: of the worker that would come next."""
+    """`bundles`: of the worker that would come next; `labels`: of nodes on which workers may be."""
 
-    def __init__(self, bundles: Callable[[], Bundles]) -> None:
+    def __init__(self, bundles: Callable[[], Bundles], labels: Labels = ()) -> None:
         self._bundles = bundles
+        self._labels = labels
         self._group: PlacementGroup | None = None
         self._is_for: Bundles = ()
 
@@ -34,7 +40,7 @@ class Room:
         if bundles != self._is_for:
             self.give_back()
         if self._group is None:
-            self._group, self._is_for = place(bundles), bundles
+            self._group, self._is_for = place(bundles, self._labels), bundles
         return _is_there(self._group)
 
     def take(self, bundles: Bundles) -> PlacementGroup | None:

@@ -16,6 +16,12 @@ from cluster.config.schema import RoleName, ServingConfig
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
+_WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_LABEL = re.compile(
+    rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_WORD}=(?:!?{_WORD}|!?in\({_WORD}(?:,{_WORD})*\))"
+)
+"""As Ray, and Kubernetes, spell labels; the value as Ray selects by it."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -31,6 +37,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     for role in ROLES:
         yield from _check_role(config, role)
     yield from _check_growth(config)
+    yield from _check_labels(config)
     yield from _check_engine(config)
     yield from _check_device(config)
     yield from _check_timers(config)
@@ -157,6 +164,19 @@ def _check_growth(config: ServingConfig) -> Iterator[Finding]:
             f"{most} is less than the {named} that the roles name; use {named} or more, or null",
             tuple(f"roles.{role}.devices" for role in ROLES),
         )
+
+
+def _check_labels(config: ServingConfig) -> Iterator[Finding]:
+    for text in config.placement.labels:
+        if _LABEL.fullmatch(text) is None:
+            yield Finding(
+                "placement.labels",
+                f"{text} is not KEY=VALUE, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER)",
+            )
+    keys = [text.partition("=")[0] for text in config.placement.labels]
+    if len(set(keys)) < len(keys):
+        twice = next(key for key in keys if keys.count(key) > 1)
+        yield Finding("placement.labels", f"{twice} is there twice; for either of two values: {twice}=in(ONE,OTHER)")
 
 
 def _check_engine(config: ServingConfig) -> Iterator[Finding]:

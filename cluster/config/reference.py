@@ -97,12 +97,14 @@ def _type_text(kind: Kind) -> str:
         text += f" from {bounds.at_least:g}"
     if bounds.at_most is not None:
         text += f" to {bounds.at_most:.15g}"
-    return text + (" or null" if kind.is_optional else "")
+    return ("list of " if kind.is_list else "") + text + (" or null" if kind.is_optional else "")
 
 
 def _default_text(default: Any) -> str:
     if default is dataclasses.MISSING:
         return "required"
+    if isinstance(default, tuple):
+        return f"`{list(default)}`"
     return f"`{'null' if default is None else str(default).lower() if isinstance(default, bool) else default}`"
 
 

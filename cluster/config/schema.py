@@ -112,6 +112,15 @@ class RolesSection:
 
 
 @dataclass(frozen=True)
+class PlacementSection:
+    """On which of Ray's nodes workers go. The ranks of one are on one node anyway."""
+
+    labels: tuple[str, ...] = ()
+    """Workers go to nodes with all of these labels, each KEY=VALUE: those of `ray start --labels`, of a node type's
+    `labels`, or Ray's own, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER). []: to any."""
+
+
+@dataclass(frozen=True)
 class EngineSection:
     """How each worker runs the model."""
 
@@ -352,6 +361,8 @@ class ServingConfig:
     """The checkpoint that is served."""
     roles: RolesSection = field(default_factory=RolesSection)
     """How the devices are split."""
+    placement: PlacementSection = field(default_factory=PlacementSection)
+    """On which nodes."""
     engine: EngineSection = field(default_factory=EngineSection)
     """How each worker runs the model."""
     transfer: TransferSection = field(default_factory=TransferSection)

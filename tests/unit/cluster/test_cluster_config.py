@@ -221,6 +221,9 @@ def test_a_wrong_type_or_key_says_what_was_expected(folder: Path, serving: str, 
         ),
         ("    engine: {device: cpu, attention: varlen}\n", "engine.attention", "runs on a GPU only"),
         ("    router: {host: 0.0.0.0}\n", "router.host", "refusing to listen on 0.0.0.0 without TLS"),
+        ("    placement: {labels: [H100]}\n", "placement.labels", "H100 is not KEY=VALUE, such as"),
+        ("    placement: {labels: ['zone=in(a b)']}\n", "placement.labels", "zone=in(a b) is not KEY=VALUE"),
+        ("    placement: {labels: [zone=a, zone=b]}\n", "placement.labels", "zone is there twice"),
     ],
 )
 def test_keys_that_contradict_each_other_are_refused(folder: Path, serving: str, key: str, expected: str) -> None:

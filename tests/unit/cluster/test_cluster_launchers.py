@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,6 +73,7 @@ class Cluster:
         monkeypatch.setattr(launchers.WorkerLauncher, "_host", lambda *_: self.host)
         monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
         monkeypatch.setattr(steps, "LOOK_EVERY_S", 0.0)
+        self.selectors: list[Any] = []
         self.crew = Crew(self._launcher, lambda _: None)
         link: Any = self
         self.steps = Steps(self.crew, link, device="cpu", threads=1)
@@ -83,7 +85,8 @@ class Cluster:
             workers=[states(worker_id=w.worker_id, role=w.role, state=states.STATE_READY) for w in ready]
         )
 
-    def _book(self, bundles: list[Mapping[str, float]], strategy: str) -> Any:
+    def _book(self, bundles: list[Mapping[str, float]], strategy: str, bundle_label_selector: Any) -> Any:
+        self.selectors.append(bundle_label_selector)
         self.groups.append(object())
         return self.groups[-1]
 
@@ -138,4 +141,16 @@ async def test_without_a_limit_a_worker_waits_for_room(monkeypatch: pytest.Monke
     cluster.host.loaded.set()
     while not cluster.crew["decode-3"].is_ready:
         await asyncio.sleep(0)
+    await cluster.crew.stop(0.0)
+
+
+async def test_a_worker_is_placed_on_a_node_with_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    plan = replace(plan_worker(config_of(1, 4), "decode", 3), labels=(("zone", "in(a,b)"),))
+    cluster.crew.add([plan])
+    cluster.crew.run()
+    while not cluster.lines:
+        await asyncio.sleep(0)
+    assert cluster.selectors == [[{"zone": "in(a,b)"}]]
+    assert cluster.lines[0].endswith(", zone=in(a,b)")
     await cluster.crew.stop(0.0)

@@ -11,6 +11,7 @@ from cluster.config import (
     EngineSection,
     MetricsSection,
     ModelSection,
+    PlacementSection,
     RoleSection,
     RolesSection,
     RouterSection,
@@ -163,3 +164,16 @@ def test_several_routers_have_names_and_ports_of_their_own() -> None:
     ]
     anywhere = replace(three, router=replace(three.router, port=0))
     assert {s.port for _, s in plan_cluster(anywhere, num_gpus=0, num_cores=2).named_routers()} == {0}
+
+
+def test_workers_wait_for_gpus_where_nodes_may_still_come() -> None:
+    worker = plan_cluster(config_of(device="cuda"), num_gpus=0, num_cores=None, may_grow=True).workers[0]
+    assert worker.bundle["GPU"] == 1.0
+    with pytest.raises(ConfigError, match="Ray sees 0 GPUs"):
+        plan_cluster(config_of(device="cuda"), num_gpus=0, num_cores=None)
+
+
+def test_every_worker_has_the_labels_of_the_nodes_it_may_be_on() -> None:
+    labels = PlacementSection(labels=("ray.io/accelerator-type=H100", "zone=in(a,b)"))
+    plan = plan_cluster(replace(config_of(), placement=labels), num_gpus=0, num_cores=2)
+    assert {w.labels for w in plan.workers} == {(("ray.io/accelerator-type", "H100"), ("zone", "in(a,b)"))}
