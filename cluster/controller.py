@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import grpc
 import ray
@@ -31,12 +31,14 @@ from cluster.config import ServingConfig
 from cluster.config_file import ConfigFile, Watch
 from cluster.controller_metrics import ControllerMetrics
 from cluster.crew import Crew
+from cluster.detached import NAME, NAMESPACE
 from cluster.door import Door, Keep
 from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
 from cluster.key_file import KeyFile
 from cluster.launchers import RouterLauncher, WorkerLauncher
 from cluster.metrics import MetricsPage, serve_beside
+from cluster.notices import News, Notice, NoticeBoard
 from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan
 from cluster.room import Room
@@ -47,22 +49,10 @@ from cluster.tls import internal_tls_of, public_tls_of
 
 logger = logging.getLogger(__name__)
 
-NoticeKind = Literal["progress", "ready", "lost", "failed", "admin", "http", "serving", "change"]
 _RETRY_S = 0.1
 _STEER_S = 1.0
 _LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Something an operator wants to see. `admin`, `http` (addresses of these) and then `serving` (every worker and the
-    router are up; the router's address) come once."""
-
-    kind: NoticeKind
-    who: str
-    text: str
-    is_mistake: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,8 +70,9 @@ class Controller:
         self, config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
     ) -> None:
         die_with_parent()
-        self._notices: asyncio.Queue[Notice] = asyncio.Queue()
+        self._notices = NoticeBoard()
         self._changed = asyncio.Event()
+        self._has_begun = False
         self._has_served = False
         self._is_stopping = False
         self._file = file
@@ -126,14 +117,17 @@ class Controller:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Starts everything; returns at once."""
+        """Starts everything, once; returns at once."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         try:
             address = await self._open_admin(self.door.config)
             self._serve_metrics(self.door.config)
         except ConfigError as error:
-            self._notices.put_nowait(Notice("failed", "admin", error.message, is_mistake=True))
+            self._notices.put(Notice("failed", "admin", error.message, is_mistake=True))
             return
-        self._notices.put_nowait(Notice("admin", "admin", address))
+        self._notices.put(Notice("admin", "admin", address))
         for router in self.routers:
             router.run()
         self.crew.run()
@@ -155,14 +149,23 @@ class Controller:
         admin, page = config.admin, None if self._tls is None else self._tls.page
         registry = ControllerMetrics(self).registry
         self._metrics_page = serve_beside(registry, admin.host, 0, insecure=admin.insecure, tls=page)
-        self._notices.put_nowait(Notice("progress", "controller", f"metrics: {self.metrics_address}"))
+        self._notices.put(Notice("progress", "controller", f"metrics: {self.metrics_address}"))
 
-    async def notices(self) -> list[Notice]:
+    async def notices(self, after: int = 0) -> News:
         """Waits for news; returns all there are."""
-        news = [await self._notices.get()]
-        while not self._notices.empty():
-            news.append(self._notices.get_nowait())
-        return news
+        return await self._notices.after(after)
+
+    async def apply(self, text: str, filename: str) -> tuple[list[str], str]:
+        """What a cluster.yaml says, to the end of the change: the events of it, and why it failed, if it did."""
+        origin = f"serve {filename}"
+        try:
+            answer = self.door.propose(self.door.split_kept(self.parse(text, filename)), origin, keep=self.keep)
+        except BatonError as error:
+            return [], error.message
+        await self.door.settled()
+        events = self.events.since(answer.after_sequence) if answer.is_change else []
+        failed = [event.text for event in events if event.kind is EventKind.FAILED]
+        return [event.text for event in events], failed[-1] if failed else ""
 
     async def status(self) -> dict[str, dict[str, Any]]:
         """For each process group: its state, how often it was started, and its card."""
@@ -246,12 +249,12 @@ class Controller:
         return await self._link.status()
 
     def _reporter(self, who: str) -> Callable[[str], None]:
-        return lambda line: self._notices.put_nowait(Notice("progress", who, line))
+        return lambda line: self._notices.put(Notice("progress", who, line))
 
     def _on_event(self, event: Event) -> None:
         logger.info("%s: %s", event.kind.value, event.text)
         if event.kind not in (EventKind.WORKER_READY, EventKind.WORKER_LOST):
-            self._notices.put_nowait(Notice("change", "controller", event.text))
+            self._notices.put(Notice("change", "controller", event.text))
 
     def _on_change(self, supervisor: Supervisor) -> None:
         self._changed.set()
@@ -268,7 +271,7 @@ class Controller:
                 notice = Notice("failed", supervisor.name, supervisor.why, supervisor.is_mistake)
             case _:
                 return
-        self._notices.put_nowait(notice)
+        self._notices.put(notice)
 
     async def _announce(self) -> None:
         """Tells the router its workers after each change, until it has heard it."""
@@ -315,8 +318,8 @@ class Controller:
                 self._has_served = True
                 http = self.routers[0].card.get("http_address")
                 if http:
-                    self._notices.put_nowait(Notice("http", "router", str(http)))
-                self._notices.put_nowait(Notice("serving", "router", str(address)))
+                    self._notices.put(Notice("http", "router", str(http)))
+                self._notices.put(Notice("serving", "router", str(address)))
                 self._tasks.append(asyncio.create_task(self._steer()))
                 if self._watch is not None:
                     self._tasks.append(asyncio.create_task(self._look_at_file(self._watch)))
@@ -372,10 +375,17 @@ def _num_gpus() -> int:
 
 
 def start_controller(
-    config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
+    config: ServingConfig,
+    plan: ClusterPlan,
+    programs: Programs,
+    file: ConfigFile | None = None,
+    *,
+    is_detached: bool = False,
 ) -> Any:
     """Starts the actor on the caller's node and returns its handle. `file`: where `config` comes from; it is watched if
-    it is the operator's own."""
+    it is the operator's own. `is_detached`: it outlives the caller, under a name of which there is one; raises
+    ValueError where it is there already."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_class = ray.remote(Controller).options(num_cpus=CPU_SHARE, max_restarts=0, scheduling_strategy=here)
-    return actor_class.remote(config, plan, programs, file)
+    name = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached"} if is_detached else {}
+    options = {"num_cpus": CPU_SHARE, "max_restarts": 0, "scheduling_strategy": here, **name}
+    return ray.remote(Controller).options(**options).remote(config, plan, programs, file)

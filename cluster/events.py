@@ -62,11 +62,15 @@ class EventLog:
         came, self._came = self._came, asyncio.Event()
         came.set()
 
+    def since(self, sequence: int) -> list[Event]:
+        """Those after that one, of what is kept."""
+        return [event for event in self._events if event.sequence > sequence]
+
     async def after(self, sequence: int) -> AsyncIterator[Event]:
         """Those that are kept, then each as it comes; for ever."""
         while True:
             came = self._came
-            for event in [e for e in self._events if e.sequence > sequence]:
+            for event in self.since(sequence):
                 sequence = event.sequence
                 yield event
             if sequence >= self.last_sequence:

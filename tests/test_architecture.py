@@ -30,6 +30,7 @@ WITHOUT_TORCH = ("router", "cluster")
 RAY_ONLY_IN = (
     "cluster/actors.py",
     "cluster/controller.py",
+    "cluster/detached.py",
     "cluster/launchers.py",
     "cluster/room.py",
     "cluster/local_ray.py",

@@ -14,7 +14,7 @@ from cluster.cli import bench, change, config, keys
 from cluster.cli.chat import chat
 from cluster.cli.common import INTERRUPTED
 from cluster.cli.generate import generate
-from cluster.cli.serve import serve
+from cluster.cli.serve import serve, stop
 from cluster.cli.status import status
 
 app = typer.Typer(
@@ -49,6 +49,7 @@ def baton(
 
 
 app.command()(serve)
+app.command()(stop)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)

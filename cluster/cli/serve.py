@@ -1,4 +1,5 @@
-"""`baton serve`: a whole cluster in the foreground, from cluster.yaml to the banner and to the last process's end.
+"""`baton serve`: a whole cluster in the foreground, from cluster.yaml to the banner and to the last process's end; or,
+with --detach, to the banner, after which the cluster goes on in a Ray that does. `baton stop` ends that one.
 
 Owns the order of things (check what can be checked, start Ray, start the controller, show what it says, end it all)
 and what the operator sees. What runs where is the controller's business.
@@ -22,18 +23,30 @@ import typer
 from cluster.address import format_address
 from cluster.cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
 from cluster.cli.signals import StopSignals
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from cluster.config import ServingConfig
     from cluster.config_file import ConfigFile
-    from cluster.controller import Notice
+    from cluster.notices import News, Notice
 
 _POLL_S = 0.2
 _END_S = 30.0
+_STOP_S = 120.0
+"""A router lets running requests end for `rebalance.drain_timeout_s`, whose default is half of this."""
 _LAST_PORT = 65_535
+
+
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "--ray-address",
+        help="Use a running Ray cluster (`auto` or HOST:PORT) instead of starting a private one.",
+    ),
+]
 
 
 def serve(
@@ -56,23 +69,41 @@ def serve(
             "--http-port", min=0, max=65535, help="Port of the OpenAI API; default with --port: the one after next."
         ),
     ] = None,
-    ray_address: Annotated[
-        str | None,
+    ray_address: RayAddress = None,
+    detach: Annotated[
+        bool,
         typer.Option(
-            "--ray-address", help="Use a running Ray cluster (`auto` or HOST:PORT) instead of starting a private one."
+            "--detach",
+            help="Return when the cluster serves, and leave it to the Ray at --address; where one serves there already,"
+            " have it do what the file says now.",
         ),
-    ] = None,
+    ] = False,
 ) -> None:
     """Start a cluster and serve until Ctrl-C."""
     with outcome():
+        if detach and ray_address is None:
+            raise InvalidRequest("--detach leaves the cluster to a Ray that goes on; name it: --address auto --detach")
         here = Path("cluster.yaml")
         file = _file(config or (here if here.is_file() else None), model, port, admin_port, http_port)
         serving = file.load()
-        _check_port("--port", serving.router.host, serving.router.port)
-        if serving.router.http_port is not None:
-            _check_port("--http-port", serving.router.host, serving.router.http_port)
-        _check_port("--admin-port", serving.admin.host, serving.admin.port)
-        _Session(replace(file, path=file.path.absolute()), serving, ray_address).run()
+        if not detach:
+            _check_ports(serving)
+        _Session(replace(file, path=file.path.absolute()), serving, ray_address, detach).run()
+
+
+def stop(ray_address: RayAddress = "auto") -> None:
+    """End the cluster that `baton serve --detach` started; running requests end first."""
+    with outcome():
+        from cluster import local_ray
+
+        with local_ray.joined(ray_address or "auto"):
+            from cluster.detached import end_controller, find_controller
+
+            controller = find_controller()
+            if controller is None:
+                raise NotReachable(f"nothing serves detached in the Ray cluster at {ray_address}")
+            end_controller(controller, _STOP_S)
+        print("stopped")
 
 
 def _file(
@@ -99,6 +130,13 @@ def default_config() -> Path:
     return found
 
 
+def _check_ports(serving: ServingConfig) -> None:
+    _check_port("--port", serving.router.host, serving.router.port)
+    if serving.router.http_port is not None:
+        _check_port("--http-port", serving.router.host, serving.router.http_port)
+    _check_port("--admin-port", serving.admin.host, serving.admin.port)
+
+
 def _check_port(option: str, host: str, port: int) -> None:
     """Before the seconds that Ray and the weights take; the server's own bind has the last word."""
     try:
@@ -116,22 +154,27 @@ def _check_port(option: str, host: str, port: int) -> None:
 class _Session:
     """One run, from the start of Ray to the end of the last process."""
 
-    def __init__(self, file: ConfigFile, serving: ServingConfig, ray_address: str | None) -> None:
+    def __init__(
+        self, file: ConfigFile, serving: ServingConfig, ray_address: str | None, is_detached: bool = False
+    ) -> None:
         self._file = file
         self._serving = serving
         self._ray_address = ray_address
-        self._view = _View(serving, file)
+        self._is_detached = is_detached
+        self._view = _View(serving, file, f"baton stop --address {ray_address}" if is_detached else "Ctrl-C")
         self._signals = StopSignals(on_second=self._kill)
         self._folder: Path | None = None
+        self._has_ended = False
 
     def run(self) -> None:
         with self._signals, self._view:
-            self._view.say("starting Ray")
+            self._view.say("starting Ray" if self._ray_address is None else f"joining the Ray at {self._ray_address}")
             with self._ray():
                 self._signals.take_over()
                 if not self._signals.is_asked:
                     self._serve()
-        self._view.done()
+        if self._has_ended:
+            self._view.done()
 
     @contextlib.contextmanager
     def _ray(self) -> Iterator[None]:
@@ -145,43 +188,83 @@ class _Session:
                 yield
 
     def _serve(self) -> None:
+        from cluster.detached import end_controller, find_controller
+
+        running = find_controller() if self._is_detached else None
+        if running is not None:
+            self._join(running)
+            return
+        try:
+            controller = self._start()
+        except ValueError:
+            # Ray says so where another `baton serve --detach` was quicker.
+            self._join(find_controller())
+            return
+        try:
+            self._follow(controller)
+        finally:
+            if not (self._is_detached and self._view.is_serving):
+                self._has_ended = True
+                self._view.stopping()
+                end_controller(controller, _END_S)
+
+    def _start(self) -> Any:
         import ray
 
         from cluster.controller import Programs, start_controller
         from cluster.plan import plan_cluster
 
+        if self._is_detached:
+            _check_ports(self._serving)
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         plan = plan_cluster(
             self._serving,
             num_gpus=int(ray.cluster_resources().get("GPU", 0)),
             num_cores=num_cores if self._ray_address is None else None,
+            may_grow=self._is_detached,
         )
-        controller = start_controller(self._serving, plan, Programs(), self._file)
+        return start_controller(self._serving, plan, Programs(), self._file, is_detached=self._is_detached)
+
+    def _join(self, controller: Any) -> None:
+        """Waits until the cluster that is there serves, and has it do what the file says."""
+        import ray
+        from ray.exceptions import RayError
+
         try:
-            self._follow(controller)
-        finally:
-            self._view.stopping()
-            _end(controller)
+            told: News = ray.get(controller.notices.remote())
+            if not any(notice.kind == "serving" for notice in told.notices):
+                self._follow(controller)
+            if self._signals.is_asked:
+                return
+            self._view.say(f"applying {self._file.path}")
+            done, failed = ray.get(controller.apply.remote(self._file.read(), str(self._file.path)))
+        except RayError as error:
+            raise _died() from error
+        for line in done if done or failed else ["nothing differs from what runs"]:
+            self._view.tell(line)
+        if failed:
+            raise BatonError(failed)
 
     def _follow(self, controller: Any) -> None:
-        """Shows the controller's notices until a signal; raises when the cluster cannot come up."""
+        """Shows the controller's notices until a signal, or, with --detach, until the cluster serves; raises when it
+        cannot come up."""
         import ray
         from ray.exceptions import RayError
 
         ray.get(controller.run.remote())
-        news = controller.notices.remote()
-        while not self._signals.is_asked:
-            if not ray.wait([news], timeout=_POLL_S)[0]:
+        coming = controller.notices.remote()
+        while not (self._signals.is_asked or (self._is_detached and self._view.is_serving)):
+            if not ray.wait([coming], timeout=_POLL_S)[0]:
                 continue
             try:
-                notices: list[Notice] = ray.get(news)
+                news: News = ray.get(coming)
             except RayError as error:
-                raise BatonError("the controller died, and the cluster with it; start it again") from error
-            for notice in notices:
+                raise _died() from error
+            for notice in news.notices:
                 self._view.show(notice)
                 if notice.kind == "failed":
                     raise (ConfigError if notice.is_mistake else BatonError)(f"{notice.who}: {notice.text}")
-            news = controller.notices.remote()
+            coming = controller.notices.remote(news.last)
 
     def _kill(self) -> None:
         from cluster import local_ray
@@ -191,28 +274,23 @@ class _Session:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _end(controller: Any) -> None:
-    """Asks the controller to end everything; one that cannot is ended with Ray."""
-    import ray
-    from ray.exceptions import RayError
-
-    with contextlib.suppress(RayError):
-        ray.get(controller.shutdown.remote(), timeout=_END_S)
-    ray.kill(controller)
+def _died() -> BatonError:
+    return BatonError("the controller died, and the cluster with it; start it again")
 
 
 class _View:
     """What the operator sees: a moving line at a terminal, one line for each event elsewhere; then the banner."""
 
-    def __init__(self, serving: ServingConfig, file: ConfigFile) -> None:
+    def __init__(self, serving: ServingConfig, file: ConfigFile, stop: str) -> None:
         from rich.console import Console
 
         self._serving = serving
         self._file = file
+        self._stop = stop
         self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
         self._status: Status | None = self._console.status("") if self._console.is_terminal else None
         self._began = time.monotonic()
-        self._is_serving = False
+        self.is_serving = False
         self._admin_address = ""
         self._http_address = ""
 
@@ -231,9 +309,13 @@ class _View:
         else:
             self._console.print(text)
 
+    def tell(self, line: str) -> None:
+        """What stays on the screen."""
+        self._console.print(line)
+
     def show(self, notice: Notice) -> None:
         match notice.kind:
-            case "progress" if self._is_serving:
+            case "progress" if self.is_serving:
                 self._console.print(f"{notice.who}: {notice.text}")
             case "progress":
                 self.say(f"{notice.who}: {notice.text}")
@@ -248,7 +330,7 @@ class _View:
             case "http":
                 self._http_address = notice.text
             case "serving":
-                self._is_serving = True
+                self.is_serving = True
                 self._banner(notice.text)
 
     def stopping(self) -> None:
@@ -279,7 +361,7 @@ class _View:
             f'  try     {baton} generate{option} "ROMEO:"\n'
             f"  look    {baton} status{option}\n"
             f"  change  {baton} rebalance{admin} P:D{edit}\n"
-            f"  stop    Ctrl-C\n\n"
+            f"  stop    {self._stop}\n\n"
             f"ready after {time.monotonic() - self._began:.1f} s\n"
         )
 

@@ -57,7 +57,9 @@ def ray_folder() -> Iterator[Path]:
 class Cluster:
     """A controller and what it told."""
 
-    def __init__(self, config: ServingConfig, log_dir: Path, file: ConfigFile | None = None) -> None:
+    def __init__(
+        self, config: ServingConfig, log_dir: Path, file: ConfigFile | None = None, *, is_detached: bool = False
+    ) -> None:
         import ray
 
         from cluster.controller import Programs, start_controller
@@ -65,8 +67,9 @@ class Cluster:
         plan = plan_cluster(config, num_gpus=0, num_cores=2)
         programs = Programs(worker="fake_worker_program", router="fake_router_program")
         config = replace(config, log_dir=str(log_dir))
-        self.controller: Any = start_controller(config, plan, programs, file)
+        self.controller: Any = start_controller(config, plan, programs, file, is_detached=is_detached)
         self.notices: list[Any] = []
+        self._last = 0
         self.admin_address = ""
         self._get: Callable[..., Any] = ray.get
         self._kill: Callable[..., Any] = ray.kill
@@ -88,7 +91,8 @@ class Cluster:
                     self.admin_address = notice.text
                 if is_wanted(notice):
                     return notice
-            self.notices = self._get(self.controller.notices.remote(), timeout=WAIT_S)
+            news = self._get(self.controller.notices.remote(self._last), timeout=WAIT_S)
+            self.notices, self._last = list(news.notices), news.last
 
     def status(self) -> dict[str, dict[str, Any]]:
         status: dict[str, dict[str, Any]] = self._get(self.controller.status.remote(), timeout=WAIT_S)
@@ -176,19 +180,24 @@ def change(cluster: Cluster, ask: Callable[[AdminClient], admin_pb2.ChangeRespon
         return [event.text for event in admin.follow(ask(admin))]
 
 
-@pytest.fixture
-def watched(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
-    """Two prefill workers and one decode worker, all of one rank, and the file that says so."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    path = tmp_path / "cluster.yaml"
+def written(folder: Path) -> ConfigFile:
+    """Two prefill workers and one decode worker, all of one rank."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    path = folder / "cluster.yaml"
     path.write_text(
         "metadata:\n  serving:\n    model: {path: model}\n    log_dir: logs\n    engine: {device: cpu}\n"
         "    router: {port: 0}\n    admin: {port: 0}\n    roles:\n"
         "      prefill: {devices: 2, tensor_parallel: 1}  # two\n"
         "      decode: {devices: 1, tensor_parallel: 1, block_size: 16}\n"
     )
-    file = ConfigFile(path)
+    return ConfigFile(path)
+
+
+@pytest.fixture
+def watched(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
+    """Two prefill workers and one decode worker, all of one rank, and the file that says so."""
+    file = written(tmp_path)
     cluster = Cluster(file.load(), tmp_path / "logs", file)
     cluster.until("serving", "router")
     yield cluster
@@ -258,3 +267,29 @@ def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_p
         notice = cluster.until("failed", "admin")
         cluster.close()
     assert notice.is_mistake and f"cannot listen on 127.0.0.1:{port}" in notice.text
+
+
+def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_says(
+    ray_folder: Path, tmp_path: Path
+) -> None:
+    from cluster.detached import end_controller, find_controller
+
+    assert find_controller() is None
+    file = written(tmp_path)
+    text = file.read()
+    cluster = Cluster(file.load(), tmp_path / "logs", file, is_detached=True)
+    cluster.until("serving", "router")
+    with pytest.raises(ValueError, match="already"):
+        Cluster(file.load(), tmp_path, is_detached=True)
+    cluster.controller = find_controller()
+    cluster._last = 0
+    cluster.until("serving", "router")  # told to whoever comes later, too
+    cluster._get(cluster.controller.run.remote(), timeout=WAIT_S)
+    assert set(cluster.status()) == {"router", "prefill-0", "prefill-1", "decode-0"}
+    fewer, wrong = text.replace("devices: 2", "devices: 1"), text.replace("model}", "other}")
+    done, failed = cluster._get(cluster.controller.apply.remote(fewer, str(file.path)), timeout=WAIT_S)
+    assert not failed and done[-1].endswith("done: 2:1 to 1:1")
+    done, failed = cluster._get(cluster.controller.apply.remote(wrong, str(file.path)), timeout=WAIT_S)
+    assert not done and "metadata.serving.model.path" in failed
+    end_controller(cluster.controller, WAIT_S)
+    assert find_controller() is None
