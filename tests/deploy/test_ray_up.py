@@ -1,0 +1,206 @@
+"""`ray up cluster.yaml` as an operator says it, on three machines: serving, another ratio, a machine that is cut off,
+and the end. The file is the shipped one, with these machines in it.
+
+Long: `make test-deploy`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import yaml
+from machines import HOME, ROOT, USER, Machines, machines, missing
+
+pytestmark = [pytest.mark.battery, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
+
+UP_S = 180.0
+MOVED_S = 20.0
+REPLACED_S = 120.0
+GONE_S = 90.0
+POLL_S = 0.5
+WORKERS = ("one", "two")
+STORE = "--object-store-memory=80000000"
+HTTP_PORT, PORT = 8000, 50051
+
+
+class Site:
+    """The machines, the operator's cluster.yaml, and what he does with it."""
+
+    def __init__(self, site: Machines) -> None:
+        self.machines = site
+        self.head = site["head"]
+        self.operator = site.operator
+        self.config: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
+        self._adapt()
+        self.write()
+
+    @property
+    def serving(self) -> dict[str, Any]:
+        serving: dict[str, Any] = self.config["metadata"]["serving"]
+        return serving
+
+    def _adapt(self) -> None:
+        """These machines and their addresses, and workers on other machines than the head."""
+        config, serving = self.config, self.serving
+        hosts = [self.machines[name].host for name in WORKERS]
+        config["provider"] |= {"head_ip": self.head.host, "worker_ips": hosts}
+        config["auth"] = {"ssh_user": USER, "ssh_private_key": f"{HOME}/.ssh/key"}
+        config["file_mounts"] = {there: str(ROOT / here) for there, here in config["file_mounts"].items()}
+        for name, more in (("head", STORE), ("worker", f"{STORE} --labels=baton.example/serves=yes")):
+            commands = config[f"{name}_start_ray_commands"]
+            config[f"{name}_start_ray_commands"] = [f"{c} {more}" if "ray start" in c else c for c in commands]
+        serving["placement"]["labels"] = ["baton.example/serves=yes"]
+        serving["router"] |= {"host": self.head.host, "insecure": True, "queue_timeout_s": REPLACED_S}
+        serving["engine"] |= {"threads": 1, "kernels": "torch"}
+        serving["roles"]["decode"]["devices"] = 2
+
+    def write(self) -> None:
+        self.operator.write("cluster.yaml", yaml.safe_dump(self.config, sort_keys=False))
+
+    def set_ratio(self, prefill: int, decode: int) -> None:
+        self.serving["roles"]["prefill"]["devices"] = prefill
+        self.serving["roles"]["decode"]["devices"] = decode
+        self.write()
+
+    def ray(self, command: str) -> str:
+        """As the operator says it in his own shell."""
+        return self.operator.run(f"ray {command}", timeout_s=UP_S)
+
+    def baton(self, command: str) -> str:
+        """On the head."""
+        return self.head.run(f"baton {command}", timeout_s=UP_S)
+
+    def complete(self, prompt: str = "ROMEO:") -> dict[str, Any]:
+        """Over HTTP, from the operator's machine."""
+        body = {"model": "tiny-shakespeare", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        options = f"--silent --show-error --max-time {REPLACED_S:g} -H 'content-type: application/json'"
+        url = f"http://{self.head.host}:{HTTP_PORT}/v1/completions"
+        told = self.operator.run(f"curl {options} --data '{json.dumps(body)}' {url}", timeout_s=REPLACED_S + 10)
+        answer: dict[str, Any] = json.loads(told)
+        return answer
+
+    def workers(self) -> list[dict[str, Any]]:
+        """As the router sees them."""
+        address = f"{self.head.host}:{PORT}"
+        workers: list[dict[str, Any]] = json.loads(self.operator.run(f"baton status --json --address {address}"))[
+            "workers"
+        ]
+        return workers
+
+    def ratio(self) -> tuple[int, int]:
+        roles = Counter(worker["role"] for worker in self.workers() if worker["state"] == "ready")
+        return roles["prefill"], roles["decode"]
+
+    def nodes(self) -> set[str]:
+        """On which there are workers that are ready."""
+        return {worker["node"] for worker in self.workers() if worker["state"] == "ready"}
+
+    def pids(self) -> dict[str, list[int]]:
+        return {w["worker_id"]: [rank["pid"] for rank in w["ranks"]] for w in self.workers()}
+
+    def num_raylets(self) -> int:
+        """On all machines."""
+        every = [self.head, *(self.machines[name] for name in WORKERS)]
+        return sum(int(m.run("ps -eo args | grep -c '[r]aylet/raylet '", check=False)) for m in every)
+
+
+def until(condition: Callable[[], bool], limit_s: float, what: str) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
+        time.sleep(POLL_S)
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    """`ray stop` ends every Ray that it sees: so first of all it is made sure that it sees none of another."""
+    with machines("head", *WORKERS) as there:
+        for machine in (there.operator, *there.others.values()):
+            seen = machine.run("ps -eo args")
+            assert "raylet" not in seen and len(seen.splitlines()) < 12, f"{machine.name} sees others:\n{seen}"
+            assert machine.run("ls -A /tmp /dev/shm") == "/dev/shm:\n\n/tmp:\n"
+        yield Site(there)
+
+
+def test_ray_up_serves_from_the_machines_of_the_file(site: Site) -> None:
+    told = site.ray("up -y cluster.yaml")
+    assert "Baton is serving: 1 prefill + 2 decode workers" in told
+    answer = site.complete()
+    assert answer["usage"]["completion_tokens"] == 16
+    assert site.complete() | {"id": "", "created": 0} == answer | {
+        "id": "",
+        "created": 0,
+        "usage": site.complete()["usage"],
+    }
+    assert site.nodes() <= set(WORKERS), "workers have labels to go by"
+    assert "baton stop" in told
+    generated = site.operator.run(f"baton generate --address {site.head.host}:{PORT} --max-tokens 8 'JULIET:'")
+    assert generated.strip()
+
+
+def test_ray_up_without_a_restart_applies_the_ratio_of_the_edited_file(site: Site) -> None:
+    before = site.pids()
+    site.set_ratio(2, 1)
+    site.ray("up --no-restart -y cluster.yaml")
+    until(lambda: site.ratio() == (2, 1), MOVED_S, "two prefill workers and one for decode")
+    assert site.pids() == before, "a worker changes its role and stays"
+    assert "choices" in site.complete()
+
+
+def test_a_mistake_in_the_file_changes_nothing(site: Site) -> None:
+    before = site.pids()
+    site.set_ratio(3, 0)
+    site.ray("up --no-restart -y cluster.yaml")
+    refused = site.head.run("baton serve --address auto --detach --config ~/ray_bootstrap_config.yaml", check=False)
+    assert "must be at least 1, since only decode workers generate tokens" in refused
+    assert (site.ratio(), site.pids()) == ((2, 1), before)
+    assert "choices" in site.complete()
+    site.set_ratio(2, 1)
+    site.ray("up --no-restart -y cluster.yaml")
+
+
+def test_a_second_serve_has_the_cluster_do_what_a_file_says(site: Site) -> None:
+    command = "serve --address auto --detach --config ~/ray_bootstrap_config.yaml"
+    assert "nothing differs from what runs" in site.baton(command)
+    site.head.run('sed \'s/"devices": 2/"devices": 1/\' ray_bootstrap_config.yaml > other.yaml')
+    assert "done: 2:1 to 1:1" in site.baton("serve --address auto --detach --config ~/other.yaml")
+    assert site.ratio() == (1, 1)
+    site.set_ratio(1, 2)
+    site.ray("up --no-restart -y cluster.yaml")
+    until(lambda: site.ratio() == (1, 2), MOVED_S + UP_S, "a second decode worker")
+
+
+def test_the_workers_of_a_machine_that_is_cut_off_come_up_on_another(site: Site) -> None:
+    lost = sorted(site.nodes())[0]
+    others = set(WORKERS) - {lost}
+    expected = site.complete("KING HENRY:")["choices"]
+    site.machines.cut(lost)
+    try:
+        assert site.complete("KING HENRY:")["choices"] == expected, "it waits for the workers that come"
+        until(lambda: (site.nodes(), site.ratio()) == (others, (1, 2)), REPLACED_S, f"every worker on {others}")
+        assert site.complete("KING HENRY:")["choices"] == expected
+    finally:
+        site.machines.heal(lost)
+    until(lambda: site.num_raylets() == 3, REPLACED_S, "Ray on the machine that is back")
+
+
+def test_stop_ends_what_serves_and_leaves_ray(site: Site) -> None:
+    assert site.baton("stop --address auto").endswith("stopped\n")
+    again = site.head.run("baton stop --address auto", check=False)
+    assert "nothing serves detached in the Ray cluster at auto" in again
+    assert site.num_raylets() == 3
+    told = site.baton("serve --address auto --detach --config ~/ray_bootstrap_config.yaml")
+    assert "Baton is serving: 1 prefill + 2 decode workers" in told
+    assert "choices" in site.complete()
+
+
+def test_ray_down_ends_everything(site: Site) -> None:
+    site.ray("down -y cluster.yaml")
+    until(lambda: site.num_raylets() == 0, GONE_S, "no Ray on any machine")
+    left = site.head.run("ps -eo args")
+    assert "ray::" not in left and "router" not in left, left
