@@ -5,6 +5,11 @@ from __future__ import annotations
 _UNITS = ("kB", "MB", "GB", "TB")
 
 
+def count_of(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def format_bytes(count: int) -> str:
     """`17.2 MB`: three or four digits, in powers of 1000; below 1000 `512 B`."""
     if abs(count) < 1000:

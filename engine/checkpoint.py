@@ -76,6 +76,15 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._file_of_tensor
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that are open."""
+        return tuple(self._handles)
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._file_of_tensor)
+
     def read(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Copies one slice into `out` (of `part.local_shape`), converting its type if that is of floating point.
 

@@ -62,6 +62,11 @@ class Tokenizer:
         """A tokenizer.json of the same tokens."""
         return str(self._tokenizer.to_str())
 
+    @property
+    def num_tokens(self) -> int:
+        """Added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return Encoded(tuple(encoding.ids), tuple(encoding.offsets))

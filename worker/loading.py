@@ -131,7 +131,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
         kv_dtype=resolve_kv_dtype(settings.kv_cache_dtype, dtype, device),
         max_model_len=resolve_max_model_len(config, settings.max_model_len),
         transports=supported(device, settings.transport),
-        weights_revision=_revision(Path(settings.model_path)),
+        weights_revision=weights_revision(Path(settings.model_path)),
     )
 
 
@@ -211,7 +211,7 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
     return rank_pb2.RankHello(tp_rank=settings.tp_rank, pid=os.getpid(), host=socket.gethostname(), device=device)
 
 
-def _revision(folder: Path) -> str:
+def weights_revision(folder: Path) -> str:
     """Names the weights: config, and name, size and first megabyte (header and some tensors) of each file."""
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):

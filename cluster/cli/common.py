@@ -25,7 +25,8 @@ INTERRUPTED = 130
 """What shells report for a program ended by Ctrl-C."""
 
 
-def _checked_address(text: str) -> str:
+def checked_address(text: str) -> str:
+    """Of an option."""
     try:
         parse_address(text)
     except ValueError as error:
@@ -36,7 +37,7 @@ def _checked_address(text: str) -> str:
 Address = Annotated[
     str,
     typer.Option(
-        metavar="HOST:PORT", envvar="BATON_ADDRESS", callback=_checked_address, help="The router's gRPC address."
+        metavar="HOST:PORT", envvar="BATON_ADDRESS", callback=checked_address, help="The router's gRPC address."
     ),
 ]
 ApiKeyOption = Annotated[
@@ -80,7 +81,7 @@ AdminAddress = Annotated[
     typer.Option(
         metavar="HOST:PORT",
         envvar="BATON_ADMIN_ADDRESS",
-        callback=_checked_address,
+        callback=checked_address,
         help="The AdminService's address, as `baton serve` tells it.",
     ),
 ]

@@ -17,7 +17,7 @@ from cluster.config import ServingConfig
 from cluster.errors import ConfigError, InternalError
 from cluster.plan import ROLES, plan_worker
 from cluster.program import ExitCode
-from cluster.units import format_bytes
+from cluster.units import count_of, format_bytes
 
 PROGRAM = "worker.explain"
 _DECIDED_BY = {
@@ -56,7 +56,7 @@ def _render_role(role: str, of: Explained) -> str:
         ("= left", of["left_bytes"], f"{of['tokens_that_fit']:,} tokens of {of['kv_bytes_per_token']:,} bytes fit"),
         ("KV pool", of["pool_bytes"], _pool_note(of)),
     ]
-    lines = [f"{role}: {_count(of['workers'], 'worker')} of {_count(of['tensor_parallel'], 'rank')}"]
+    lines = [f"{role}: {count_of(of['workers'], 'worker')} of {count_of(of['tensor_parallel'], 'rank')}"]
     lines += [f"  {label:<14}{format_bytes(size):>10}   {note}" for label, size, note in rows]
     mean = f"of {of['mean_tokens']:,} tokens at a time; at most {of['max_num_seqs']} are decoded in one step"
     return "\n".join([*lines, f"  {'requests':<14}{of['requests_at_mean']:>10,}   {mean}"])
@@ -77,10 +77,6 @@ def _activations_note(of: Explained) -> str:
 def _pool_note(of: Explained) -> str:
     blocks = f"{of['num_blocks']:,} blocks of {of['block_size']} tokens in {of['kv_dtype']}"
     return f"{of['num_tokens']:,} tokens, {blocks}; {_DECIDED_BY[of['decided_by']]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _ask(question: dict[str, Any]) -> list[Explained]:

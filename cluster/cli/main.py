@@ -13,6 +13,7 @@ import typer
 from cluster.cli import bench, change, config, keys
 from cluster.cli.chat import chat
 from cluster.cli.common import INTERRUPTED
+from cluster.cli.doctor import doctor
 from cluster.cli.generate import generate
 from cluster.cli.serve import serve, stop
 from cluster.cli.status import status
@@ -56,6 +57,7 @@ app.command()(status)
 app.command()(change.apply)
 app.command()(change.rebalance)
 app.command()(change.drain)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")

@@ -1,0 +1,237 @@
+"""The running cluster as the doctor reaches it: the router's gRPC port, the controller's, and metrics pages.
+
+A contact is made once. What answered is kept; what did not is kept as the error that it was. Every call has a limit.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import time
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.address import format_address, parse_address
+from cluster.client import GenerationStream, as_baton_errors, key_metadata
+from cluster.config import ServingConfig
+from cluster.errors import BatonError, NotReachable
+from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from cluster.rpc import create_blocking_channel
+from cluster.tls import INTERNAL_NAME, ClientTls
+
+ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_CALL_S = 5.0
+_LARGEST_PAGE = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Asked:
+    """By whoever called the doctor."""
+
+    path: Path
+    """Of the configuration."""
+    is_file_named: bool = False
+    """Rather than found."""
+    address: str | None = None
+    """None: where the configuration puts the router."""
+    admin_address: str | None = None
+    api_key: str | None = None
+    tls: ClientTls | None = None
+    limit_s: float = 30.0
+    """Of one check."""
+
+    @property
+    def call_s(self) -> float:
+        """Of one call to anybody: a check makes several."""
+        return min(_CALL_S, self.limit_s / 2)
+
+
+@dataclass
+class Contact:
+    """One cluster, or why there is none. Made by `of`."""
+
+    address: str = ""
+    """Of the router; empty: there is none to call."""
+    is_asked_for: bool = False
+    """Whether somebody named the address; else it is the configured one, at which nothing needs to run."""
+    is_configured: bool = True
+    """Whether it is the cluster of the configuration, as far as anybody knows."""
+    why_not: str = ""
+    """There is no contact."""
+    timeout_s: float = _CALL_S
+    health: str = ""
+    """SERVING, NOT_SERVING, or empty where the router does not say."""
+    status: admin_pb2.GetStatusResponse | None = None
+    refusal: BatonError | None = None
+    """Why there is no status though the router answers."""
+    cluster: admin_pb2.GetClusterResponse | None = None
+    """The controller's view."""
+    controller_why_not: str = ""
+    page_tls: ClientTls | None = None
+    tls: ClientTls | None = None
+    metadata: tuple[tuple[str, str], ...] = ()
+    channel: grpc.Channel | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, asked: Asked, config: ServingConfig | None) -> Contact:
+        """Raises InvalidRequest and ConfigError for a key and files that nobody can use."""
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+        contact = cls(is_asked_for=asked.address is not None, tls=asked.tls, metadata=key_metadata(asked.api_key))
+        contact.timeout_s = asked.call_s
+        configured = _configured(config)
+        contact.address = asked.address or configured
+        contact.is_configured = config is not None and (asked.is_file_named or contact.address == configured)
+        if config is not None and config.internal_tls.ca is not None:
+            contact.page_tls = ClientTls(config.internal_tls.ca, name=INTERNAL_NAME)
+        if not contact.address:
+            contact.why_not = "no address of a router is known; name one with --address"
+        elif asked.address is None and asked.tls is None and config is not None and config.tls.cert is not None:
+            contact.why_not = f"the router at {contact.address} would have TLS; name its authority with --tls-ca"
+        else:
+            contact._call_router()
+        if not contact.why_not:
+            contact._call_controller(asked.admin_address or (_controller_of(config) if contact.is_configured else ""))
+        return contact
+
+    def _call_router(self) -> None:
+        self.channel = create_blocking_channel(self.address, tls=self.tls)
+        try:
+            self.health = self._health()
+        except BatonError as error:
+            self.why_not = error.message
+            return
+        try:
+            self.status = self.get_status()
+        except BatonError as error:
+            self.refusal = error
+
+    def _health(self) -> str:
+        stub: Any = health_pb2_grpc.HealthStub(self.channel)
+        try:
+            with as_baton_errors(self.address):
+                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=self.timeout_s)
+        except NotReachable:
+            raise
+        except BatonError as error:
+            what = f"what answers at {self.address} does not do so as a router within {self.timeout_s:g} s"
+            raise NotReachable(f"{what}: {error.message}") from error
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+    def _call_controller(self, address: str) -> None:
+        if not address:
+            self.controller_why_not = "no address of a controller is known; name one with --admin-address"
+            return
+        with create_blocking_channel(address, tls=self.tls) as channel:
+            stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
+            try:
+                with as_baton_errors(address):
+                    self.cluster = stub.GetCluster(
+                        admin_pb2.GetClusterRequest(), timeout=self.timeout_s, metadata=self.metadata
+                    )
+            except BatonError as error:
+                self.controller_why_not = error.message
+
+    def get_status(self) -> admin_pb2.GetStatusResponse:
+        """As it is now. Raises BatonError."""
+        stub: Any = admin_pb2_grpc.StatusServiceStub(self.channel)
+        with as_baton_errors(self.address):
+            status: admin_pb2.GetStatusResponse = stub.GetStatus(
+                admin_pb2.GetStatusRequest(), timeout=self.timeout_s, metadata=self.metadata
+            )
+        return status
+
+    def get_model(self) -> generation_pb2.Model:
+        """The served one. Raises BatonError."""
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        with as_baton_errors(self.address):
+            answer = stub.ListModels(generation_pb2.ListModelsRequest(), timeout=self.timeout_s, metadata=self.metadata)
+        model: generation_pb2.Model = answer.models[0]
+        return model
+
+    def stream(self, spec: generation_pb2.GenerationSpec, timeout_s: float) -> GenerationStream:
+        """A generation, which is cancelled when it is left or its time is up."""
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        request = generation_pb2.GenerateStreamRequest(spec=spec)
+        return GenerationStream(stub.GenerateStream(request, timeout=timeout_s, metadata=self.metadata), self.address)
+
+    def cancel(self, generation_id: str) -> None:
+        """Raises BatonError."""
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        request = generation_pb2.CancelGenerationRequest(generation_ids=[generation_id])
+        with as_baton_errors(self.address):
+            stub.CancelGeneration(request, timeout=self.timeout_s, metadata=self.metadata)
+
+    def page(self, address: str) -> Page:
+        """A metrics page of the cluster. Raises OSError and http.client.HTTPException."""
+        sent_at = time.time()
+        date, text = fetch(address, "/metrics", self.page_tls, self.timeout_s)
+        return Page(sent_at, time.time(), date, text)
+
+    def close(self) -> None:
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """A metrics page, and when it was fetched."""
+
+    sent_at: float
+    received_at: float
+    date: str
+    """The header of that name: the server's clock, in whole seconds."""
+    text: str
+
+    @property
+    def skew_s(self) -> tuple[float, float]:
+        """By how much the server's clock is ahead: at least, and at most."""
+        server = parsedate_to_datetime(self.date).timestamp()
+        return server - self.received_at, server + 1 - self.sent_at
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of the samples with this name and these labels."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+def fetch(address: str, path: str, tls: ClientTls | None, timeout_s: float) -> tuple[str, str]:
+    """The `Date` header and the body of a page. Raises OSError and http.client.HTTPException."""
+    host, port = parse_address(address)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    try:
+        connection.connect()
+        if tls is not None:
+            connection.sock = tls.context().wrap_socket(connection.sock, server_hostname=tls.name or host)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        body = answer.read(_LARGEST_PAGE)
+        if answer.status != http.client.OK:
+            raise http.client.HTTPException(f"{path} answers {answer.status}")
+        return answer.headers["date"] or "", body.decode("utf-8", "replace")
+    finally:
+        connection.close()
+
+
+def _configured(config: ServingConfig | None) -> str:
+    """Where the configuration puts the router; empty: it does not say."""
+    if config is None or not config.router.port:
+        return ""
+    return format_address(ANY_HOST.get(config.router.host, config.router.host), config.router.port)
+
+
+def _controller_of(config: ServingConfig | None) -> str:
+    """Where the controller of a configuration should be; empty: it does not say."""
+    if config is None or not config.admin.port:
+        return ""
+    return format_address(ANY_HOST.get(config.admin.host, config.admin.host), config.admin.port)

@@ -1,0 +1,73 @@
+"""What the checks look at: the configuration, if there is a valid one, what programs say, and a cluster.
+
+    opened (programs start, the router is called) -> checks run -> closed (what was opened is closed)
+
+Whatever is missing is missing with a reason, which a skipped check repeats.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+from cluster.config import ServingConfig, load_config
+from cluster.doctor.contact import Asked, Contact
+from cluster.doctor.programs import Part, Question
+from cluster.errors import ConfigError
+from cluster.plan import ROLES, plan_worker
+
+
+class Subject:
+    """Use it as a context manager."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
+        self.config: ServingConfig | None = None
+        self.mistake = ""
+        """Why there is no configuration."""
+        try:
+            self.config = load_config(asked.path)
+        except ConfigError as error:
+            self.mistake = error.message
+        self._worker, self._router = self._questions()
+        self.contact = Contact.of(asked, self.config)
+
+    @property
+    def serving(self) -> ServingConfig:
+        """Of a check that needs one."""
+        assert self.config is not None
+        return self.config
+
+    def machine(self, name: str) -> Part:
+        """A part of what `worker.examine` says. Raises NoAnswer."""
+        part: Part = self._worker.answer(self.asked.limit_s)[name]
+        return part
+
+    def workers(self, name: str) -> list[tuple[str, Part]]:
+        """That part of each role that has workers. Raises NoAnswer."""
+        return [(worker["role"], worker[name]) for worker in self._worker.answer(self.asked.limit_s)["workers"]]
+
+    def tokenizer(self) -> Part:
+        """What `router.examine` says; empty without a configuration. Raises NoAnswer."""
+        part: Part = {} if self._router is None else self._router.answer(self.asked.limit_s)
+        return part
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.contact.close()
+        for question in (self._worker, self._router):
+            if question is not None:
+                question.close()
+
+    def _questions(self) -> tuple[Question, Question | None]:
+        config = self.config
+        if config is None:
+            return Question("worker.examine", asked={"workers": []}), None
+        present = [role for role in ROLES if config.role(role).num_workers]
+        workers = [plan_worker(config, role).ranks[0].as_dict() for role in present]
+        asked = {"workers": workers}
+        return Question("worker.examine", asked=asked), Question("router.examine", [config.model.path])

@@ -1,0 +1,165 @@
+"""`python -m worker.examine`: what a worker would find on this machine, for `baton doctor`.
+
+Reads `{"workers": [WorkerSettings, ...]}` from stdin and writes one JSON object to stdout: torch, GPUs, NCCL and
+flash-attn as they are, the checkpoint's files, and for each worker what it would choose. Every part is an object of its
+own, `{"found": ...}` or, where a worker would refuse it, `{"refused": "why"}`. Reads no weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.cuda.nccl
+import torch.distributed
+
+from cluster.errors import BatonError
+from cluster.settings import WorkerSettings
+from engine.attention import choose_attention
+from engine.checkpoint import Checkpoint
+from engine.config import ModelConfig
+from engine.memory import resolve_device, resolve_dtype
+from engine.ops import choose_native
+from kv_transfer.choose import supported
+from worker.loading import resolve, weights_revision
+from worker.memory import expect_memory
+
+Part = dict[str, Any]
+
+
+def examine(workers: list[WorkerSettings]) -> dict[str, Any]:
+    """The whole answer."""
+    folder = Path(workers[0].model_path) if workers else None
+    return {
+        "torch": _part(_torch),
+        "gpus": _part(_gpus),
+        "nccl": _part(_nccl),
+        "flash_attn": _flash_attn(),
+        "checkpoint": None if folder is None else _part(lambda: _checkpoint(folder)),
+        "workers": [{"role": settings.role, **_worker(settings)} for settings in workers],
+    }
+
+
+def _part(look: Callable[[], Any]) -> Part:
+    try:
+        return {"found": look()}
+    except BatonError as error:
+        return {"refused": error.message}
+    except Exception as error:  # drivers and torch fail in any way
+        return {"refused": f"{type(error).__name__}: {error}"}
+
+
+def _torch() -> dict[str, Any]:
+    return {"version": torch.__version__, "cuda": torch.version.cuda, "sees_gpu": torch.cuda.is_available()}
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """Free memory is what the driver says now, whoever holds the rest."""
+    found = []
+    for number in range(torch.cuda.device_count()):
+        free, total = torch.cuda.mem_get_info(number)
+        major, minor = torch.cuda.get_device_capability(number)
+        name = torch.cuda.get_device_name(number)
+        found.append({"name": name, "capability": f"{major}.{minor}", "free_bytes": free, "total_bytes": total})
+    return found
+
+
+def _nccl() -> dict[str, Any]:
+    """`version` None: this torch was built without."""
+    if not torch.distributed.is_nccl_available():
+        return {"version": None}
+    nccl: Any = torch.cuda.nccl
+    return {"version": ".".join(map(str, nccl.version()))}
+
+
+def _flash_attn() -> Part:
+    """`version` None: not installed. One that is and cannot be imported is refused: built for another torch, say."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return {"found": {"version": None}}
+    try:
+        installed = version("flash-attn")
+    except PackageNotFoundError:
+        installed = "of unknown version"
+    try:
+        module = importlib.import_module("flash_attn")
+        module.flash_attn_varlen_func  # noqa: B018 (what Baton calls)
+    except Exception as error:  # a foreign binary may fail in any way
+        return {"refused": f"flash-attn {installed} cannot be imported: {type(error).__name__}: {error}"}
+    return {"found": {"version": installed}}
+
+
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    with Checkpoint(folder) as checkpoint:
+        files = [folder / name for name in checkpoint.files]
+        sizes = sum(path.stat().st_size for path in files)
+        return {
+            "num_files": len(files),
+            "num_tensors": checkpoint.num_tensors,
+            "size_bytes": sizes,
+            "revision": weights_revision(folder),
+        }
+
+
+def _worker(settings: WorkerSettings) -> dict[str, Part]:
+    """What rests on the device is refused as the device is."""
+    device = _part(lambda: resolve_device(settings.device))
+    kind = device.get("found", "")
+    wanted = kind or ("cuda" if settings.device.startswith("cuda") else "cpu")
+    return {
+        "device": device,
+        "sizes": _part(lambda: _sizes(settings)),
+        "transports": _part(lambda: supported(wanted, settings.transport)),
+        "attention": _part(lambda: _attention(settings, kind)) if kind else device,
+        "kernels": _part(lambda: _kernels(settings, kind)) if kind else device,
+        "memory": _part(lambda: _memory(settings)) if kind else device,
+    }
+
+
+def _sizes(settings: WorkerSettings) -> dict[str, Any]:
+    config = ModelConfig.from_folder(settings.model_path)
+    config.check_tp_size(settings.tp_size)
+    return {"architecture": config.architecture, "max_position_embeddings": config.max_position_embeddings}
+
+
+def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
+    backend, why = choose_attention(settings.attention, torch.device(device), _dtype(settings, device))
+    return {"name": backend.name, "why": why}
+
+
+def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
+    head_dim = ModelConfig.from_folder(settings.model_path).head_dim
+    native, why = choose_native(settings.kernels, torch.device(device), _dtype(settings, device), head_dim)
+    return {"are_native": native is not None, "why": why}
+
+
+def _memory(settings: WorkerSettings) -> dict[str, Any]:
+    """Of each rank, and what its slots of hand-offs take for each pair."""
+    resolved = resolve(settings)
+    plan = expect_memory(resolved.demand)
+    slots = settings.num_slots * settings.chunk_tokens * plan.kv_bytes_per_token
+    return {**dataclasses.asdict(plan), "pool_bytes": plan.pool_bytes, "slot_bytes_per_pair": slots}
+
+
+def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
+    config = ModelConfig.from_folder(settings.model_path)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config, settings.dtype, device))
+    return dtype
+
+
+def main() -> int:
+    asked = json.load(sys.stdin)
+    workers = [WorkerSettings.from_json(json.dumps(values)) for values in asked["workers"]]
+    print(json.dumps(examine(workers)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
