@@ -6,7 +6,8 @@ The checks are in `cluster.doctor`; here they are asked for and shown.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -72,7 +73,8 @@ def doctor(
             tls=client_tls(tls_ca, tls_cert, tls_key),
             limit_s=limit,
         )
-        outcomes = examine(asked, CHECKS)
+        with _looking():
+            outcomes = examine(asked, CHECKS)
         if as_json:
             print(json.dumps(as_document(asked, outcomes), indent=2, ensure_ascii=False))
         else:
@@ -80,6 +82,16 @@ def doctor(
         code = exit_code(outcomes)
     if code:
         raise typer.Exit(code)
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    """A moving line on stderr, where that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("looking") if console.is_terminal else nullcontext():
+        yield
 
 
 def _show(outcomes: Sequence[Outcome]) -> None:

@@ -6,13 +6,13 @@ and always has a word about each check.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from cluster.doctor.bounded import on_thread
 from cluster.doctor.contact import Asked
 from cluster.doctor.findings import Check, Finding, Half, Outcome, Result, problem, skipped
 from cluster.doctor.programs import NoAnswer
@@ -74,7 +74,7 @@ def _as_dict(outcome: Outcome) -> dict[str, Any]:
 def _run(checks: Sequence[Check], subject: Subject, limit_s: float) -> Iterable[Outcome]:
     """Starts them all, then waits for each."""
     began = time.monotonic()
-    running = [(check, _on_thread(check, subject)) for check in checks]
+    running = [(c, on_thread(partial(_timed, c, subject), f"check {c.name}")) for c in checks]
     for check, future in running:
         try:
             findings, seconds = future.result(max(0.0, began + limit_s - time.monotonic()))
@@ -83,17 +83,10 @@ def _run(checks: Sequence[Check], subject: Subject, limit_s: float) -> Iterable[
         yield Outcome(check, tuple(findings), seconds)
 
 
-def _on_thread(check: Check, subject: Subject) -> Future[tuple[list[Finding], float]]:
-    """A daemon: what hangs holds nobody up at the end."""
-    future: Future[tuple[list[Finding], float]] = Future()
-
-    def work() -> None:
-        began = time.monotonic()
-        findings = _findings(check, subject)
-        future.set_result((findings, time.monotonic() - began))
-
-    threading.Thread(target=work, name=f"check {check.name}", daemon=True).start()
-    return future
+def _timed(check: Check, subject: Subject) -> tuple[list[Finding], float]:
+    began = time.monotonic()
+    findings = _findings(check, subject)
+    return findings, time.monotonic() - began
 
 
 def _findings(check: Check, subject: Subject) -> list[Finding]:

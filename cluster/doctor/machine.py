@@ -143,6 +143,9 @@ def memory(subject: Subject) -> Iterator[Finding]:
     if _has_no_device(subject):
         yield skipped("there is no device to compute on; see `device`")
         return
+    if _runs(subject):
+        yield skipped(f"the cluster runs, at {subject.contact.address}, and has its memory; see `kv-pools`")
+        return
     pools = 0
     for role, part in subject.workers("memory"):
         if "refused" in part:
@@ -201,11 +204,16 @@ def _has_no_device(subject: Subject) -> bool:
     return any("refused" in part for _, part in subject.workers("device"))
 
 
+def _runs(subject: Subject) -> bool:
+    """What is free now is then not what its workers found."""
+    return not subject.contact.why_not and subject.contact.is_configured
+
+
 def _slots(subject: Subject) -> Iterator[Finding]:
     """The senders': each holds slots for every pair that it keeps open."""
     parts: dict[str, Part] = dict(subject.workers("memory"))
     told = parts.get("prefill", {}).get("found")
-    if told is None or uses_gpu(subject):
+    if told is None or uses_gpu(subject) or _runs(subject):
         return
     config = subject.serving
     num_pairs = min(config.transfer.max_pairs, config.roles.decode.num_workers)

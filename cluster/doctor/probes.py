@@ -11,12 +11,13 @@ import http.client
 import itertools
 import random
 import re
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from cluster.client import make_spec
+from cluster.doctor.bounded import on_thread
 from cluster.doctor.contact import Contact
 from cluster.doctor.findings import Finding, Result, ok, problem, skipped, warning
 from cluster.doctor.running import status_of
@@ -279,17 +280,8 @@ def _between(before: _Total, after: _Total, sender: str, receiver: str, num_at_o
 def _send_at_once(subject: Subject, count: int) -> list[Probe]:
     """A busy worker makes the router choose another."""
     prompts = [_prompt(subject) for _ in range(count)]
-    probes: list[Probe] = []
-
-    def send(prompt: Sequence[int]) -> None:
-        probes.append(_send(subject.contact, prompt))
-
-    threads = [threading.Thread(target=send, args=(prompt,), daemon=True) for prompt in prompts]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return probes
+    sent = [on_thread(partial(_send, subject.contact, prompt), "probe") for prompt in prompts]
+    return [future.result() for future in sent]
 
 
 def _judge(subject: Subject, measured: Mapping[Pair, Measured], missing: Sequence[Pair]) -> Iterator[Finding]:

@@ -44,14 +44,15 @@ def router(subject: Subject) -> Iterator[Finding]:
         running = contact.status.router
         yield ok(
             f"{contact.status.model} at {contact.address}, up {running.uptime_s} s, {running.num_running} running, "
-            f"{running.num_queued} queued"
+            f"{running.num_queued} queued",
+            address=contact.address,
         )
 
 
 def versions(subject: Subject) -> Iterator[Finding]:
     """Of Baton here and there, and of the weights that the workers and this folder have."""
     status = status_of(subject)
-    infos = {w.worker_id: w.info for w in status.workers if w.HasField("info")}
+    infos = {w.worker_id: w.info for w in sorted(status.workers, key=lambda w: w.worker_id) if w.HasField("info")}
     revisions: dict[str, list[str]] = {}
     for worker_id, info in infos.items():
         revisions.setdefault(f"{info.model}@{info.weights_revision}", []).append(worker_id)

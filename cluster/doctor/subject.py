@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.config import ServingConfig, load_config
+from cluster.doctor.bounded import on_thread
 from cluster.doctor.contact import Asked, Contact
 from cluster.doctor.programs import Part, Question
 from cluster.errors import ConfigError
@@ -26,11 +27,17 @@ class Subject:
         self.mistake = ""
         """Why there is no configuration."""
         try:
-            self.config = load_config(asked.path)
+            self.config = on_thread(lambda: load_config(asked.path), "configuration").result(asked.call_s)
         except ConfigError as error:
             self.mistake = error.message
+        except TimeoutError:
+            self.mistake = f"{asked.path}, or the model folder that it names, cannot be read within {asked.call_s:g} s"
         self._worker, self._router = self._questions()
-        self.contact = Contact.of(asked, self.config)
+        try:
+            self.contact = Contact.of(asked, self.config)
+        except BaseException:
+            self._close_questions()
+            raise
 
     @property
     def serving(self) -> ServingConfig:
@@ -59,6 +66,9 @@ class Subject:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.contact.close()
+        self._close_questions()
+
+    def _close_questions(self) -> None:
         for question in (self._worker, self._router):
             if question is not None:
                 question.close()

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
+import psutil
 import pytest
 from doctored import ask, the_problem, write_config
 from scripted_router import ROOT, baton
@@ -129,6 +130,26 @@ def test_a_torch_that_hangs_is_killed_when_its_time_is_up(tmp_path: Path, monkey
     assert outcomes["programs"].result is Result.PROBLEM
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+def test_a_file_that_is_never_read_to_its_end_is_named_in_time(tmp_path: Path) -> None:
+    """As on a file system whose server is gone: a pipe into which nobody writes."""
+    pipe = tmp_path / "cluster.yaml"
+    os.mkfifo(pipe)
+    outcomes = ask(pipe, "configuration", "ports", limit_s=1.0)
+    assert the_problem(outcomes["configuration"]).found.endswith("cannot be read within 0.5 s")
+    assert outcomes["ports"].result is Result.SKIPPED
+    with pipe.open("w"):  # lets the thread that reads it end
+        pass
+
+
+def test_files_of_tls_that_cannot_be_used_leave_no_process_behind(tmp_path: Path) -> None:
+    before = set(psutil.Process().children())
+    nothing = tmp_path / "none.pem"
+    done = baton("doctor", str(write_config(tmp_path)), "--tls-ca", str(nothing), "--address", "127.0.0.1:1")
+    assert (done.exit_code, done.stdout) == (3, "")
+    assert f"{nothing}: cannot be read" in done.stderr
+    assert set(psutil.Process().children()) <= before
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:
