@@ -25,6 +25,7 @@ from cluster.tls import ServerTls
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_TOLD_EVENTS = 20
 _NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
@@ -84,6 +85,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             config_file=desk.config_path,
             auto=desk.auto,
             metrics_address=desk.metrics_address,
+            events=map(event_message, desk.events.newest(_TOLD_EVENTS)),
         )
 
     async def SetRoles(self, request: admin_pb2.SetRolesRequest, context: Context) -> admin_pb2.ChangeResponse:

@@ -27,7 +27,7 @@ from cluster.actors import die_with_parent, send_logs_to
 from cluster.admin_service import start_admin
 from cluster.auto_ratio import Reason
 from cluster.autopilot import Autopilot, Sight, Split
-from cluster.config import ServingConfig
+from cluster.config import AdminSection, ServingConfig
 from cluster.config_file import ConfigFile, Watch
 from cluster.controller_metrics import ControllerMetrics
 from cluster.crew import Crew
@@ -112,7 +112,9 @@ class Controller:
             self._room,
             lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}"),
         )
-        self._admin: grpc.aio.Server | None = None
+        self._admins: list[grpc.aio.Server] = []
+        self._inner_admin = ""
+        """Address of the AdminService for this node's routers, whose pages pass on what an operator asks for."""
         self._metrics_page: MetricsPage | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -137,10 +139,16 @@ class Controller:
         """With the router's keys and certificate. Raises ConfigError."""
         file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
         tls = public_tls_of(config.tls.cert, config.tls.key, config.tls.client_ca)
-        self._admin, address = await start_admin(config.admin, self, None if file is None else file.ring, tls)
+        inside = None if self._tls is None else self._tls.server
+        ring, addresses = None if file is None else file.ring, []
+        for section, identity in ((config.admin, tls), (AdminSection(port=0), inside)):
+            server, address = await start_admin(section, self, ring, identity)
+            self._admins.append(server)
+            addresses.append(address)
         if file is not None:
             self._tasks.append(asyncio.create_task(file.follow(), name="keys"))
-        return address
+        outer, self._inner_admin = addresses
+        return outer
 
     def _serve_metrics(self, config: ServingConfig) -> None:
         """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
@@ -189,8 +197,8 @@ class Controller:
         await asyncio.gather(*(router.stop(self._drain_s + STOP_S) for router in self.routers))
         await self.crew.stop(STOP_S)
         self._room.give_back()
-        if self._admin is not None:
-            await self._admin.stop(None)
+        for admin in self._admins:
+            await admin.stop(None)
         if self._metrics_page is not None:
             self._metrics_page.close()
 
@@ -305,6 +313,7 @@ class Controller:
             config_version=self.door.version,
             needs_prefill=self.door.needs_prefill,
             objectives=admin_pb2.Objectives(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms),
+            admin_address=self._inner_admin,
         )
 
     async def _first_served(self) -> None:

@@ -66,6 +66,10 @@ class EventLog:
         """Those after that one, of what is kept."""
         return [event for event in self._events if event.sequence > sequence]
 
+    def newest(self, count: int) -> list[Event]:
+        """Oldest first."""
+        return list(self._events)[-count:]
+
     async def after(self, sequence: int) -> AsyncIterator[Event]:
         """Those that are kept, then each as it comes; for ever."""
         while True:

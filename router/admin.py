@@ -5,6 +5,8 @@ Reads the dispatcher and its fleet; changes nothing but the set of workers and w
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import time
 
@@ -14,8 +16,12 @@ from router.dispatcher import Dispatcher
 from router.fields import Violations
 from router.fleet import DECODE, PREFILL, WorkerAddress
 from router.handlers import Context
+from router.metrics import OUTCOMES
 from router.policies import Objectives
 from router.worker_client import WorkerClient
+from router.worker_rates import WorkerRates
+
+log = logging.getLogger(__name__)
 
 
 class StatusService:
@@ -36,14 +42,44 @@ class StatusService:
         self._router_address = router_address
         self._metrics_address = metrics_address
         self._started_at = time.monotonic()
+        self._rates = WorkerRates()
 
-    async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Context) -> admin_pb2.GetStatusResponse:
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: Context | None
+    ) -> admin_pb2.GetStatusResponse:
         return admin_pb2.GetStatusResponse(
             model=self._model,
             router_address=self._router_address,
             workers=[self._worker_status(worker) for worker in self._dispatcher.fleet],
             router=self._router_status(),
             config_version=self._control.config_version,
+        )
+
+    async def GetActivity(
+        self, request: admin_pb2.GetActivityRequest, context: Context | None
+    ) -> admin_pb2.GetActivityResponse:
+        activity = self._dispatcher.metrics.activity.told(request, self._dispatcher.handing_over())
+        activity.rates.extend(self._rates.told())
+        return activity
+
+    async def keep_time(self) -> None:
+        """For ever: once a second, closes the second that runs."""
+        while True:
+            try:
+                self._tick()
+            except Exception:
+                # A fault of ours must not end the seconds unseen.
+                log.exception("a second of the activity could not be closed")
+            await asyncio.sleep(1.0)
+
+    def _tick(self) -> None:
+        dispatcher, now = self._dispatcher, time.monotonic()
+        ended = {outcome: getattr(dispatcher.counters, outcome) for outcome in OUTCOMES}
+        dispatcher.metrics.activity.tick(
+            now, time.time(), ended, num_queued=dispatcher.num_queued, num_running=dispatcher.num_running
+        )
+        self._rates.look(
+            now, [(w.info, w.stats) for w in dispatcher.fleet if w.info is not None and w.stats is not None]
         )
 
     def _worker_status(self, worker: WorkerClient) -> admin_pb2.WorkerStatus:
@@ -80,6 +116,8 @@ class ControlService:
         self._dispatcher = dispatcher
         self.config_version = 0
         """Of the configuration that workers were last named by."""
+        self.admin_address = ""
+        """Of the controller's AdminService; empty: there is no controller."""
 
     async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, context: Context) -> admin_pb2.SetWorkersResponse:
         wrong = Violations()
@@ -90,6 +128,7 @@ class ControlService:
             wrong.add("workers", "name the same worker_id twice")
         wrong.raise_if_any()
         self.config_version = request.config_version
+        self.admin_address = request.admin_address or self.admin_address
         if request.HasField("needs_prefill"):
             self._dispatcher.fleet.needs_prefill = request.needs_prefill
         if request.HasField("objectives"):

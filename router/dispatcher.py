@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -178,6 +179,9 @@ class Dispatcher:
         """Of requests that are placed from now on."""
         self._policy.set_objectives(objectives)
         self.admission.objectives = objectives
+
+    def handing_over(self) -> Counter[tuple[str, str]]:
+        return self._running.handing_over()
 
     def num_requests(self, worker: WorkerClient) -> int:
         """That are on it now."""

@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import OTHER, LabelledCounter, Metric, counter_family, duration_histogram, render_reference
 from router import request_metrics
+from router.activity import Activity
 from router.fleet import DECODE, PREFILL, Fleet
 from router.ledger import Kind, Placement, Work
 from router.policies import Candidate, Objectives, Policy, Request
@@ -153,9 +154,11 @@ class Source(Protocol):
 
 
 class RouterMetrics:
-    """Of one router. `source` is asked at every reading of the page, on that page's thread."""
+    """Of one router. `source` is asked at every reading of the page, on that page's thread. A `Latencies`."""
 
     def __init__(self, source: Source) -> None:
+        self.activity = Activity()
+        """The same, for people: the last minutes."""
         self.registry = CollectorRegistry()
         self.registry.register(_SourceCollector(source))
         self._placements = LabelledCounter(PLACEMENTS, self.registry)
@@ -173,13 +176,17 @@ class RouterMetrics:
     def placed(self, kind: Kind) -> None:
         self._placements.add(1, kind)
 
-    def first_token(self, seconds: float) -> None:
-        """After a request's arrival."""
+    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._first_token.observe(seconds)
+        self.activity.first_token(seconds, num_prompt_tokens)
 
-    def next_tokens(self, seconds: float, count: int) -> None:
-        """So many of a sequence, so long after those before."""
-        self._inter_token.observe(seconds / count)
+    def next_tokens(self, seconds: float | None, count: int) -> None:
+        if seconds is not None:
+            self._inter_token.observe(seconds / count)
+        self.activity.next_tokens(seconds, count)
+
+    def over(self, live: LiveRequest) -> None:
+        self.activity.over(live)
 
     def finished(self, live: LiveRequest, now: float) -> None:
         """A request has all its tokens."""

@@ -14,7 +14,6 @@ import enum
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.keys import RequestKey
@@ -23,6 +22,7 @@ from cluster.pb import generation_pb2, worker_pb2
 from router.attempts import Attempt
 from router.caller import ANYONE, Caller
 from router.detokenizer import Detokenizer
+from router.latencies import Latencies, Trace
 from router.ledger import Placement, Work
 from router.policies import Request
 from router.prefix_index import PromptHashes
@@ -52,22 +52,6 @@ class Effect(enum.Enum):
     OPEN = "it goes on"
     ENDED = "the worker ended it"
     STOPPED = "a stop string ended it, and workers must be told"
-
-
-class Latencies(Protocol):
-    """Told what a client waits for; `router.metrics.RouterMetrics`."""
-
-    def first_token(self, seconds: float) -> None: ...
-
-    def next_tokens(self, seconds: float, count: int) -> None: ...
-
-
-class Trace(Protocol):
-    """Told once how a request went; `router.tracing`."""
-
-    def over(self, live: LiveRequest) -> None:
-        """Never raises."""
-        ...
 
 
 class LiveRequest:
@@ -199,14 +183,15 @@ class LiveRequest:
         self.is_stopped_here |= is_stopped
         if sequence.num_tokens > num_before:
             sequence.last_token_at = now
-            if self.latencies is not None and last_at is not None:
-                self.latencies.next_tokens(now - last_at, sequence.num_tokens - num_before)
+            if self.latencies is not None:
+                since = None if last_at is None else now - last_at
+                self.latencies.next_tokens(since, sequence.num_tokens - num_before)
         if self.first_token_at is None and sequence.num_tokens:
             if not self.prompt_logprobs.is_complete:
                 raise InternalError("the first token came before the logprobs of the prompt")
             self.first_token_at = now
             if self.latencies is not None:
-                self.latencies.first_token(now - self.arrived_at)
+                self.latencies.first_token(now - self.arrived_at, len(self.request.prompt_token_ids))
             self._reach(RequestState.PREFILLING, now, "a token came")
         if sequence.end is None:
             if sequence.is_due:
@@ -353,6 +338,8 @@ class LiveRequest:
     def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
         self.lifecycle.advance(state, now, why)
         self.error = error
+        if self.latencies is not None:
+            self.latencies.over(self)
         if self.when_over is not None:
             self.when_over()
         if self.trace is not None:

@@ -5,6 +5,7 @@ Owns the tables; decides nothing. `Running` is one attempt at a request.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -69,6 +70,11 @@ class RunningTable:
 
     def num_on(self, worker: WorkerClient) -> int:
         return len(self._on_worker.get(worker, ()))
+
+    def handing_over(self) -> Counter[tuple[str, str]]:
+        """Of each prefill and decode worker, requests that both hold."""
+        both = [r for r in self._running.values() if r.prefill is not None and r.prefill in r.workers]
+        return Counter((r.placement.computing_id, r.placement.decode_id) for r in both)
 
     def find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> Running | None:
         """None for what comes late: of a request or an attempt that is over, or of a worker that has left it."""

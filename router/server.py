@@ -35,6 +35,8 @@ from router.model import ServedModel
 from router.openai.app import OpenAiApp
 from router.openai.listener import Listener
 from router.pace import Pace
+from router.page.controller_link import ControllerLink
+from router.page.routes import Page
 from router.policies import Objectives
 from router.service import GenerationService
 from router.tokenizer import Tokenizer
@@ -116,6 +118,7 @@ class RouterServer:
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
         self._http: Listener | None = None
+        self._controller: ControllerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[str, str]:
@@ -147,6 +150,7 @@ class RouterServer:
             router_address=address,
             metrics_address=metrics_address,
         )
+        self._tasks.append(asyncio.create_task(status.keep_time(), name="activity"))
         self._add_public_services(public, status)
         limit = rpc.INTERNAL_MESSAGE_BYTES
         control.add_generic_rpc_handlers(
@@ -155,7 +159,7 @@ class RouterServer:
                 service_handler(STATUS, status, max_message_bytes=limit),
             )
         )
-        self._listen_to_http()
+        self._listen_to_http(status)
         self.generation.resumables.start()
         for server in self._servers:
             await server.start()
@@ -177,6 +181,8 @@ class RouterServer:
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
         if self._http is not None:
             await self._http.stop()
+        if self._controller is not None:
+            await self._controller.close()
         await self.generation.resumables.stop()
         await self.dispatcher.fleet.close()
         await asyncio.to_thread(self._traces.close)
@@ -189,11 +195,15 @@ class RouterServer:
         """Empty: there is none."""
         return "" if self._http is None else self._http.address
 
-    def _listen_to_http(self) -> None:
+    def _listen_to_http(self, status: StatusService) -> None:
         settings = self._settings
         if settings.http_port is None:
             return
         registry = self.dispatcher.metrics.registry
+        inside = None if self._internal_tls is None else self._internal_tls.client
+        self._controller = ControllerLink(self._control, inside)
+        knows_callers = self.keys is not None or settings.tls_client_ca is not None
+        page = Page(status, self._controller, self._gate, host=settings.host, knows_callers=knows_callers)
         front = OpenAiApp(
             self.generation,
             self._gate,
@@ -202,6 +212,7 @@ class RouterServer:
             lambda: self.dispatcher.fleet.can_serve,
             max_body_bytes=settings.max_message_bytes,
             stalled_client_s=settings.stalled_client_timeout_s,
+            more=page.routes,
         )
         self._http = Listener(
             front.app,

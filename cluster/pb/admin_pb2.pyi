@@ -82,17 +82,161 @@ class RouterStatus(_message.Message):
     num_orphaned: int
     def __init__(self, num_queued: _Optional[int] = ..., max_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_rejected: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[int] = ..., metrics_address: _Optional[str] = ..., num_orphaned: _Optional[int] = ...) -> None: ...
 
+class GetActivityRequest(_message.Message):
+    __slots__ = ("life", "after_second", "after_request")
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    AFTER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    AFTER_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    life: str
+    after_second: int
+    after_request: int
+    def __init__(self, life: _Optional[str] = ..., after_second: _Optional[int] = ..., after_request: _Optional[int] = ...) -> None: ...
+
+class GetActivityResponse(_message.Message):
+    __slots__ = ("life", "seconds", "requests", "pairs", "rates", "window")
+    LIFE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PAIRS_FIELD_NUMBER: _ClassVar[int]
+    RATES_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    life: str
+    seconds: _containers.RepeatedCompositeFieldContainer[ActivitySecond]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestLife]
+    pairs: _containers.RepeatedCompositeFieldContainer[PairActivity]
+    rates: _containers.RepeatedCompositeFieldContainer[WorkerRates]
+    window: ActivitySecond
+    def __init__(self, life: _Optional[str] = ..., seconds: _Optional[_Iterable[_Union[ActivitySecond, _Mapping]]] = ..., requests: _Optional[_Iterable[_Union[RequestLife, _Mapping]]] = ..., pairs: _Optional[_Iterable[_Union[PairActivity, _Mapping]]] = ..., rates: _Optional[_Iterable[_Union[WorkerRates, _Mapping]]] = ..., window: _Optional[_Union[ActivitySecond, _Mapping]] = ...) -> None: ...
+
+class ActivitySecond(_message.Message):
+    __slots__ = ("number", "time", "duration_s", "num_finished", "num_cancelled", "num_failed", "num_rejected", "num_prompt_tokens", "num_output_tokens", "num_queued", "num_running", "ttft", "itl")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    TIME_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_FIELD_NUMBER: _ClassVar[int]
+    NUM_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    TTFT_FIELD_NUMBER: _ClassVar[int]
+    ITL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    time: float
+    duration_s: float
+    num_finished: int
+    num_cancelled: int
+    num_failed: int
+    num_rejected: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_queued: int
+    num_running: int
+    ttft: Quantiles
+    itl: Quantiles
+    def __init__(self, number: _Optional[int] = ..., time: _Optional[float] = ..., duration_s: _Optional[float] = ..., num_finished: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_rejected: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., ttft: _Optional[_Union[Quantiles, _Mapping]] = ..., itl: _Optional[_Union[Quantiles, _Mapping]] = ...) -> None: ...
+
+class Quantiles(_message.Message):
+    __slots__ = ("count", "p50", "p95", "p99")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    P50_FIELD_NUMBER: _ClassVar[int]
+    P95_FIELD_NUMBER: _ClassVar[int]
+    P99_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    p50: float
+    p95: float
+    p99: float
+    def __init__(self, count: _Optional[int] = ..., p50: _Optional[float] = ..., p95: _Optional[float] = ..., p99: _Optional[float] = ...) -> None: ...
+
+class RequestLife(_message.Message):
+    __slots__ = ("number", "generation_id", "request_id", "tenant", "outcome", "arrival_time", "phases", "first_token_s", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "prefill_id", "decode_id", "placement", "num_moves")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    ARRIVAL_TIME_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    generation_id: str
+    request_id: str
+    tenant: str
+    outcome: str
+    arrival_time: float
+    phases: _containers.RepeatedCompositeFieldContainer[LifePhase]
+    first_token_s: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    prefill_id: str
+    decode_id: str
+    placement: str
+    num_moves: int
+    def __init__(self, number: _Optional[int] = ..., generation_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., outcome: _Optional[str] = ..., arrival_time: _Optional[float] = ..., phases: _Optional[_Iterable[_Union[LifePhase, _Mapping]]] = ..., first_token_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ..., placement: _Optional[str] = ..., num_moves: _Optional[int] = ...) -> None: ...
+
+class LifePhase(_message.Message):
+    __slots__ = ("state", "at_s", "why")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    at_s: float
+    why: str
+    def __init__(self, state: _Optional[str] = ..., at_s: _Optional[float] = ..., why: _Optional[str] = ...) -> None: ...
+
+class PairActivity(_message.Message):
+    __slots__ = ("prefill_id", "decode_id", "num_now", "num_handed_over", "num_prompt_tokens", "kv_transfer")
+    PREFILL_ID_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_NOW_FIELD_NUMBER: _ClassVar[int]
+    NUM_HANDED_OVER_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    prefill_id: str
+    decode_id: str
+    num_now: int
+    num_handed_over: int
+    num_prompt_tokens: int
+    kv_transfer: Quantiles
+    def __init__(self, prefill_id: _Optional[str] = ..., decode_id: _Optional[str] = ..., num_now: _Optional[int] = ..., num_handed_over: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., kv_transfer: _Optional[_Union[Quantiles, _Mapping]] = ...) -> None: ...
+
+class WorkerRates(_message.Message):
+    __slots__ = ("worker_id", "prefill_tokens_per_s", "decode_tokens_per_s", "kv_sent_bytes_per_s", "kv_received_bytes_per_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_SENT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_RECEIVED_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    kv_sent_bytes_per_s: float
+    kv_received_bytes_per_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., kv_sent_bytes_per_s: _Optional[float] = ..., kv_received_bytes_per_s: _Optional[float] = ...) -> None: ...
+
 class SetWorkersRequest(_message.Message):
-    __slots__ = ("workers", "config_version", "needs_prefill", "objectives")
+    __slots__ = ("workers", "config_version", "needs_prefill", "objectives", "admin_address")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_VERSION_FIELD_NUMBER: _ClassVar[int]
     NEEDS_PREFILL_FIELD_NUMBER: _ClassVar[int]
     OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerAddress]
     config_version: int
     needs_prefill: bool
     objectives: Objectives
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., config_version: _Optional[int] = ..., needs_prefill: bool = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ...) -> None: ...
+    admin_address: str
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., config_version: _Optional[int] = ..., needs_prefill: bool = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ..., admin_address: _Optional[str] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("worker_id", "address", "role", "is_draining")
@@ -165,7 +309,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto", "metrics_address")
+    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto", "metrics_address", "events")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +320,7 @@ class GetClusterResponse(_message.Message):
     CONFIG_FILE_FIELD_NUMBER: _ClassVar[int]
     AUTO_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     version: int
     num_prefill: int
     num_decode: int
@@ -186,7 +331,8 @@ class GetClusterResponse(_message.Message):
     config_file: str
     auto: Auto
     metrics_address: str
-    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ..., metrics_address: _Optional[str] = ...) -> None: ...
+    events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
+    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ..., metrics_address: _Optional[str] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ...) -> None: ...
 
 class Auto(_message.Message):
     __slots__ = ("why", "gain", "num_moves")

@@ -40,6 +40,11 @@ class StatusServiceStub(object):
                 request_serializer=cluster_dot_pb_dot_admin__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=cluster_dot_pb_dot_admin__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
+        self.GetActivity = channel.unary_unary(
+                '/baton.admin.v1.StatusService/GetActivity',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.GetActivityRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.GetActivityResponse.FromString,
+                _registered_method=True)
 
 
 class StatusServiceServicer(object):
@@ -52,6 +57,13 @@ class StatusServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetActivity(self, request, context):
+        """What became of requests in the last minutes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_StatusServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_StatusServiceServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=cluster_dot_pb_dot_admin__pb2.GetStatusRequest.FromString,
                     response_serializer=cluster_dot_pb_dot_admin__pb2.GetStatusResponse.SerializeToString,
+            ),
+            'GetActivity': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetActivity,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.GetActivityRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.GetActivityResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +106,33 @@ class StatusService(object):
             '/baton.admin.v1.StatusService/GetStatus',
             cluster_dot_pb_dot_admin__pb2.GetStatusRequest.SerializeToString,
             cluster_dot_pb_dot_admin__pb2.GetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetActivity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.StatusService/GetActivity',
+            cluster_dot_pb_dot_admin__pb2.GetActivityRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.GetActivityResponse.FromString,
             options,
             channel_credentials,
             insecure,

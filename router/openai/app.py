@@ -44,6 +44,8 @@ STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Body = TypeVar("Body", bound=BaseModel)
 Wanted = TypeVar("Wanted")
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handler = Callable[[Request, str], Awaitable[Answer]]
+"""Of a request with its id."""
 
 
 class OpenAiApp:
@@ -59,8 +61,10 @@ class OpenAiApp:
         *,
         max_body_bytes: int,
         stalled_client_s: float,
+        more: Sequence[tuple[str, str, Handler]] = (),
     ) -> None:
-        """`stalled_client_s`: a client that sends nothing more of its body for so long is given up."""
+        """`stalled_client_s`: a client that sends nothing more of its body for so long is given up. `more`: paths that
+        are served beside these, with their method."""
         self._service = service
         self._gate = gate
         self._token_bytes = token_bytes
@@ -81,6 +85,7 @@ class OpenAiApp:
             Route("/readyz", _guarded(self._ready), methods=["GET"]),
             Route("/version", _guarded(self._version), methods=["GET"]),
             Route("/openapi.json", _guarded(self._openapi), methods=["GET"]),
+            *(Route(path, _guarded(handle), methods=[method]) for path, method, handle in more),
         ]
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
 
@@ -241,9 +246,6 @@ def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "")
     is_good = 0 < len(given) <= LONGEST_NAME and given.isascii() and given.isprintable()
     return given if is_good else f"req-{secrets.token_hex(12)}"
-
-
-Handler = Callable[[Request, str], Awaitable[Answer]]
 
 
 def _guarded(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
