@@ -181,6 +181,12 @@ class BatonClient:
         response: admin_pb2.GetStatusResponse = self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
         return response
 
+    def activity(self, since: admin_pb2.GetActivityRequest | None = None) -> admin_pb2.GetActivityResponse:
+        """What became of requests in the last minutes, of that router; None: all that it keeps."""
+        request = admin_pb2.GetActivityRequest() if since is None else since
+        response: admin_pb2.GetActivityResponse = self._call(self._admin.GetActivity, request)
+        return response
+
     def close(self) -> None:
         """Cancels what is running."""
         self._channel.close()

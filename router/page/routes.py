@@ -107,10 +107,10 @@ class Page:
 
     async def _set_roles(self, request: Request, request_id: str) -> Response:
         self._check(request)
-        self._refuse_other_sites(request)
         why_not = self._why_not()
         if why_not:
             raise PermissionDenied(why_not)
+        self._refuse_other_sites(request)
         body = await _read(request)
         wanted = admin_pb2.SetRolesRequest(
             num_prefill=body.prefill,

@@ -1,0 +1,220 @@
+"""The page over real sockets: its policy, who may see the data, and how the split is planned, applied and refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from admin_desk import Desk
+from fake_worker import pair
+from router_harness import Router, ids, running_router, text_spec
+
+from cluster import rpc
+from cluster.admin_service import start_admin
+from cluster.api_keys import ApiKey, digest_of, render_keys
+from cluster.config import AdminSection
+from cluster.gate import KeyRing
+from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.pb import generation_pb2 as pb
+
+pytestmark = pytest.mark.asyncio
+KEYS = (
+    ApiKey("alice", digest_of("baton-a"), "acme", ("generate",)),
+    ApiKey("op", digest_of("baton-o"), "ops", ("admin",)),
+)
+ADMIN = {"authorization": "Bearer baton-o"}
+TWO_TWO = {"prefill": 2, "decode": 2, "dry_run": True}
+
+
+@contextlib.asynccontextmanager
+async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Router, httpx.AsyncClient]]:
+    workers = pair(lambda _: [ids("yes")])
+    async with running_router(folder / "model", workers, http_port=0, **settings) as router:
+        address = f"http://{router.server.http_address}"
+        async with httpx.AsyncClient(base_url=address, timeout=20) as http:
+            yield router, http
+
+
+@contextlib.asynccontextmanager
+async def controlled(router: Router, folder: Path, keys: KeyRing | None = None) -> AsyncIterator[Desk]:
+    """A controller that has named itself to the router; its one prefill and three decode workers are words."""
+    folder.mkdir()
+    desk = Desk(folder)
+    server, desk.address = await start_admin(AdminSection(port=0), desk, keys)
+    async with rpc.create_channel(router.control_address) as channel:
+        control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
+        fleet = router.server.dispatcher.fleet
+        workers = [admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=w.role) for w in fleet]
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers, admin_address=desk.address))
+    try:
+        yield desk
+    finally:
+        desk.stage.hands.gate.set()
+        await desk.door.close()
+        await server.stop(None)
+
+
+async def refusal(http: httpx.AsyncClient, body: Any = TWO_TWO, **headers: str) -> tuple[int, str]:
+    answer = await http.post("/api/roles", json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+    return answer.status_code, answer.json()["error"]["message"] if "error" in answer.json() else ""
+
+
+async def test_the_page_is_one_file_and_its_policy_allows_that_file_and_nothing_else(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (_, http):
+        answer = await http.get("/")
+    assert answer.status_code == 200 and answer.headers["content-type"] == "text/html; charset=utf-8"
+    policy = dict(part.split(" ", 1) for part in answer.headers["content-security-policy"].split("; "))
+    for kind in ("script", "style"):
+        (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert policy[f"{kind}-src"] == f"'sha256-{digest}'"
+    assert (policy["default-src"], policy["connect-src"]) == ("'none'", "'self'")
+    assert policy["require-trusted-types-for"] == "'script'" and policy["frame-ancestors"] == "'none'"
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)|\bon[a-z]+=["']|innerHTML|style=["']""", answer.text)
+
+
+async def test_what_it_is_told_is_what_was_served_and_only_what_is_new(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (router, http):
+        spec = text_spec(request_id="mine")
+        await router.generation.Generate(pb.GenerateRequest(spec=spec))
+        told = (await http.get("/api/cluster")).json()
+        assert (told["router"]["finished"], told["router"]["model"]) == (1, "model")
+        assert [(w["id"], w["role"], w["state"]) for w in told["workers"]] == [
+            ("decode-0", "decode", "ready"),
+            ("prefill-0", "prefill", "ready"),
+        ]
+        (life,) = told["activity"]["requests"]
+        assert (life["request_id"], life["outcome"], life["prompt_tokens"]) == ("mine", "finished", 5)
+        assert "hello" not in json.dumps(told) and "yes" not in json.dumps(told), "neither prompts nor outputs"
+        assert told["controller"] is None and told["change"]["may"] is False
+        assert "without a controller" in told["change"]["why"]
+        again = {"life": told["activity"]["life"], "request": life["number"], "second": 10**9}
+        later = (await http.get("/api/cluster", params=again)).json()
+        assert later["activity"]["requests"] == later["activity"]["seconds"] == []
+        assert (await http.get("/api/cluster", params=again | {"life": "x"})).json()["activity"]["requests"] == [life]
+        for wrong in ("-1", "x", "9" * 30, "１"):
+            answer = await http.get("/api/cluster", params={"second": wrong})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "second")
+
+
+async def test_data_and_changes_need_the_scope_admin_and_the_page_itself_nothing(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text(render_keys(KEYS))
+    async with serving(tmp_path, keys_file=str(tmp_path / "keys.yaml")) as (router, http):
+        assert (await http.get("/")).status_code == 200
+        for headers, status in (({}, 401), ({"authorization": "Bearer baton-a"}, 403), (ADMIN, 200)):
+            assert (await http.get("/api/cluster", headers=headers)).status_code == status
+        assert [(await refusal(http))[0], (await refusal(http, authorization="Bearer baton-a"))[0]] == [401, 403]
+        async with controlled(router, tmp_path / "controller", KeyRing(KEYS)) as desk:
+            told = (await http.get("/api/cluster", headers=ADMIN)).json()
+            assert told["change"] == {"may": True, "why": ""} and told["controller"]["version"] == 1
+            planned = await http.post("/api/roles", json=TWO_TWO, headers=ADMIN)
+            assert planned.status_code == 200 and planned.json()["is_change"] is False
+            (step,) = planned.json()["plan"]["steps"]
+            assert re.fullmatch(r"flip decode-\d to prefill", step) and desk.stage.split() == (1, 3)
+        # The router passes keys on, and it is the controller that lets them change something.
+        async with controlled(router, tmp_path / "strict", KeyRing(KEYS[:1])):
+            assert (await refusal(http, **ADMIN))[0] == 401
+            told = (await http.get("/api/cluster", headers=ADMIN)).json()
+            assert told["controller"] is None and told["change"]["why"].startswith("the controller does not answer: ")
+
+
+async def test_a_plan_changes_nothing_and_is_applied_once_by_whoever_comes_first(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as desk:
+        plan = (await http.post("/api/roles", json=TWO_TWO)).json()
+        assert plan["plan"]["changes"] == ["roles.prefill.devices: 2", "roles.decode.devices: 2"]
+        assert (plan["version"], desk.door.version, desk.file.load().roles.prefill.devices) == (1, 1, 1)
+        wanted = [{"prefill": p, "decode": 4 - p, "dry_run": False, "expected_version": 1} for p in (2, 3)]
+        desk.stage.hands.gate.clear()
+        answers = await asyncio.gather(*(http.post("/api/roles", json=each) for each in wanted))
+        changing = (await http.get("/api/cluster")).json()["controller"]["changing"]
+        assert changing["done"] == 0 and changing["steps"]
+        desk.stage.hands.gate.set()
+        assert sorted(answer.status_code for answer in answers) == [200, 400]
+        won = wanted[[answer.status_code for answer in answers].index(200)]["prefill"]
+        async for event in desk.events.after(0):
+            if event.kind.name == "CHANGED":
+                break
+        assert desk.stage.split() == (won, 4 - won) and desk.file.load().roles.prefill.devices == won
+        await asyncio.sleep(0.6)  # what the controller said is told again for half a second
+        events = (await http.get("/api/cluster")).json()["controller"]["events"]
+        assert [event["kind"] for event in events][-2:] == ["step_done", "changed"]
+        status, why = await refusal(http, {"prefill": 9, "decode": 0, "dry_run": True})
+        assert status == 400 and "decode" in why
+
+
+async def test_another_site_or_a_name_that_points_here_changes_nothing(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as desk:
+        host = router.server.http_address
+        for headers in (
+            {"origin": "http://evil.example"},
+            {"origin": "null"},
+            {"sec_fetch_site": "cross-site"},
+            {"sec_fetch_site": "same-site"},
+            {"host": f"evil.example:{host.rpartition(':')[2]}"},
+            {"host": "127.0.0.1.evil.example"},
+        ):
+            status, why = await refusal(http, {**TWO_TWO, "dry_run": False}, **headers)
+            assert status == 403, (headers, why)
+        form = await http.post("/api/roles", content=json.dumps(TWO_TWO), headers={"content-type": "text/plain"})
+        assert form.status_code == 400 and "application/json" in form.text
+        fine = {"origin": f"http://{host}", "sec-fetch-site": "same-origin"}
+        assert (await http.post("/api/roles", json=TWO_TWO, headers=fine)).status_code == 200
+        named = {"host": f"localhost:{host.rpartition(':')[2]}"}
+        assert (await http.post("/api/roles", json=TWO_TWO, headers=named)).status_code == 200
+        assert desk.stage.split() == (1, 3)
+
+
+async def test_where_everybody_can_come_nobody_changes_anything(tmp_path: Path) -> None:
+    async with (
+        serving(tmp_path, host="0.0.0.0", insecure=True) as (router, http),
+        controlled(router, tmp_path / "controller"),
+    ):
+        change = (await http.get("/api/cluster")).json()["change"]
+        assert change["may"] is False and "set auth.keys_file or tls.client_ca" in change["why"]
+        assert await refusal(http) == (403, change["why"])
+
+
+WRONG_BODIES = [
+    ("{", "body"),
+    ("[]", "body"),
+    ("{}", "prefill"),
+    ('{"prefill": -1, "decode": 1, "dry_run": true}', "prefill"),
+    ('{"prefill": 1, "decode": 1e9, "dry_run": true}', "decode"),
+    ('{"prefill": "1", "decode": 1, "dry_run": true}', "prefill"),
+    ('{"prefill": true, "decode": 1, "dry_run": true}', "prefill"),
+    ('{"prefill": 1, "decode": 1, "dry_run": 1}', "dry_run"),
+    ('{"prefill": 1, "decode": 1, "dry_run": true, "force": true}', "force"),
+    ('{"prefill": 1, "decode": 1, "dry_run": true, "expected_version": 18446744073709551616}', "expected_version"),
+    ("\xff", "body"),
+    (" " * 5000, "larger"),
+]
+
+
+async def test_a_body_with_a_mistake_is_refused_by_name(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as desk:
+        headers = {"content-type": "application/json; charset=utf-8"}
+        for body, where in WRONG_BODIES:
+            answer = await http.post("/api/roles", content=body.encode("latin-1"), headers=headers)
+            assert answer.status_code == 400 and where in answer.json()["error"]["message"], answer.text
+        assert desk.stage.split() == (1, 3)
+
+
+async def test_a_controller_that_is_gone_is_said_and_found_again_elsewhere(tmp_path: Path) -> None:
+    async with serving(tmp_path) as (router, http):
+        async with controlled(router, tmp_path / "first"):
+            assert (await http.get("/api/cluster")).json()["change"]["may"] is True
+        await asyncio.sleep(0.6)
+        told = (await http.get("/api/cluster")).json()
+        assert told["change"]["may"] is False and "does not answer" in told["change"]["why"]
+        assert len(told["workers"]) == 2 and (await refusal(http))[0] == 503
+        async with controlled(router, tmp_path / "second"):
+            assert (await http.get("/api/cluster")).json()["change"]["may"] is True
