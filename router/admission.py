@@ -43,6 +43,8 @@ _MORE_SEQUENCES = 2
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.25, 60.0
 _SWEEP_S = 0.1
 """In an overload, the queue is looked through so often."""
+_SPARE_SHARE, _SPARE_UP_TO = 0.5, 0.875
+"""Of what decode workers hold: so much may be work that can wait, and up to so much it is added to."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,26 @@ class Admission:
             if held.num_sequences + work.num_sequences > places:
                 return False
         return not self._overload.is_on(now) or self._keeps_pace(work)
+
+    def has_spare(self, num_running: int, now: float) -> bool:
+        """Whether one more sequence may be begun of work that can wait, of which so many run: nobody waits, the next
+        prompt would be in time, and places stay free. While others run, their steps keep the objective as well."""
+        held, decode, work = self._in_flight, self._fleet.ready(DECODE), Work(1, 1, 2)
+        if self._queue or not self._fleet.can_serve or self._overload.is_on(now) or not self.has_room(work, now):
+            return False
+        if not num_running:
+            return not held or self._keeps_pace(work)
+        places = sum(w.info.max_num_seqs for w in decode if w.info is not None)
+        pool = sum(worker.kv_tokens for worker in decode)
+        if num_running >= _SPARE_SHARE * places or held.num_sequences >= _SPARE_UP_TO * places:
+            return False
+        if pool and held.num_expected_tokens > _SPARE_UP_TO * pool:
+            return False
+        if len(held) > num_running:
+            return self._keeps_pace(work)
+        workers = self._fleet.ready(PREFILL) or decode
+        is_free = any(not self._ledger[worker.worker_id].num_prompts for worker in workers)
+        return is_free or self._prompts_s(NO_STEP) <= _MOST_PROMPTS * self.objectives.ttft_s
 
     def started(self, live: LiveRequest, now: float) -> None:
         """Workers have it."""
