@@ -1,0 +1,244 @@
+"""The batch store in Redis, for routers that share one: each change is one Lua script, all of it or nothing.
+
+    record:ID               hash: kind, tenant, data, ends_at, version
+    list:KIND:TENANT, open  sorted sets of ids, in the order in which they were added
+    ends                    sorted set of ids, by when they may be swept away
+    pieces:ID               hash: the pieces of a file by number; it ends by itself until its file is added
+    claim:ID                hash: owner, epoch, until_ms, and how many lines have a good and a bad answer
+    answers:ID              hash: the answers by number, each behind 1 (good) or 0
+
+Time is the server's. What Redis loses is lost: a batch that it has lost is over for whoever works on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from cluster.state import StoreAway
+from router.batches.store import ORPHAN_S, Answer, Claim, Kind, Record
+
+PREFIX = "baton:{batches}:"
+"""With a tag, so that Redis Cluster would keep all of it in one place."""
+_CONNECT_S, _ANSWER_S = 1.0, 5.0
+_FIELDS = ("kind", "tenant", "data", "ends_at", "version")
+
+_ADD = """
+local p, id, kind, tenant, data, ends_at, version = KEYS[1], unpack(ARGV)
+redis.call('HSET', p .. 'record:' .. id, 'kind', kind, 'tenant', tenant, 'data', data, 'ends_at', ends_at,
+  'version', version)
+local seq = redis.call('INCR', p .. 'seq')
+redis.call('ZADD', p .. 'list:' .. kind .. ':' .. tenant, 'NX', seq, id)
+redis.call('ZADD', p .. 'ends', ends_at, id)
+redis.call('PERSIST', p .. 'pieces:' .. id)
+if kind == 'batch' then redis.call('ZADD', p .. 'open', 'NX', seq, id) end
+return 1
+"""
+_REPLACE = """
+local p, id, tenant, data, ends_at, version, owner, epoch = KEYS[1], unpack(ARGV)
+local held = redis.call('HMGET', p .. 'record:' .. id, 'version', 'tenant')
+if held[1] ~= version or held[2] ~= tenant then return 0 end
+if owner then
+  local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
+  if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+end
+redis.call('HSET', p .. 'record:' .. id, 'data', data, 'ends_at', ends_at, 'version', tonumber(version) + 1)
+redis.call('ZADD', p .. 'ends', ends_at, id)
+return 1
+"""
+_REMOVE = """
+local p, kind, tenant, id = KEYS[1], unpack(ARGV)
+local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant')
+if held[1] ~= kind or held[2] ~= tenant then
+  redis.call('ZREM', p .. 'ends', id)
+  return 0
+end
+redis.call('DEL', p .. 'record:' .. id, p .. 'pieces:' .. id)
+redis.call('ZREM', p .. 'list:' .. kind .. ':' .. tenant, id)
+redis.call('ZREM', p .. 'ends', id)
+return 1
+"""
+_CLAIM = """
+local p, owner, ttl_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+for _, id in ipairs(redis.call('ZRANGE', p .. 'open', 0, -1)) do
+  local record = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'data', 'ends_at', 'version')
+  if not record[1] then
+    redis.call('ZREM', p .. 'open', id)
+    redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id)
+  elseif tonumber(redis.call('HGET', p .. 'claim:' .. id, 'until_ms') or 0) <= now then
+    local epoch = redis.call('HINCRBY', p .. 'claim:' .. id, 'epoch', 1)
+    redis.call('HSET', p .. 'claim:' .. id, 'owner', owner, 'until_ms', string.format('%.0f', now + ttl_ms))
+    return {id, epoch, record}
+  end
+end
+return {}
+"""
+_HOLD = """
+local p, id, owner, epoch, ttl_ms = KEYS[1], unpack(ARGV)
+local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
+if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+local time = redis.call('TIME')
+local till = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ttl_ms)
+redis.call('HSET', p .. 'claim:' .. id, 'until_ms', string.format('%.0f', till))
+return 1
+"""
+_CLOSE = """
+local p, id, owner, epoch = KEYS[1], unpack(ARGV)
+local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
+if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+redis.call('ZREM', p .. 'open', id)
+redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id)
+return 1
+"""
+_ANSWER = """
+local p, id, owner, epoch, number, is_good, data = KEYS[1], unpack(ARGV)
+local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
+if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+if redis.call('HSETNX', p .. 'answers:' .. id, number, is_good .. data) == 1 then
+  redis.call('HINCRBY', p .. 'claim:' .. id, is_good == '1' and 'good' or 'bad', 1)
+end
+return 1
+"""
+_PIECE = """
+local p, id, number, data, ttl_s = KEYS[1], unpack(ARGV)
+redis.call('HSET', p .. 'pieces:' .. id, number, data)
+redis.call('EXPIRE', p .. 'pieces:' .. id, ttl_s)
+return 1
+"""
+
+
+class RedisBatchStore:
+    """Lives in one event loop. `url` as in `cluster.state`; `prefix` keeps several apart in one Redis."""
+
+    def __init__(self, url: str, prefix: str = PREFIX) -> None:
+        """Connects at the first call."""
+        self._prefix = prefix
+        self._client: Redis = Redis.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=_CONNECT_S, socket_timeout=_ANSWER_S
+        )
+        scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _PIECE)
+        self._scripts = {text: self._client.register_script(text) for text in scripts}
+
+    async def add(self, record: Record) -> None:
+        values = (record.record_id, record.kind, record.tenant, record.data, record.ends_at, record.version)
+        await self._run(_ADD, *values)
+
+    async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
+        record = (await self._records([record_id]))[0]
+        return record if record is not None and (record.kind, record.tenant) == (kind, tenant) else None
+
+    async def page(
+        self, kind: Kind, tenant: str, *, after: str | None, limit: int, is_ascending: bool
+    ) -> list[Record] | None:
+        key, is_descending = f"{self._prefix}list:{kind}:{tenant}", not is_ascending
+        rank = -1
+        if after is not None:
+            find = self._client.zrank if is_ascending else self._client.zrevrank
+            found = await self._ask(lambda: find(key, after))
+            if found is None:
+                return None
+            rank = found
+        ids = await self._ask(lambda: self._client.zrange(key, rank + 1, rank + limit, desc=is_descending))
+        records = await self._records([record_id.decode() for record_id in ids])
+        return [record for record in records if record is not None]
+
+    async def replace(self, record: Record, claim: Claim | None = None) -> bool:
+        values = (record.record_id, record.tenant, record.data, record.ends_at, record.version)
+        held = () if claim is None else (claim.owner, claim.epoch)
+        return bool(await self._run(_REPLACE, *values, *held))
+
+    async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
+        return bool(await self._run(_REMOVE, kind, tenant, record_id))
+
+    async def ended(self, now: float, limit: int) -> Sequence[Record]:
+        key = f"{self._prefix}ends"
+        ids = await self._ask(lambda: self._client.zrange(key, "-inf", now, byscore=True, offset=0, num=limit))
+        records = await self._records([record_id.decode() for record_id in ids])
+        lost = [record_id for record_id, record in zip(ids, records, strict=True) if record is None]
+        if lost:
+            await self._ask(lambda: self._client.zrem(key, *lost))
+        return [record for record in records if record is not None]
+
+    async def put_piece(self, file_id: str, number: int, data: bytes) -> None:
+        await self._run(_PIECE, file_id, number, data, int(ORPHAN_S))
+
+    async def piece(self, file_id: str, number: int) -> bytes | None:
+        key = f"{self._prefix}pieces:{file_id}"
+        found: bytes | None = await self._ask(lambda: self._client.hget(key, str(number)))
+        return found
+
+    async def claim(self, owner: str, ttl_s: float) -> tuple[Claim, Record] | None:
+        found = await self._run(_CLAIM, owner, round(1000 * ttl_s))
+        if not found:
+            return None
+        record = _record(found[0].decode(), found[2])
+        assert record is not None
+        return Claim(record.record_id, owner, found[1]), record
+
+    async def renew(self, claim: Claim, ttl_s: float) -> bool:
+        return bool(await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, round(1000 * ttl_s)))
+
+    async def release(self, claim: Claim) -> None:
+        await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, 0)
+
+    async def close_batch(self, claim: Claim) -> None:
+        await self._run(_CLOSE, claim.batch_id, claim.owner, claim.epoch)
+
+    async def answer(self, claim: Claim, answer: Answer) -> bool:
+        values = (answer.number, int(answer.is_good), answer.data)
+        return bool(await self._run(_ANSWER, claim.batch_id, claim.owner, claim.epoch, *values))
+
+    async def counts(self, batch_id: str) -> tuple[int, int]:
+        key = f"{self._prefix}claim:{batch_id}"
+        good, bad = await self._ask(lambda: self._client.hmget(key, ["good", "bad"]))
+        return int(good or 0), int(bad or 0)
+
+    async def answered(self, batch_id: str) -> frozenset[int]:
+        return frozenset(map(int, await self._ask(lambda: self._client.hkeys(f"{self._prefix}answers:{batch_id}"))))
+
+    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[Answer]:
+        if not numbers:
+            return []
+        wanted = sorted(numbers)
+        fields = [str(number) for number in wanted]
+        found = await self._ask(lambda: self._client.hmget(f"{self._prefix}answers:{batch_id}", fields))
+        pairs = zip(wanted, found, strict=True)
+        return [Answer(number, data[:1] == b"1", data[1:]) for number, data in pairs if data is not None]
+
+    async def close(self) -> None:
+        await self._ask(lambda: self._client.aclose(close_connection_pool=True))
+
+    async def _records(self, ids: Sequence[str]) -> list[Record | None]:
+        """None in the place of one that is not there."""
+        if not ids:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for record_id in ids:
+            pipeline.hmget(f"{self._prefix}record:{record_id}", list(_FIELDS))
+        found = await self._ask(pipeline.execute)
+        return [_record(record_id, values) for record_id, values in zip(ids, found, strict=True)]
+
+    async def _run(self, script: str, *values: Any) -> Any:
+        return await self._ask(lambda: self._scripts[script](keys=[self._prefix], args=values))
+
+    async def _ask(self, call: Callable[[], Awaitable[Any] | Any]) -> Any:
+        """redis-py types one set of methods for blocking and asyncio clients."""
+        try:
+            return await call()
+        except (RedisError, OSError) as error:
+            raise StoreAway(f"{type(error).__name__}: {error}") from error
+
+
+def _record(record_id: str, values: Sequence[bytes | None]) -> Record | None:
+    kind, tenant, data, ends_at, version = values
+    if kind is None or tenant is None or data is None or ends_at is None or version is None:
+        return None
+    is_file = kind == b"file"
+    return Record("file" if is_file else "batch", record_id, tenant.decode(), data, float(ends_at), int(version))

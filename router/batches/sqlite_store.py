@@ -1,0 +1,240 @@
+"""The batch store in a file of SQLite, which several routers of one machine may share; or in memory.
+
+The journal is written ahead (WAL): what was committed survives the process, and readers do not wait for a writer. All
+calls run on one thread of the store's own. The file is opened at the first call, and again after a failure; it is
+readable by its owner only, as it holds prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+from cluster.state import StoreAway
+from router.batches.store import ORPHAN_S, Answer, Claim, Kind, Record
+
+T = TypeVar("T")
+
+_BUSY_S = 5.0
+"""Another process may hold the file for so long."""
+_IN_MEMORY = ":memory:"
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, record_id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
+  data BLOB NOT NULL, ends_at REAL NOT NULL, version INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_tenant ON records (kind, tenant, seq);
+CREATE INDEX IF NOT EXISTS by_end ON records (ends_at);
+CREATE TABLE IF NOT EXISTS pieces (
+  file_id TEXT NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL, written_at REAL NOT NULL,
+  PRIMARY KEY (file_id, number));
+CREATE TABLE IF NOT EXISTS open_batches (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, batch_id TEXT NOT NULL UNIQUE, owner TEXT NOT NULL DEFAULT '',
+  epoch INTEGER NOT NULL DEFAULT 0, held_until REAL NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS answers (
+  batch_id TEXT NOT NULL, number INTEGER NOT NULL, is_good INTEGER NOT NULL, data BLOB NOT NULL,
+  PRIMARY KEY (batch_id, number));
+"""
+_RECORD = "kind, record_id, tenant, data, ends_at, version"
+_HELD = "EXISTS (SELECT 1 FROM open_batches WHERE batch_id = ? AND owner = ? AND epoch = ?)"
+
+
+class SqliteStore:
+    """`path` None: in memory. `~` in it is the home directory of the process."""
+
+    def __init__(self, path: str | None, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self._connection: sqlite3.Connection | None = None
+
+    async def add(self, record: Record) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            values = (record.kind, record.record_id, record.tenant, record.data, record.ends_at, record.version)
+            db.execute(
+                f"INSERT INTO records ({_RECORD}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (record_id) DO UPDATE SET "
+                "data = excluded.data, ends_at = excluded.ends_at, version = excluded.version",
+                values,
+            )
+            if record.kind == "batch":
+                db.execute("INSERT OR IGNORE INTO open_batches (batch_id) VALUES (?)", (record.record_id,))
+
+        await self._run(work)
+
+    async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
+        query = f"SELECT {_RECORD} FROM records WHERE kind = ? AND tenant = ? AND record_id = ?"
+        rows = await self._run(lambda db: db.execute(query, (kind, tenant, record_id)).fetchall())
+        return Record(*rows[0]) if rows else None
+
+    async def page(
+        self, kind: Kind, tenant: str, *, after: str | None, limit: int, is_ascending: bool
+    ) -> list[Record] | None:
+        order, beyond = ("ASC", ">") if is_ascending else ("DESC", "<")
+
+        def work(db: sqlite3.Connection) -> list[Record] | None:
+            where, values = "kind = ? AND tenant = ?", [kind, tenant]
+            if after is not None:
+                found = db.execute(f"SELECT seq FROM records WHERE {where} AND record_id = ?", (*values, after))
+                row = found.fetchone()
+                if row is None:
+                    return None
+                where, values = f"{where} AND seq {beyond} ?", [*values, row[0]]
+            query = f"SELECT {_RECORD} FROM records WHERE {where} ORDER BY seq {order} LIMIT ?"
+            return [Record(*row) for row in db.execute(query, (*values, limit))]
+
+        return await self._run(work)
+
+    async def replace(self, record: Record, claim: Claim | None = None) -> bool:
+        where = "record_id = ? AND tenant = ? AND version = ?"
+        values: list[object] = [record.data, record.ends_at, record.record_id, record.tenant, record.version]
+        if claim is not None:
+            where, values = f"{where} AND {_HELD}", [*values, claim.batch_id, claim.owner, claim.epoch]
+        query = f"UPDATE records SET data = ?, ends_at = ?, version = version + 1 WHERE {where}"
+        return await self._run(lambda db: db.execute(query, values).rowcount == 1)
+
+    async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
+        def work(db: sqlite3.Connection) -> bool:
+            where = "DELETE FROM records WHERE kind = ? AND tenant = ? AND record_id = ?"
+            is_gone = db.execute(where, (kind, tenant, record_id)).rowcount == 1
+            if is_gone:
+                db.execute("DELETE FROM pieces WHERE file_id = ?", (record_id,))
+            return is_gone
+
+        return await self._run(work)
+
+    async def ended(self, now: float, limit: int) -> Sequence[Record]:
+        query = f"SELECT {_RECORD} FROM records WHERE ends_at <= ? LIMIT ?"
+        orphans = "DELETE FROM pieces WHERE written_at <= ? AND file_id NOT IN (SELECT record_id FROM records)"
+
+        def work(db: sqlite3.Connection) -> list[Record]:
+            db.execute(orphans, (now - ORPHAN_S,))
+            return [Record(*row) for row in db.execute(query, (now, limit))]
+
+        return await self._run(work)
+
+    async def put_piece(self, file_id: str, number: int, data: bytes) -> None:
+        query = "INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)"
+        await self._run(lambda db: db.execute(query, (file_id, number, data, self._clock())))
+
+    async def piece(self, file_id: str, number: int) -> bytes | None:
+        query = "SELECT data FROM pieces WHERE file_id = ? AND number = ?"
+        row = await self._run(lambda db: db.execute(query, (file_id, number)).fetchone())
+        return None if row is None else bytes(row[0])
+
+    async def claim(self, owner: str, ttl_s: float) -> tuple[Claim, Record] | None:
+        now = self._clock()
+
+        def work(db: sqlite3.Connection) -> tuple[Claim, Record] | None:
+            query = (
+                f"SELECT epoch, {_RECORD} FROM open_batches JOIN records ON record_id = batch_id "
+                "WHERE held_until <= ? ORDER BY open_batches.seq LIMIT 1"
+            )
+            row = db.execute(query, (now,)).fetchone()
+            if row is None:
+                return None
+            record = Record(*row[1:])
+            claim = Claim(record.record_id, owner, row[0] + 1)
+            held = "UPDATE open_batches SET owner = ?, epoch = ?, held_until = ? WHERE batch_id = ?"
+            db.execute(held, (owner, claim.epoch, now + ttl_s, claim.batch_id))
+            return claim, record
+
+        return await self._run(work)
+
+    async def renew(self, claim: Claim, ttl_s: float) -> bool:
+        return await self._hold_until(claim, self._clock() + ttl_s)
+
+    async def release(self, claim: Claim) -> None:
+        await self._hold_until(claim, 0.0)
+
+    async def close_batch(self, claim: Claim) -> None:
+        def work(db: sqlite3.Connection) -> None:
+            query = "DELETE FROM open_batches WHERE batch_id = ? AND owner = ? AND epoch = ?"
+            if db.execute(query, (claim.batch_id, claim.owner, claim.epoch)).rowcount:
+                db.execute("DELETE FROM answers WHERE batch_id = ?", (claim.batch_id,))
+
+        await self._run(work)
+
+    async def answer(self, claim: Claim, answer: Answer) -> bool:
+        def work(db: sqlite3.Connection) -> bool:
+            if not db.execute(f"SELECT {_HELD}", (claim.batch_id, claim.owner, claim.epoch)).fetchone()[0]:
+                return False
+            values = (claim.batch_id, answer.number, answer.is_good, answer.data)
+            db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", values)
+            return True
+
+        return await self._run(work)
+
+    async def counts(self, batch_id: str) -> tuple[int, int]:
+        query = "SELECT COALESCE(SUM(is_good), 0), COUNT(*) FROM answers WHERE batch_id = ?"
+        good, both = await self._run(lambda db: db.execute(query, (batch_id,)).fetchone())
+        return good, both - good
+
+    async def answered(self, batch_id: str) -> frozenset[int]:
+        query = "SELECT number FROM answers WHERE batch_id = ?"
+        return frozenset(row[0] for row in await self._run(lambda db: db.execute(query, (batch_id,)).fetchall()))
+
+    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[Answer]:
+        if not numbers:
+            return []
+        query = (
+            "SELECT number, is_good, data FROM answers WHERE batch_id = ? AND number BETWEEN ? AND ? ORDER BY number"
+        )
+        wanted, bounds = frozenset(numbers), (batch_id, min(numbers), max(numbers))
+        rows = await self._run(lambda db: db.execute(query, bounds).fetchall())
+        return [Answer(number, bool(is_good), bytes(data)) for number, is_good, data in rows if number in wanted]
+
+    async def close(self) -> None:
+        def end() -> None:
+            if self._connection is not None:
+                self._connection.close()
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, end)
+        self._thread.shutdown()
+
+    async def _hold_until(self, claim: Claim, until: float) -> bool:
+        query = "UPDATE open_batches SET held_until = ? WHERE batch_id = ? AND owner = ? AND epoch = ?"
+        values = (until, claim.batch_id, claim.owner, claim.epoch)
+        return await self._run(lambda db: db.execute(query, values).rowcount == 1)
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """In one transaction. One that was begun ends, also where nobody waits for it any more."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
+
+    def _in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            if self._connection is None:
+                self._connection = _opened(self._path)
+            db = self._connection
+            db.execute("BEGIN IMMEDIATE")
+            with db:
+                return work(db)
+        except (sqlite3.Error, OSError) as error:
+            if self._connection is not None and self._path is not None:
+                self._connection.close()
+                self._connection = None
+            raise StoreAway(f"the file of batches cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _opened(path: str | None) -> sqlite3.Connection:
+    if path is None:
+        connection = sqlite3.connect(_IN_MEMORY, isolation_level=None, check_same_thread=False)
+        connection.executescript(_SCHEMA)
+        return connection
+    file = Path(path).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
+    connection = sqlite3.connect(file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        with closing(connection.execute("PRAGMA journal_mode = WAL")):
+            connection.execute("PRAGMA synchronous = NORMAL")
+        connection.executescript(_SCHEMA)
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
