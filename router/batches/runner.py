@@ -1,0 +1,340 @@
+"""Who works on batches: claims those that are open, brings each from status to status, and ends them.
+
+    claim -> validate -> run lines in idle capacity, keeping each answer -> write the result -> close
+      the claim is lost, or the store is away -> all of it is dropped: whoever claims it next goes on from the answers
+      cancelled, or the time is over          -> what runs is dropped, and the result tells what was answered
+
+A line runs until it has an answer: one that workers had no room for, or that lost its worker, is tried again. Owns the
+tasks; how a line is answered is its caller's (`AnswerLine`), what a file must be is of `input_lines`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+from cluster.state import StoreAway
+from router.batches.idle import IdleCapacity
+from router.batches.input_lines import Checker, Line
+from router.batches.records import (
+    FAILED,
+    FINALIZING,
+    IN_PROGRESS,
+    KEPT_S,
+    VALIDATING,
+    Batch,
+    Problem,
+)
+from router.batches.results import InputGone, answer_line, lines_of, pieces_of, write_results
+from router.batches.store import BatchStore, Claim, Record
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LEASE_S = 6.0
+"""After so long without a word, others may go on with the batches of a router."""
+SWEEP_EVERY_S = 60.0
+MOST_BATCHES = 16
+"""That one router works on at a time."""
+MOST_FAILURES = 10
+"""A line that workers were lost with so often is answered with that: it may be the reason."""
+_LONGEST_PAUSE_S = 60.0
+_SWEEP_AT_ONCE = 100
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of running a line once."""
+
+    status: int
+    body: dict[str, Any]
+    retry_after_s: float | None = None
+    """Not None: it is no answer, and may be tried again then."""
+    is_refusal: bool = False
+    """It has not run."""
+
+
+AnswerLine = Callable[[Batch, dict[str, Any], str], Awaitable[Tried]]
+"""Of a batch, the body of a line, under a request id."""
+
+
+class ClaimLost(Exception):
+    """Another router has the batch, or the store has lost it."""
+
+
+@dataclass
+class Held:
+    """A batch that is worked on here."""
+
+    claim: Claim
+    record: Record
+    batch: Batch
+    changed: asyncio.Event
+    """Somebody may have cancelled it."""
+
+
+class BatchRunner:
+    """Lives in one event loop: `start`, then `stop`."""
+
+    def __init__(
+        self,
+        store: BatchStore,
+        idle: IdleCapacity,
+        answer: AnswerLine,
+        *,
+        most_line_bytes: int,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        """Lines: completed, failed and retried."""
+        self._store = store
+        self._idle = idle
+        self._answer = answer
+        self._most_line_bytes = most_line_bytes
+        self._lease_s = lease_s
+        self._owner = secrets.token_hex(12)
+        self._held: dict[str, Held] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._woken = asyncio.Event()
+        self._is_away = False
+        self._swept_at = 0.0
+
+    def start(self) -> None:
+        self._begin(self._follow(), "batches")
+
+    async def stop(self) -> None:
+        """Drops what runs, for whoever goes on, and lets others do so at once."""
+        held = list(self._held.values())
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            for one in held:
+                await self._store.release(one.claim)
+        except StoreAway as error:
+            log.warning("batches were not given back, others go on with them in %g s: %s", self._lease_s, error)
+
+    def wake(self, batch_id: str = "") -> None:
+        """There is a new batch, or somebody has changed this one."""
+        self._woken.set()
+        if batch_id in self._held:
+            self._held[batch_id].changed.set()
+
+    def _begin(self, work: Any, name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _follow(self) -> None:
+        """Looks for batches when there is a new one, and now and then for those that others have left."""
+        while True:
+            self._woken.clear()
+            try:
+                await self._claim()
+                await self._sweep()
+                if self._is_away:
+                    log.warning("the batch store is back")
+                self._is_away = False
+            except StoreAway as error:
+                if not self._is_away:
+                    log.warning("the batch store is away, no batch is worked on meanwhile: %s", error)
+                self._is_away = True
+            except Exception:
+                log.exception("looking for batches failed")
+            try:
+                async with asyncio.timeout(self._lease_s / 3):
+                    await self._woken.wait()
+            except TimeoutError:
+                continue
+
+    async def _claim(self) -> None:
+        while len(self._held) < MOST_BATCHES:
+            found = await self._store.claim(self._owner, self._lease_s)
+            if found is None:
+                return
+            claim, record = found
+            held = Held(claim, record, Batch.from_json(record.data), asyncio.Event())
+            self._held[claim.batch_id] = held
+            self._begin(self._hold(held), f"batch {claim.batch_id}")
+
+    async def _sweep(self) -> None:
+        """Drops files whose time is over, and what is known of batches that ended long ago."""
+        now = time.time()
+        if now - self._swept_at < SWEEP_EVERY_S:
+            return
+        ended = await self._store.ended(now, _SWEEP_AT_ONCE)
+        for record in ended:
+            await self._store.remove(record.kind, record.tenant, record.record_id)
+        if len(ended) < _SWEEP_AT_ONCE:
+            self._swept_at = now
+
+    async def _hold(self, held: Held) -> None:
+        """Works on it as long as the claim holds."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                keeper = group.create_task(self._keep(held))
+                await self._advance(held)
+                keeper.cancel()
+        except* ClaimLost:
+            log.warning("batch %s is worked on by another router now, or was lost", held.claim.batch_id)
+        except* StoreAway as errors:
+            log.warning("batch %s waits for the store: %s", held.claim.batch_id, _first_of(errors))
+        except* Exception:
+            log.exception("batch %s could not go on; it is tried again", held.claim.batch_id)
+        finally:
+            if self._held.get(held.claim.batch_id) is held:
+                del self._held[held.claim.batch_id]
+            self._woken.set()
+
+    async def _keep(self, held: Held) -> None:
+        """Renews the claim, and looks whether the batch was cancelled. Raises ClaimLost."""
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            if not await self._insist(lambda: self._store.renew(held.claim, self._lease_s)):
+                raise ClaimLost
+            record = await self._insist(lambda: self._store.find("batch", held.record.tenant, held.record.record_id))
+            if record is None:
+                raise ClaimLost
+            if record.version != held.record.version:
+                held.changed.set()
+
+    async def _advance(self, held: Held) -> None:
+        """From status to status. Somebody may have cancelled it before any of them."""
+        while not held.batch.is_over:
+            try:
+                match held.batch.status:
+                    case "validating":
+                        await self._validate(held)
+                    case "in_progress":
+                        await self._run(held)
+                    case _:
+                        await self._finalize(held)
+            except InputGone:
+                problem = Problem("input_file_gone", "the input file was deleted, or has expired")
+                await self._fail(held, [problem])
+        await self._store.close_batch(held.claim)
+
+    async def _validate(self, held: Held) -> None:
+        batch = held.batch
+        checker = Checker(batch.endpoint, self._most_line_bytes)
+        async for piece in pieces_of(self._store, batch.tenant, batch.input_file_id):
+            if not await asyncio.to_thread(checker.feed, piece):
+                break
+        else:
+            await asyncio.to_thread(checker.end)
+        if checker.problems:
+            await self._fail(held, checker.problems)
+        else:
+            await self._change(held, VALIDATING, lambda b: b.to(IN_PROGRESS, time.time(), total=checker.total))
+
+    async def _run(self, held: Held) -> None:
+        """Until each line has its answer, the time is over, or it was cancelled."""
+        lines = asyncio.create_task(self._run_lines(held), name=f"lines of {held.batch.batch_id}")
+        try:
+            while held.batch.status == IN_PROGRESS and not lines.done() and time.time() < held.batch.expires_at:
+                await self._until_changed(held, lines)
+        finally:
+            lines.cancel()
+            await asyncio.gather(lines, return_exceptions=True)
+        error = None if lines.cancelled() else lines.exception()
+        if error is not None:
+            raise _first_of(error)
+        await self._change(held, IN_PROGRESS, lambda b: b.to(FINALIZING, time.time()))
+
+    async def _until_changed(self, held: Held, lines: asyncio.Task[None]) -> None:
+        """Or the lines have ended, or the time is over."""
+        changed = asyncio.create_task(held.changed.wait())
+        try:
+            time_left_s = max(0.0, held.batch.expires_at - time.time())
+            await asyncio.wait((lines, changed), timeout=time_left_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changed.cancel()
+        if held.changed.is_set():
+            held.changed.clear()
+            await self._reload(held)
+
+    async def _run_lines(self, held: Held) -> None:
+        batch = held.batch
+        answered = await self._store.answered(batch.batch_id)
+        async with asyncio.TaskGroup() as group:
+            async for line in lines_of(self._store, batch, self._most_line_bytes):
+                if line.number not in answered:
+                    await self._idle.enter(lambda line=line: group.create_task(self._run_line(held, line)))  # type: ignore[misc]  # mypy infers no lambda with a default
+
+    async def _run_line(self, held: Held, line: Line) -> None:
+        request_id = held.batch.request_id(line.number)
+        tried = await self._until_answered(held.batch, line, request_id)
+        answer = answer_line(line, request_id, tried.status, tried.body)
+        if not await self._insist(lambda: self._store.answer(held.claim, answer)):
+            raise ClaimLost
+        self.counts["completed" if answer.is_good else "failed"] += 1
+
+    async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> Tried:
+        num_failures = 0
+        while True:
+            tried = await self._answer(batch, line.body, request_id)
+            num_failures += not tried.is_refusal
+            if tried.retry_after_s is None or num_failures >= MOST_FAILURES:
+                return tried
+            self.counts["retried"] += 1
+            pause_s = min(_LONGEST_PAUSE_S, tried.retry_after_s * 2 ** max(0, num_failures - 1))
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            await self._idle.again()
+
+    async def _finalize(self, held: Held) -> None:
+        """Of one that was cancelled, too: what was answered is told."""
+        over = await write_results(self._store, held.batch, self._most_line_bytes, time.time())
+        await self._change(held, held.batch.status, lambda _: over)
+
+    async def _fail(self, held: Held, problems: list[Problem]) -> None:
+        told = [asdict(problem) for problem in problems]
+        completed, failed = await self._store.counts(held.batch.batch_id)
+        counts = {"completed": completed, "failed": failed}
+        await self._change(held, held.batch.status, lambda b: b.to(FAILED, time.time(), problems=told, **counts))
+
+    async def _change(self, held: Held, status: str, change: Callable[[Batch], Batch]) -> None:
+        """Changes it as long as it has this status; somebody who has cancelled it meanwhile comes first."""
+        while held.batch.status == status:
+            wanted = change(held.batch)
+            ends_at = (time.time() if wanted.is_over else wanted.expires_at) + KEPT_S
+            record = replace(held.record, data=wanted.to_json(), ends_at=ends_at)
+            if await self._store.replace(record, held.claim):
+                held.record, held.batch = replace(record, version=record.version + 1), wanted
+                return
+            if not await self._reload(held):
+                raise ClaimLost
+
+    async def _reload(self, held: Held) -> bool:
+        """False: nobody has changed it. Raises ClaimLost when it is not there any more."""
+        record = await self._store.find("batch", held.record.tenant, held.record.record_id)
+        if record is None:
+            raise ClaimLost
+        is_new = record.version != held.record.version
+        held.record, held.batch = record, Batch.from_json(record.data)
+        return is_new
+
+    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
+        """While the store is away for a moment. An answer was paid for, and one that comes late is fenced."""
+        until = time.monotonic() + 10 * self._lease_s
+        while True:
+            try:
+                return await call()
+            except StoreAway:
+                if time.monotonic() > until:
+                    raise
+                await asyncio.sleep(self._lease_s / 12)
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """What a group of tasks failed with first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,352 @@
+"""Batches from status to status: retries, cancels, time that is over, and routers that die in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.state import StoreAway
+from router.batches.idle import IdleCapacity
+from router.batches.records import CANCELLING, Batch, StoredFile
+from router.batches.runner import MOST_FAILURES, BatchRunner, Tried
+from router.batches.sqlite_store import SqliteStore
+from router.batches.store import Answer, BatchStore, Claim, Record
+
+ENDPOINT = "/v1/completions"
+OK = Tried(200, {"usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}})
+LEASE_S = 0.3
+
+
+class World:
+    """A store, and what was asked of its runners."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+        self.most = 4
+        self.runs: Counter[str] = Counter()
+        self.holds: set[str] = set()
+        """Prompts that get no answer."""
+        self.replies: dict[str, list[Tried]] = {}
+        self.began = asyncio.Event()
+        self.num_at_once = 0
+
+    def runner(self, **given: Any) -> BatchRunner:
+        idle = IdleCapacity(lambda num_running: num_running < self.most)
+        return BatchRunner(self.store, idle, self.answer, **{"most_line_bytes": 1000, "lease_s": LEASE_S} | given)
+
+    @contextlib.asynccontextmanager
+    async def running(self, **given: Any) -> AsyncIterator[BatchRunner]:
+        runner = self.runner(**given)
+        runner.start()
+        try:
+            yield runner
+        finally:
+            await runner.stop()
+
+    async def answer(self, batch: Batch, body: dict[str, Any], request_id: str) -> Tried:
+        prompt = body["prompt"]
+        self.runs[prompt] += 1
+        self.began.set()
+        self.num_at_once = max(self.num_at_once, len(self.holds))
+        while prompt in self.holds:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0)
+        return self.replies[prompt].pop(0) if self.replies.get(prompt) else OK
+
+    async def add(self, *prompts: str, batch_id: str = "batch_1", raw: bytes | None = None, **fields: Any) -> None:
+        now = int(time.time())
+        lines = [
+            {"custom_id": f"c-{prompt}", "method": "POST", "url": ENDPOINT, "body": {"prompt": prompt}}
+            for prompt in prompts
+        ]
+        data = "\n".join(map(json.dumps, lines)).encode() if raw is None else raw
+        half, file_id = len(data) // 2, f"file-{batch_id}"
+        for number, piece in enumerate((data[:half], data[half:])):
+            await self.store.put_piece(file_id, number, piece)
+        file = StoredFile(file_id, "acme", "in.jsonl", "batch", len(data), 2, now, now + 999)
+        await self.store.add(Record("file", file_id, "acme", file.to_json(), now + 999))
+        given = {"created_at": now, "expires_at": now + 999} | fields
+        batch = Batch(batch_id, "acme", "key", file_id, ENDPOINT, "24h", **given)
+        await self.store.add(Record("batch", batch_id, "acme", batch.to_json(), now + 9999))
+
+    async def batch(self, batch_id: str = "batch_1") -> Batch:
+        record = await self.store.find("batch", "acme", batch_id)
+        assert record is not None
+        return Batch.from_json(record.data)
+
+    async def until(self, condition: Callable[[Batch], bool], batch_id: str = "batch_1") -> Batch:
+        async with asyncio.timeout(20):
+            while not condition(batch := await self.batch(batch_id)):
+                await asyncio.sleep(0.005)
+        return batch
+
+    async def over(self, batch_id: str = "batch_1") -> Batch:
+        return await self.until(lambda batch: batch.is_over, batch_id)
+
+    async def cancel(self) -> None:
+        record = await self.store.find("batch", "acme", "batch_1")
+        assert record is not None
+        cancelling = Batch.from_json(record.data).to(CANCELLING, time.time())
+        assert await self.store.replace(replace(record, data=cancelling.to_json()))
+
+    async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        """Of a result."""
+        assert file_id is not None
+        record = await self.store.find("file", "acme", file_id)
+        assert record is not None
+        file = StoredFile.from_json(record.data)
+        pieces = [await self.store.piece(file_id, number) for number in range(file.num_pieces)]
+        data = b"".join(piece for piece in pieces if piece is not None)
+        assert len(data) == file.size_bytes and data.endswith(b"\n")
+        return [json.loads(line) for line in data.splitlines()]
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    store = SqliteStore(str(tmp_path / "b.db"))
+    yield World(store)
+    await store.close()
+
+
+async def test_a_batch_ends_with_each_line_answered_in_its_order(world: World) -> None:
+    world.replies["b"] = [Tried(400, {"error": {"message": "no"}})]
+    await world.add("a", "b", "c")
+    async with world.running() as runner:
+        batch = await world.over()
+    assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 3, 2, 1)
+    good, bad = await world.lines(batch.output_file_id), await world.lines(batch.error_file_id)
+    assert [line["custom_id"] for line in good] == ["c-a", "c-c"] and good[0]["error"] is None
+    assert good[0]["response"] == {"status_code": 200, "request_id": good[0]["id"], "body": OK.body}
+    assert [(line["custom_id"], line["response"]["status_code"]) for line in bad] == [("c-b", 400)]
+    assert batch.usage is not None
+    assert (batch.usage["total_tokens"], batch.usage["input_tokens_details"]["cached_tokens"]) == (10, 2)
+    assert list(batch.reached) == ["in_progress", "finalizing", "completed"]
+    assert runner.counts == {"completed": 2, "failed": 1}
+    assert await world.store.answered("batch_1") == frozenset()
+
+
+async def test_a_batch_whose_lines_all_fail_has_no_output_file(world: World) -> None:
+    world.replies["a"] = [Tried(400, {})]
+    await world.add("a")
+    async with world.running():
+        batch = await world.over()
+    assert (batch.status, batch.output_file_id) == ("completed", None) and batch.error_file_id is not None
+
+
+async def test_a_file_that_is_wrong_fails_the_batch_and_runs_nothing(world: World) -> None:
+    await world.add(raw=b'{"custom_id": "a"}\nnothing\n')
+    async with world.running():
+        batch = await world.over()
+    assert batch.status == "failed" and [problem["line"] for problem in batch.problems] == [1, 2]
+    assert not world.runs
+
+
+async def test_what_is_refused_for_load_is_tried_again_for_as_long_as_it_takes(world: World) -> None:
+    refused = Tried(429, {}, 0.001, is_refusal=True)
+    world.replies["a"] = [refused] * (3 * MOST_FAILURES)
+    await world.add("a")
+    async with world.running() as runner:
+        batch = await world.over()
+    assert (batch.completed, world.runs["a"], runner.counts["retried"]) == (1, 31, 30)
+
+
+async def test_a_line_that_workers_are_lost_with_is_answered_with_that_in_the_end(world: World) -> None:
+    world.replies["a"] = [Tried(503, {"error": {}}, 1e-6)] * 99
+    await world.add("a", "b")
+    async with world.running():
+        batch = await world.over()
+    assert (batch.completed, batch.failed, world.runs["a"]) == (1, 1, MOST_FAILURES)
+    assert (await world.lines(batch.error_file_id))[0]["response"]["status_code"] == 503
+
+
+async def test_no_more_lines_run_than_there_is_capacity_for_and_batches_take_turns(world: World) -> None:
+    first, second = [f"a{n}" for n in range(30)], [f"b{n}" for n in range(30)]
+    world.most, world.holds = 2, {*first, *second}
+    await world.add(*first, batch_id="batch_1")
+    await world.add(*second, batch_id="batch_2")
+    async with world.running():
+        seen: list[str] = []
+        async with asyncio.timeout(20):
+            while len(world.runs) < 20:
+                await asyncio.sleep(0.001)
+                running = [prompt for prompt in world.runs if prompt in world.holds]
+                assert len(running) <= 2
+                if len(running) == 2:
+                    seen.append(running[0][0])
+                    world.holds.remove(running[0])
+        assert abs(seen.count("a") - seen.count("b")) <= 4
+        world.holds.clear()
+        assert (await world.over("batch_1")).completed == (await world.over("batch_2")).completed == 30
+
+
+async def test_a_cancelled_batch_tells_what_was_answered_and_what_was_not(world: World) -> None:
+    world.holds = {"b"}
+    await world.add("a", "b")
+    async with world.running() as runner:
+        async with asyncio.timeout(20):
+            while await world.store.answered("batch_1") != {1}:
+                await asyncio.sleep(0.005)
+        await world.cancel()
+        runner.wake("batch_1")
+        batch = await world.over()
+    assert (batch.status, batch.completed, batch.failed) == ("cancelled", 1, 0)
+    assert [line["custom_id"] for line in await world.lines(batch.output_file_id)] == ["c-a"]
+    left = await world.lines(batch.error_file_id)
+    assert [(line["custom_id"], line["response"], line["error"]["code"]) for line in left] == [
+        ("c-b", None, "batch_cancelled")
+    ]
+
+
+async def test_a_cancel_at_another_router_is_heard_of(world: World) -> None:
+    world.holds = {"a"}
+    await world.add("a")
+    async with world.running():
+        await world.until(lambda batch: batch.status == "in_progress")
+        await world.cancel()
+        assert (await world.over()).status == "cancelled"
+
+
+async def test_a_batch_that_was_cancelled_before_anybody_looked_runs_nothing(world: World) -> None:
+    await world.add(raw=b"x" * 5000)
+    await world.cancel()
+    async with world.running():
+        batch = await world.over()
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("cancelled", None, None)
+
+
+async def test_what_is_not_answered_in_time_is_told_to_have_expired(world: World) -> None:
+    world.holds = {"b"}
+    await world.add("a", "b", "c", expires_at=int(time.time()) + 1)
+    async with world.running():
+        batch = await world.over()
+    assert (batch.status, batch.completed) == ("expired", 2)
+    assert [line["error"]["code"] for line in await world.lines(batch.error_file_id)] == ["batch_expired"]
+
+
+async def test_a_file_that_is_gone_fails_its_batch(world: World) -> None:
+    await world.add("a")
+    await world.store.remove("file", "acme", "file-batch_1")
+    async with world.running():
+        batch = await world.over()
+    assert batch.status == "failed" and batch.problems[0]["code"] == "input_file_gone"
+
+
+async def test_another_router_goes_on_from_the_answers_of_one_that_died(world: World) -> None:
+    prompts = [f"p{n}" for n in range(12)]
+    world.holds = set(prompts[6:])
+    await world.add(*prompts)
+    dead = world.runner()
+    dead.start()
+    async with asyncio.timeout(20):
+        while len(await world.store.answered("batch_1")) < 6:
+            await asyncio.sleep(0.005)
+    for task in list(dead._tasks):  # nothing is given back
+        task.cancel()
+    world.holds = set()
+    async with world.running():
+        batch = await world.over()
+    assert (batch.status, batch.completed) == ("completed", 12)
+    assert [line["custom_id"] for line in await world.lines(batch.output_file_id)] == [f"c-{p}" for p in prompts]
+    assert {prompt: world.runs[prompt] for prompt in prompts[:6]} == dict.fromkeys(prompts[:6], 1)
+
+
+async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World) -> None:
+    """Its claim is over, and its answer comes late."""
+    world.holds = {"a"}
+    await world.add("a")
+    async with world.running() as slow:
+        await world.began.wait()
+        world.store.renew = _never  # type: ignore[method-assign]  # it hears nothing of the store for a while
+        claim = next(iter(slow._held.values())).claim
+        async with asyncio.timeout(20):
+            while (found := await world.store.claim("other", 60.0)) is None:
+                await asyncio.sleep(0.01)
+        assert await world.store.answer(found[0], Answer(1, True, b"theirs"))
+        world.holds.clear()
+        async with asyncio.timeout(20):
+            while slow._held:
+                await asyncio.sleep(0.01)
+        assert claim.epoch == 1 and found[0].epoch == 2
+        assert [each.data for each in await world.store.answers("batch_1", [1])] == [b"theirs"]
+
+
+async def _never(claim: Claim, ttl_s: float) -> bool:
+    await asyncio.Event().wait()
+    return False
+
+
+async def test_a_stop_gives_a_batch_back_at_once(world: World) -> None:
+    world.holds = {"b"}
+    await world.add("a", "b")
+    async with world.running(lease_s=60.0):
+        async with asyncio.timeout(20):
+            while await world.store.answered("batch_1") != {1}:
+                await asyncio.sleep(0.005)
+    world.holds.clear()
+    async with world.running(lease_s=60.0):
+        assert (await world.over()).completed == 2
+    assert world.runs == {"a": 1, "b": 2}
+
+
+class Flaky(SqliteStore):
+    """Away for as long as it is told to be."""
+
+    is_away = False
+
+    async def _run(self, work: Any) -> Any:
+        if self.is_away:
+            raise StoreAway("it is away")
+        return await super()._run(work)
+
+
+async def test_answers_wait_for_a_store_that_is_away_for_a_moment(tmp_path: Path) -> None:
+    store = Flaky(str(tmp_path / "b.db"))
+    world = World(store)
+    world.holds = {"a"}
+    await world.add("a", "b")
+    async with world.running():
+        await world.until(lambda batch: batch.status == "in_progress")
+        async with asyncio.timeout(20):
+            while len(world.runs) < 2:
+                await asyncio.sleep(0.005)
+        store.is_away = True
+        world.holds.clear()
+        await asyncio.sleep(LEASE_S / 2)
+        store.is_away = False
+        assert (await world.over()).completed == 2
+    assert world.runs == {"a": 1, "b": 1}
+    await store.close()
+
+
+async def test_what_has_ended_long_ago_is_swept_away(world: World) -> None:
+    await world.store.add(Record("file", "file-old", "acme", b"{}", time.time() - 1))
+    await world.store.put_piece("file-old", 0, b"x")
+    async with world.running():
+        async with asyncio.timeout(20):
+            while await world.store.find("file", "acme", "file-old") is not None:
+                await asyncio.sleep(0.005)
+    assert await world.store.piece("file-old", 0) is None
+
+
+def test_a_batch_takes_no_way_that_is_not_there() -> None:
+    batch = Batch("batch_1", "t", "k", "file-1", ENDPOINT, "24h", 1, 2)
+    with pytest.raises(ValueError, match="cannot go from validating to completed; allowed: in_progress"):
+        batch.to("completed", 3.0)
+    assert batch.to("failed", 3.7).reached == {"failed": 3} and batch.to("failed", 3.7).is_over
+
+
+def test_records_of_another_version_are_read() -> None:
+    batch = Batch("batch_1", "t", "k", "file-1", ENDPOINT, "24h", 1, 2, {"a": "é"})
+    told = json.loads(batch.to_json())
+    assert Batch.from_json(json.dumps(told | {"new": 1}).encode()) == batch
+    del told["usage"]
+    assert Batch.from_json(json.dumps(told).encode()) == batch
