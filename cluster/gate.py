@@ -30,6 +30,22 @@ class HasMetadata(Protocol):
     def invocation_metadata(self) -> Metadata | None: ...
 
 
+class DeferredCall:
+    """What a client has asked for before, with the API key of this id, and has not waited for: a line of a batch."""
+
+    def __init__(self, key_id: str) -> None:
+        self.key_id = key_id
+
+    def invocation_metadata(self) -> Metadata:
+        return ()
+
+    def time_remaining(self) -> float | None:
+        return None
+
+    async def write(self, message: Any) -> None:
+        raise NotImplementedError("nobody reads a stream of it")
+
+
 class KeyRing:
     """The keys that are known now; `replace` swaps all of them at once."""
 
@@ -42,6 +58,9 @@ class KeyRing:
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
         self._by_digest = {key.sha256: key for key in keys}
+
+    def of_id(self, key_id: str) -> ApiKey | None:
+        return next((key for key in self._by_digest.values() if key.id == key_id), None)
 
     def find(self, key: str) -> ApiKey | None:
         """Where the table is looked at depends on the digest alone, which who sends a key cannot steer towards another
@@ -61,7 +80,11 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
 
     def key_of(self, call: HasMetadata) -> ApiKey | None:
         """None where none is needed. Raises Unauthenticated, also for one revoked since its call was let through."""
-        return None if self._keys is None else self._find(self._keys, call.invocation_metadata() or ())
+        if self._keys is None:
+            return None
+        if isinstance(call, DeferredCall):
+            return self._of_id(self._keys, call.key_id)
+        return self._find(self._keys, call.invocation_metadata() or ())
 
     def check(self, metadata: Metadata, service: str) -> None:
         """Whether a call of this service may go on. Raises Unauthenticated or PermissionDenied."""
@@ -87,6 +110,15 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
                 f"API key {key.id} does not have the scope {needed}, which {service} needs: it has "
                 f"{', '.join(sorted(key.scopes))}"
             )
+
+    @staticmethod
+    def _of_id(keys: KeyRing, key_id: str) -> ApiKey:
+        key = keys.of_id(key_id)
+        if key is None:
+            raise Unauthenticated("the API key with which this was asked for is not known here any more")
+        if "generate" not in key.scopes:
+            raise PermissionDenied(f"API key {key.id} does not have the scope generate any more")
+        return key
 
     @staticmethod
     def _find(keys: KeyRing, metadata: Metadata) -> ApiKey:

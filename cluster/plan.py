@@ -18,6 +18,8 @@ RoleName = Literal["prefill", "decode"]
 ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
 ROUTER_PORT_STEP = 10
+BATCH_FOLDER = "~/.local/state/baton"
+"""Where files and batches are kept unless the configuration says otherwise."""
 CPU_SHARE = 0.01
 """Ray CPUs that a process books. Ray's CPUs are tickets, not cores, and a laptop with two must hold every process."""
 
@@ -162,6 +164,16 @@ def _labels(config: ServingConfig) -> tuple[tuple[str, str], ...]:
     return tuple((key, value) for key, _, value in pairs)
 
 
+def _batch_store(config: ServingConfig) -> str | None:
+    """Routers run where the controller does, so that all of them reach the same file."""
+    http_port = config.router.http_port
+    if config.router.batch_store is not None:
+        return config.router.batch_store
+    if config.state is not None:
+        return config.state
+    return f"{BATCH_FOLDER}/batches-{http_port}.db" if http_port else None
+
+
 def _plan_router(config: ServingConfig) -> RouterSettings:
     router = config.router
     return RouterSettings(
@@ -171,6 +183,8 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         port=router.port,
         http_port=router.http_port,
         keys_file=config.auth.keys_file,
+        batch_store=_batch_store(config),
+        max_file_bytes=router.max_file_bytes,
         needs_prefill=config.roles.prefill.num_workers > 0,
         max_model_len=config.model.max_model_len,
         max_num_seqs=config.engine.max_num_seqs,

@@ -139,6 +139,11 @@ class RouterSettings(JsonSettings):
     """Port of the OpenAI API over HTTP; 0: any free one; None: none."""
     keys_file: str | None = None
     """File of API keys; None: clients need none."""
+    batch_store: str | None = None
+    """Where files and batches are kept: redis:// or rediss:// URL, or a file of SQLite, ~ being the home directory;
+    None: in memory, until the router ends."""
+    max_file_bytes: int = 100 * 1024 * 1024
+    """Largest file that may be uploaded for a batch."""
     control_port: int = 0
     """Port on which the controller names the workers; loopback only; 0: any free one."""
     workers: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from cluster.settings import RouterSettings
 from cluster.state import Store, open_store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.admin import ControlService, StatusService
+from router.batching import Batching
 from router.dispatcher import Dispatcher
 from router.fleet import WorkerAddress
 from router.handlers import service_handler
@@ -114,6 +115,7 @@ class RouterServer:
             resume_window_s=settings.resume_window_s,
             stalled_client_timeout_s=settings.stalled_client_timeout_s,
         )
+        self._batching = Batching(settings, self.generation, self.dispatcher, self._gate, self._tokenizer.token_bytes)
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
@@ -177,10 +179,12 @@ class RouterServer:
         self._health.set(is_serving=False)
         if self.dispatcher.num_running:
             self._report(f"draining {self.dispatcher.num_running} requests")
+        await self._batching.stop()
         await self.dispatcher.drain(self._settings.drain_timeout_s)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
         if self._http is not None:
             await self._http.stop()
+        await self._batching.close()
         if self._controller is not None:
             await self._controller.close()
         await self.generation.resumables.stop()
@@ -212,7 +216,7 @@ class RouterServer:
             lambda: self.dispatcher.fleet.can_serve,
             max_body_bytes=settings.max_message_bytes,
             stalled_client_s=settings.stalled_client_timeout_s,
-            more=page.routes,
+            more_routes=[*page.routes, *self._batching.routes],
         )
         self._http = Listener(
             front.app,
@@ -223,6 +227,7 @@ class RouterServer:
             stalled_client_s=settings.stalled_client_timeout_s,
         )
         self._http.start()
+        self._batching.start()
 
     def _serve_metrics(self) -> None:
         """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""

@@ -13,7 +13,7 @@ from cluster.errors import BatonError, ConfigError
 from cluster.gate import Metadata
 from cluster.metrics import LabelledCounter
 from cluster.settings import RouterSettings
-from router.request import Trace
+from router.latencies import Trace
 from router.spans import Origin
 
 

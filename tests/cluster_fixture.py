@@ -7,10 +7,11 @@ SIGTERM. What a worker did in each step is read from its step log.
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -91,10 +92,8 @@ class PlainCluster:
             flags = [f"{id.split('-')[0]}:{id}={self._ready(id)['address']}" for id in (PREFILL, DECODE)]
             given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **PATIENT, **self._router_settings}
             given["workers"] = tuple(flags)
-            self.processes["router"] = Process("router", RouterSettings(**given).to_json())
-            card = self.processes["router"].expect("ready")
-            self.address, self.control_address = str(card["address"]), str(card["control_address"])
-            self.http_address = str(card["http_address"])
+            self._router = RouterSettings(**given)
+            self._hear(self.add_router("router"))
             self._connect()
         except BaseException:
             self._end_processes()
@@ -112,6 +111,30 @@ class PlainCluster:
             self.channel.close()
             codes = self._end_processes()
         assert set(codes.values()) == {0}, f"exit codes after SIGTERM: {codes}"
+
+    def add_router(self, name: str, **settings: Any) -> dict[str, Any]:
+        """Beside the one that is there, unless it has the same name; its card. `settings`: that differ."""
+        self.processes[name] = Process("router", replace(self._router, **settings).to_json())
+        return self.processes[name].expect("ready")
+
+    def kill_router(self) -> None:
+        """kill -9."""
+        killed = self.processes.pop("router")
+        killed.popen.send_signal(signal.SIGKILL)
+        killed.popen.wait(WAIT_S)
+        assert killed.stop() == -signal.SIGKILL
+
+    def start_router(self) -> None:
+        """Another one in its place, with the same settings at the same addresses."""
+        ports = {"port": self.address, "http_port": self.http_address}
+        self._hear(self.add_router("router", **{name: int(a.rpartition(":")[2]) for name, a in ports.items() if a}))
+        self.channel.close()
+        self.client.close()
+        self._connect()
+
+    def _hear(self, card: dict[str, Any]) -> None:
+        self.address, self.control_address = str(card["address"]), str(card["control_address"])
+        self.http_address = str(card["http_address"])
 
     def status(self) -> admin_pb2.GetStatusResponse:
         status: admin_pb2.GetStatusResponse = self.admin.GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
@@ -207,7 +230,7 @@ class PlainCluster:
 
     def _end_processes(self) -> dict[str, int]:
         """The router first, so that it drains; each one's exit code."""
-        names = [name for name in ("router", PREFILL, DECODE) if name in self.processes]
+        names = sorted(self.processes, key=lambda name: name in (PREFILL, DECODE))
         return {name: self.processes.pop(name).stop() for name in names}
 
 

@@ -44,6 +44,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_tls(config)
     yield from _check_state(config)
     yield from _check_traces(config)
+    yield from _check_batch_store(config)
     for name, listener in (("router", config.router), ("admin", config.admin)):
         if not listener.insecure and config.tls.cert is None and not is_loopback(listener.host):
             yield Finding(
@@ -124,6 +125,12 @@ def _check_traces(config: ServingConfig) -> Iterator[Finding]:
         is_good = False
     if not is_good:
         yield Finding("router.trace_endpoint", "is not of the form http://HOST:PORT; use that, https://, or null")
+
+
+def _check_batch_store(config: ServingConfig) -> Iterator[Finding]:
+    """The URL is not repeated here, either."""
+    if "://" in (config.router.batch_store or ""):
+        yield Finding("router.batch_store", "must be a file; to keep batches in Redis, name it in state and use null")
 
 
 def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:

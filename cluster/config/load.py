@@ -82,7 +82,10 @@ def _resolve_paths(config: ServingConfig, folder: Path, model_path: str | None) 
         model = replace(config.model, path=str((folder / config.model.path).absolute()))
     log_dir = None if config.log_dir is None else str((folder / config.log_dir).absolute())
     sections = {name: _with_paths(getattr(config, name), folder) for name in _OF_FILES}
-    return replace(config, model=model, log_dir=log_dir, **sections)
+    router, batches = config.router, config.router.batch_store
+    if batches is not None and not batches.startswith("~") and "://" not in batches:
+        router = replace(router, batch_store=str((folder / batches).absolute()))
+    return replace(config, model=model, log_dir=log_dir, router=router, **sections)
 
 
 def _with_paths(section: S, folder: Path) -> S:

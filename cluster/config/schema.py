@@ -225,6 +225,12 @@ class RouterSection:
     stream_messages_per_s: float | None = bounded(None, above=0, at_most=1e9)
     """How many messages all streams together should send: with more tokens than that, each message carries several.
     null: 250 for each core. A client that sets `stream_interval_tokens` gets what it set."""
+    batch_store: str | None = None
+    """SQLite file in which uploaded files and batches are kept, relative to the folder of this file; routers of one
+    cluster share it. null: in Redis where `state` names one, else in `~/.local/state/baton/batches-PORT.db` of the
+    machine on which the routers run, PORT being `http_port`; with `http_port: 0` in memory, until the router ends."""
+    max_file_bytes: int = bounded(100 * 1024 * 1024, at_least=1024, at_most=2**31 - 1)
+    """Largest file that may be uploaded for a batch. A tenant may keep 20 times as much."""
     resume_window_s: float = bounded(30.0, above=0, at_most=DAY_S)
     """A generation that may be resumed is kept for so long after its client has left, or after its end if that is
     later."""

@@ -11,7 +11,7 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -61,10 +61,10 @@ class OpenAiApp:
         *,
         max_body_bytes: int,
         stalled_client_s: float,
-        more: Sequence[tuple[str, str, Handler]] = (),
+        more_routes: Sequence[Route] = (),
     ) -> None:
-        """`stalled_client_s`: a client that sends nothing more of its body for so long is given up. `more`: paths that
-        are served beside these, with their method."""
+        """`stalled_client_s`: a client that sends nothing more of its body for so long is given up. `more_routes`: of
+        other parts of the door."""
         self._service = service
         self._gate = gate
         self._token_bytes = token_bytes
@@ -74,18 +74,18 @@ class OpenAiApp:
         self._stalled_client_s = stalled_client_s
         self._begun = int(time.time())
         routes = [
-            Route("/v1/completions", _guarded(self._completions), methods=["POST"]),
-            Route("/v1/chat/completions", _guarded(self._chat), methods=["POST"]),
-            Route("/v1/models", _guarded(self._models), methods=["GET"]),
-            Route("/v1/models/{model:path}", _guarded(self._model), methods=["GET"]),
-            Route("/tokenize", _guarded(self._tokenize), methods=["POST"]),
-            Route("/detokenize", _guarded(self._detokenize), methods=["POST"]),
-            Route("/metrics", _guarded(self._metrics), methods=["GET"]),
-            Route("/healthz", _guarded(self._health), methods=["GET"]),
-            Route("/readyz", _guarded(self._ready), methods=["GET"]),
-            Route("/version", _guarded(self._version), methods=["GET"]),
-            Route("/openapi.json", _guarded(self._openapi), methods=["GET"]),
-            *(Route(path, _guarded(handle), methods=[method]) for path, method, handle in more),
+            Route("/v1/completions", guarded(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", guarded(self._chat), methods=["POST"]),
+            Route("/v1/models", guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{model:path}", guarded(self._model), methods=["GET"]),
+            Route("/tokenize", guarded(self._tokenize), methods=["POST"]),
+            Route("/detokenize", guarded(self._detokenize), methods=["POST"]),
+            Route("/metrics", guarded(self._metrics), methods=["GET"]),
+            Route("/healthz", guarded(self._health), methods=["GET"]),
+            Route("/readyz", guarded(self._ready), methods=["GET"]),
+            Route("/version", guarded(self._version), methods=["GET"]),
+            Route("/openapi.json", guarded(self._openapi), methods=["GET"]),
+            *more_routes,
         ]
         self.app = Starlette(routes=routes, exception_handlers={HTTPException: _not_found})
 
@@ -102,19 +102,8 @@ class OpenAiApp:
     def _answer(
         self, request: Request, body: CompletionBody | ChatBody, wanted: list[pb.GenerationSpec], request_id: str
     ) -> Answer:
-        includes_usage = body.stream_options is not None and body.stream_options.include_usage
-        if body.stream_options is not None and not body.stream:
-            raise invalid((FieldViolation("stream_options", "needs stream: true"),))
-        form = Form(
-            is_chat=isinstance(body, ChatBody),
-            model=body.model,
-            created=int(time.time()),
-            n=1 if body.n is None else body.n,
-            wants_logprobs=wanted[0].output.HasField("top_logprobs"),
-            includes_usage=includes_usage,
-            token_bytes=self._token_bytes,
-        )
-        headers = _headers(request)
+        form = form_of(body, wanted, self._token_bytes)
+        headers = headers_of(request)
         if not body.stream:
             unary = [functools.partial(self._generate, spec, headers) for spec in wanted]
             return WholeAnswer(form, unary, request_id)
@@ -131,13 +120,13 @@ class OpenAiApp:
 
     async def _models(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
-        told = await self._service.ListModels(pb.ListModelsRequest(), HttpCall(_headers(request)))
+        told = await self._service.ListModels(pb.ListModelsRequest(), HttpCall(headers_of(request)))
         return JSONResponse({"object": "list", "data": [self._card(model) for model in told.models]})
 
     async def _model(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
         wanted = pb.GetModelRequest(model=request.path_params["model"])
-        told = await self._service.GetModel(wanted, HttpCall(_headers(request)))
+        told = await self._service.GetModel(wanted, HttpCall(headers_of(request)))
         return JSONResponse(self._card(told.model))
 
     def _card(self, model: pb.Model) -> dict[str, object]:
@@ -147,14 +136,14 @@ class OpenAiApp:
     async def _tokenize(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
         _, wanted = await self._read(request, TokenizeBody, specs.tokenize_request)
-        told = await self._service.Tokenize(wanted, HttpCall(_headers(request)))
+        told = await self._service.Tokenize(wanted, HttpCall(headers_of(request)))
         tokens = list(told.token_ids)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": told.max_context_tokens})
 
     async def _detokenize(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
         _, wanted = await self._read(request, DetokenizeBody, specs.detokenize_request)
-        told = await self._service.Detokenize(wanted, HttpCall(_headers(request)))
+        told = await self._service.Detokenize(wanted, HttpCall(headers_of(request)))
         return JSONResponse({"prompt": told.text})
 
     async def _metrics(self, request: Request, request_id: str) -> Answer:
@@ -181,28 +170,62 @@ class OpenAiApp:
 
     def _check(self, request: Request, service: str) -> None:
         """Raises Unauthenticated or PermissionDenied."""
-        self._gate.check(_headers(request), service)
+        self._gate.check(headers_of(request), service)
 
     async def _read(self, request: Request, kind: type[Body], convert: Callable[[Body], Wanted]) -> tuple[Body, Wanted]:
         """Reads a body, on a thread if it is long. Raises InvalidRequest, or OutOfRange for one that is too large."""
-        data, parts = bytearray(), request.stream()
-        while True:
-            async with asyncio.timeout(self._stalled_client_s):
-                part = await anext(parts, None)
-            if part is None:
-                break
-            data += part
-            if len(data) > self._max_body_bytes:
-                raise OutOfRange(f"the body is larger than {self._max_body_bytes} bytes, which is the most taken here")
+        data = await read_body(request, self._max_body_bytes, self._stalled_client_s)
 
         def read() -> tuple[Body, Wanted]:
-            body = _parse(bytes(data), kind)
+            body = parse(bytes(data), kind)
             return body, convert(body)
 
         return read() if len(data) <= INLINE_BYTES else await asyncio.to_thread(read)
 
 
-def _parse(data: bytes, kind: type[Body]) -> Body:
+async def read_body(request: Request, most_bytes: int, stalled_client_s: float) -> bytearray:
+    """Raises OutOfRange for one that is too large, TimeoutError when its client sends no more of it."""
+    data = bytearray()
+    async for part in parts_of(request, stalled_client_s):
+        data += part
+        if len(data) > most_bytes:
+            raise too_large(most_bytes)
+    return data
+
+
+def too_large(most_bytes: int) -> OutOfRange:
+    """Of a body."""
+    return OutOfRange(f"the body is larger than {most_bytes} bytes, which is the most taken here")
+
+
+async def parts_of(request: Request, stalled_client_s: float) -> AsyncGenerator[bytes, None]:
+    """Of a body, as they come. Raises TimeoutError when no more of it does."""
+    parts = request.stream()
+    while True:
+        async with asyncio.timeout(stalled_client_s):
+            part = await anext(parts, None)
+        if part is None:
+            return
+        yield part
+
+
+def form_of(body: CompletionBody | ChatBody, wanted: Sequence[pb.GenerationSpec], token_bytes: TokenBytes) -> Form:
+    """How the answer looks to a body that asks for `wanted`. Raises InvalidRequest."""
+    if body.stream_options is not None and not body.stream:
+        raise invalid((FieldViolation("stream_options", "needs stream: true"),))
+    return Form(
+        is_chat=isinstance(body, ChatBody),
+        model=body.model,
+        created=int(time.time()),
+        n=1 if body.n is None else body.n,
+        wants_logprobs=wanted[0].output.HasField("top_logprobs"),
+        includes_usage=body.stream_options is not None and body.stream_options.include_usage,
+        token_bytes=token_bytes,
+    )
+
+
+def parse(data: bytes, kind: type[Body]) -> Body:
+    """A body as it came. Raises InvalidRequest."""
     try:
         text = data.decode("utf-8")
         found = json.loads(text)
@@ -210,6 +233,11 @@ def _parse(data: bytes, kind: type[Body]) -> Body:
             json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise InvalidRequest("the body is not JSON in UTF-8") from error
+    return checked(found, kind)
+
+
+def checked(found: object, kind: type[Body]) -> Body:
+    """The JSON of a body. Raises InvalidRequest."""
     try:
         return kind.model_validate(found)
     except ValidationError as error:
@@ -237,7 +265,7 @@ def _known_names(path: tuple[object, ...]) -> set[object]:
 _TYPES = {"str", "int", "float", "bool", "list"}
 
 
-def _headers(request: Request) -> tuple[tuple[str, str], ...]:
+def headers_of(request: Request) -> tuple[tuple[str, str], ...]:
     return tuple(request.headers.items())
 
 
@@ -248,7 +276,7 @@ def _request_id(request: Request) -> str:
     return given if is_good else f"req-{secrets.token_hex(12)}"
 
 
-def _guarded(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
+def guarded(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
     """What a handler raises, as an answer."""
 
     async def endpoint(request: Request) -> Answer:

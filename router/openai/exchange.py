@@ -141,11 +141,11 @@ async def _together(
             for other in others:
                 other.cancel()
     except BaseExceptionGroup as failures:
-        raise _first_of(failures) from failures
+        raise first_of(failures) from failures
     return [task.result() for task in tasks]
 
 
-def _first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     """Of several that failed together, what the client is told."""
     found = failures.exceptions[0]
     if isinstance(found, BatonError | ClientGone | asyncio.CancelledError):

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from cluster.address import is_loopback
 from cluster.errors import BatonError, FieldViolation, InvalidRequest, OutOfRange, PermissionDenied
@@ -22,6 +22,7 @@ from cluster.gate import Gate
 from cluster.pb import admin_pb2
 from router.admin import StatusService
 from router.fields import invalid
+from router.openai.app import guarded
 from router.page import document
 from router.page.controller_link import ControllerLink
 from router.page.html import load_page
@@ -31,10 +32,6 @@ _MOST_WORKERS = 99_999
 _MOST_BODY_BYTES = 4096
 _BODY_S = 5.0
 _MOST_NUMBER = 2**63
-
-Handler = Callable[[Request, str], Awaitable[Response]]
-PageRoute = tuple[str, str, Handler]
-"""Path, method, and who answers."""
 
 
 class RolesBody(BaseModel):
@@ -51,7 +48,7 @@ class RolesBody(BaseModel):
 
 
 class Page:
-    """`routes` are for the HTTP door, which turns what a handler raises into an answer."""
+    """`routes` are for the HTTP door."""
 
     def __init__(
         self, status: StatusService, controller: ControllerLink, gate: Gate, *, host: str, knows_callers: bool
@@ -63,11 +60,11 @@ class Page:
         self._is_open = not knows_callers
         self._is_closed_door = knows_callers or is_loopback(host)
         self._body, self._headers = load_page()
-        self.routes: Sequence[PageRoute] = (
-            ("/", "GET", self._page),
-            ("/api/cluster", "GET", self._cluster),
-            ("/api/roles", "POST", self._set_roles),
-        )
+        self.routes = [
+            Route("/", guarded(self._page), methods=["GET"]),
+            Route("/api/cluster", guarded(self._cluster), methods=["GET"]),
+            Route("/api/roles", guarded(self._set_roles), methods=["POST"]),
+        ]
 
     async def _page(self, request: Request, request_id: str) -> Response:
         return Response(self._body, headers=self._headers)

@@ -1,0 +1,194 @@
+"""Batches on a real cluster with OpenAI's own client; routers that are killed in the middle; two that share a Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from cluster_fixture import BUNDLED_MODEL, PlainCluster
+from openai.types import Batch
+
+from benchmarks.redis_server import RedisServer, running_redis
+from router.batching import open_batch_store
+
+MODEL = BUNDLED_MODEL.name
+WAIT_S = 90.0
+NAMES = ("ROMEO:", "JULIET:", "NURSE:", "FRIAR LAURENCE:", "MERCUTIO:")
+IS_OVER = ("completed", "failed", "expired", "cancelled")
+GIVEN: Any = {"endpoint": "/v1/completions", "completion_window": "24h"}
+
+
+def client_of(http_address: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{http_address}/v1", api_key="none", timeout=60)
+
+
+def lines_of(count: int, max_tokens: int = 4) -> bytes:
+    body = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens}
+    given = {"method": "POST", "url": "/v1/completions"}
+    prompts = [NAMES[number % len(NAMES)] for number in range(count)]
+    told = [given | {"custom_id": f"line-{n}", "body": body | {"prompt": p}} for n, p in enumerate(prompts)]
+    return b"\n".join(json.dumps(line).encode() for line in told)
+
+
+def begin(client: openai.OpenAI, data: bytes) -> Batch:
+    file = client.files.create(file=("lines.jsonl", data), purpose="batch")
+    return client.batches.create(input_file_id=file.id, **GIVEN)
+
+
+def until(client: openai.OpenAI, batch_id: str, condition: Callable[[Batch], bool]) -> Batch:
+    deadline, never = time.monotonic() + WAIT_S, threading.Event()
+    while not condition(batch := client.batches.retrieve(batch_id)):
+        assert time.monotonic() < deadline, batch
+        never.wait(0.02)
+    return batch
+
+
+def over(client: openai.OpenAI, batch_id: str) -> Batch:
+    return until(client, batch_id, lambda batch: batch.status in IS_OVER)
+
+
+def num_answered(batch: Batch) -> int:
+    assert batch.request_counts is not None
+    return batch.request_counts.completed
+
+
+def results(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    assert file_id is not None
+    return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def expected(client: openai.OpenAI) -> list[str]:
+    """Of each name, what a call says."""
+    given: Any = {"model": MODEL, "temperature": 0, "max_tokens": 4}
+    return [client.completions.create(prompt=name, **given).choices[0].text for name in NAMES]
+
+
+def check(client: openai.OpenAI, batch: Batch, count: int) -> None:
+    """Each line was answered once, in its order, as a call would have been."""
+    assert batch.status == "completed" and batch.error_file_id is None, batch
+    assert num_answered(batch) == count
+    answers, said = results(client, batch.output_file_id), expected(client)
+    assert [answer["custom_id"] for answer in answers] == [f"line-{number}" for number in range(count)]
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in answers]
+    assert texts == [said[number % len(NAMES)] for number in range(count)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, redis_of_session: RedisServer) -> Iterator[PlainCluster]:
+    """Two routers at one Redis."""
+    given = {"http_port": 0, "batch_store": redis_of_session.url}
+    with PlainCluster(BUNDLED_MODEL, tmp_path_factory.mktemp("cluster"), router=given) as cluster:
+        cluster.other_http_address = cluster.add_router("router-1", port=0)["http_address"]  # type: ignore[attr-defined]
+        yield cluster
+
+
+@pytest.fixture
+def clients(cluster: PlainCluster) -> Iterator[tuple[openai.OpenAI, openai.OpenAI]]:
+    other: str = cluster.other_http_address  # type: ignore[attr-defined]
+    with client_of(cluster.http_address) as one, client_of(other) as two:
+        yield one, two
+
+
+def num_finished(*addresses: str) -> int:
+    total = 0
+    for address in addresses:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as page:
+            found = re.search(rb'baton_requests_total{outcome="finished"} ([0-9.]+)', page.read())
+        assert found is not None
+        total += round(float(found[1]))
+    return total
+
+
+def test_a_batch_from_its_upload_to_its_answers(clients: tuple[openai.OpenAI, openai.OpenAI]) -> None:
+    client, elsewhere = clients
+    data = lines_of(20) + b'\n{"custom_id": "bad", "method": "POST", "url": "/v1/completions", "body": {"prompt": 1}}'
+    begun = begin(client, data)
+    batch = over(elsewhere, begun.id)
+    counts = batch.request_counts
+    assert counts is not None and (counts.total, counts.completed, counts.failed) == (21, 20, 1)
+    texts = [answer["response"]["body"]["choices"][0]["text"] for answer in results(elsewhere, batch.output_file_id)]
+    assert texts == expected(client) * 4
+    error = results(client, batch.error_file_id)[0]
+    assert (error["custom_id"], error["response"]["status_code"]) == ("bad", 400)
+    assert batch.id in [each.id for each in elsewhere.batches.list()]
+
+
+def test_two_routers_run_no_line_twice(cluster: PlainCluster, clients: tuple[openai.OpenAI, openai.OpenAI]) -> None:
+    addresses = (cluster.http_address, str(cluster.other_http_address))  # type: ignore[attr-defined]
+    before = num_finished(*addresses)
+    begun = [begin(clients[number % 2], lines_of(40)) for number in range(4)]
+    batches = [over(clients[0], batch.id) for batch in begun]
+    assert num_finished(*addresses) == before + 4 * 40
+    for batch in batches:
+        check(clients[1], batch, 40)
+
+
+def test_a_batch_is_cancelled_at_another_router(clients: tuple[openai.OpenAI, openai.OpenAI]) -> None:
+    client, elsewhere = clients
+    begun = begin(client, lines_of(100, max_tokens=200))
+    until(client, begun.id, lambda batch: batch.status == "in_progress")
+    elsewhere.batches.cancel(begun.id)
+    batch = over(client, begun.id)
+    assert batch.status == "cancelled"
+    told = [results(client, file_id) for file_id in (batch.output_file_id, batch.error_file_id) if file_id]
+    assert sorted(int(line["custom_id"].removeprefix("line-")) for part in told for line in part) == list(range(100))
+
+
+@contextlib.contextmanager
+def somewhere(kind: str, folder: Path) -> Iterator[str]:
+    """A store of its own."""
+    if kind == "sqlite":
+        yield str(folder / "batches.db")
+        return
+    with running_redis() as server:
+        yield server.url
+
+
+async def num_kept(where: str, batch_id: str) -> int:
+    """Answers that the store has, while no router lives."""
+    store = open_batch_store(where)
+    good, bad = await store.counts(batch_id)
+    await store.close()
+    return good + bad
+
+
+CASES = [
+    pytest.param("sqlite", 200, id="sqlite-200"),
+    pytest.param("sqlite", 1000, id="sqlite-1000", marks=pytest.mark.battery),
+    pytest.param("redis", 1000, id="redis-1000", marks=pytest.mark.battery),
+]
+
+
+@pytest.mark.parametrize(("kind", "count"), CASES)
+def test_each_line_is_answered_once_though_its_router_is_killed_in_the_middle(
+    kind: str, count: int, tmp_path: Path
+) -> None:
+    with (
+        somewhere(kind, tmp_path) as where,
+        PlainCluster(BUNDLED_MODEL, tmp_path, router={"http_port": 0, "batch_store": where}) as cluster,
+        client_of(cluster.http_address) as client,
+    ):
+        begun = begin(client, lines_of(count))
+        before = num_answered(until(client, begun.id, lambda batch: num_answered(batch) >= count // 3))
+        cluster.kill_router()
+        kept = asyncio.run(num_kept(where, begun.id))
+        assert before <= kept < count, "the router was not killed in the middle"
+        cluster.start_router()
+        batch = over(client, begun.id)
+        run_after = num_finished(cluster.http_address)
+        check(client, batch, count)
+        print(
+            f"{kind}: {count} lines, {kept} had an answer when the router was killed, the next one ran {run_after}; "
+            "each was answered once"
+        )
+        assert kept + run_after == count, "a line that had an answer was run again"
