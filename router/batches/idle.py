@@ -1,13 +1,15 @@
 """When the next line of any batch may run: one after another, as they ask, while workers have capacity to spare.
 
-Owns how many lines run. What capacity is spare is for `has_spare`; those who wait stand in a row,
-so that batches take turns.
+Owns how many lines run. What capacity is spare is for `has_spare`. Who waits stands in the row of its tenant, and the
+first of each in the row of all: so tenants take turns, however many lines each has.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import weakref
+from collections.abc import AsyncIterator, Callable
 
 LOOK_AGAIN_S = 0.05
 """An overload, or the time that prompts take, ends without anybody saying so."""
@@ -19,27 +21,25 @@ class IdleCapacity:
     def __init__(self, has_spare: Callable[[int], bool]) -> None:
         self.num_running = 0
         self._has_spare = has_spare
-        self._turn = asyncio.Lock()
+        self._rows: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._row = asyncio.Lock()
         self._left = asyncio.Event()
 
-    async def enter(self, begin: Callable[[], asyncio.Task[None]]) -> None:
-        """Begins a line when it may run, and counts it until its task has ended, however that does."""
-        async with self._turn:
-            await self._until_spare(0)
-            task = begin()
+    @contextlib.asynccontextmanager
+    async def place(self, tenant: str) -> AsyncIterator[None]:
+        """Entered when a line of the tenant may run; it runs until it is left."""
+        own_row = self._rows.setdefault(tenant, asyncio.Lock())
+        async with own_row, self._row:
+            await self._until_spare()
             self.num_running += 1
-            task.add_done_callback(self._leave)
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            self._left.set()
 
-    async def again(self) -> None:
-        """One that runs already may try once more: it does not count itself."""
-        await self._until_spare(1)
-
-    def _leave(self, _: asyncio.Task[None]) -> None:
-        self.num_running -= 1
-        self._left.set()
-
-    async def _until_spare(self, num_own: int) -> None:
-        while not self._has_spare(self.num_running - num_own):
+    async def _until_spare(self) -> None:
+        while not self._has_spare(self.num_running):
             self._left.clear()
             try:
                 async with asyncio.timeout(LOOK_AGAIN_S):

@@ -29,6 +29,8 @@ class Line:
     """From 1 on, blank lines counted."""
     custom_id: str
     body: dict[str, Any]
+    size_bytes: int
+    """Of all of it."""
 
 
 class Splitter:
@@ -87,7 +89,7 @@ def read_line(number: int, data: bytes, endpoint: str) -> Line | Problem:
         return Problem("invalid_url", f"must be the endpoint of the batch, {endpoint}", number, "url")
     if not isinstance(body, dict):
         return Problem("invalid_body", "must be a JSON object", number, "body")
-    return Line(number, custom_id, body)
+    return Line(number, custom_id, body, len(data))
 
 
 class Checker:

@@ -18,7 +18,7 @@ from router.batches.records import CANCELLED, CANCELLING, COMPLETED, EXPIRED, Ba
 from router.batches.store import Answer, BatchStore, Record
 
 PIECE_BYTES = 2**20
-_AT_ONCE = 500
+_AT_ONCE = 50
 """Lines whose answers are read at a time."""
 _UNANSWERED = {
     CANCELLED: ("batch_cancelled", "This request was not executed before the batch was cancelled."),

@@ -41,11 +41,13 @@ T = TypeVar("T")
 LEASE_S = 6.0
 """After so long without a word, others may go on with the batches of a router."""
 SWEEP_EVERY_S = 60.0
-MOST_BATCHES = 16
+MOST_BATCHES, MOST_OF_A_TENANT = 64, 8
 """That one router works on at a time."""
+MOST_LINES = 256
+"""Of one batch, that run or wait for it."""
 MOST_FAILURES = 10
 """A line that workers were lost with so often is answered with that: it may be the reason."""
-_LONGEST_PAUSE_S = 60.0
+_LONGEST_PAUSE_S, _LONGER_EACH_TIME, _LONGEST_AFTER = 60.0, 1.5, 20
 _SWEEP_AT_ONCE = 100
 
 
@@ -61,8 +63,8 @@ class Tried:
     """It has not run."""
 
 
-AnswerLine = Callable[[Batch, dict[str, Any], str], Awaitable[Tried]]
-"""Of a batch, the body of a line, under a request id."""
+AnswerLine = Callable[[Batch, Line, str], Awaitable[Tried]]
+"""Of a batch, one line, under a request id."""
 
 
 class ClaimLost(Exception):
@@ -157,7 +159,9 @@ class BatchRunner:
 
     async def _claim(self) -> None:
         while len(self._held) < MOST_BATCHES:
-            found = await self._store.claim(self._owner, self._lease_s)
+            held_of = Counter(held.batch.tenant for held in self._held.values())
+            enough = [tenant for tenant, number in held_of.items() if number >= MOST_OF_A_TENANT]
+            found = await self._store.claim(self._owner, self._lease_s, but_of=enough)
             if found is None:
                 return
             claim, record = found
@@ -262,12 +266,13 @@ class BatchRunner:
             await self._reload(held)
 
     async def _run_lines(self, held: Held) -> None:
-        batch = held.batch
+        batch, under_way = held.batch, asyncio.Semaphore(MOST_LINES)
         answered = await self._store.answered(batch.batch_id)
         async with asyncio.TaskGroup() as group:
             async for line in lines_of(self._store, batch, self._most_line_bytes):
                 if line.number not in answered:
-                    await self._idle.enter(lambda line=line: group.create_task(self._run_line(held, line)))  # type: ignore[misc]  # mypy infers no lambda with a default
+                    await under_way.acquire()
+                    group.create_task(self._run_line(held, line)).add_done_callback(lambda _: under_way.release())
 
     async def _run_line(self, held: Held, line: Line) -> None:
         request_id = held.batch.request_id(line.number)
@@ -278,16 +283,16 @@ class BatchRunner:
         self.counts["completed" if answer.is_good else "failed"] += 1
 
     async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> Tried:
-        num_failures = 0
+        num_tries = num_failures = 0
         while True:
-            tried = await self._answer(batch, line.body, request_id)
-            num_failures += not tried.is_refusal
+            async with self._idle.place(batch.tenant):
+                tried = await self._answer(batch, line, request_id)
+            num_tries, num_failures = num_tries + 1, num_failures + (not tried.is_refusal)
             if tried.retry_after_s is None or num_failures >= MOST_FAILURES:
                 return tried
             self.counts["retried"] += 1
-            pause_s = min(_LONGEST_PAUSE_S, tried.retry_after_s * 2 ** max(0, num_failures - 1))
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            await self._idle.again()
+            pause_s = tried.retry_after_s * _LONGER_EACH_TIME ** min(num_tries - 1, _LONGEST_AFTER)
+            await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_s) * random.uniform(1.0, 1.5))
 
     async def _finalize(self, held: Held) -> None:
         """Of one that was cancelled, too: what was answered is told."""

@@ -127,15 +127,15 @@ class SqliteStore:
         row = await self._run(lambda db: db.execute(query, (file_id, number)).fetchone())
         return None if row is None else bytes(row[0])
 
-    async def claim(self, owner: str, ttl_s: float) -> tuple[Claim, Record] | None:
-        now = self._clock()
+    async def claim(self, owner: str, ttl_s: float, *, but_of: Sequence[str] = ()) -> tuple[Claim, Record] | None:
+        now, marks = self._clock(), ", ".join("?" * len(but_of))
 
         def work(db: sqlite3.Connection) -> tuple[Claim, Record] | None:
             query = (
                 f"SELECT epoch, {_RECORD} FROM open_batches JOIN records ON record_id = batch_id "
-                "WHERE held_until <= ? ORDER BY open_batches.seq LIMIT 1"
+                f"WHERE held_until <= ? AND tenant NOT IN ({marks}) ORDER BY open_batches.seq LIMIT 1"
             )
-            row = db.execute(query, (now,)).fetchone()
+            row = db.execute(query, (now, *but_of)).fetchone()
             if row is None:
                 return None
             record = Record(*row[1:])

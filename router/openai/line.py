@@ -13,6 +13,7 @@ from typing import Any
 from cluster.errors import BatonError, FieldViolation, InternalError
 from cluster.gate import DeferredCall
 from cluster.pb import generation_pb2 as pb
+from router.batches.input_lines import Line
 from router.batches.records import Batch
 from router.batches.runner import Tried
 from router.fields import invalid
@@ -38,9 +39,9 @@ class LineAnswerer:
         self._token_bytes = token_bytes
         self._max_body_bytes = max_body_bytes
 
-    async def answer(self, batch: Batch, body: dict[str, Any], request_id: str) -> Tried:
+    async def answer(self, batch: Batch, line: Line, request_id: str) -> Tried:
         try:
-            return Tried(200, await self._generate(batch, body, request_id))
+            return Tried(200, await self._generate(batch, line, request_id))
         except BatonError as error:
             failure = failure_of(error)
             if error.grpc_code not in (_REFUSED, _LOST):
@@ -52,13 +53,12 @@ class LineAnswerer:
             failure = failure_of(InternalError("the router failed on this request; its log says why"))
             return Tried(failure.status, failure.body)
 
-    async def _generate(self, batch: Batch, found: dict[str, Any], request_id: str) -> dict[str, Any]:
-        size = len(json.dumps(found, ensure_ascii=False).encode())
-        if size > self._max_body_bytes:
-            raise too_large(self._max_body_bytes)
-        inline = size <= INLINE_BYTES
-        read = (batch.endpoint, found, request_id)
-        body, wanted = _read(*read) if inline else await asyncio.to_thread(_read, *read)
+    async def _generate(self, batch: Batch, line: Line, request_id: str) -> dict[str, Any]:
+        most = self._max_body_bytes
+        if line.size_bytes > most and len(json.dumps(line.body, ensure_ascii=False).encode()) > most:
+            raise too_large(most)
+        is_short, read = line.size_bytes <= INLINE_BYTES, (batch.endpoint, line.body, request_id)
+        body, wanted = _read(*read) if is_short else await asyncio.to_thread(_read, *read)
         form = form_of(body, wanted, self._token_bytes)
         call = DeferredCall(batch.key_id)
         try:

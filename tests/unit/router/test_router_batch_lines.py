@@ -75,7 +75,8 @@ def test_an_empty_file_and_one_with_too_many_lines_are_refused() -> None:
 
 
 def test_a_line_is_what_it_asks_for() -> None:
-    assert read_line(4, line(4, body={"model": "é"}), CHAT) == Line(4, "r4", {"model": "é"})
+    data = line(4, body={"model": "é"})
+    assert read_line(4, data, CHAT) == Line(4, "r4", {"model": "é"}, len(data))
 
 
 @given(st.lists(st.binary(max_size=12)), st.integers(1, 9))

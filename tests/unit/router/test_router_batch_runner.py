@@ -16,8 +16,9 @@ import pytest
 
 from cluster.state import StoreAway
 from router.batches.idle import IdleCapacity
+from router.batches.input_lines import Line
 from router.batches.records import CANCELLING, Batch, StoredFile
-from router.batches.runner import MOST_FAILURES, BatchRunner, Tried
+from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT, BatchRunner, Tried
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import Answer, BatchStore, Claim, Record
 
@@ -52,8 +53,8 @@ class World:
         finally:
             await runner.stop()
 
-    async def answer(self, batch: Batch, body: dict[str, Any], request_id: str) -> Tried:
-        prompt = body["prompt"]
+    async def answer(self, batch: Batch, line: Line, request_id: str) -> Tried:
+        prompt = line.body["prompt"]
         self.runs[prompt] += 1
         self.began.set()
         self.num_at_once = max(self.num_at_once, len(self.holds))
@@ -62,7 +63,9 @@ class World:
         await asyncio.sleep(0)
         return self.replies[prompt].pop(0) if self.replies.get(prompt) else OK
 
-    async def add(self, *prompts: str, batch_id: str = "batch_1", raw: bytes | None = None, **fields: Any) -> None:
+    async def add(
+        self, *prompts: str, batch_id: str = "batch_1", tenant: str = "acme", raw: bytes | None = None, **fields: Any
+    ) -> None:
         now = int(time.time())
         lines = [
             {"custom_id": f"c-{prompt}", "method": "POST", "url": ENDPOINT, "body": {"prompt": prompt}}
@@ -72,25 +75,26 @@ class World:
         half, file_id = len(data) // 2, f"file-{batch_id}"
         for number, piece in enumerate((data[:half], data[half:])):
             await self.store.put_piece(file_id, number, piece)
-        file = StoredFile(file_id, "acme", "in.jsonl", "batch", len(data), 2, now, now + 999)
-        await self.store.add(Record("file", file_id, "acme", file.to_json(), now + 999))
+        file = StoredFile(file_id, tenant, "in.jsonl", "batch", len(data), 2, now, now + 999)
+        await self.store.add(Record("file", file_id, tenant, file.to_json(), now + 999))
         given = {"created_at": now, "expires_at": now + 999} | fields
-        batch = Batch(batch_id, "acme", "key", file_id, ENDPOINT, "24h", **given)
-        await self.store.add(Record("batch", batch_id, "acme", batch.to_json(), now + 9999))
+        batch = Batch(batch_id, tenant, "key", file_id, ENDPOINT, "24h", **given)
+        await self.store.add(Record("batch", batch_id, tenant, batch.to_json(), now + 9999))
 
-    async def batch(self, batch_id: str = "batch_1") -> Batch:
-        record = await self.store.find("batch", "acme", batch_id)
+    async def batch(self, batch_id: str = "batch_1", tenant: str = "acme") -> Batch:
+        record = await self.store.find("batch", tenant, batch_id)
         assert record is not None
         return Batch.from_json(record.data)
 
-    async def until(self, condition: Callable[[Batch], bool], batch_id: str = "batch_1") -> Batch:
+    async def until(self, condition: Callable[[Batch], bool], *where: str) -> Batch:
         async with asyncio.timeout(20):
-            while not condition(batch := await self.batch(batch_id)):
+            while not condition(batch := await self.batch(*where)):
                 await asyncio.sleep(0.005)
         return batch
 
-    async def over(self, batch_id: str = "batch_1") -> Batch:
-        return await self.until(lambda batch: batch.is_over, batch_id)
+    async def over(self, *where: str) -> Batch:
+        """`where`: id and tenant."""
+        return await self.until(lambda batch: batch.is_over, *where)
 
     async def cancel(self) -> None:
         record = await self.store.find("batch", "acme", "batch_1")
@@ -151,7 +155,7 @@ async def test_a_file_that_is_wrong_fails_the_batch_and_runs_nothing(world: Worl
 
 
 async def test_what_is_refused_for_load_is_tried_again_for_as_long_as_it_takes(world: World) -> None:
-    refused = Tried(429, {}, 0.001, is_refusal=True)
+    refused = Tried(429, {}, 1e-6, is_refusal=True)
     world.replies["a"] = [refused] * (3 * MOST_FAILURES)
     await world.add("a")
     async with world.running() as runner:
@@ -171,12 +175,12 @@ async def test_a_line_that_workers_are_lost_with_is_answered_with_that_in_the_en
 async def test_no_more_lines_run_than_there_is_capacity_for_and_batches_take_turns(world: World) -> None:
     first, second = [f"a{n}" for n in range(30)], [f"b{n}" for n in range(30)]
     world.most, world.holds = 2, {*first, *second}
-    await world.add(*first, batch_id="batch_1")
-    await world.add(*second, batch_id="batch_2")
+    await world.add(*first, batch_id="batch_1", tenant="acme")
+    await world.add(*second, batch_id="batch_2", tenant="other")
     async with world.running():
         seen: list[str] = []
         async with asyncio.timeout(20):
-            while len(world.runs) < 20:
+            while len(seen) < 20:
                 await asyncio.sleep(0.001)
                 running = [prompt for prompt in world.runs if prompt in world.holds]
                 assert len(running) <= 2
@@ -185,7 +189,31 @@ async def test_no_more_lines_run_than_there_is_capacity_for_and_batches_take_tur
                     world.holds.remove(running[0])
         assert abs(seen.count("a") - seen.count("b")) <= 4
         world.holds.clear()
-        assert (await world.over("batch_1")).completed == (await world.over("batch_2")).completed == 30
+        assert (await world.over("batch_1")).completed == 30
+        assert (await world.over("batch_2", "other")).completed == 30
+
+
+async def test_who_is_refused_leaves_the_place_to_others_meanwhile(world: World) -> None:
+    world.most, world.replies = 1, {"a": [Tried(429, {}, 30.0, is_refusal=True)]}
+    await world.add("a", batch_id="batch_1")
+    await world.add("b", batch_id="batch_2", tenant="other")
+    async with world.running():
+        assert (await world.over("batch_2", "other")).completed == 1
+        assert (await world.batch("batch_1")).status == "in_progress" and world.runs == {"a": 1, "b": 1}
+
+
+async def test_one_tenants_many_batches_do_not_keep_anothers_from_being_worked_on(world: World) -> None:
+    world.holds = {"a"}
+    for number in range(MOST_OF_A_TENANT + 3):
+        await world.add("a", batch_id=f"batch_{number}")
+    await world.add("b", batch_id="batch_other", tenant="other")
+    world.most = 100
+    async with world.running() as runner:
+        assert (await world.over("batch_other", "other")).completed == 1
+        assert len(runner._held) == MOST_OF_A_TENANT
+        world.holds.clear()
+        for number in range(MOST_OF_A_TENANT + 3):
+            assert (await world.over(f"batch_{number}")).completed == 1
 
 
 async def test_a_cancelled_batch_tells_what_was_answered_and_what_was_not(world: World) -> None:

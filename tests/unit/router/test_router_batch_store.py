@@ -127,6 +127,18 @@ async def test_a_batch_is_held_by_one_until_its_time_is_over(make_store: Callabl
     await store.close()
 
 
+async def test_batches_of_tenants_that_have_enough_are_left_to_others(make_store: Callable[[], BatchStore]) -> None:
+    store = make_store()
+    for number, tenant in enumerate(("a", "a", "b", "c")):
+        await store.add(record(f"batch_{number}", tenant))
+    found = await store.claim("x", LONG_S, but_of=["a", "c"])
+    assert found is not None and found[1].record_id == "batch_2"
+    assert await store.claim("x", LONG_S, but_of=["a", "b", "c"]) is None
+    found = await store.claim("x", LONG_S)
+    assert found is not None and found[1].record_id == "batch_0"
+    await store.close()
+
+
 async def test_who_lost_a_batch_writes_nothing_any_more(make_store: Callable[[], BatchStore]) -> None:
     store = make_store()
     await store.add(record("batch_1"))

@@ -19,6 +19,7 @@ from router_harness import Router, ids, running_router
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
+from router.batches.input_lines import Line
 from router.batches.records import Batch
 from router.call import Call
 from router.openai.batch_body import BatchBody
@@ -355,10 +356,11 @@ async def test_a_line_runs_at_the_lowest_priority_and_a_refusal_is_no_answer(giv
     service: Any = Service()
     answerer = LineAnswerer(service, lambda token_id: b"", 1000)
     batch = Batch("batch_1", "acme", "a", "file-1", "/v1/completions", "24h", 1, 2)
-    tried = await answerer.answer(batch, {"model": "m", "prompt": "a", "priority": given}, "id")
+    line = Line(1, "a", {"model": "m", "prompt": "a", "priority": given}, 100)
+    tried = await answerer.answer(batch, line, "id")
     assert [spec.scheduling.priority for spec in service.specs] == [runs_at]
     assert (tried.status, tried.retry_after_s, tried.is_refusal) == (429, 2.5, True)
-    long = await answerer.answer(batch, {"model": "m", "prompt": "a" * 1000}, "id")
+    long = await answerer.answer(batch, Line(1, "a", {"model": "m", "prompt": "a" * 1000}, 1050), "id")
     assert long.status == 400 and long.retry_after_s is None and len(service.specs) == 1
 
 

@@ -119,44 +119,39 @@ def test_there_is_nothing_to_spare_when(why: str) -> None:
 async def test_lines_are_counted_until_they_end_however_they_do() -> None:
     idle, ends = IdleCapacity(lambda num_running: num_running < 2), asyncio.Event()
 
-    async def line(fails: bool) -> None:
-        await ends.wait()
-        assert not fails
+    async def line(tenant: str, *, fails: bool = False) -> None:
+        async with idle.place(tenant):
+            await ends.wait()
+            assert not fails
 
-    tasks: list[asyncio.Task[None]] = []
-
-    def begin() -> asyncio.Task[None]:
-        tasks.append(asyncio.create_task(line(fails=not tasks)))
-        return tasks[-1]
-
-    await idle.enter(begin)
-    await idle.enter(begin)
-    third = asyncio.create_task(idle.enter(begin))
-    tasks[1].cancel()  # before it has begun
+    tasks = [asyncio.create_task(line("a", fails=True)), *(asyncio.create_task(line("a")) for _ in range(3))]
     async with asyncio.timeout(20):
-        await third
-    assert idle.num_running == 2
+        while idle.num_running < 2:
+            await asyncio.sleep(0)
+    tasks[1].cancel()
+    tasks[2].cancel()  # before its turn
+    async with asyncio.timeout(20):
+        await asyncio.wait(tasks[1:3])
+        while idle.num_running < 2:
+            await asyncio.sleep(0)
     ends.set()
     results = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(result) for result in results] == [AssertionError, asyncio.CancelledError, type(None)]
-    await asyncio.sleep(0)
-    assert idle.num_running == 0
+    ended = [AssertionError, asyncio.CancelledError, asyncio.CancelledError, type(None)]
+    assert [type(result) for result in results] == ended and idle.num_running == 0
 
 
-async def test_who_waits_stands_in_a_row_and_may_leave_it() -> None:
+async def test_tenants_take_turns_however_many_lines_each_has() -> None:
     spare = [False]
-    idle, begun = IdleCapacity(lambda _: spare[0]), list[int]()
+    idle, begun = IdleCapacity(lambda _: spare[0]), list[str]()
 
-    def beginning(number: int) -> asyncio.Task[None]:
-        begun.append(number)
-        return asyncio.create_task(asyncio.sleep(0))
+    async def line(tenant: str) -> None:
+        async with idle.place(tenant):
+            begun.append(tenant)
 
-    waiting = [asyncio.create_task(idle.enter(lambda n=n: beginning(n))) for n in range(4)]  # type: ignore[misc]
+    tasks = [asyncio.create_task(line(tenant)) for tenant in "aaaaaabbc"]
     await asyncio.sleep(0)
-    waiting[0].cancel()
-    waiting[2].cancel()
-    await asyncio.sleep(0)
+    tasks[3].cancel()
     spare[0] = True
     async with asyncio.timeout(20):
-        await asyncio.gather(*waiting, return_exceptions=True)
-    assert begun == [1, 3]
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert "".join(begun) == "abcabaaa"
