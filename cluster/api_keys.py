@@ -24,9 +24,9 @@ from typing import Literal, get_args
 
 import yaml
 
+from cluster.config.bounds import bounded
 from cluster.config.compose import compose, read_text
 from cluster.config.read import Reader, entries, join, nearest, place_of, report_doubled_keys
-from cluster.config.schema import bounded
 from cluster.config.source import Source, clip
 from cluster.errors import ConfigError
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-from cluster.config.schema import ALIASES, Bounds
+from cluster.config.bounds import Bounds
+from cluster.config.schema import ALIASES
 from cluster.config.source import Place, Source, clip
 
 T = TypeVar("T")

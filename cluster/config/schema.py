@@ -7,7 +7,9 @@ docs/configuration.md, `cluster.config.read` holds files against them. Nothing h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
+
+from cluster.config.bounds import bounded
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "fp8"]
@@ -40,22 +42,6 @@ ALIASES = {
 }
 """What people write elsewhere for a value: offered in the error, never accepted."""
 DAY_S = 86_400.0
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Limits of a number, both inclusive unless `above` is set, which excludes itself."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-
-
-def bounded(
-    default: float | None, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
-) -> Any:
-    """A dataclass field with a default and the limits that a reader checks."""
-    return field(default=default, metadata={"bounds": Bounds(at_least, above, at_most)})
 
 
 @dataclass(frozen=True)
