@@ -9,6 +9,7 @@
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make smoke          every benchmark for a few seconds, and Ray's autoscaler bringing a node, as tests
+#   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -28,7 +29,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy smoke bench clean
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page smoke bench clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -101,6 +102,19 @@ smoke: $(READY)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)
+
+test-page: $(READY)
+	@$(PY) -c "import playwright" 2>/dev/null || $(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS),page-test]'
+	@set -eu; \
+	if [ -z "$${CHROMIUM:-}" ] && ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null; then \
+	  echo "installing chromium"; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+	    { apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core || \
+	      { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium fonts-dejavu-core; }; } >/dev/null 2>&1; then :; \
+	  elif $(PY) -m playwright install chromium; then :; \
+	  else echo "error: chromium could not be installed; install it (Debian: apt install chromium), or name one with CHROMIUM=/path" >&2; exit 1; fi; \
+	fi
+	$(PY) -m pytest -q -m "battery or not battery" tests/page $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)

@@ -78,6 +78,7 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_gr
         self.cancelled = threading.Event()
         self.go_on = threading.Event()
         self.status = admin_pb2.GetStatusResponse()
+        self.activity = admin_pb2.GetActivityResponse()
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, context: Any) -> AsyncIterator[Event]:
         self.specs.append(request.spec)
@@ -98,6 +99,9 @@ class ScriptedRouter(generation_pb2_grpc.GenerationServiceServicer, admin_pb2_gr
 
     async def GetStatus(self, request: admin_pb2.GetStatusRequest, context: Any) -> admin_pb2.GetStatusResponse:
         return self.status
+
+    async def GetActivity(self, request: admin_pb2.GetActivityRequest, context: Any) -> admin_pb2.GetActivityResponse:
+        return self.activity
 
     async def hello_then_wait(self, _: pb.GenerationSpec) -> AsyncIterator[Event]:
         yield started()

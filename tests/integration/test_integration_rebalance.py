@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2 as httpx
 import psutil
 import pytest
 from cluster_fixture import token_spec
@@ -194,6 +195,26 @@ def test_a_change_that_is_tried_stale_or_impossible_changes_nothing(cluster: Clu
         cluster.admin.set_roles(4, 0)
     assert cluster.client.status().config_version == cluster.admin.cluster().version == version
     assert (cluster.file.read_text(encoding="utf-8"), cluster.roles()) == (text, roles)
+
+
+def test_the_page_plans_and_sets_the_split_through_the_controller(cluster: Cluster) -> None:
+    http = cluster.serve.until(r"OpenAI +(http://\S+)/v1").group(1)
+    prefill, decode = cluster.roles()
+    body = {"prefill": prefill - 1, "decode": decode + 1}
+    with httpx.Client(base_url=http, timeout=WAIT_S) as page:
+        told = page.get("/api/cluster").json()
+        assert told["change"] == {"may": True, "why": ""}
+        assert (told["controller"]["prefill"], told["controller"]["decode"]) == (prefill, decode)
+        plan = page.post("/api/roles", json=body | {"dry_run": True}).json()
+        assert len(plan["plan"]["steps"]) == 1 and cluster.roles() == (prefill, decode)
+        since = cluster.last_sequence()
+        wanted = body | {"dry_run": False, "expected_version": plan["version"]}
+        assert page.post("/api/roles", json=wanted).json()["is_change"] is True
+        cluster.until_event(since, admin_pb2.ClusterEvent.KIND_CHANGED)
+        assert cluster.roles() == (prefill - 1, decode + 1)
+        stale = page.post("/api/roles", json=wanted)
+        assert (stale.status_code, stale.json()["error"]["type"]) == (400, "invalid_request_error")
+    list(cluster.admin.follow(cluster.admin.set_roles(prefill, decode)))
 
 
 def test_a_drained_worker_ends_without_losing_a_request_and_its_device_serves_again(cluster: Cluster) -> None:
