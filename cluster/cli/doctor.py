@@ -28,7 +28,7 @@ def _checked_or_none(text: str | None) -> str | None:
 def doctor(
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="[FILE]", help="Default: ./cluster.yaml, else Baton's own."),
+        typer.Argument(metavar="FILE", help="Default: ./cluster.yaml, else Baton's own."),
     ] = None,
     address: Annotated[
         str | None,
@@ -102,6 +102,7 @@ def _show(outcomes: Sequence[Outcome]) -> None:
     from rich.text import Text
 
     from cluster.doctor.findings import Half, Result
+    from cluster.units import count_of
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
@@ -119,5 +120,8 @@ def _show(outcomes: Sequence[Outcome]) -> None:
                 name = "" if number else each.check.name
                 table.add_row(name, Text(finding.result.value, style=style), told)
         console.print(table)
-    counts = [(r.value, sum(f.result is r for o in outcomes for f in o.findings)) for r in reversed(Result)]
-    console.print(", ".join(f"{count} {name}" for name, count in counts))
+    num = {result: sum(f.result is result for o in outcomes for f in o.findings) for result in Result}
+    console.print(
+        f"{count_of(num[Result.PROBLEM], 'problem')}, {count_of(num[Result.WARNING], 'warning')}, "
+        f"{num[Result.OK]} ok, {num[Result.SKIPPED]} skipped"
+    )

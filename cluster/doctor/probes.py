@@ -91,6 +91,9 @@ def disaggregation(subject: Subject) -> Iterator[Finding]:
         yield problem(f"a prompt of {probe.num_tokens:,} tokens failed: {probe.failure}", "see the checks before")
     elif probe.pair is not None and probe.placement.startswith("disaggregated"):
         yield ok(found, prefill=probe.pair[0], decode=probe.pair[1])
+    elif not _ready(subject, worker_pb2.ROLE_DECODE):
+        found = f"the cluster does not disaggregate, no decode worker is ready; {found}"
+        yield problem(found, "see `workers`; prefill workers stand in meanwhile")
     elif not senders:
         yield warning(
             f"the cluster does not disaggregate, it has no prefill worker; {found}",

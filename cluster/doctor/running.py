@@ -15,6 +15,7 @@ from cluster.doctor.subject import Subject
 from cluster.errors import PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.plan import ROLES
+from cluster.units import count_of
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
 _SAME_HOST = ("shm", "cuda_ipc")
@@ -61,7 +62,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
         remedy = "put the same model folder on every machine, and restart the workers that have another"
         yield problem(f"workers serve different weights: {split}", remedy)
     elif revisions:
-        yield ok(f"{len(infos)} workers serve {next(iter(revisions))}")
+        yield ok(f"{next(iter(revisions))} on {count_of(len(infos), 'worker')}")
     ours = subject.machine("checkpoint") if subject.config is not None else None
     told = {info.weights_revision for info in infos.values()}
     if ours and "found" in ours and told and ours["found"]["revision"] not in told and subject.contact.is_configured:
@@ -88,11 +89,17 @@ def workers(subject: Subject) -> Iterator[Finding]:
         if process is not None and process.num_starts > 1:
             found = f"{worker.worker_id} has been started {process.num_starts} times{why}"
             yield warning(found, _LOOK)
-    if not status.workers:
+    known = {worker.worker_id for worker in status.workers}
+    absent = [p for p in reasons.values() if p.role and p.name not in known and p.state != "stopped"]
+    for process in absent:
+        found = f"{process.name} is {process.state}" + (f" ({process.why})" if process.why else "")
+        yield problem(f"{found}: the router has no such worker", f"wait for it, or {_LOOK}")
+    if not status.workers and not absent:
         yield problem("the router knows no worker", "look at the controller's log; `baton serve` names its workers")
-    yield from _missing(subject, status)
+    if not absent:
+        yield from _missing(subject, status)
     if num_ready:
-        yield ok(f"{num_ready} of {len(status.workers)} workers are ready")
+        yield ok(f"{num_ready} of {count_of(len(status.workers) + len(absent), 'worker')} ready")
 
 
 def transports(subject: Subject) -> Iterator[Finding]:
@@ -105,7 +112,7 @@ def transports(subject: Subject) -> Iterator[Finding]:
     for sender in by_role[worker_pb2.ROLE_PREFILL]:
         for receiver in by_role[worker_pb2.ROLE_DECODE]:
             ours, theirs = (w.info.transport.split(",") for w in (sender, receiver))
-            is_near = sender.info.ranks[0].host == receiver.info.ranks[0].host
+            is_near = sender.info.node == receiver.info.node
             fit = next((t for t in ours if t and t in theirs and (is_near or t not in _SAME_HOST)), None)
             if fit is None:
                 where = "one host" if is_near else "different hosts"
@@ -167,7 +174,7 @@ def clock_skew(subject: Subject) -> Iterator[Finding]:
     if not looked:
         yield skipped(f"no clock could be read: {'; '.join(errors)}")
     elif not is_wrong:
-        yield ok(f"{looked} clocks are within {_MOST_SKEW_S:g} s of this one")
+        yield ok(f"{count_of(looked, 'clock')} within {_MOST_SKEW_S:g} s of this one")
 
 
 def status_of(subject: Subject) -> admin_pb2.GetStatusResponse:
@@ -184,7 +191,7 @@ def _missing(subject: Subject, status: admin_pb2.GetStatusResponse) -> Iterator[
         wanted = subject.config.role(role).num_workers
         there = sum(w.role == kind for w in status.workers)
         if there != wanted:
-            found = f"the file names {wanted} {role} workers, and the cluster has {there}"
+            found = f"the file names {count_of(wanted, f'{role} worker')}, and the cluster has {there}"
             yield warning(found, "`baton apply` makes it so; one that was not started waits for room at Ray")
 
 

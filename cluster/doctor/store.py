@@ -21,6 +21,8 @@ from cluster.state.guard import TIMEOUT_S
 
 _DEFAULT_PORT = 6379
 _PROBE_MS = 5000
+_NUM_WRITES = 3
+"""The fastest of them counts: what slows one is not the way to Redis."""
 
 
 def redis(subject: Subject) -> Iterator[Finding]:
@@ -57,12 +59,14 @@ async def _examine(url: str, timeout_s: float) -> Mapping[str, Any]:
     try:
         async with asyncio.timeout(timeout_s):
             await client.ping()
-            began = time.perf_counter()
-            await client.set(key, b"1", px=_PROBE_MS)
-            round_trip_s = time.perf_counter() - began
+            round_trips_s = []
+            for _ in range(_NUM_WRITES):
+                began = time.perf_counter()
+                await client.set(key, b"1", px=_PROBE_MS)
+                round_trips_s.append(time.perf_counter() - began)
             await client.delete(key)
             told: dict[str, Any] = dict(await client.info())
-            return {**told, "round_trip_s": round_trip_s}
+            return {**told, "round_trip_s": min(round_trips_s)}
     finally:
         await client.aclose(close_connection_pool=True)
 

@@ -59,6 +59,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, redis_of_session: RedisServ
             tls={"cert": public.cert, "key": public.key},
             internal_tls=internal,
             state=redis_of_session.url,
+            rebalance={"slo": {"tpot_ms": 60_000.0}},  # how long a hand-off shows is this machine's business
         )
         yield Served(cluster, config, client)
 
@@ -66,9 +67,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, redis_of_session: RedisServ
 def test_a_cluster_that_is_well_has_no_problem(served: Served) -> None:
     outcomes = served.ask(*LOOKING, *PROBING)
     assert {name: outcome.result for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, Result.OK), outcomes
-    assert "2 of 2 workers are ready" in outcomes["workers"].findings[0].found
+    assert outcomes["workers"].findings[0].found == "2 of 2 workers ready"
     assert outcomes["transports"].findings[0].found == "pairs by transport: 1 shm"
-    assert outcomes["clock-skew"].findings[0].found == "3 clocks are within 1 s of this one"
+    assert outcomes["clock-skew"].findings[0].found == "3 clocks within 1 s of this one"
     placed = outcomes["disaggregation"].findings[0]
     assert (placed.values["prefill"], placed.values["decode"]) == ("prefill-0", "decode-0")
     assert placed.found.startswith("a prompt of 2,032 tokens: disaggregated: prefill-0 -> decode-0")

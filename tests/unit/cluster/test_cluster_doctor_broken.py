@@ -20,11 +20,12 @@ from scripted_router import ROOT
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.api_keys import ApiKey, digest_of, render_keys
-from cluster.doctor import machine, network
+from cluster.doctor import machine, network, running
 from cluster.doctor.contact import Asked
 from cluster.doctor.examination import exit_code
 from cluster.doctor.findings import Result
 from cluster.doctor.subject import Subject
+from cluster.pb import admin_pb2, worker_pb2
 
 # 1 to 3: the model folder
 
@@ -320,7 +321,30 @@ def test_the_doctor_works_where_ray_is_not_installed_and_says_so(tmp_path: Path)
     assert checks["model"]["result"] == "ok"
 
 
-# 18: the clock
+# 18: a worker that the controller cannot start
+
+
+def test_a_worker_that_does_not_come_up_is_named_with_the_reason_of_the_controller(tmp_path: Path) -> None:
+    ready = admin_pb2.WorkerStatus(worker_id="prefill-0", state=admin_pb2.WorkerStatus.STATE_READY)
+    prefill, decode, process = worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE, admin_pb2.ProcessStatus
+    processes = [
+        process(name="router", state="ready", num_starts=1),
+        process(name="prefill-0", state="ready", num_starts=3, why="it died", role=prefill),
+        process(name="decode-0", state="backing off", why="out of memory", role=decode),
+        process(name="decode-1", state="stopped", role=decode),
+    ]
+    with Subject(Asked(write_config(tmp_path))) as subject:
+        subject.contact.status = admin_pb2.GetStatusResponse(workers=[ready])
+        subject.contact.cluster = admin_pb2.GetClusterResponse(processes=processes)
+        told = [(finding.result, finding.found) for finding in running.workers(subject)]
+    assert told == [
+        (Result.WARNING, "prefill-0 has been started 3 times (it died)"),
+        (Result.PROBLEM, "decode-0 is backing off (out of memory): the router has no such worker"),
+        (Result.OK, "1 of 2 workers ready"),
+    ]
+
+
+# 19: the clock
 
 
 def test_a_clock_that_nobody_keeps_is_a_warning_where_there_are_several_machines(
