@@ -65,14 +65,14 @@ PEAK_BYTES = Metric(
     "Weights that fit in a CPU's caches are read faster.",
 )
 MFU = Metric(
-    "baton_mfu",
+    "baton_mfu_ratio",
     "gauge",
     f"Model FLOPs utilization: operations of the steps of the last {WINDOW_S} s, by their seconds and the device's "
     "peak; no series without steps. Over another time: `rate(baton_step_flops_total[5m]) / "
     "rate(baton_step_seconds_total[5m]) / on (instance) group_left () baton_device_peak_flops`.",
     _LABELS,
 )
-MBU = Metric("baton_mbu", "gauge", "Memory bandwidth utilization: the same of bytes.", _LABELS)
+MBU = Metric("baton_mbu_ratio", "gauge", "Memory bandwidth utilization: the same of bytes.", _LABELS)
 METRICS = (STEPS, TOKENS, SECONDS, FLOPS, BYTES, PEAK_FLOPS, PEAK_BYTES, MFU, MBU)
 
 

@@ -141,7 +141,7 @@ def check_steps(sender: Page, receiver: Page) -> None:
         of_mfu = page["baton_step_flops_total", kind] / seconds / page["baton_device_peak_flops",]
         of_mbu = page["baton_step_bytes_total", kind] / seconds / page["baton_device_peak_bytes_per_second",]
         assert 0 < of_mfu < 10 and 0 < of_mbu < 10, "a share of what was measured beside other work"
-        assert page["baton_mfu", kind] > 0 and page["baton_mbu", kind] > 0
+        assert page["baton_mfu_ratio", kind] > 0 and page["baton_mbu_ratio", kind] > 0
 
 
 def test_a_worker_without_a_metrics_port_names_no_page() -> None:

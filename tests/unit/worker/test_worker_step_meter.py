@@ -47,9 +47,9 @@ def test_the_shares_are_those_of_the_steps_by_their_own_seconds() -> None:
     watched.run(100.0, 0.010, 8)
     watched.run(105.0, 0.030, 8)
     watched.run(106.0, 0.100, 1, 1, 1)
-    assert watched.value("baton_mfu", "prefill") == pytest.approx(2 * 8100 / 0.040 / 1e6)
-    assert watched.value("baton_mbu", "decode") == pytest.approx(5500 / 0.100 / 1e5)
-    assert watched.value("baton_mfu", "mixed") is None, "there was no such step"
+    assert watched.value("baton_mfu_ratio", "prefill") == pytest.approx(2 * 8100 / 0.040 / 1e6)
+    assert watched.value("baton_mbu_ratio", "decode") == pytest.approx(5500 / 0.100 / 1e5)
+    assert watched.value("baton_mfu_ratio", "mixed") is None, "there was no such step"
 
 
 def test_counters_tell_the_same_by_their_rates() -> None:
@@ -69,9 +69,9 @@ def test_what_is_older_than_the_window_counts_no_more() -> None:
     watched = Watched()
     watched.run(100.0, 0.010, 8)
     watched.run(100.0 + WINDOW_S, 0.020, 8)
-    assert watched.value("baton_mfu", "prefill") == pytest.approx(8100 / 0.020 / 1e6)
+    assert watched.value("baton_mfu_ratio", "prefill") == pytest.approx(8100 / 0.020 / 1e6)
     watched.now += 10 * WINDOW_S
-    assert watched.value("baton_mfu", "prefill") is None
+    assert watched.value("baton_mfu_ratio", "prefill") is None
     assert watched.value("baton_step_flops_total", "prefill") == 2 * 8100
 
 
@@ -80,7 +80,7 @@ def test_a_long_run_keeps_no_more_than_the_window() -> None:
     for second in range(200):
         watched.run(second, 0.5, 1)
     assert len(watched.meter._seconds) == WINDOW_S + 1
-    assert watched.value("baton_mbu", "decode") == pytest.approx(5500 / 0.5 / 1e5)
+    assert watched.value("baton_mbu_ratio", "decode") == pytest.approx(5500 / 0.5 / 1e5)
 
 
 def test_without_a_peak_there_are_counters_and_no_shares() -> None:
@@ -89,14 +89,19 @@ def test_without_a_peak_there_are_counters_and_no_shares() -> None:
         watched.run(100.0, 0.010, 8)
         assert watched.value("baton_step_flops_total", "prefill") == 8100
         names = {sample.name for family in watched.registry.collect() for sample in family.samples}
-        assert not names & {"baton_mfu", "baton_mbu", "baton_device_peak_flops", "baton_device_peak_bytes_per_second"}
+        assert not names & {
+            "baton_mfu_ratio",
+            "baton_mbu_ratio",
+            "baton_device_peak_flops",
+            "baton_device_peak_bytes_per_second",
+        }
 
 
 def test_one_known_peak_is_enough_for_its_share() -> None:
     watched = Watched(overridden(Peak(None, None, "unknown"), None, 0.0001))
     watched.run(100.0, 0.010, 1)
-    assert watched.value("baton_mfu", "decode") is None
-    assert watched.value("baton_mbu", "decode") == pytest.approx(5500 / 0.010 / 1e5)
+    assert watched.value("baton_mfu_ratio", "decode") is None
+    assert watched.value("baton_mbu_ratio", "decode") == pytest.approx(5500 / 0.010 / 1e5)
 
 
 def test_a_step_that_only_copies_blocks_is_none() -> None:
