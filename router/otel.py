@@ -47,6 +47,8 @@ _LONGEST_HEADER = 512
 _TRACES_PATH = "/v1/traces"
 _QUIET_S = 60.0
 _PROPAGATOR = TraceContextTextMapPropagator()
+_ABOUT_CLIENTS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+"""Loggers that warn of what a client sent in its headers, word for word: anybody could fill the log."""
 SENT, DROPPED, FAILED = "sent", "dropped", "failed"
 
 
@@ -67,6 +69,8 @@ class OtelTraces:
         self._exporter = exporter
         self._counter = counter
         self._sample = sample
+        for name in _ABOUT_CLIENTS:
+            logging.getLogger(name).setLevel(logging.ERROR)
         self._ended: list[ReadableSpan] = []
         self._provider = TracerProvider(ALWAYS_ON, _resource(), shutdown_on_exit=False)
         self._provider.add_span_processor(_Collect(self._ended))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -14,12 +15,15 @@ import grpc
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, pair, phase, tokens
 from kept_traces import Kept
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode
 from otlp_receiver import Received, receiver
 from prometheus_client import CollectorRegistry
 from router_harness import Router, ids, running_router, text_spec
 
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, InvalidRequest
 from cluster.metrics import LabelledCounter
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
@@ -241,3 +245,41 @@ def test_the_service_is_named_by_the_environment_or_baton(monkeypatch: pytest.Mo
     assert otel._resource().attributes["service.name"] == "baton"
     monkeypatch.setenv("OTEL_SERVICE_NAME", "chat-eu")
     assert otel._resource().attributes["service.name"] == "chat-eu"
+
+
+class Encoded(SpanExporter):
+    """Makes of spans what would go over the wire."""
+
+    num_spans = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        encode_spans(spans).SerializeToString()
+        self.num_spans += len(spans)
+        return SpanExportResult.SUCCESS
+
+
+def odd_header(draw: random.Random) -> str:
+    """Of either kind: right, right but for a few characters, or anything."""
+    states = ",".join(f"k{draw.randrange(40)}={chr(draw.randrange(33, 127))}" for _ in range(draw.randrange(40)))
+    good = draw.choice([SAMPLED, UNSAMPLED, SAMPLED + "-more", "ff" + SAMPLED[2:], "01" + SAMPLED[2:] + "-x", states])
+    text = list(good)
+    for _ in range(draw.choice([0, 0, 1, 3, 40])):
+        text.insert(draw.randrange(len(text) + 1), chr(draw.choice([0, 9, 32, 45, 61, 120, 0x80, 0x20AC, 0x1F600])))
+        del text[draw.randrange(len(text))]
+    return "".join(text)
+
+
+def test_no_header_makes_a_call_fail_or_a_trace_that_cannot_be_sent_or_a_line_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    draw = random.Random(1)
+    kept = Kept(encoded := Encoded())
+    for _ in range(1500):
+        names = draw.choices(["traceparent", "traceparent", "tracestate", "TraceParent"], k=draw.choice([1, 2, 2, 3]))
+        call = kept.traces.begin([(name, odd_header(draw)) for name in names], ORIGIN)
+        if call is not None:
+            call.refused(InvalidRequest("no"), 1.0)
+    kept.traces.close()
+    assert kept.count("failed") == kept.count("dropped") == 0
+    assert kept.count("sent") == encoded.num_spans > 0
+    assert not caplog.records, "a client could fill the log"
