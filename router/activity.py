@@ -71,6 +71,8 @@ class Activity:
         self._num_requests = 0
         self._last: tuple[float, Mapping[str, int]] | None = None
         """When the last second ended, and what had ended by then."""
+        self._minute: tuple[admin_pb2.ActivitySecond, dict[Pair, _HandOffs]] | None = None
+        """Summed up for the first who asks in a second."""
 
     def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._second.ttft.add(seconds)
@@ -116,18 +118,22 @@ class Activity:
             **{f"num_{outcome}": ended[outcome] - last[1][outcome] for outcome in _OUTCOMES},
         )
         self._seconds.append(done)
+        self._minute = None
 
     def told(self, request: admin_pb2.GetActivityRequest, now_by_pair: Counter[Pair]) -> admin_pb2.GetActivityResponse:
         """All but the rates of workers. `now_by_pair`: requests between two workers."""
         is_same = request.life == self.life
         after_second, after_request = (request.after_second, request.after_request) if is_same else (0, 0)
-        minute = list(islice(self._seconds, max(0, len(self._seconds) - WINDOW_SECONDS), None))
+        if self._minute is None:
+            last = list(islice(self._seconds, max(0, len(self._seconds) - WINDOW_SECONDS), None))
+            self._minute = _window(last), _by_pair(last)
+        window, by_pair = self._minute
         return admin_pb2.GetActivityResponse(
             life=self.life,
             seconds=[second.told for second in self._seconds if second.told.number > after_second],
             requests=[life for life in self._requests if life.number > after_request],
-            pairs=_pairs(minute, now_by_pair),
-            window=_window(minute),
+            pairs=_pairs(by_pair, now_by_pair),
+            window=window,
         )
 
 
@@ -172,12 +178,18 @@ def _window(seconds: Iterable[_Second]) -> admin_pb2.ActivitySecond:
     return whole
 
 
-def _pairs(seconds: Iterable[_Second], now_by_pair: Counter[Pair]) -> list[admin_pb2.PairActivity]:
-    """Those with something between them now or in the last minute."""
-    sums: dict[Pair, _HandOffs] = {pair: _HandOffs() for pair in now_by_pair}
+def _by_pair(seconds: Iterable[_Second]) -> dict[Pair, _HandOffs]:
+    sums: dict[Pair, _HandOffs] = {}
     for second in seconds:
         for pair, hand_offs in second.pairs.items():
             sums.setdefault(pair, _HandOffs()).add(hand_offs)
+    return sums
+
+
+def _pairs(by_pair: Mapping[Pair, _HandOffs], now_by_pair: Counter[Pair]) -> list[admin_pb2.PairActivity]:
+    """Those with something between them now or in the last minute."""
+    idle = _HandOffs()
+    sums = {pair: by_pair.get(pair, idle) for pair in {*by_pair, *now_by_pair}}
     return [
         admin_pb2.PairActivity(
             prefill_id=pair[0],

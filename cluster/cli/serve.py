@@ -352,14 +352,16 @@ class _View:
         baton, option = _command(), _options(self._serving, address)
         admin = "" if self._admin_address == DEFAULT_ADMIN_ADDRESS else f" --admin-address {self._admin_address}"
         scheme = "http" if self._serving.tls.cert is None else "https"
-        http = f"  OpenAI  {scheme}://{self._http_address}/v1\n" if self._http_address else ""
+        site = f"{scheme}://{self._http_address}/" if self._http_address else ""
+        http = f"  OpenAI  {site}v1\n" if site else ""
+        page = f", or {site}" if site else ""
         edit = f", or edit {os.path.relpath(self._file.path)}" if self._file.is_own else ""
         self._console.print(
             f"\nBaton is serving: {describe(serving)}\n\n"
             f"  gRPC    {address}\n"
             f"{http}"
             f'  try     {baton} generate{option} "ROMEO:"\n'
-            f"  look    {baton} status{option}\n"
+            f"  look    {baton} status{option}{page}\n"
             f"  change  {baton} rebalance{admin} P:D{edit}\n"
             f"  stop    {self._stop}\n\n"
             f"ready after {time.monotonic() - self._began:.1f} s\n"

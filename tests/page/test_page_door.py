@@ -27,12 +27,12 @@ class Served:
     def __init__(self, folder: Path, **settings: Any) -> None:
         self._ready: Future[Router] = Future()
         self._end = asyncio.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(folder, settings),))
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(folder, settings)))
         self._thread.start()
         self.router = self._ready.result(60)
 
     async def _serve(self, folder: Path, settings: dict[str, Any]) -> None:
+        self._loop = asyncio.get_running_loop()
         try:
             workers = pair(lambda _: [ids("yes")])
             async with running_router(folder / "model", workers, http_port=0, **settings) as router:
@@ -50,7 +50,6 @@ class Served:
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(60)
-        self._loop.close()
 
 
 @pytest.fixture

@@ -12,9 +12,11 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx2 as httpx
 import pytest
 from admin_desk import Desk
+from certificates import Authority
 from fake_worker import pair
 from router_harness import Router, ids, running_router, text_spec
 
@@ -25,6 +27,7 @@ from cluster.config import AdminSection
 from cluster.gate import KeyRing
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.pb import generation_pb2 as pb
+from cluster.tls import InternalTls
 
 pytestmark = pytest.mark.asyncio
 KEYS = (
@@ -45,12 +48,15 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Router, 
 
 
 @contextlib.asynccontextmanager
-async def controlled(router: Router, folder: Path, keys: KeyRing | None = None) -> AsyncIterator[Desk]:
+async def controlled(
+    router: Router, folder: Path, keys: KeyRing | None = None, inside: InternalTls | None = None
+) -> AsyncIterator[Desk]:
     """A controller that has named itself to the router; its one prefill and three decode workers are words."""
     folder.mkdir()
     desk = Desk(folder)
-    server, desk.address = await start_admin(AdminSection(port=0), desk, keys)
-    async with rpc.create_channel(router.control_address) as channel:
+    tls, client = (None, None) if inside is None else (inside.server, inside.client)
+    server, desk.address = await start_admin(AdminSection(port=0), desk, keys, tls)
+    async with rpc.create_channel(router.control_address, tls=client) as channel:
         control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         fleet = router.server.dispatcher.fleet
         workers = [admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=w.role) for w in fleet]
@@ -181,6 +187,36 @@ async def test_where_everybody_can_come_nobody_changes_anything(tmp_path: Path) 
         change = (await http.get("/api/cluster")).json()["change"]
         assert change["may"] is False and "set auth.keys_file or tls.client_ca" in change["why"]
         assert await refusal(http) == (403, change["why"])
+
+
+async def test_a_certificate_is_as_good_as_a_key_and_routers_show_the_controller_the_clusters_own(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = Authority(tmp_path), Authority(tmp_path)
+    outer, inside = ours.server(clients=theirs), ours.internal()
+    settings = {
+        "tls_cert": outer.cert,
+        "tls_key": outer.key,
+        "tls_client_ca": outer.client_ca,
+        "internal_tls_cert": inside.cert,
+        "internal_tls_key": inside.key,
+        "internal_tls_ca": inside.ca,
+    }
+    client = ours.client(showing=theirs)
+    async with running_router(tmp_path / "model", host="0.0.0.0", http_port=0, tls=client, **settings) as router:
+        port = router.server.http_address.rpartition(":")[2]
+        async with (
+            controlled(router, tmp_path / "controller", inside=inside) as desk,
+            httpx.AsyncClient(base_url=f"https://localhost:{port}", verify=client.context(), timeout=20) as http,
+        ):
+            assert (await http.get("/api/cluster")).json()["change"] == {"may": True, "why": ""}
+            assert (await http.post("/api/roles", json=TWO_TWO)).json()["plan"]["steps"]
+            assert (await refusal(http, origin="https://evil.example"))[0] == 403
+            desk.stage.hands.gate.set()
+            async with rpc.create_channel(desk.address) as stranger:
+                admin: Any = admin_pb2_grpc.AdminServiceStub(stranger)  # type: ignore[no-untyped-call]
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await admin.GetCluster(admin_pb2.GetClusterRequest(), timeout=20)
 
 
 WRONG_BODIES = [
