@@ -8,6 +8,7 @@
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
+#   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
 #   make smoke          every benchmark for a few seconds, and Ray's autoscaler bringing a node, as tests
 #   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
 #   make bench          measures a cluster on this machine
@@ -29,7 +30,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page smoke bench clean
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page smoke bench clean deploy-tools test-prometheus
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -87,14 +88,19 @@ chaos: $(READY)
 chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
 
-test-deploy: $(READY)
+deploy-tools:
 	@for tool in $(DEPLOY_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
 	if [ -n "$${missing:-}" ]; then \
 	  echo "installing $(DEPLOY_PACKAGES), which these tests need"; \
 	  apt-get install --yes --quiet --no-install-recommends $(DEPLOY_PACKAGES) >/dev/null || \
 	    { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends $(DEPLOY_PACKAGES); } >/dev/null; \
 	fi
+
+test-deploy: $(READY) deploy-tools
 	$(PY) -m pytest -m "battery or not battery" --durations=0 tests/deploy $(ARGS)
+
+test-prometheus: $(READY) deploy-tools
+	$(PY) -m pytest -m "battery or not battery" tests/deploy/test_prometheus.py $(ARGS)
 
 smoke: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \

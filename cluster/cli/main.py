@@ -17,6 +17,7 @@ from cluster.cli.doctor import doctor
 from cluster.cli.generate import generate
 from cluster.cli.serve import serve, stop
 from cluster.cli.status import status
+from cluster.cli.targets import targets
 from cluster.cli.top import top
 
 app = typer.Typer(
@@ -56,6 +57,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.command()(top)
+app.command()(targets)
 app.command()(change.apply)
 app.command()(change.rebalance)
 app.command()(change.drain)
