@@ -36,7 +36,8 @@ class Batching:
         most_bytes, stalled_client_s = settings.max_message_bytes, settings.stalled_client_timeout_s
         idle = IdleCapacity(lambda num_running: dispatcher.admission.has_spare(num_running, dispatcher.clock()))
         answerer = LineAnswerer(service, token_bytes, most_bytes)
-        self._runner = BatchRunner(self._store, idle, answerer.answer, most_line_bytes=most_bytes + _AROUND_A_BODY)
+        counts, most_line_bytes = dispatcher.counters.batch_lines, most_bytes + _AROUND_A_BODY
+        self._runner = BatchRunner(self._store, idle, answerer.answer, counts, most_line_bytes=most_line_bytes)
         files = FileRoutes(self._store, gate, most_bytes=settings.max_file_bytes, stalled_client_s=stalled_client_s)
         batches = BatchRoutes(self._store, self._runner, gate, stalled_client_s=stalled_client_s)
         self.routes: list[Route] = [*files.routes, *batches.routes]

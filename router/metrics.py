@@ -47,6 +47,8 @@ REFUSAL_REASONS = (
 )
 RETRY_REASONS = ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
 
+LINE_OUTCOMES = ("completed", "failed", "retried")
+
 REQUESTS = Metric(
     "baton_requests_total",
     "counter",
@@ -115,7 +117,14 @@ KV_USAGE = Metric(
     "No series while no worker of the role is ready.",
     (("role", ("prefill", "decode")),),
 )
-_OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, KV_USAGE)
+BATCH_LINES = Metric(
+    "baton_batch_lines_total",
+    "counter",
+    "Lines of batches that were answered well or with an error, and tries that gave no answer and are followed by "
+    "another one (retried). Each try is a request as well, and is counted as such.",
+    (("outcome", LINE_OUTCOMES),),
+)
+_OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, BATCH_LINES, KV_USAGE)
 _OF_TIMES = (DECISION, FIRST_TOKEN, INTER_TOKEN, LATENCY)
 _OF_TOKENS = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS)
 METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS, *request_metrics.METRICS, TRACE_SPANS)
@@ -136,6 +145,8 @@ class Counters:
     local_prefills: int = 0
     moved: int = 0
     """Requests that went from one decode worker to another, each time."""
+    batch_lines: Counter[str] = field(default_factory=Counter)
+    """By what came of them: those of LINE_OUTCOMES."""
     orphaned: int = 0
     """Cancelled because their client had left and nobody resumed them."""
 
@@ -241,6 +252,8 @@ class _SourceCollector(Collector):
         yield counter_family(RETRIES, retried)
         refused = counters.refused.copy()
         yield counter_family(REFUSALS, {reason: refused[reason] for reason in REFUSAL_REASONS})
+        lines = counters.batch_lines.copy()
+        yield counter_family(BATCH_LINES, {outcome: lines[outcome] for outcome in LINE_OUTCOMES})
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=counters.orphaned)
         for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
             yield GaugeMetricFamily(metric.name, metric.doc, value=number)

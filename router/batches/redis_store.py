@@ -67,14 +67,15 @@ _CLAIM = """
 local p, owner, ttl_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local is_enough = {}
-for i = 3, #ARGV do is_enough[ARGV[i]] = true end
+local but = {}
+for i = 3, #ARGV do but[ARGV[i]] = true end
 for _, id in ipairs(redis.call('ZRANGE', p .. 'open', 0, -1)) do
   local record = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'data', 'ends_at', 'version')
   if not record[1] then
     redis.call('ZREM', p .. 'open', id)
     redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id)
-  elseif not is_enough[record[2]] and tonumber(redis.call('HGET', p .. 'claim:' .. id, 'until_ms') or 0) <= now then
+  elseif not but['tenant:' .. record[2]] and not but['batch:' .. id]
+    and tonumber(redis.call('HGET', p .. 'claim:' .. id, 'until_ms') or 0) <= now then
     local epoch = redis.call('HINCRBY', p .. 'claim:' .. id, 'epoch', 1)
     redis.call('HSET', p .. 'claim:' .. id, 'owner', owner, 'until_ms', string.format('%.0f', now + ttl_ms))
     return {id, epoch, record}
@@ -176,8 +177,11 @@ class RedisBatchStore:
         found: bytes | None = await self._ask(lambda: self._client.hget(key, str(number)))
         return found
 
-    async def claim(self, owner: str, ttl_s: float, *, but_of: Sequence[str] = ()) -> tuple[Claim, Record] | None:
-        found = await self._run(_CLAIM, owner, round(1000 * ttl_s), *but_of)
+    async def claim(
+        self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
+    ) -> tuple[Claim, Record] | None:
+        others = (*(f"tenant:{tenant}" for tenant in but_of), *(f"batch:{batch_id}" for batch_id in but))
+        found = await self._run(_CLAIM, owner, round(1000 * ttl_s), *others)
         if not found:
             return None
         record = _record(found[0].decode(), found[2])

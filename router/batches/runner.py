@@ -90,15 +90,16 @@ class BatchRunner:
         store: BatchStore,
         idle: IdleCapacity,
         answer: AnswerLine,
+        counts: Counter[str],
         *,
         most_line_bytes: int,
         lease_s: float = LEASE_S,
     ) -> None:
-        self.counts: Counter[str] = Counter()
-        """Lines: completed, failed and retried."""
+        """`counts`: of lines, what came of them: completed, failed and retried."""
         self._store = store
         self._idle = idle
         self._answer = answer
+        self._counts = counts
         self._most_line_bytes = most_line_bytes
         self._lease_s = lease_s
         self._owner = secrets.token_hex(12)
@@ -161,7 +162,7 @@ class BatchRunner:
         while len(self._held) < MOST_BATCHES:
             held_of = Counter(held.batch.tenant for held in self._held.values())
             enough = [tenant for tenant, number in held_of.items() if number >= MOST_OF_A_TENANT]
-            found = await self._store.claim(self._owner, self._lease_s, but_of=enough)
+            found = await self._store.claim(self._owner, self._lease_s, but_of=enough, but=list(self._held))
             if found is None:
                 return
             claim, record = found
@@ -280,7 +281,7 @@ class BatchRunner:
         answer = answer_line(line, request_id, tried.status, tried.body)
         if not await self._insist(lambda: self._store.answer(held.claim, answer)):
             raise ClaimLost
-        self.counts["completed" if answer.is_good else "failed"] += 1
+        self._counts["completed" if answer.is_good else "failed"] += 1
 
     async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> Tried:
         num_tries = num_failures = 0
@@ -290,7 +291,7 @@ class BatchRunner:
             num_tries, num_failures = num_tries + 1, num_failures + (not tried.is_refusal)
             if tried.retry_after_s is None or num_failures >= MOST_FAILURES:
                 return tried
-            self.counts["retried"] += 1
+            self._counts["retried"] += 1
             pause_s = tried.retry_after_s * _LONGER_EACH_TIME ** min(num_tries - 1, _LONGEST_AFTER)
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_s) * random.uniform(1.0, 1.5))
 

@@ -127,15 +127,18 @@ class SqliteStore:
         row = await self._run(lambda db: db.execute(query, (file_id, number)).fetchone())
         return None if row is None else bytes(row[0])
 
-    async def claim(self, owner: str, ttl_s: float, *, but_of: Sequence[str] = ()) -> tuple[Claim, Record] | None:
-        now, marks = self._clock(), ", ".join("?" * len(but_of))
+    async def claim(
+        self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
+    ) -> tuple[Claim, Record] | None:
+        now, tenants, ids = self._clock(), ", ".join("?" * len(but_of)), ", ".join("?" * len(but))
 
         def work(db: sqlite3.Connection) -> tuple[Claim, Record] | None:
             query = (
                 f"SELECT epoch, {_RECORD} FROM open_batches JOIN records ON record_id = batch_id "
-                f"WHERE held_until <= ? AND tenant NOT IN ({marks}) ORDER BY open_batches.seq LIMIT 1"
+                f"WHERE held_until <= ? AND tenant NOT IN ({tenants}) AND batch_id NOT IN ({ids}) "
+                "ORDER BY open_batches.seq LIMIT 1"
             )
-            row = db.execute(query, (now, *but_of)).fetchone()
+            row = db.execute(query, (now, *but_of, *but)).fetchone()
             if row is None:
                 return None
             record = Record(*row[1:])

@@ -87,8 +87,10 @@ class BatchStore(Protocol):
 
     async def piece(self, file_id: str, number: int) -> bytes | None: ...
 
-    async def claim(self, owner: str, ttl_s: float, *, but_of: Sequence[str] = ()) -> tuple[Claim, Record] | None:
-        """The oldest open batch that nobody holds and is of none of these tenants; None: there is none."""
+    async def claim(
+        self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
+    ) -> tuple[Claim, Record] | None:
+        """The oldest open batch that nobody holds, of none of these tenants and none of these; None: there is none."""
         ...
 
     async def renew(self, claim: Claim, ttl_s: float) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from cluster.errors import FieldViolation, NotFound
 from cluster.gate import Gate
@@ -21,7 +20,7 @@ from router.openai.app import Answer, parse, read_body
 from router.openai.batch_body import BatchBody
 from router.openai.errors import Failure, body_of
 from router.openai.exchange import failed
-from router.openai.files import caller_for, find_file, no_such_file, stored
+from router.openai.files import caller_for, find_file, no_such_file, route
 from router.openai.uploads import LEAST_KEPT_S
 
 MOST_BATCHES = 100
@@ -40,10 +39,9 @@ class BatchRoutes:
         self._gate = gate
         self._stalled_client_s = stalled_client_s
         self.routes = [
-            Route("/v1/batches", stored(self._create), methods=["POST"]),
-            Route("/v1/batches", stored(self._list), methods=["GET"]),
-            Route("/v1/batches/{batch_id}", stored(self._tell), methods=["GET"]),
-            Route("/v1/batches/{batch_id}/cancel", stored(self._cancel), methods=["POST"]),
+            route("/v1/batches", POST=self._create, GET=self._list),
+            route("/v1/batches/{batch_id}", GET=self._tell),
+            route("/v1/batches/{batch_id}/cancel", POST=self._cancel),
         ]
 
     async def _create(self, request: Request, request_id: str) -> Answer:

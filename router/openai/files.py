@@ -40,11 +40,9 @@ class FileRoutes:
         self._most_bytes = most_bytes
         self._stalled_client_s = stalled_client_s
         self.routes = [
-            Route("/v1/files", stored(self._upload), methods=["POST"]),
-            Route("/v1/files", stored(self._list), methods=["GET"]),
-            Route("/v1/files/{file_id}", stored(self._tell), methods=["GET"]),
-            Route("/v1/files/{file_id}", stored(self._delete), methods=["DELETE"]),
-            Route("/v1/files/{file_id}/content", stored(self._content), methods=["GET"]),
+            route("/v1/files", POST=self._upload, GET=self._list),
+            route("/v1/files/{file_id}", GET=self._tell, DELETE=self._delete),
+            route("/v1/files/{file_id}/content", GET=self._content),
         ]
 
     async def _upload(self, request: Request, request_id: str) -> Answer:
@@ -156,7 +154,17 @@ class _Pieces:
             yield piece
 
 
-def stored(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
+def route(path: str, **handlers: Handler) -> Route:
+    """By method: one route for all of them, so that a refusal of another one names each."""
+    endpoints = {method: _stored(handle) for method, handle in handlers.items()}
+
+    async def endpoint(request: Request) -> Answer:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+
+    return Route(path, endpoint, methods=list(handlers))
+
+
+def _stored(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
     """`handle`, guarded; the store's absence is a failure that is worth another try."""
 
     async def endpoint(request: Request, request_id: str) -> Answer:

@@ -12,7 +12,7 @@ from router.fields import invalid
 def limit_of(query: Mapping[str, str], *, usual: int, most: int) -> int:
     """Raises InvalidRequest."""
     text = query.get("limit", str(usual))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and 1 <= int(text) <= most):
         raise invalid((FieldViolation("limit", f"must be a whole number from 1 to {most}"),))
     return int(text)
 

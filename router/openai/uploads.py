@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ LONGEST_FILENAME = 255
 _BESIDE_BYTES = 64 * 1024
 """What a body may be longer than its file: the fields, and what multipart puts between."""
 _MOST_FIELDS = 8
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client that sends it wrong is told, and is no event
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import re
+import signal
 import threading
 import time
 import urllib.request
@@ -17,8 +19,10 @@ import openai
 import pytest
 from cluster_fixture import BUNDLED_MODEL, PlainCluster
 from openai.types import Batch
+from serve_process import Serve
 
-from benchmarks.redis_server import RedisServer, running_redis
+from benchmarks.redis_server import RedisServer, free_port, running_redis
+from cluster.admin_client import AdminClient
 from router.batching import open_batch_store
 
 MODEL = BUNDLED_MODEL.name
@@ -192,3 +196,38 @@ def test_each_line_is_answered_once_though_its_router_is_killed_in_the_middle(
             "each was answered once"
         )
         assert kept + run_after == count, "a line that had an answer was run again"
+
+
+@pytest.mark.battery
+@pytest.mark.timeout(240)
+def test_baton_serve_keeps_batches_over_a_router_that_is_killed_and_over_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the configuration that is shipped: in the home directory."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ports = [str(free_port()) for _ in range(3)]
+    flags = [text for pair in zip(("--port", "--admin-port", "--http-port"), ports, strict=True) for text in pair]
+    serve = Serve(*flags)
+    try:
+        with client_of(f"127.0.0.1:{ports[2]}") as client, AdminClient(serve.admin_address) as admin:
+            assert serve.address
+            begun = begin(client, lines_of(400))
+            until(client, begun.id, lambda batch: num_answered(batch) >= 100)
+            pids = [process.pids[0] for process in admin.cluster().processes if process.name == "router"]
+            os.kill(pids[0], signal.SIGKILL)
+            check(client, over(client.with_options(max_retries=20), begun.id), 400)
+            left = begin(client, lines_of(400, max_tokens=16))
+            until(client, left.id, lambda batch: num_answered(batch) >= 10)
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait() == 0
+        file = tmp_path / ".local" / "state" / "baton" / f"batches-{ports[2]}.db"
+        assert file.exists()
+        serve.close()
+        serve = Serve(*flags)
+        assert serve.address
+        with client_of(f"127.0.0.1:{ports[2]}") as client:
+            batch = over(client, left.id)
+            assert (batch.status, num_answered(batch)) == ("completed", 400)
+            assert [each.id for each in client.batches.list()] == [left.id, begun.id]
+    finally:
+        serve.close()

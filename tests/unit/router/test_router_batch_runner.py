@@ -34,6 +34,7 @@ class World:
         self.store = store
         self.most = 4
         self.runs: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.holds: set[str] = set()
         """Prompts that get no answer."""
         self.replies: dict[str, list[Tried]] = {}
@@ -42,7 +43,8 @@ class World:
 
     def runner(self, **given: Any) -> BatchRunner:
         idle = IdleCapacity(lambda num_running: num_running < self.most)
-        return BatchRunner(self.store, idle, self.answer, **{"most_line_bytes": 1000, "lease_s": LEASE_S} | given)
+        limits = {"most_line_bytes": 1000, "lease_s": LEASE_S} | given
+        return BatchRunner(self.store, idle, self.answer, self.counts, **limits)
 
     @contextlib.asynccontextmanager
     async def running(self, **given: Any) -> AsyncIterator[BatchRunner]:
@@ -124,7 +126,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 async def test_a_batch_ends_with_each_line_answered_in_its_order(world: World) -> None:
     world.replies["b"] = [Tried(400, {"error": {"message": "no"}})]
     await world.add("a", "b", "c")
-    async with world.running() as runner:
+    async with world.running():
         batch = await world.over()
     assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 3, 2, 1)
     good, bad = await world.lines(batch.output_file_id), await world.lines(batch.error_file_id)
@@ -134,7 +136,7 @@ async def test_a_batch_ends_with_each_line_answered_in_its_order(world: World) -
     assert batch.usage is not None
     assert (batch.usage["total_tokens"], batch.usage["input_tokens_details"]["cached_tokens"]) == (10, 2)
     assert list(batch.reached) == ["in_progress", "finalizing", "completed"]
-    assert runner.counts == {"completed": 2, "failed": 1}
+    assert world.counts == {"completed": 2, "failed": 1}
     assert await world.store.answered("batch_1") == frozenset()
 
 
@@ -158,9 +160,9 @@ async def test_what_is_refused_for_load_is_tried_again_for_as_long_as_it_takes(w
     refused = Tried(429, {}, 1e-6, is_refusal=True)
     world.replies["a"] = [refused] * (3 * MOST_FAILURES)
     await world.add("a")
-    async with world.running() as runner:
+    async with world.running():
         batch = await world.over()
-    assert (batch.completed, world.runs["a"], runner.counts["retried"]) == (1, 31, 30)
+    assert (batch.completed, world.runs["a"], world.counts["retried"]) == (1, 31, 30)
 
 
 async def test_a_line_that_workers_are_lost_with_is_answered_with_that_in_the_end(world: World) -> None:
@@ -210,7 +212,7 @@ async def test_one_tenants_many_batches_do_not_keep_anothers_from_being_worked_o
     world.most = 100
     async with world.running() as runner:
         assert (await world.over("batch_other", "other")).completed == 1
-        assert len(runner._held) == MOST_OF_A_TENANT
+        assert sum(held.batch.tenant == "acme" for held in runner._held.values()) == MOST_OF_A_TENANT
         world.holds.clear()
         for number in range(MOST_OF_A_TENANT + 3):
             assert (await world.over(f"batch_{number}")).completed == 1

@@ -134,6 +134,8 @@ async def test_batches_of_tenants_that_have_enough_are_left_to_others(make_store
     found = await store.claim("x", LONG_S, but_of=["a", "c"])
     assert found is not None and found[1].record_id == "batch_2"
     assert await store.claim("x", LONG_S, but_of=["a", "b", "c"]) is None
+    found = await store.claim("x", LONG_S, but=["batch_0"])
+    assert found is not None and found[1].record_id == "batch_1"
     found = await store.claim("x", LONG_S)
     assert found is not None and found[1].record_id == "batch_0"
     await store.close()
