@@ -28,8 +28,18 @@ PREFIX = "baton:{batches}:"
 _CONNECT_S, _ANSWER_S = 1.0, 5.0
 _FIELDS = ("kind", "tenant", "data", "ends_at", "version")
 
-_ADD = """
-local p, id, kind, tenant, data, ends_at, version = KEYS[1], unpack(ARGV)
+_IF_HELD = """
+local function is_held(p, batch_id, owner, epoch)
+  if not batch_id then return true end
+  local claim = redis.call('HMGET', p .. 'claim:' .. batch_id, 'owner', 'epoch')
+  return claim[1] == owner and claim[2] == epoch
+end
+"""
+_ADD = (
+    _IF_HELD
+    + """
+local p, id, kind, tenant, data, ends_at, version, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
+if not is_held(p, batch_id, owner, epoch) then return 0 end
 redis.call('HSET', p .. 'record:' .. id, 'kind', kind, 'tenant', tenant, 'data', data, 'ends_at', ends_at,
   'version', version)
 local seq = redis.call('INCR', p .. 'seq')
@@ -39,18 +49,19 @@ redis.call('PERSIST', p .. 'pieces:' .. id)
 if kind == 'batch' then redis.call('ZADD', p .. 'open', 'NX', seq, id) end
 return 1
 """
-_REPLACE = """
-local p, id, tenant, data, ends_at, version, owner, epoch = KEYS[1], unpack(ARGV)
+)
+_REPLACE = (
+    _IF_HELD
+    + """
+local p, id, tenant, data, ends_at, version, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
+if not is_held(p, batch_id, owner, epoch) then return 0 end
 local held = redis.call('HMGET', p .. 'record:' .. id, 'version', 'tenant')
 if held[1] ~= version or held[2] ~= tenant then return 0 end
-if owner then
-  local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
-  if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
-end
 redis.call('HSET', p .. 'record:' .. id, 'data', data, 'ends_at', ends_at, 'version', tonumber(version) + 1)
 redis.call('ZADD', p .. 'ends', ends_at, id)
 return 1
 """
+)
 _REMOVE = """
 local p, kind, tenant, id = KEYS[1], unpack(ARGV)
 local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant')
@@ -83,38 +94,48 @@ for _, id in ipairs(redis.call('ZRANGE', p .. 'open', 0, -1)) do
 end
 return {}
 """
-_HOLD = """
+_HOLD = (
+    _IF_HELD
+    + """
 local p, id, owner, epoch, ttl_ms = KEYS[1], unpack(ARGV)
-local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
-if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+if not is_held(p, id, owner, epoch) then return 0 end
 local time = redis.call('TIME')
 local till = time[1] * 1000 + math.floor(time[2] / 1000) + tonumber(ttl_ms)
 redis.call('HSET', p .. 'claim:' .. id, 'until_ms', string.format('%.0f', till))
 return 1
 """
-_CLOSE = """
+)
+_CLOSE = (
+    _IF_HELD
+    + """
 local p, id, owner, epoch = KEYS[1], unpack(ARGV)
-local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
-if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+if not is_held(p, id, owner, epoch) then return 0 end
 redis.call('ZREM', p .. 'open', id)
 redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id)
 return 1
 """
-_ANSWER = """
+)
+_ANSWER = (
+    _IF_HELD
+    + """
 local p, id, owner, epoch, number, is_good, data = KEYS[1], unpack(ARGV)
-local claim = redis.call('HMGET', p .. 'claim:' .. id, 'owner', 'epoch')
-if claim[1] ~= owner or claim[2] ~= epoch then return 0 end
+if not is_held(p, id, owner, epoch) then return 0 end
 if redis.call('HSETNX', p .. 'answers:' .. id, number, is_good .. data) == 1 then
   redis.call('HINCRBY', p .. 'claim:' .. id, is_good == '1' and 'good' or 'bad', 1)
 end
 return 1
 """
-_PIECE = """
-local p, id, number, data, ttl_s = KEYS[1], unpack(ARGV)
+)
+_PIECE = (
+    _IF_HELD
+    + """
+local p, id, number, data, ttl_s, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
+if not is_held(p, batch_id, owner, epoch) then return 0 end
 redis.call('HSET', p .. 'pieces:' .. id, number, data)
 redis.call('EXPIRE', p .. 'pieces:' .. id, ttl_s)
 return 1
 """
+)
 
 
 class RedisBatchStore:
@@ -129,9 +150,9 @@ class RedisBatchStore:
         scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _PIECE)
         self._scripts = {text: self._client.register_script(text) for text in scripts}
 
-    async def add(self, record: Record) -> None:
+    async def add(self, record: Record, claim: Claim | None = None) -> bool:
         values = (record.record_id, record.kind, record.tenant, record.data, record.ends_at, record.version)
-        await self._run(_ADD, *values)
+        return bool(await self._run(_ADD, *values, *_held(claim)))
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
         record = (await self._records([record_id]))[0]
@@ -154,8 +175,7 @@ class RedisBatchStore:
 
     async def replace(self, record: Record, claim: Claim | None = None) -> bool:
         values = (record.record_id, record.tenant, record.data, record.ends_at, record.version)
-        held = () if claim is None else (claim.owner, claim.epoch)
-        return bool(await self._run(_REPLACE, *values, *held))
+        return bool(await self._run(_REPLACE, *values, *_held(claim)))
 
     async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
         return bool(await self._run(_REMOVE, kind, tenant, record_id))
@@ -169,8 +189,8 @@ class RedisBatchStore:
             await self._ask(lambda: self._client.zrem(key, *lost))
         return [record for record in records if record is not None]
 
-    async def put_piece(self, file_id: str, number: int, data: bytes) -> None:
-        await self._run(_PIECE, file_id, number, data, int(ORPHAN_S))
+    async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
+        return bool(await self._run(_PIECE, file_id, number, data, int(ORPHAN_S), *_held(claim)))
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
         key = f"{self._prefix}pieces:{file_id}"
@@ -240,6 +260,11 @@ class RedisBatchStore:
             return await call()
         except (RedisError, OSError) as error:
             raise StoreAway(f"{type(error).__name__}: {error}") from error
+
+
+def _held(claim: Claim | None) -> tuple[Any, ...]:
+    """As `is_held` of the scripts takes it."""
+    return () if claim is None else (claim.batch_id, claim.owner, claim.epoch)
 
 
 def _record(record_id: str, values: Sequence[bytes | None]) -> Record | None:

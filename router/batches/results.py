@@ -15,7 +15,7 @@ from typing import Any
 
 from router.batches.input_lines import Line, Splitter, read_line
 from router.batches.records import CANCELLED, CANCELLING, COMPLETED, EXPIRED, Batch, StoredFile
-from router.batches.store import Answer, BatchStore, Record
+from router.batches.store import Answer, BatchStore, Claim, Record
 
 PIECE_BYTES = 2**20
 _AT_ONCE = 50
@@ -28,6 +28,10 @@ _UNANSWERED = {
 
 class InputGone(Exception):
     """The input file is not there any more."""
+
+
+class ClaimLost(Exception):
+    """Another router has the batch, or the store has lost it."""
 
 
 async def pieces_of(store: BatchStore, tenant: str, file_id: str) -> AsyncIterator[bytes]:
@@ -62,13 +66,13 @@ def answer_line(line: Line, request_id: str, status: int, body: dict[str, Any]) 
     return Answer(line.number, status == 200, _told(request_id, line, response, None))
 
 
-async def write_results(store: BatchStore, batch: Batch, most_line_bytes: int, now: float) -> Batch:
+async def write_results(store: BatchStore, claim: Claim, batch: Batch, most_line_bytes: int, now: float) -> Batch:
     """Writes both files and returns the batch as it is then. One that was cancelled before its file was looked at has
-    no lines."""
+    no lines. Raises ClaimLost: what was read meanwhile may have been dropped by another one who has ended it."""
     if not batch.total:
         return batch.to(CANCELLED, now)
-    good = _Writer(store, batch, "output", now)
-    bad = _Writer(store, batch, "error", now)
+    good = _Writer(store, claim, batch, "output", now)
+    bad = _Writer(store, claim, batch, "error", now)
     totals, num_failed, num_left = _Usage(), 0, 0
     over = CANCELLED if batch.status == CANCELLING else EXPIRED
     code, message = _UNANSWERED[over]
@@ -135,9 +139,10 @@ class _Usage:
 class _Writer:
     """One result, in pieces."""
 
-    def __init__(self, store: BatchStore, batch: Batch, kind: str, now: float) -> None:
+    def __init__(self, store: BatchStore, claim: Claim, batch: Batch, kind: str, now: float) -> None:
         self.num_lines = 0
         self._store = store
+        self._claim = claim
         self._batch = batch
         self._kind = kind
         self._file_id = batch.result_file_id(kind)
@@ -161,12 +166,17 @@ class _Writer:
         file = StoredFile(
             self._file_id, batch.tenant, name, "batch_output", self._size, self._num_pieces, self._now, expires_at
         )
-        await self._store.add(Record("file", self._file_id, batch.tenant, file.to_json(), expires_at))
+        if not await self._store.add(
+            Record("file", self._file_id, batch.tenant, file.to_json(), expires_at), self._claim
+        ):
+            raise ClaimLost
         return self._file_id
 
     async def _flush(self) -> None:
         if self._part:
-            await self._store.put_piece(self._file_id, self._num_pieces, bytes(self._part))
+            part = bytes(self._part)
+            if not await self._store.put_piece(self._file_id, self._num_pieces, part, self._claim):
+                raise ClaimLost
             self._size += len(self._part)
             self._num_pieces += 1
             self._part.clear()

@@ -32,7 +32,7 @@ from router.batches.records import (
     Batch,
     Problem,
 )
-from router.batches.results import InputGone, answer_line, lines_of, pieces_of, write_results
+from router.batches.results import ClaimLost, InputGone, answer_line, lines_of, pieces_of, write_results
 from router.batches.store import BatchStore, Claim, Record
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,6 @@ class Tried:
 
 AnswerLine = Callable[[Batch, Line, str], Awaitable[Tried]]
 """Of a batch, one line, under a request id."""
-
-
-class ClaimLost(Exception):
-    """Another router has the batch, or the store has lost it."""
 
 
 @dataclass
@@ -297,7 +293,7 @@ class BatchRunner:
 
     async def _finalize(self, held: Held) -> None:
         """Of one that was cancelled, too: what was answered is told."""
-        over = await write_results(self._store, held.batch, self._most_line_bytes, time.time())
+        over = await write_results(self._store, held.claim, held.batch, self._most_line_bytes, time.time())
         await self._change(held, held.batch.status, lambda _: over)
 
     async def _fail(self, held: Held, problems: list[Problem]) -> None:

@@ -54,8 +54,10 @@ class SqliteStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._connection: sqlite3.Connection | None = None
 
-    async def add(self, record: Record) -> None:
-        def work(db: sqlite3.Connection) -> None:
+    async def add(self, record: Record, claim: Claim | None = None) -> bool:
+        def work(db: sqlite3.Connection) -> bool:
+            if not _is_held(db, claim):
+                return False
             values = (record.kind, record.record_id, record.tenant, record.data, record.ends_at, record.version)
             db.execute(
                 f"INSERT INTO records ({_RECORD}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (record_id) DO UPDATE SET "
@@ -64,8 +66,9 @@ class SqliteStore:
             )
             if record.kind == "batch":
                 db.execute("INSERT OR IGNORE INTO open_batches (batch_id) VALUES (?)", (record.record_id,))
+            return True
 
-        await self._run(work)
+        return await self._run(work)
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
         query = f"SELECT {_RECORD} FROM records WHERE kind = ? AND tenant = ? AND record_id = ?"
@@ -118,9 +121,14 @@ class SqliteStore:
 
         return await self._run(work)
 
-    async def put_piece(self, file_id: str, number: int, data: bytes) -> None:
-        query = "INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)"
-        await self._run(lambda db: db.execute(query, (file_id, number, data, self._clock())))
+    async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
+        def work(db: sqlite3.Connection) -> bool:
+            if not _is_held(db, claim):
+                return False
+            db.execute("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", (file_id, number, data, self._clock()))
+            return True
+
+        return await self._run(work)
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
         query = "SELECT data FROM pieces WHERE file_id = ? AND number = ?"
@@ -165,7 +173,7 @@ class SqliteStore:
 
     async def answer(self, claim: Claim, answer: Answer) -> bool:
         def work(db: sqlite3.Connection) -> bool:
-            if not db.execute(f"SELECT {_HELD}", (claim.batch_id, claim.owner, claim.epoch)).fetchone()[0]:
+            if not _is_held(db, claim):
                 return False
             values = (claim.batch_id, answer.number, answer.is_good, answer.data)
             db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", values)
@@ -222,6 +230,13 @@ class SqliteStore:
                 self._connection.close()
                 self._connection = None
             raise StoreAway(f"the file of batches cannot be used: {type(error).__name__}: {error}") from error
+
+
+def _is_held(db: sqlite3.Connection, claim: Claim | None) -> bool:
+    """True without a claim: none is needed."""
+    if claim is None:
+        return True
+    return bool(db.execute(f"SELECT {_HELD}", (claim.batch_id, claim.owner, claim.epoch)).fetchone()[0])
 
 
 def _opened(path: str | None) -> sqlite3.Connection:

@@ -55,8 +55,9 @@ class Answer:
 class BatchStore(Protocol):
     """Used from one event loop."""
 
-    async def add(self, record: Record) -> None:
-        """Writes it over one of the same id. A batch is open from now on."""
+    async def add(self, record: Record, claim: Claim | None = None) -> bool:
+        """Writes it over one of the same id. A batch is open from now on. False: the claim is over, and nothing was
+        written."""
         ...
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
@@ -81,8 +82,8 @@ class BatchStore(Protocol):
         """Some of those that may be swept away."""
         ...
 
-    async def put_piece(self, file_id: str, number: int, data: bytes) -> None:
-        """Of a file that is added afterwards. Numbers count from 0."""
+    async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
+        """Of a file that is added afterwards. Numbers count from 0. False: as with `add`."""
         ...
 
     async def piece(self, file_id: str, number: int) -> bytes | None: ...

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from cluster.state import StoreAway
 from router.batches.idle import IdleCapacity
 from router.batches.input_lines import Line
 from router.batches.records import CANCELLING, Batch, StoredFile
+from router.batches.results import write_results
 from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT, BatchRunner, Tried
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import Answer, BatchStore, Claim, Record
@@ -253,13 +254,31 @@ async def test_a_batch_that_was_cancelled_before_anybody_looked_runs_nothing(wor
     assert (batch.status, batch.output_file_id, batch.error_file_id) == ("cancelled", None, None)
 
 
-async def test_what_is_not_answered_in_time_is_told_to_have_expired(world: World) -> None:
-    world.holds = {"b"}
-    await world.add("a", "b", "c", expires_at=int(time.time()) + 1)
+async def test_what_runs_when_the_time_is_over_is_dropped_and_told_to_have_expired(world: World) -> None:
+    world.holds = {"a"}
+    await world.add("a", expires_at=int(time.time()) + 1)
     async with world.running():
         batch = await world.over()
-    assert (batch.status, batch.completed) == ("expired", 2)
+    assert (batch.status, batch.completed, batch.output_file_id) == ("expired", 0, None)
     assert [line["error"]["code"] for line in await world.lines(batch.error_file_id)] == ["batch_expired"]
+
+
+async def test_what_was_answered_before_the_time_was_over_is_told(world: World) -> None:
+    world.holds = {"b"}
+    await world.add("a", "b", "c")
+    async with world.running():
+        async with asyncio.timeout(20):
+            while await world.store.answered("batch_1") != {1, 3}:
+                await asyncio.sleep(0.005)
+    record = await world.store.find("batch", "acme", "batch_1")
+    assert record is not None
+    past = replace(Batch.from_json(record.data), expires_at=int(time.time()) - 1)
+    assert await world.store.replace(replace(record, data=past.to_json()))
+    async with world.running():
+        batch = await world.over()
+    assert (batch.status, batch.completed, batch.failed, world.runs["b"]) == ("expired", 2, 0, 1)
+    assert [line["custom_id"] for line in await world.lines(batch.output_file_id)] == ["c-a", "c-c"]
+    assert [line["custom_id"] for line in await world.lines(batch.error_file_id)] == ["c-b"]
 
 
 async def test_a_file_that_is_gone_fails_its_batch(world: World) -> None:
@@ -307,6 +326,39 @@ async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World
                 await asyncio.sleep(0.01)
         assert claim.epoch == 1 and found[0].epoch == 2
         assert [each.data for each in await world.store.answers("batch_1", [1])] == [b"theirs"]
+
+
+async def test_one_that_stood_still_while_it_wrote_the_result_spoils_nothing(world: World) -> None:
+    """Another one has ended the batch and dropped its answers; what is read now would be that nobody answered."""
+    world.replies["b"] = [Tried(400, {})]
+    await world.add("a", "b")
+    read, goes_on = world.store.answers, asyncio.Event()
+
+    async def late(batch_id: str, numbers: Sequence[int]) -> list[Answer]:
+        await goes_on.wait()
+        return await read(batch_id, numbers)
+
+    world.store.answers = late  # type: ignore[method-assign]
+    async with world.running() as slow:
+        await world.until(lambda batch: batch.status == "finalizing")
+        world.store.renew = _never  # type: ignore[method-assign]
+        found = None
+        async with asyncio.timeout(20):
+            while found is None:
+                found = await world.store.claim("other", 60.0)
+        world.store.answers = read  # type: ignore[method-assign]
+        other = Batch.from_json(found[1].data)
+        over = await write_results(world.store, found[0], other, 1000, time.time())
+        assert await world.store.replace(replace(found[1], data=over.to_json()), found[0])
+        await world.store.close_batch(found[0])
+        goes_on.set()
+        async with asyncio.timeout(20):
+            while slow._held:
+                await asyncio.sleep(0.01)
+    batch = await world.batch()
+    assert (batch.status, batch.completed, batch.failed) == ("completed", 1, 1)
+    assert [line["custom_id"] for line in await world.lines(batch.output_file_id)] == ["c-a"]
+    assert [line["response"]["status_code"] for line in await world.lines(batch.error_file_id)] == [400]
 
 
 async def _never(claim: Claim, ttl_s: float) -> bool:

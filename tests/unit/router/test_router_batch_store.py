@@ -152,10 +152,14 @@ async def test_who_lost_a_batch_writes_nothing_any_more(make_store: Callable[[],
     assert taken is not None
     assert not await store.answer(held[0], Answer(4, True, b"late"))
     assert not await store.replace(replace(held[1], data=b"late"), held[0])
+    assert not await store.put_piece("file-late", 0, b"late", held[0])
+    assert not await store.add(record("file-late"), held[0])
+    assert await store.piece("file-late", 0) is None and await store.find("file", "acme", "file-late") is None
     await store.close_batch(held[0])
     assert await store.answered("batch_1") == {3}
     assert await store.replace(replace(taken[1], data=b"mine"), taken[0])
     assert await store.answer(taken[0], Answer(4, False, b"mine"))
+    assert await store.put_piece("file-mine", 0, b"x", taken[0]) and await store.add(record("file-mine"), taken[0])
     await store.close()
 
 
