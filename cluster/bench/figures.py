@@ -49,6 +49,19 @@ def figures_of(samples: Sequence[Sample], duration_s: float, objectives_ms: Mapp
     }
 
 
+def details_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """Of each request that completed, in the order of sending; seconds, and vLLM's names of `--save-detailed`."""
+    first = min((sample.sent_at for sample in samples), default=0.0)
+    done = sorted((sample for sample in samples if sample.is_complete), key=lambda sample: sample.sent_at)
+    return {
+        "input_lens": [sample.num_prompt_tokens for sample in done],
+        "output_lens": [sample.num_output_tokens for sample in done],
+        "start_times": [sample.sent_at - first for sample in done],
+        "ttfts": [sample.ttft_s for sample in done],
+        "itls": [sample.itls_s for sample in done],
+    }
+
+
 def percentile(ordered: Sequence[float], share: float) -> float:
     """Of values in ascending order, at least one."""
     place = share * (len(ordered) - 1)

@@ -85,6 +85,10 @@ def bench(
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one request.")] = 600.0,
     extra_body: Annotated[str | None, typer.Option(metavar="JSON", help="More fields of each HTTP body.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the JSON document to this file, too.")] = None,
+    detailed: Annotated[
+        bool, typer.Option("--detailed", help="Keep the times of each request in the document, to plot them later.")
+    ] = False,
+    plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw the run into this folder.")] = None,
     api_key: ApiKeyOption = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -96,7 +100,10 @@ def bench(
         return
     with outcome():
         from cluster.bench import workload
+        from cluster.bench.plots import prepare
 
+        if plots is not None:
+            prepare(plots)
         if trace is None:
             asks = workload.random_asks(num_prompts, input_len, output_len, range_ratio, prefix_len, seed)
         else:
@@ -105,7 +112,12 @@ def bench(
             asks = workload.at_rate(asks, request_rate, burstiness, seed)
         pace = _Pace(request_rate, burstiness, max_concurrency, warmup)
         server = _Server(address, base_url, model, api_key, tls_ca, tls_cert, tls_key, timeout_s, extra_body)
-        _tell(_run(server, asks, pace, vocab, seed, goodput or []), save, as_json=as_json)
+        told = _run(server, asks, pace, vocab, seed, goodput or [])
+        if plots is not None and told["completed"]:
+            _draw({told["model_id"]: told}, plots)
+        if not detailed:
+            del told["details"]
+        _tell(told, save, as_json=as_json)
 
 
 @app.command()
@@ -116,6 +128,16 @@ def compare(
     """Put two runs side by side: each figure, and the second as a ratio of the first."""
     with outcome():
         _show({"before": _read(before), "after": _read(after)})
+
+
+@app.command()
+def plot(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the pictures go.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="What --save wrote, of one run or several.")],
+) -> None:
+    """Draw runs together: goodput by rate, and first tokens and time between messages of those kept --detailed."""
+    with outcome():
+        _draw({_name(path, runs): _read(path) for path in runs}, folder)
 
 
 @dataclass(frozen=True)
@@ -143,7 +165,7 @@ def _run(server: _Server, asks: list[Ask], pace: _Pace, vocab: int, seed: int, g
     """The JSON document."""
     import asyncio
 
-    from cluster.bench.figures import figures_of, parse_objectives
+    from cluster.bench.figures import details_of, figures_of, parse_objectives
 
     try:
         objectives = parse_objectives(goodput)
@@ -162,6 +184,7 @@ def _run(server: _Server, asks: list[Ask], pace: _Pace, vocab: int, seed: int, g
         "burstiness": pace.burstiness,
         "max_concurrency": pace.most_at_once,
         **figures_of(samples, duration_s, objectives),
+        "details": details_of(samples),
     }
 
 
@@ -233,6 +256,19 @@ def _tell(told: dict[str, Any], save: Path | None, *, as_json: bool) -> None:
         _show({told["model_id"]: told})
     if told["failed"] or told["num_gaps"]:
         raise typer.Exit(1)
+
+
+def _draw(runs: dict[str, dict[str, Any]], folder: Path) -> None:
+    """The names of the files go to stderr, as stdout may be a document."""
+    from cluster.bench.plots import draw
+
+    for file in draw(runs, folder):
+        print(file, file=sys.stderr)
+
+
+def _name(path: Path, among: list[Path]) -> str:
+    """A file's name, in the legend; with its folder where another one has the same."""
+    return path.stem if [other.stem for other in among].count(path.stem) == 1 else str(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

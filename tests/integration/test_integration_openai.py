@@ -122,12 +122,16 @@ def test_baton_bench_measures_what_was_served(cluster: PlainCluster, tmp_path: P
     ]
     bench = [sys.executable, "-m", "cluster.cli.main", "bench"]
     saved = tmp_path / "run.json"
-    done = subprocess.run([*bench, *where, *load, "--json", "--save", str(saved)], capture_output=True, timeout=100)
+    drawn = ["--detailed", "--plots", str(tmp_path / "plots")]
+    flags = [*where, *load, *drawn, "--json", "--save", str(saved)]
+    done = subprocess.run([*bench, *flags], capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
+    assert sorted(file.name for file in (tmp_path / "plots").iterdir()) == ["goodput.png", "itl.png", "ttft.png"]
     told = json.loads(done.stdout)
     assert told == json.loads(saved.read_text())
     assert (told["completed"], told["failed"], told["num_gaps"], told["model_id"]) == (12, 0, 0, MODEL)
     assert (told["total_input_tokens"], told["total_output_tokens"]) == (12 * 62, 12 * 7)
+    assert told["details"]["input_lens"] == [62] * 12 and len(told["details"]["ttfts"]) == 12
     assert told["request_goodput"] == told["request_throughput"] > 0 and told["cached_share"] > 0
     assert 0 < told["median_ttft_ms"] <= told["median_e2el_ms"] <= told["p99_e2el_ms"]
     compared = subprocess.run([*bench, "compare", str(saved), str(saved)], capture_output=True, text=True, timeout=100)
