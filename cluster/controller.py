@@ -31,7 +31,6 @@ from cluster.config import AdminSection, ServingConfig
 from cluster.config_file import ConfigFile, Watch
 from cluster.controller_metrics import ControllerMetrics
 from cluster.crew import Crew
-from cluster.detached import NAME, NAMESPACE
 from cluster.door import Door, Keep
 from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
@@ -384,17 +383,10 @@ def _num_gpus() -> int:
 
 
 def start_controller(
-    config: ServingConfig,
-    plan: ClusterPlan,
-    programs: Programs,
-    file: ConfigFile | None = None,
-    *,
-    is_detached: bool = False,
+    config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
 ) -> Any:
     """Starts the actor on the caller's node and returns its handle. `file`: where `config` comes from; it is watched if
-    it is the operator's own. `is_detached`: it outlives the caller, under a name of which there is one; raises
-    ValueError where it is there already."""
+    it is the operator's own."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    name = {"name": NAME, "namespace": NAMESPACE, "lifetime": "detached"} if is_detached else {}
-    options = {"num_cpus": CPU_SHARE, "max_restarts": 0, "scheduling_strategy": here, **name}
-    return ray.remote(Controller).options(**options).remote(config, plan, programs, file)
+    actor_class = ray.remote(Controller).options(num_cpus=CPU_SHARE, max_restarts=0, scheduling_strategy=here)
+    return actor_class.remote(config, plan, programs, file)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from cluster.address import format_address
 from cluster.cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
 from cluster.cli.signals import StopSignals
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
+from cluster.ports import listen_error
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -139,12 +139,8 @@ def _check_ports(serving: ServingConfig) -> None:
 
 def _check_port(option: str, host: str, port: int) -> None:
     """Before the seconds that Ray and the weights take; the server's own bind has the last word."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
+    error = listen_error(host, port)
+    if error is not None:
         raise BatonError(
             f"cannot listen on {format_address(host, port)}: {error.strerror}; stop what uses port {port} "
             f"(another `baton serve`?), or choose another: baton serve {option} {min(port + 10, _LAST_PORT)}"
@@ -212,6 +208,7 @@ class _Session:
         import ray
 
         from cluster.controller import Programs, start_controller
+        from cluster.detached import start_detached
         from cluster.plan import plan_cluster
 
         if self._is_detached:
@@ -223,7 +220,8 @@ class _Session:
             num_cores=num_cores if self._ray_address is None else None,
             may_grow=self._is_detached,
         )
-        return start_controller(self._serving, plan, Programs(), self._file, is_detached=self._is_detached)
+        start = start_detached if self._is_detached else start_controller
+        return start(self._serving, plan, Programs(), self._file)
 
     def _join(self, controller: Any) -> None:
         """Waits until the cluster that is there serves, and has it do what the file says."""
@@ -239,7 +237,7 @@ class _Session:
             self._view.say(f"applying {self._file.path}")
             done, failed = ray.get(controller.apply.remote(self._file.read(), str(self._file.path)))
         except RayError as error:
-            raise _died() from error
+            raise self._died() from error
         for line in done if done or failed else ["nothing differs from what runs"]:
             self._view.tell(line)
         if failed:
@@ -259,12 +257,16 @@ class _Session:
             try:
                 news: News = ray.get(coming)
             except RayError as error:
-                raise _died() from error
+                raise self._died() from error
             for notice in news.notices:
                 self._view.show(notice)
                 if notice.kind == "failed":
                     raise (ConfigError if notice.is_mistake else BatonError)(f"{notice.who}: {notice.text}")
             coming = controller.notices.remote(news.last)
+
+    def _died(self) -> BatonError:
+        what = "; Ray starts it again" if self._is_detached else ", and the cluster with it; start it again"
+        return BatonError(f"the controller died{what}")
 
     def _kill(self) -> None:
         from cluster import local_ray
@@ -272,10 +274,6 @@ class _Session:
         local_ray.kill_descendants()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _died() -> BatonError:
-    return BatonError("the controller died, and the cluster with it; start it again")
 
 
 class _View:

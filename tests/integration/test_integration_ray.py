@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -63,11 +64,12 @@ class Cluster:
         import ray
 
         from cluster.controller import Programs, start_controller
+        from cluster.detached import start_detached
 
         plan = plan_cluster(config, num_gpus=0, num_cores=2)
         programs = Programs(worker="fake_worker_program", router="fake_router_program")
         config = replace(config, log_dir=str(log_dir))
-        self.controller: Any = start_controller(config, plan, programs, file, is_detached=is_detached)
+        self.controller: Any = (start_detached if is_detached else start_controller)(config, plan, programs, file)
         self.notices: list[Any] = []
         self._last = 0
         self.admin_address = ""
@@ -91,8 +93,19 @@ class Cluster:
                     self.admin_address = notice.text
                 if is_wanted(notice):
                     return notice
-            news = self._get(self.controller.notices.remote(self._last), timeout=WAIT_S)
+            news = self._news()
             self.notices, self._last = list(news.notices), news.last
+
+    def _news(self) -> Any:
+        """Also of a controller that is just being started again."""
+        from ray.exceptions import ActorUnavailableError, RayActorError
+
+        for _ in range(100):
+            try:
+                return self._get(self.controller.notices.remote(self._last), timeout=WAIT_S)
+            except (ActorUnavailableError, RayActorError):
+                time.sleep(0.1)
+        raise AssertionError("the controller does not answer")
 
     def status(self) -> dict[str, dict[str, Any]]:
         status: dict[str, dict[str, Any]] = self._get(self.controller.status.remote(), timeout=WAIT_S)
@@ -291,5 +304,15 @@ def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_sa
     assert not failed and done[-1].endswith("done: 2:1 to 1:1")
     done, failed = cluster._get(cluster.controller.apply.remote(wrong, str(file.path)), timeout=WAIT_S)
     assert not done and "metadata.serving.model.path" in failed
+    before = {pid for group in cluster.status().values() for pid in group["pids"]}
+    (actor,) = [
+        p for p in psutil.Process().children(recursive=True) if "DetachedController" in p.name() + p.cmdline()[0]
+    ]
+    actor.kill()
+    cluster._last = 0
+    cluster.until("serving", "router")  # Ray has started it again, and it everything, as the file says now
+    after = cluster.status()
+    assert set(after) == {"router", "prefill-0", "decode-0"}
+    assert before.isdisjoint(pid for group in after.values() for pid in group["pids"])
     end_controller(cluster.controller, WAIT_S)
     assert find_controller() is None
