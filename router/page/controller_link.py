@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from cluster import rpc
-from cluster.errors import FailedPrecondition
+from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.gate import HEADER
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.tls import ClientTls
@@ -38,22 +38,34 @@ class ControllerLink:
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
         self._asking = asyncio.Lock()
-        self._last: tuple[float, admin_pb2.GetClusterResponse] | None = None
+        self._last: tuple[float, admin_pb2.GetClusterResponse | BatonError] | None = None
 
     @property
     def is_there(self) -> bool:
         return bool(self._control.admin_address)
 
     async def cluster(self, headers: Headers) -> admin_pb2.GetClusterResponse:
-        """For callers who may see it: what another one was told just now is told again."""
+        """For callers who may see it: what another one was told just now, or that nobody answers, is told again."""
         async with self._asking:
-            now = time.monotonic()
-            if self._last is None or now - self._last[0] > _FRESH_S:
-                stub = await self._stub()
-                request = admin_pb2.GetClusterRequest()
-                answer = await _answer(stub.GetCluster(request, timeout=_LOOK_S, metadata=_key_of(headers)))
-                self._last = (now, answer)
-            return self._last[1]
+            is_same = self._control.admin_address == self._address
+            if self._last is None or not is_same or time.monotonic() - self._last[0] > _FRESH_S:
+                self._last = None
+                answer = await self._ask(headers)
+                self._last = (time.monotonic(), answer)
+            answer = self._last[1]
+        if isinstance(answer, BatonError):
+            raise answer
+        return answer
+
+    async def _ask(self, headers: Headers) -> admin_pb2.GetClusterResponse | BatonError:
+        """An error is returned that has nothing to do with who asks."""
+        stub = await self._stub()
+        call = stub.GetCluster(admin_pb2.GetClusterRequest(), timeout=_LOOK_S, metadata=_key_of(headers))
+        try:
+            answer: admin_pb2.GetClusterResponse = await _answer(call)
+        except (Unavailable, DeadlineExceeded) as error:
+            return error
+        return answer
 
     async def set_roles(self, request: admin_pb2.SetRolesRequest, headers: Headers) -> admin_pb2.ChangeResponse:
         stub = await self._stub()

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +197,29 @@ def test_a_plan_that_another_change_came_before_is_refused(cluster: Cluster, ope
     )
     tab.until("document.querySelector('#plan .bad')")
     assert str(version) in tab.shown("#plan .bad")
+
+
+def test_a_router_that_is_killed_and_a_controller_that_hangs_are_told_and_come_back(
+    cluster: Cluster, open_tab: Callable[..., Any]
+) -> None:
+    tab = open_tab(cluster.http)
+    tab.until("!document.getElementById('all').hidden && !document.getElementById('split').disabled")
+    controller = next(p for p in cluster.serve.descendants() if "ray::Controller" in " ".join(p.cmdline()))
+    controller.suspend()
+    try:
+        tab.until("document.getElementById('split-why').innerText.includes('does not answer')")
+        assert tab.shown("#state") == "serving" and not tab.page.is_visible("#split")
+        cluster.client.generate(token_spec([1, 2, 3], 4), timeout_s=WAIT_S)
+    finally:
+        controller.resume()
+    tab.until("document.getElementById('split').checkVisibility()")
+    tab.allowed = ("Failed to load resource",)
+    life = tab.page.evaluate("known.life")
+    os.kill(cluster.client.status().router.pid, signal.SIGKILL)
+    tab.until("document.getElementById('state').innerText.includes('this is how it was')")
+    tab.until("document.getElementById('state').innerText === 'serving'")
+    assert tab.page.evaluate("known.life") != life and tab.page.evaluate("known.requests.length") == 0
+    assert tab.page.evaluate("document.querySelectorAll('.life').length") == 0
 
 
 def test_a_page_outlives_its_cluster_and_says_so(tmp_path: Path, open_tab: Callable[..., Any]) -> None:
