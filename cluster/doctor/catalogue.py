@@ -68,7 +68,11 @@ CHECKS: tuple[Check, ...] = (
         "/dev/shm, which Ray and NCCL use, and memory for the slots of hand-offs.",
         machine.shared_memory,
     ),
-    Check("disk", "Whether Ray's folder and `log_dir` can be written and have room.", configuration.disk),
+    Check(
+        "disk",
+        "Whether the folders of Ray's files, of logs and of batches can be written and have room.",
+        configuration.disk,
+    ),
     Check("ports", "Whether the configured ports are free, or taken by the cluster itself.", network.ports),
     Check("clock", "Whether anything keeps this machine's clock in step, where that matters.", network.clock),
     Check("ray", "Ray, its token where `RAY_AUTH_MODE` asks for one, and who can read it.", network.ray),

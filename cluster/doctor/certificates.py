@@ -7,6 +7,8 @@ certificate itself and looks at no clock, tells for whom and until when it is.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import ssl
 import time
 from collections.abc import Iterator, Mapping
@@ -89,9 +91,19 @@ def _names(host: str) -> tuple[str, ...]:
 
 def _matches(name: str, subjects: list[str]) -> bool:
     """As far as `_handshake` does not say it: a wildcard stands for one label."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(name)
+        return any(_is_address(subject, address) for subject in subjects)
     return name in subjects or any(
         subject.startswith("*.") and name.partition(".")[2] == subject.removeprefix("*.") for subject in subjects
     )
+
+
+def _is_address(subject: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """However it is written: OpenSSL writes IPv6 out in full."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(subject) == address
+    return False
 
 
 def _read(server: ServerTls) -> Mapping[str, Any]:

@@ -19,6 +19,8 @@ from cluster.doctor.programs import NoAnswer, Part
 from cluster.doctor.subject import Subject
 from cluster.errors import ConfigError
 from cluster.key_store import OWNER_ONLY
+from cluster.local_ray import base_folder
+from cluster.plan import BATCH_FOLDER
 from cluster.units import count_of, format_bytes
 
 _LEAST_FREE_BYTES = 1_000_000_000
@@ -133,14 +135,18 @@ def keys_file(subject: Subject) -> Iterator[Finding]:
 
 
 def disk(subject: Subject) -> Iterator[Finding]:
-    """Where Ray keeps its files, and where logs go."""
-    from cluster.local_ray import base_folder
-
-    log_dir = subject.serving.log_dir
-    folders = {"Ray's files": base_folder(), **({} if log_dir is None else {"log_dir": Path(log_dir)})}
+    """Where Ray keeps its files, and where logs and batches go."""
+    config = subject.serving
+    folders = {"Ray's files": base_folder()}
+    if config.log_dir is not None:
+        folders["log_dir"] = Path(config.log_dir)
+    if config.router.batch_store is not None:
+        folders["router.batch_store"] = Path(config.router.batch_store).parent
+    elif config.state is None and config.router.http_port is not None:
+        folders["batches"] = Path(BATCH_FOLDER).expanduser()
     for what, folder in folders.items():
-        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
-        if not os.access(there, os.W_OK | os.X_OK):
+        there = next(parent for parent in (folder, *folder.parents) if _exists(parent))
+        if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
             yield problem(f"{folder} ({what}) cannot be written", f"chown or chmod {there}, or name another folder")
             continue
         usage = shutil.disk_usage(there)
@@ -149,3 +155,10 @@ def disk(subject: Subject) -> Iterator[Finding]:
             yield warning(f"{found}; Ray stops writing at {_MOST_USED:.0%}", "free some space, or set TMPDIR elsewhere")
         else:
             yield ok(found, free_bytes=usage.free)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # below what is no folder, or in one that may not be looked into
+        return False

@@ -8,8 +8,10 @@ from __future__ import annotations
 import http.client
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.address import format_address, parse_address
 from cluster.client import GenerationStream, as_baton_errors, key_metadata
 from cluster.config import ServingConfig
+from cluster.doctor.bounded import on_thread
 from cluster.errors import BatonError, NotReachable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from cluster.rpc import create_blocking_channel
@@ -172,6 +175,17 @@ class Contact:
         sent_at = time.time()
         date, text = fetch(address, "/metrics", self.page_tls, self.timeout_s)
         return Page(sent_at, time.time(), date, text)
+
+    def pages(self, addresses: Mapping[str, str]) -> dict[str, Page | str]:
+        """Of each name its page, or why there is none: all at once, so that many that hang take no longer than one."""
+        asked = {name: on_thread(partial(self.page, at), "metrics page") for name, at in addresses.items() if at}
+        found: dict[str, Page | str] = {}
+        for name in addresses:
+            try:
+                found[name] = asked[name].result() if name in asked else "it has no metrics page"
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                found[name] = f"{addresses[name]}: {error}"
+        return found
 
     def close(self) -> None:
         if self.channel is not None:

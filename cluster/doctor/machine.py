@@ -196,8 +196,7 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
 def uses_gpu(subject: Subject) -> bool:
     """Whether workers would compute on a GPU here, or are asked to."""
     wanted = subject.serving.engine.device
-    sees = bool(subject.machine("torch").get("found", {}).get("sees_gpu"))
-    return wanted == "cuda" or (wanted == "auto" and sees)
+    return wanted == "cuda" or (wanted == "auto" and bool(subject.machine("torch").get("found", {}).get("sees_gpu")))
 
 
 def _has_no_device(subject: Subject) -> bool:

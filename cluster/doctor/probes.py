@@ -22,7 +22,7 @@ from cluster.doctor.contact import Contact
 from cluster.doctor.findings import Finding, Result, ok, problem, skipped, warning
 from cluster.doctor.running import status_of
 from cluster.doctor.subject import Subject
-from cluster.errors import BatonError
+from cluster.errors import BatonError, PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, generation_pb2, worker_pb2
 from cluster.state.redis_store import RedisStore
 from cluster.state.store import StoreAway
@@ -131,7 +131,7 @@ def bandwidth(subject: Subject) -> Iterator[Finding]:
         try:
             for found in _round(subject, pages, num_at_once):
                 measured.setdefault((found.sender, found.receiver), found)
-        except (OSError, ValueError, http.client.HTTPException) as error:
+        except OSError as error:
             yield skipped(f"a worker's metrics page could not be read: {error}")
             return
     yield from _judge(subject, measured, sorted(wanted - measured.keys()))
@@ -175,6 +175,10 @@ def journal(subject: Subject) -> Iterator[Finding]:
 def _cannot_probe(subject: Subject) -> Finding | None:
     if subject.contact.health != "SERVING":
         return skipped("the cluster serves nobody at present; see `router`")
+    try:
+        subject.contact.get_model()
+    except (PermissionDenied, Unauthenticated) as error:
+        return skipped(f"this API key may send no request ({error.message}); name one of the scope `generate`")
     return None
 
 
@@ -239,10 +243,11 @@ class _Total:
 
 
 def _totals(subject: Subject, pages: Mapping[str, str]) -> dict[str, _Total]:
-    """Of each sender."""
+    """Of each sender. Raises OSError for one whose page cannot be read."""
     totals = {}
-    for worker_id, address in pages.items():
-        page = subject.contact.page(address)
+    for worker_id, page in subject.contact.pages(pages).items():
+        if isinstance(page, str):
+            raise OSError(f"{worker_id}: {page}")
         totals[worker_id] = _Total(
             page.total("baton_kv_transfer_seconds_count"),
             page.total("baton_kv_transfer_seconds_sum"),

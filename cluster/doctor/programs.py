@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,12 @@ class NoAnswer(BatonError):
 class Question:
     """A program that runs from now on, in a process of its own."""
 
-    def __init__(self, module: str, arguments: Sequence[str] = (), asked: object = None) -> None:
+    def __init__(
+        self, module: str, arguments: Sequence[str] = (), asked: object = None, *, limit_s: float = 30.0
+    ) -> None:
+        """`limit_s`: from now on, for its answer."""
+        self._limit_s = limit_s
+        self._until = time.monotonic() + limit_s
         self.name = f"python -m {module}"
         path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         self._lock = threading.Lock()
@@ -51,11 +57,11 @@ class Question:
             stdin.write(json.dumps(asked))
         self._process.stdin = None
 
-    def answer(self, timeout_s: float) -> Any:
+    def answer(self) -> Any:
         """From any thread; all get the same one. Raises NoAnswer."""
         with self._lock:
             if not self._is_read:
-                self._read(timeout_s)
+                self._read()
                 self._is_read = True
             if self._failure:
                 raise NoAnswer(self._failure)
@@ -70,13 +76,13 @@ class Question:
                 self._process.communicate()
                 self._failure, self._is_read = "it was ended", True
 
-    def _read(self, timeout_s: float) -> None:
+    def _read(self) -> None:
         try:
-            out, errors = self._process.communicate(timeout=timeout_s)
+            out, errors = self._process.communicate(timeout=max(0.0, self._until - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.communicate()
-            self._failure = f"`{self.name}` did not answer within {timeout_s:g} s"
+            self._failure = f"`{self.name}` did not answer within {self._limit_s:g} s"
             return
         last = errors.strip().rpartition("\n")[2]
         try:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from cluster.address import format_address
@@ -132,9 +131,8 @@ def transports(subject: Subject) -> Iterator[Finding]:
 
 def kv_pools(subject: Subject) -> Iterator[Finding]:
     """Room for requests, and slots of pairs that cannot be closed."""
-    for worker in status_of(subject).workers:
-        if worker.state != _READY or not worker.stats.blocks_total:
-            continue
+    there = [w for w in status_of(subject).workers if w.state == _READY and w.stats.blocks_total]
+    for worker in there:
         info, stats = worker.info, worker.stats
         tokens, free = stats.blocks_total * info.block_size, (stats.blocks_free + stats.blocks_cached) * info.block_size
         found = f"{worker.worker_id}: a KV pool of {tokens:,} tokens, {free:,} free"
@@ -145,7 +143,7 @@ def kv_pools(subject: Subject) -> Iterator[Finding]:
             yield warning(f"{found}: requests wait or are preempted", "add decode workers, or raise kv_cache_tokens")
         else:
             yield ok(found, tokens=tokens, free_tokens=free)
-        yield from _quarantined(subject, worker)
+    yield from _quarantined(subject, {w.worker_id: w.info.metrics_address for w in there if w.info.metrics_address})
 
 
 def clock_skew(subject: Subject) -> Iterator[Finding]:
@@ -153,12 +151,12 @@ def clock_skew(subject: Subject) -> Iterator[Finding]:
     addresses = {w.worker_id: w.info.metrics_address for w in status_of(subject).workers if w.state == _READY}
     addresses["router"] = status_of(subject).router.metrics_address
     looked, errors, is_wrong = 0, [], False
-    for name, address in sorted(addresses.items()):
+    for name, page in sorted(subject.contact.pages(addresses).items()):
         try:
-            if not address:
-                raise OSError("it has no metrics page")
-            low, high = subject.contact.page(address).skew_s
-        except (OSError, ValueError, http.client.HTTPException) as error:
+            if isinstance(page, str):
+                raise ValueError(page)
+            low, high = page.skew_s
+        except ValueError as error:
             errors.append(f"{name}: {error}")
             continue
         looked += 1
@@ -215,17 +213,11 @@ def _baton_versions(subject: Subject) -> Iterator[Finding]:
             yield ok(f"the router is Baton {theirs}, as this is")
 
 
-def _quarantined(subject: Subject, worker: admin_pb2.WorkerStatus) -> Iterator[Finding]:
-    address = worker.info.metrics_address
-    if not address:
-        return
-    began = time.monotonic()
-    try:
-        held = subject.contact.page(address).total("baton_kv_quarantined_bytes")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        found = f"{worker.worker_id}: its metrics page {address} could not be read in {time.monotonic() - began:.1f} s"
-        yield warning(f"{found}: {error}", "let this machine reach that port, or call the doctor on the head")
-        return
-    if held:
-        remedy = "if it stays, restart the worker (`baton drain`, then `baton apply`)"
-        yield warning(f"{worker.worker_id}: {held:,.0f} bytes of slots belong to pairs that do not close", remedy)
+def _quarantined(subject: Subject, addresses: Mapping[str, str]) -> Iterator[Finding]:
+    for worker_id, page in subject.contact.pages(addresses).items():
+        if isinstance(page, str):
+            found = f"{worker_id}: its metrics page could not be read: {page}"
+            yield warning(found, "let this machine reach that port, or call the doctor on the head")
+        elif held := page.total("baton_kv_quarantined_bytes"):
+            remedy = "if it stays, restart the worker (`baton drain`, then `baton apply`)"
+            yield warning(f"{worker_id}: {held:,.0f} bytes of slots belong to pairs that do not close", remedy)

@@ -17,6 +17,9 @@ from cluster.doctor.programs import Part, Question
 from cluster.errors import ConfigError
 from cluster.plan import ROLES, plan_worker
 
+_SHARE = 0.8
+"""Of a check's time, for the answer of a program."""
+
 
 class Subject:
     """Use it as a context manager."""
@@ -47,16 +50,16 @@ class Subject:
 
     def machine(self, name: str) -> Part:
         """A part of what `worker.examine` says. Raises NoAnswer."""
-        part: Part = self._worker.answer(self.asked.limit_s)[name]
+        part: Part = self._worker.answer()[name]
         return part
 
     def workers(self, name: str) -> list[tuple[str, Part]]:
         """That part of each role that has workers. Raises NoAnswer."""
-        return [(worker["role"], worker[name]) for worker in self._worker.answer(self.asked.limit_s)["workers"]]
+        return [(worker["role"], worker[name]) for worker in self._worker.answer()["workers"]]
 
     def tokenizer(self) -> Part:
         """What `router.examine` says; empty without a configuration. Raises NoAnswer."""
-        part: Part = {} if self._router is None else self._router.answer(self.asked.limit_s)
+        part: Part = {} if self._router is None else self._router.answer()
         return part
 
     def __enter__(self) -> Self:
@@ -74,10 +77,13 @@ class Subject:
                 question.close()
 
     def _questions(self) -> tuple[Question, Question | None]:
-        config = self.config
+        """Whose time is up before that of a check that waits for them."""
+        config, limit_s = self.config, _SHARE * self.asked.limit_s
         if config is None:
-            return Question("worker.examine", asked={"workers": []}), None
+            return Question("worker.examine", asked={"workers": []}, limit_s=limit_s), None
         present = [role for role in ROLES if config.role(role).num_workers]
         workers = [plan_worker(config, role).ranks[0].as_dict() for role in present]
-        asked = {"workers": workers}
-        return Question("worker.examine", asked=asked), Question("router.examine", [config.model.path])
+        return (
+            Question("worker.examine", asked={"workers": workers}, limit_s=limit_s),
+            Question("router.examine", [config.model.path], limit_s=limit_s),
+        )

@@ -139,7 +139,7 @@ def test_workers_without_a_common_transport_then_a_killed_one_are_named(tmp_path
         process.kill()
         assert process.wait(20) == -signal.SIGKILL
         cluster.wait_for(lambda s: any(w.worker_id == PREFILL and w.state != 2 for w in s.workers))
-        done = baton("doctor", str(config), "--address", cluster.address, "--json")
+        done = baton("doctor", str(config), "--address", cluster.address, "--json", "--limit", "100")
         checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
         assert done.exit_code == 1
         told = [f for f in checks["workers"]["findings"] if f["result"] == "problem"]
@@ -222,6 +222,20 @@ async def test_a_key_that_is_missing_or_lacks_the_scope_is_named(tmp_path: Path)
             assert found.found.startswith(f"the router at {router.address} wants an API key") and why in found.found
             assert "--api-key" in found.remedy
             assert told["workers"].findings[0].found == "the router tells no status; see `router`"
+
+
+async def test_a_key_that_may_look_and_send_nothing_gets_no_probe(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(render_keys([ApiKey("k", digest_of("baton-x"), "acme", ("admin",))]))
+    async with running_router(tmp_path / "model", [FakeWorker(*each) for each in PAIR], keys_file=str(keys)) as router:
+        config = write_config(tmp_path)
+        names = ("router", "disaggregation", "bandwidth")
+        told = await asyncio.to_thread(ask, config, *names, address=router.address, api_key="baton-x")
+    assert told["router"].result is Result.OK
+    for name in names[1:]:
+        assert (
+            told[name].result is Result.SKIPPED and "name one of the scope `generate`" in told[name].findings[0].found
+        )
 
 
 async def test_a_router_that_serves_nobody_is_named_and_gets_no_probe(tmp_path: Path) -> None:

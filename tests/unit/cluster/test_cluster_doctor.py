@@ -72,7 +72,7 @@ SCHEMA = {
 
 
 def test_a_machine_that_is_well_has_no_problem_and_its_document_keeps_to_the_schema(tmp_path: Path) -> None:
-    done = baton("doctor", str(write_config(tmp_path)), "--json")
+    done = baton("doctor", str(write_config(tmp_path)), "--json", "--limit", "100")
     document = json.loads(done.stdout)
     jsonschema.validate(document, SCHEMA)
     assert (done.exit_code, document["counts"]["problem"]) == (0, 0), done.stdout
@@ -94,7 +94,7 @@ def test_the_table_shows_each_check_and_the_remedy_below_what_was_found(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "cluster.yaml"
     path.write_text("metadata:\n  serving:\n    model: {path: nowhere}\n    routr: {}\n")
-    done = baton("doctor")
+    done = baton("doctor", "--limit", "100")
     text = " ".join(done.stdout.split())
     assert done.exit_code == 3
     assert f"{path}:3:19: metadata.serving.model.path: no such folder: {tmp_path / 'nowhere'}" in text

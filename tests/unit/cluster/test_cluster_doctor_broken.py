@@ -142,9 +142,7 @@ def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("needs a mount namespace")
     path = write_config(tmp_path)
-    command = (
-        f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -m cluster.cli.main doctor {path} --json"
-    )
+    command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -m cluster.cli.main doctor {path} --json --limit 100"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command],
@@ -160,6 +158,14 @@ def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
     assert found["result"] == "problem"
     assert found["found"] == "/dev/shm: 67.1 MB free of 67.1 MB; Ray's object store needs 83.9 MB"
     assert "docker run --shm-size=2g" in found["remedy"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """One that would have to lie in a file; nobody can write there, root included."""
+    (tmp_path / "file").touch()
+    outcome = ask(write_config(tmp_path, log_dir=str(tmp_path / "file" / "logs")), "disk")["disk"]
+    found = the_problem(outcome)
+    assert found.found == f"{tmp_path / 'file' / 'logs'} (log_dir) cannot be written"
 
 
 # 9: ports
@@ -265,6 +271,14 @@ def test_a_certificate_of_another_authority_and_a_key_of_another_certificate_are
     assert "are not a pair" in the_problem(ask(config, "certificates")["certificates"]).found
 
 
+def test_an_ipv6_address_is_found_in_a_certificate_however_it_is_written(tmp_path: Path) -> None:
+    server = Authority(tmp_path).server("::1")
+    config = write_config(tmp_path, router={"host": "::1"}, tls={"cert": server.cert, "key": server.key})
+    (found,) = ask(config, "certificates")["certificates"].findings
+    assert found.values["names"] == ["0:0:0:0:0:0:0:1"]
+    assert "expires on" in found.found
+
+
 def test_good_certificates_are_told_with_their_names_and_dates(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     server = ours.server(clients=ours)
@@ -309,7 +323,7 @@ def test_the_doctor_works_where_ray_is_not_installed_and_says_so(tmp_path: Path)
         "    if name == 'ray': raise m.PackageNotFoundError(name)\n"
         "    return found(name)\n"
         "m.version = version\n"
-        f"sys.argv = ['baton', 'doctor', {str(write_config(tmp_path))!r}, '--json']\n"
+        f"sys.argv = ['baton', 'doctor', {str(write_config(tmp_path))!r}, '--json', '--limit', '100']\n"
         "from cluster.cli.main import main\n"
         "main()\n"
     )
