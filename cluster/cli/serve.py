@@ -91,12 +91,16 @@ def serve(
         _Session(replace(file, path=file.path.absolute()), serving, ray_address, detach).run()
 
 
-def stop(ray_address: RayAddress = "auto") -> None:
+def stop(
+    ray_address: Annotated[
+        str, typer.Option("--address", "--ray-address", help="The Ray cluster it serves in: `auto` or HOST:PORT.")
+    ] = "auto",
+) -> None:
     """End the cluster that `baton serve --detach` started; running requests end first."""
     with outcome():
         from cluster import local_ray
 
-        with local_ray.joined(ray_address or "auto"):
+        with local_ray.joined(ray_address):
             from cluster.detached import end_controller, find_controller
 
             controller = find_controller()

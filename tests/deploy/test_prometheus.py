@@ -28,12 +28,12 @@ from cluster.client import BatonClient, make_spec
 
 pytestmark = [
     pytest.mark.battery,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus (Debian: apt install prometheus)"),
 ]
 
 DEPLOY = ROOT / "deploy"
-WAIT_S = 90.0
+WAIT_S = 150.0
 POLL_S = 0.5
 RATE = "20s"
 T = TypeVar("T")

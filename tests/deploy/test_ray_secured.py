@@ -14,9 +14,9 @@ import pytest
 import yaml
 from machines import HOME, ROOT, USER, Machines, machines, missing
 
-pytestmark = [pytest.mark.battery, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.battery, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 
-UP_S = 180.0
+UP_S = 300.0
 STORE = "--object-store-memory=80000000"
 DEPLOY = ROOT / "deploy" / "ray"
 

@@ -16,12 +16,12 @@ import pytest
 import yaml
 from machines import HOME, ROOT, USER, Machines, machines, missing
 
-pytestmark = [pytest.mark.battery, pytest.mark.timeout(600), pytest.mark.skipif(bool(missing()), reason=missing())]
+pytestmark = [pytest.mark.battery, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 
-UP_S = 180.0
+UP_S = 300.0
 MOVED_S = 20.0
-REPLACED_S = 120.0
-GONE_S = 90.0
+REPLACED_S = 180.0
+GONE_S = 150.0
 POLL_S = 0.5
 WORKERS = ("one", "two")
 STORE = "--object-store-memory=80000000"

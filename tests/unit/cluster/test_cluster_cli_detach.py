@@ -1,0 +1,31 @@
+"""`baton serve --detach` and `baton stop` where there is nothing that could keep a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["serve", "--detach"], 2, "name it: --address auto --detach"),
+        (["serve", "--detach", "--address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
+        (["serve", "--address", "nonsense"], 1, "--ray-address: 'nonsense' is not an address"),
+        (["stop", "--address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
+    ],
+)
+def test_there_must_be_a_ray_that_goes_on(
+    arguments: list[str], code: int, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.local_ray.QUIET", {})
+    config = ["--config", str(ROOT / "cluster.yaml"), "--port", "0"] if arguments[0] == "serve" else []
+    done = CliRunner().invoke(app, [*arguments, *config])
+    assert done.exit_code == code
+    assert expected in done.output
