@@ -232,10 +232,21 @@ def test_a_dockerfile_builds_in_layers_as_a_user_without_rights(name: str) -> No
     whole = next(i for i, line in enumerate(code) if line == "COPY . .")
     installed = next(i for i, line in enumerate(code) if "--requirement requirements.txt" in line)
     assert first < installed < whole, "dependencies are a layer of their own"
-    assert [line for line in code if line.startswith("USER")][-1] == "USER baton"
+    assert [line for line in code if line.startswith("USER")][-1] == "USER 1000", (
+        "a number, by which Kubernetes sees that it is not root"
+    )
     assert all("rm -rf /var/lib/apt/lists" in line for line in code if "apt-get install" in line)
     assert all("--no-install-recommends" in line for line in code if "apt-get install" in line)
     assert not re.search(r"ADD |latest|sudo|curl .*\|", text)
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs hadolint")
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_hadolint_finds_nothing_in_a_dockerfile(name: str) -> None:
+    """But versions of system packages that are not pinned: their security fixes are wanted."""
+    command = ["hadolint", "--ignore=DL3008", "--ignore=DL3013", str(DEPLOY / "docker" / f"Dockerfile.{name}")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
 
 
 def test_every_package_gets_into_the_image() -> None:
