@@ -9,7 +9,7 @@
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
-#   make smoke          every benchmark for a few seconds, and Ray's autoscaler bringing a node, as tests
+#   make smoke          every benchmark for a few seconds, Ray's autoscaler bringing a node, long batches, as tests
 #   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
@@ -104,7 +104,7 @@ test-prometheus: $(READY) deploy-tools
 
 smoke: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \
-	  tests/integration/test_integration_growth.py $(ARGS)
+	  tests/integration/test_integration_growth.py tests/integration/test_integration_batches.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

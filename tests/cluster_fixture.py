@@ -118,7 +118,9 @@ class PlainCluster:
         return self.processes[name].expect("ready")
 
     def kill_router(self) -> None:
-        """kill -9."""
+        """kill -9. Its clients are closed before: gRPC would give the next ones the connection that has just died."""
+        self.channel.close()
+        self.client.close()
         killed = self.processes.pop("router")
         killed.popen.send_signal(signal.SIGKILL)
         killed.popen.wait(WAIT_S)
@@ -128,8 +130,6 @@ class PlainCluster:
         """Another one in its place, with the same settings at the same addresses."""
         ports = {"port": self.address, "http_port": self.http_address}
         self._hear(self.add_router("router", **{name: int(a.rpartition(":")[2]) for name, a in ports.items() if a}))
-        self.channel.close()
-        self.client.close()
         self._connect()
 
     def _hear(self, card: dict[str, Any]) -> None:
