@@ -142,7 +142,8 @@ def test_a_small_dev_shm_is_named(tmp_path: Path) -> None:
     if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("needs a mount namespace")
     path = write_config(tmp_path)
-    command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {sys.executable} -m cluster.cli.main doctor {path} --json --limit 100"
+    doctor = f"{sys.executable} -m cluster.cli.main doctor {path} --json --limit 100"
+    command = f"mount -t tmpfs -o size=64m tmpfs /dev/shm && exec {doctor}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", command],
