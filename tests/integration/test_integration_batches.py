@@ -204,6 +204,8 @@ def test_baton_serve_keeps_batches_over_a_router_that_is_killed_and_over_its_own
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the configuration that is shipped: in the home directory."""
+    kernels = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", kernels)  # else workers compile theirs anew
     monkeypatch.setenv("HOME", str(tmp_path))
     ports = [str(free_port()) for _ in range(3)]
     flags = [text for pair in zip(("--port", "--admin-port", "--http-port"), ports, strict=True) for text in pair]
