@@ -58,8 +58,10 @@ class RayFailed(BatonError):
 
 @contextlib.contextmanager
 def started(*, num_cpus: int) -> Iterator[Path]:
-    """Starts Ray, gives the folder it keeps its files in, and ends it; raises RayFailed."""
+    """Starts Ray, gives the folder it keeps its files in, and ends it, with what it has set in the environment; raises
+    RayFailed."""
     remove_abandoned_folders()
+    before = dict(os.environ)
     folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base_folder()))
     with (folder / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,6 +77,8 @@ def started(*, num_cpus: int) -> Iterator[Path]:
                     _stop()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            os.environ.clear()
+            os.environ.update(before)
 
 
 @contextlib.contextmanager

@@ -53,6 +53,7 @@ class SqliteStore:
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._connection: sqlite3.Connection | None = None
+        self._is_closed = False
 
     async def add(self, record: Record, claim: Claim | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -201,6 +202,11 @@ class SqliteStore:
         return [Answer(number, bool(is_good), bytes(data)) for number, is_good, data in rows if number in wanted]
 
     async def close(self) -> None:
+        """A second one does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+
         def end() -> None:
             if self._connection is not None:
                 self._connection.close()

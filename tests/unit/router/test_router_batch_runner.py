@@ -228,7 +228,7 @@ async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World
         async with asyncio.timeout(20):
             while slow._held:
                 await asyncio.sleep(0.01)
-        assert claim.epoch == 1 and found[0].epoch == 2
+        assert claim.epoch < found[0].epoch
         assert [each.data for each in await world.store.answers("batch_1", [1])] == [b"theirs"]
 
 
