@@ -177,7 +177,7 @@ to do. Options for a cluster with keys and TLS are those of the other commands.
 The exit code is 0 without a problem; 3 where the configuration or the model folder has one; 4 where nobody answers at
 `--address`; else 1. With `--json` there is one object:
 
-```
+```text
 {version, config, address, result, counts,
  checks: [{name, half, result, seconds, findings: [{result, found, remedy, values}]}]}
 ```
