@@ -11,6 +11,7 @@
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
 #   make smoke          every benchmark for a few seconds, Ray's autoscaler bringing a node, long batches, as tests
 #   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
+#   make docs-check     runs every block of commands and code in README.md and docs/
 #   make bench          measures a cluster on this machine
 #   make clean          removes .venv and every cache
 
@@ -30,7 +31,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page smoke bench clean deploy-tools test-prometheus
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -121,6 +122,9 @@ test-page: $(READY)
 	  else echo "error: chromium could not be installed; install it (Debian: apt install chromium), or name one with CHROMIUM=/path" >&2; exit 1; fi; \
 	fi
 	$(PY) -m pytest -q -m "battery or not battery" tests/page $(ARGS)
+
+docs-check: $(READY)
+	$(PY) -m pytest -m "battery or not battery" --durations=0 tests/docs $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)

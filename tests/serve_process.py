@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,10 +20,15 @@ END_S = 40.0
 class Serve:
     """One `baton serve` process and what it printed."""
 
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "cluster.cli.main", "serve", *arguments]
+    def __init__(
+        self,
+        *arguments: str,
+        program: Sequence[str] = (sys.executable, "-m", "cluster.cli.main"),
+        cwd: Path = ROOT,
+    ) -> None:
+        command = [*program, "serve", *arguments]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self.output = ""
         self._grew = threading.Condition()

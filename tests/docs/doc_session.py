@@ -1,0 +1,203 @@
+"""A newcomer's folder, in which the blocks of a page are run as they stand: a checkout with a virtual environment and a
+cluster that serves.
+
+Changed are only the addresses and ports of the pages, since another cluster may have those here, and the placeholders
+below. Commands that would never end do: `baton serve` (without --detach) and `make serve ARGS=...` are started for
+real, stopped with Ctrl-C once they serve, and have to end well. A plain `make serve` shows what the cluster printed
+that is up already, which was started by the very command that the Makefile has for it. Of any other target of make it
+is only looked at that make has it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from doc_pages import ROOT, Block
+from serve_process import Serve
+
+from cluster.api_keys import new_key
+
+RUN = {"sh", "python", "yaml"}
+"""What is run, or read by what it is for."""
+NOT_RUN: dict[tuple[str, str], str] = {}
+"""Blocks that are not run, by page and first line, and the reason. As few as possible."""
+PLACEHOLDERS = {
+    r"\bKEY\b": '"$(printed "baton-[A-Za-z0-9_-]{40,}")"',
+    r"\bkey-5f1c0a9e\b": '"$(printed "key-[0-9a-f]{8}")"',
+    r"\bDIR\b": "models/tiny-shakespeare",
+    r"\bHOST:PORT\b": '"$BATON_ADDRESS"',
+}
+"""In commands; `printed` is what an earlier command of the page has printed. A key is there from the start."""
+BLOCK_S = 300.0
+_BATON = f"""#!{sys.executable}
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from cluster.cli.main import main
+main()
+"""
+_PREAMBLE = """
+printed() { grep -oE -e "$1" "$PRINTED" | tail -1 | grep . || { echo "nothing printed looks like $1" >&2; exit 1; }; }
+baton() {
+  if [[ "${1-}" == serve && " $* " != *" --detach "* ]]
+  then "$PYTHON" "$SERVED_ONCE" "$@"
+  else command .venv/bin/baton "$@"
+  fi
+}
+.venv/bin/baton() { baton "$@"; }
+make() {
+  local does; does=$(command make -n "$@" | tail -1)
+  case "$*" in
+    serve) cat "$SERVED" ;;
+    *serve*) eval "$does" ;;
+  esac
+}
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}\n{self.out}\n{self.err}"
+
+
+def free_ports(count: int) -> int:
+    """The first of as many that follow one another."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first:
+            port = first.getsockname()[1]
+        try:
+            for number in range(port, port + count):
+                socket.create_server(("127.0.0.1", number)).close()
+        except (OSError, OverflowError):
+            continue
+        return int(port)
+
+
+def make_checkout(folder: Path) -> Path:
+    """A folder that looks like a fresh clone after `make setup`; cluster.yaml is its own, the rest links."""
+    folder.mkdir(parents=True)
+    for path in ROOT.iterdir():
+        if path.name != "cluster.yaml" and not path.name.startswith("."):
+            (folder / path.name).symlink_to(path)
+    shutil.copy(ROOT / "cluster.yaml", folder)
+    programs = folder / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "baton").write_text(_BATON, encoding="utf-8")
+    (programs / "baton").chmod(0o755)
+    (folder / ".venv" / ".ready").touch()
+    return folder
+
+
+def command_of_make_serve(folder: Path, arguments: str) -> list[str]:
+    """What the Makefile runs, without the path of its `baton`."""
+    told = subprocess.run(
+        ["make", "-n", "serve", f"ARGS={arguments}"], cwd=folder, capture_output=True, text=True, check=True
+    )
+    program, *words = told.stdout.splitlines()[-1].split()
+    assert program == ".venv/bin/baton", told.stdout
+    return words
+
+
+class Newcomer:
+    """Runs blocks in a checkout beside a cluster that serves; both end with `close`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = make_checkout(folder)
+        self._printed = folder / "printed.txt"
+        self._served = folder / "served.txt"
+        words = command_of_make_serve(self.folder, "--port 0")
+        self.cluster = Serve(*words[1:], program=(str(self.folder / ".venv" / "bin" / "baton"),), cwd=self.folder)
+        try:
+            self.address = self.cluster.address
+            self.http_address = self.cluster.until(r"OpenAI +http://(\S+)/v1").group(1)
+            self.admin_address = self.cluster.admin_address
+        except BaseException:
+            self.cluster.close()
+            raise
+        self._served.write_text(self.cluster.output, encoding="utf-8")
+        second = free_ports(3)
+        self._here = {
+            "127.0.0.1:50051": self.address,
+            "127.0.0.1:50052": self.admin_address,
+            "127.0.0.1:8000": self.http_address,
+            **{str(50061 + number): str(second + number) for number in range(3)},
+        }
+
+    def close(self) -> None:
+        self.cluster.close()
+
+    def press_ctrl_c(self) -> int:
+        """The exit code of the cluster."""
+        self.cluster.process.send_signal(signal.SIGINT)
+        return self.cluster.wait()
+
+    def run_shell(self, blocks: list[Block]) -> list[Ran]:
+        """Each of the blocks of one page in turn; raises AssertionError at the first that fails."""
+        self._printed.write_text(new_key(), encoding="utf-8")
+        ran = []
+        for block in blocks:
+            text = re.sub("|".join(PLACEHOLDERS), self._filled_in, self._moved(block.text))
+            begins = self._printed.stat().st_size
+            outcome = self._run(["bash", "-euo", "pipefail", "-c", _PREAMBLE + text], self._printed)
+            ran.append(Ran(outcome.code, self._printed.read_text(encoding="utf-8")[begins:], outcome.err))
+            assert outcome.code == 0, f"{block}: {ran[-1]}"
+        return ran
+
+    def run_python(self, blocks: list[Block]) -> Ran:
+        """The blocks of one page in one program, each at the lines that it has in the page."""
+        text = ""
+        for block in blocks:
+            text += "\n" * (block.line - 1 - text.count("\n")) + self._moved(block.text)
+        program = self.folder / f"{Path(blocks[0].page).name}.py"
+        program.write_text(text, encoding="utf-8")
+        output = self.folder / "python.txt"
+        outcome = self._run([sys.executable, str(program)], output)
+        return Ran(outcome.code, output.read_text(encoding="utf-8"), outcome.err)
+
+    def _run(self, command: list[str], output: Path) -> Ran:
+        with output.open("a", encoding="utf-8") as out:
+            done = subprocess.run(
+                command,
+                cwd=self.folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=BLOCK_S,
+            )
+        return Ran(done.returncode, "", done.stderr)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            "BATON_ADDRESS": self.address,
+            "BATON_ADMIN_ADDRESS": self.admin_address,
+            "PYTHONPATH": str(ROOT),
+            "PYTHON": sys.executable,
+            "SERVED_ONCE": str(Path(__file__).with_name("served_once.py")),
+            "SERVED": str(self._served),
+            "PRINTED": str(self._printed),
+        }
+
+    def _moved(self, text: str) -> str:
+        for there, here in self._here.items():
+            text = text.replace(there, here)
+        return text
+
+    @staticmethod
+    def _filled_in(found: re.Match[str]) -> str:
+        return next(value for pattern, value in PLACEHOLDERS.items() if re.fullmatch(pattern, found[0]))
