@@ -5,7 +5,7 @@ Changed are only the addresses and ports of the pages, since another cluster may
 below. Commands that would never end do: `baton serve` (without --detach) and `make serve ARGS=...` are started for
 real, stopped with Ctrl-C once they serve, and have to end well. A plain `make serve` shows what the cluster printed
 that is up already, which was started by the very command that the Makefile has for it. Of any other target of make it
-is only looked at that make has it.
+is only looked at that make has it; of `ray up` and `ray down`, that Ray has the options, and that the file is there.
 """
 
 from __future__ import annotations
@@ -27,13 +27,18 @@ from cluster.api_keys import new_key
 
 RUN = {"sh", "python", "yaml"}
 """What is run, or read by what it is for."""
-NOT_RUN: dict[tuple[str, str], str] = {}
-"""Blocks that are not run, by page and first line, and the reason. As few as possible."""
+NOT_RUN = {
+    ("docs/operate.md", "baton stop --address auto"): "on the head of a cluster of `ray up`: make test-deploy",
+    ("docs/operate.md", "baton targets --follow --file /tmp/baton-targets.json"): "never ends: make test-prometheus",
+}
+"""Blocks that are not run, by page and first command, and the reason. As few as possible."""
 PLACEHOLDERS = {
     r"\bKEY\b": '"$(printed "baton-[A-Za-z0-9_-]{40,}")"',
     r"\bkey-5f1c0a9e\b": '"$(printed "key-[0-9a-f]{8}")"',
     r"\bDIR\b": "models/tiny-shakespeare",
     r"\bHOST:PORT\b": '"$BATON_ADDRESS"',
+    r"\bHEAD_IP\b": "127.0.0.1",
+    r"\bWORKER_IP\.\.\.": "127.0.0.2 127.0.0.3",
 }
 """In commands; `printed` is what an earlier command of the page has printed. A key is there from the start."""
 BLOCK_S = 300.0
@@ -59,7 +64,22 @@ make() {
     *serve*) eval "$does" ;;
   esac
 }
+ray() {
+  [[ "$1" == up || "$1" == down ]] || { command ray "$@"; return; }
+  local known word; known=$("$PYTHON" -m ray.scripts.scripts "$1" --help)
+  for word in "${@:2}"; do
+    case "$word" in
+      -*) grep -qE -e "(^|[ ,])$word([ ,]|$)" <<< "$known" || { echo "ray $1 has no $word" >&2; return 2; } ;;
+      *) test -f "$word" || { echo "ray $1: no such file: $word" >&2; return 2; } ;;
+    esac
+  done
+}
 """
+
+
+def first_command(block: Block) -> tuple[str, str]:
+    """By which NOT_RUN knows a block."""
+    return block.page, block.text.splitlines()[0].partition(" #")[0].strip()
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 from doc_pages import Block, Page, pages
-from doc_session import NOT_RUN, Newcomer
+from doc_session import NOT_RUN, Newcomer, first_command
 
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(900)]
 
 
 def blocks_to_run(page: Page, language: str) -> list[Block]:
-    return [b for b in page.written_in(language) if (b.page, b.text.splitlines()[0]) not in NOT_RUN]
+    return [b for b in page.written_in(language) if first_command(b) not in NOT_RUN]
 
 
 def pages_with(language: str) -> list[Page]:
