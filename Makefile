@@ -36,6 +36,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 setup: $(READY)
 
+# `make setup EXTRAS=dev,cuda` installs, whatever has been installed before.
+ifeq ($(origin EXTRAS),command line)
+.PHONY: $(READY)
+endif
+
 $(READY): pyproject.toml constraints.txt Makefile
 	@set -eu; \
 	if [ ! -x $(PY) ]; then \
@@ -124,7 +129,7 @@ test-page: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/page $(ARGS)
 
 docs-check: $(READY)
-	$(PY) -m pytest -m "battery or not battery" --durations=0 tests/docs $(ARGS)
+	$(PY) -m pytest -m "battery or not battery" --durations=10 tests/docs $(ARGS)
 
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -59,6 +60,11 @@ class Serve:
         found = re.search(rf"[^\s=]*/{FOLDER_PREFIX}\w+", told)
         assert found is not None, told
         return Path(found[0])
+
+    def press_ctrl_c(self) -> int:
+        """Its exit code."""
+        self.process.send_signal(signal.SIGINT)
+        return self.wait()
 
     def wait(self) -> int:
         code = self.process.wait(END_S)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -57,6 +56,7 @@ baton() {
   fi
 }
 .venv/bin/baton() { baton "$@"; }
+curl() { command curl --fail-with-body --no-progress-meter "$@"; }
 make() {
   local does; does=$(command make -n "$@" | tail -1)
   case "$*" in
@@ -139,7 +139,7 @@ class Newcomer:
         self._printed = folder / "printed.txt"
         self._served = folder / "served.txt"
         words = command_of_make_serve(self.folder, "--port 0")
-        self.cluster = Serve(*words[1:], program=(str(self.folder / ".venv" / "bin" / "baton"),), cwd=self.folder)
+        self.cluster = self.serve(*words[1:])
         try:
             self.address = self.cluster.address
             self.http_address = self.cluster.until(r"OpenAI +http://(\S+)/v1").group(1)
@@ -159,10 +159,8 @@ class Newcomer:
     def close(self) -> None:
         self.cluster.close()
 
-    def press_ctrl_c(self) -> int:
-        """The exit code of the cluster."""
-        self.cluster.process.send_signal(signal.SIGINT)
-        return self.cluster.wait()
+    def serve(self, *arguments: str) -> Serve:
+        return Serve(*arguments, program=(str(self.folder / ".venv" / "bin" / "baton"),), cwd=self.folder)
 
     def run_shell(self, blocks: list[Block]) -> list[Ran]:
         """Each of the blocks of one page in turn; raises AssertionError at the first that fails."""
@@ -170,11 +168,15 @@ class Newcomer:
         ran = []
         for block in blocks:
             text = re.sub("|".join(PLACEHOLDERS), self._filled_in, self._moved(block.text))
-            begins = self._printed.stat().st_size
-            outcome = self._run(["bash", "-euo", "pipefail", "-c", _PREAMBLE + text], self._printed)
-            ran.append(Ran(outcome.code, self._printed.read_text(encoding="utf-8")[begins:], outcome.err))
-            assert outcome.code == 0, f"{block}: {ran[-1]}"
+            ran.append(self.run(text))
+            assert ran[-1].code == 0, f"{block}: {ran[-1]}"
         return ran
+
+    def run(self, commands: str) -> Ran:
+        begins = self._printed.stat().st_size
+        command = ["bash", "-euo", "pipefail", "-c", _PREAMBLE + commands]
+        code, err = self._run(command, self._printed)
+        return Ran(code, self._printed.read_bytes()[begins:].decode(), err)
 
     def run_python(self, blocks: list[Block]) -> Ran:
         """The blocks of one page in one program, each at the lines that it has in the page."""
@@ -184,10 +186,12 @@ class Newcomer:
         program = self.folder / f"{Path(blocks[0].page).name}.py"
         program.write_text(text, encoding="utf-8")
         output = self.folder / "python.txt"
-        outcome = self._run([sys.executable, str(program)], output)
-        return Ran(outcome.code, output.read_text(encoding="utf-8"), outcome.err)
+        output.unlink(missing_ok=True)
+        code, err = self._run([sys.executable, str(program)], output)
+        return Ran(code, output.read_text(encoding="utf-8"), err)
 
-    def _run(self, command: list[str], output: Path) -> Ran:
+    def _run(self, command: list[str], output: Path) -> tuple[int, str]:
+        """Appends what it prints to `output`; its exit code, and what it said on stderr."""
         with output.open("a", encoding="utf-8") as out:
             done = subprocess.run(
                 command,
@@ -199,7 +203,7 @@ class Newcomer:
                 text=True,
                 timeout=BLOCK_S,
             )
-        return Ran(done.returncode, "", done.stderr)
+        return done.returncode, done.stderr
 
     def _environment(self) -> dict[str, str]:
         return {

@@ -5,7 +5,6 @@ Without a --port of its own it takes any free ones.
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -21,8 +20,7 @@ def main() -> int:
     serving = Serve(*arguments, program=(".venv/bin/baton",), cwd=Path.cwd())
     try:
         serving.until("ready after")
-        serving.process.send_signal(signal.SIGINT)
-        code = serving.wait()
+        code = serving.press_ctrl_c()
         print(serving.output, end="")
         return code
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 import yaml
 from doc_commands import baton_lines, commands, config_keys, make_targets, wrong_in
 from doc_pages import ROOT, Block, Page, all_pages, pages
-from doc_session import NOT_RUN, RUN, first_command
+from doc_session import NOT_RUN, RUN, first_command, make_checkout
 
 from cluster.config import load_config
 
@@ -89,9 +90,9 @@ def test_commands_of_baton_have_the_names_and_options_that_are_written(page: Pag
 
 @named(pages())
 def test_options_that_are_named_alone_are_those_of_some_command_of_baton(page: Page) -> None:
-    known = {option for options in commands().values() for option in options}
+    known = {option for options in commands().values() for option in options} | OPTIONS_OF_OTHERS
     named_alone = [(span, option) for span in page.spans for option in re.findall(r"^--[a-z][a-z-]*", span.text)]
-    wrong = [str(span) for span, option in named_alone if option not in known | OPTIONS_OF_OTHERS and not option.endswith("-")]
+    wrong = [str(span) for span, option in named_alone if option not in known and not option.endswith("-")]
     assert not wrong, "\n".join(wrong)
 
 
@@ -105,6 +106,16 @@ def test_targets_of_make_that_are_named_are_in_the_makefile(page: Page) -> None:
         if target not in make_targets()
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_extras_that_are_named_are_installed_though_others_are(tmp_path: Path) -> None:
+    checkout = make_checkout(tmp_path / "baton")
+
+    def does(*words: str) -> str:
+        return subprocess.run(["make", "-n", *words], cwd=checkout, capture_output=True, text=True, check=True).stdout
+
+    assert "pip install" not in does("setup")
+    assert "--editable '.[dev,cuda]'" in does("setup", "EXTRAS=dev,cuda")
 
 
 @named(all_pages())

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
 
 import httpx2
 import pytest
+import yaml
 from doc_pages import Block, Page, pages
 from doc_session import NOT_RUN, Newcomer, first_command
 
@@ -69,9 +72,33 @@ def test_the_error_that_http_md_shows_is_the_answer_to_a_wrong_temperature(newco
     assert answer.json() == json.loads(shown.text)
 
 
+def test_a_cluster_set_up_as_security_md_says_serves_whoever_has_a_key(newcomer: Newcomer) -> None:
+    page = Page("docs/security.md")
+    newcomer.run_shell(page.written_in("sh"))
+    file = newcomer.folder / "secure.yaml"
+    keys, tls = (yaml.safe_load(block.text)["metadata"]["serving"] for block in page.written_in("yaml"))
+    parts = {"auth": keys["auth"], "internal_tls": tls["internal_tls"]}
+    file.write_text(with_parts(newcomer.folder / "cluster.yaml", parts), encoding="utf-8")
+    made = newcomer.run("baton keys create --tenant acme --scope generate --file keys.yaml").out.strip()
+    with closing(newcomer.serve("--config", file.name, "--port", "0")) as cluster:
+        ask = f'baton generate "ROMEO:" --address {cluster.address} --max-tokens 4'
+        assert newcomer.run(f"{ask} --api-key {made}").code == 0
+        refused = newcomer.run(ask)
+        assert refused.code == 1
+        assert "--api-key" in refused.err
+        assert cluster.press_ctrl_c() == 0
+
+
+def with_parts(file: Path, parts: Mapping[str, object]) -> str:
+    """The file's text with these sections of `metadata.serving`."""
+    whole = yaml.safe_load(file.read_text(encoding="utf-8"))
+    whole["metadata"]["serving"].update(parts)
+    return yaml.safe_dump(whole)
+
+
 def test_no_other_block_of_json_is_left_unlooked_at() -> None:
     assert [block.page for page in pages() for block in page.written_in("json")] == ["docs/http.md"]
 
 
 def test_the_cluster_has_lived_through_all_of_it_and_ends_well_at_ctrl_c(newcomer: Newcomer) -> None:
-    assert newcomer.press_ctrl_c() == 0, newcomer.cluster.output
+    assert newcomer.cluster.press_ctrl_c() == 0, newcomer.cluster.output
