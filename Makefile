@@ -55,6 +55,11 @@ $(READY): pyproject.toml constraints.txt Makefile
 	index=""; \
 	if [ -n "$(TORCH_CPU_INDEX)" ] && ! nvidia-smi -L >/dev/null 2>&1; then index="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
 	echo "installing Baton into $(VENV); torch alone is some 200 MB on a CPU machine"; \
+	case ",$(EXTRAS)," in *,cuda,*) \
+	  echo "building flash-attn against torch, which takes long where there is no wheel for it"; \
+	  $(PY) -m pip install --quiet --constraint constraints.txt --editable . setuptools wheel packaging psutil ninja; \
+	  $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation 'flash-attn>=2.7' ;; \
+	esac; \
 	$(PY) -m pip install --quiet --constraint constraints.txt $$index --editable '.[$(EXTRAS)]'; \
 	if ! command -v redis-server >/dev/null && [ ! -x $(VENV)/bin/redis-server ]; then \
 	  echo "installing redis-server, which tests need"; \
