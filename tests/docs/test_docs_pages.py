@@ -129,6 +129,14 @@ def test_keys_of_the_configuration_that_are_named_are_in_its_schema(page: Page) 
     assert not wrong, "\n".join(wrong)
 
 
+@named(all_pages())
+def test_metrics_that_are_named_are_in_the_references(page: Page) -> None:
+    references = [Page(f"docs/{name}.md").text for name in ("metrics", "router-metrics", "controller-metrics")]
+    known = {name for text in references for name in re.findall(r"^\| `(baton_\w+)`", text, re.M)}
+    wrong = [str(span) for span in page.spans if (m := re.match(r"baton_\w+", span.text)) and m[0] not in known]
+    assert not wrong, "\n".join(wrong)
+
+
 def is_python(name: str) -> bool:
     """`engine.sampling.check_finish`, `engine.ops`: packages have the names of sections."""
     package, module = name.split(".")[:2]
