@@ -21,7 +21,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange
@@ -307,4 +307,13 @@ async def _not_found(request: Request, error: Exception) -> Response:
     body = body_of(message, error.status_code, "not_found" if error.status_code == 404 else "not_allowed")
     answer = failed(Failure(error.status_code, body), _request_id(request))
     answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        answer.headers["allow"] = ", ".join(sorted(_methods_at(request)))
     return answer
+
+
+def _methods_at(request: Request) -> set[str]:
+    """Those of every route of this path: of several, Starlette tells the first one's."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    found = [route.methods or set() for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return set[str]().union(*found)

@@ -125,8 +125,15 @@ class ChatBody(_Sampling):
     add_generation_prompt: bool | None = None
 
 
+def _exactly_one(*names: str) -> dict[str, Any]:
+    """For the document; that it is so is checked when a body is read."""
+    return {"oneOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
+
+
 class TokenizeBody(_Body):
     """POST /tokenize."""
+
+    model_config = ConfigDict(json_schema_extra=_exactly_one("prompt", "messages"))
 
     model: str = ""
     prompt: str | None = None
