@@ -121,13 +121,24 @@ def make_checkout(folder: Path) -> Path:
     return folder
 
 
+def environment() -> dict[str, str]:
+    """This one's, but for what a `make` that runs the tests would tell one that they run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+
+
+def would_make(folder: Path, *words: str) -> str:
+    """What `make` would run in a checkout."""
+    told = subprocess.run(
+        ["make", "-n", *words], cwd=folder, env=environment(), capture_output=True, text=True, check=True
+    )
+    return told.stdout
+
+
 def command_of_make_serve(folder: Path, arguments: str) -> list[str]:
     """What the Makefile runs, without the path of its `baton`."""
-    told = subprocess.run(
-        ["make", "-n", "serve", f"ARGS={arguments}"], cwd=folder, capture_output=True, text=True, check=True
-    )
-    program, *words = told.stdout.splitlines()[-1].split()
-    assert program == ".venv/bin/baton", told.stdout
+    told = would_make(folder, "serve", f"ARGS={arguments}")
+    program, *words = told.splitlines()[-1].split()
+    assert program == ".venv/bin/baton", told
     return words
 
 
@@ -207,7 +218,7 @@ class Newcomer:
 
     def _environment(self) -> dict[str, str]:
         return {
-            **os.environ,
+            **environment(),
             "BATON_ADDRESS": self.address,
             "BATON_ADMIN_ADDRESS": self.admin_address,
             "PYTHONPATH": str(ROOT),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import yaml
 from doc_commands import baton_lines, commands, config_keys, make_targets, wrong_in
 from doc_pages import ROOT, Block, Page, all_pages, pages
-from doc_session import NOT_RUN, RUN, first_command, make_checkout
+from doc_session import NOT_RUN, RUN, first_command, make_checkout, would_make
 
 from cluster.config import load_config
 
@@ -110,12 +109,8 @@ def test_targets_of_make_that_are_named_are_in_the_makefile(page: Page) -> None:
 
 def test_extras_that_are_named_are_installed_though_others_are(tmp_path: Path) -> None:
     checkout = make_checkout(tmp_path / "baton")
-
-    def does(*words: str) -> str:
-        return subprocess.run(["make", "-n", *words], cwd=checkout, capture_output=True, text=True, check=True).stdout
-
-    assert "pip install" not in does("setup")
-    assert "--editable '.[dev,cuda]'" in does("setup", "EXTRAS=dev,cuda")
+    assert "pip install" not in would_make(checkout, "setup")
+    assert "--editable '.[dev,cuda]'" in would_make(checkout, "setup", "EXTRAS=dev,cuda")
 
 
 @named(all_pages())
