@@ -7,6 +7,8 @@
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
+#   make test-clients   OpenAI's client, LiteLLM and LangChain at a running cluster; the last two get .venv-clients
+#   make test-schema    schemathesis (.venv-schema) at the HTTP API of a running cluster for SECONDS=600
 #   make test-deploy    `ray up` on three machines made of namespaces; needs root, installs sshd and the like
 #   make test-prometheus  Prometheus over a running cluster: pages, alerts, the dashboard's queries
 #   make smoke          every benchmark for a few seconds, Ray's autoscaler bringing a node, long batches, as tests
@@ -21,6 +23,7 @@ READY := $(VENV)/.ready
 EXTRAS ?= dev
 ARGS ?=
 JOBS ?= 2
+SECONDS ?= 600
 # torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, PyTorch's own index of CPU builds
 # (named on its installation page) is looked at too when it is given here: make setup TORCH_CPU_INDEX=URL
 TORCH_CPU_INDEX ?=
@@ -31,7 +34,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -99,6 +102,20 @@ chaos: $(READY)
 chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
 
+# Environments of their own: LiteLLM needs an older huggingface-hub than Baton is tested with, and schemathesis would put
+# itself into every run of pytest.
+.venv-%/.ready: tests/%-requirements.txt Makefile | $(READY)
+	@echo "installing $< into $(@D)"
+	@[ -x $(@D)/bin/python ] || $(PY) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+test-clients: $(READY) .venv-clients/.ready
+	$(PY) -m pytest tests/clients $(ARGS)
+
+test-schema: $(READY) .venv-schema/.ready
+	SECONDS=$(SECONDS) PYTHONPATH=.:tests $(PY) tests/http_schema.py $(ARGS)
+
 deploy-tools:
 	@for tool in $(DEPLOY_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \
 	if [ -n "$${missing:-}" ]; then \
@@ -140,5 +157,5 @@ bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-schema build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

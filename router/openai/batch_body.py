@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class ExpiresAfter(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     anchor: Literal["created_at"]
-    seconds: int
+    seconds: int = Field(json_schema_extra={"minimum": 3600, "maximum": 2_592_000})
 
 
 class BatchBody(BaseModel):

@@ -7,9 +7,9 @@ which every front end shares.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 IGNORED = (
     "user",
@@ -28,6 +28,16 @@ IGNORED = (
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {"type": "object", "required": ["role"], "properties": {"role": {"type": "string", "minLength": 1}}}
+    ),
+]
+"""What else is in one is the chat template's."""
+_AT_LEAST_ONE: dict[str, Any] = {"minItems": 1}
 
 
 class StreamOptions(_Body):
@@ -113,7 +123,7 @@ class CompletionBody(_Sampling):
 class ChatBody(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message] = Field(json_schema_extra=_AT_LEAST_ONE)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -137,7 +147,7 @@ class TokenizeBody(_Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = Field(default=None, json_schema_extra=_AT_LEAST_ONE)
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None

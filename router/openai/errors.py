@@ -54,7 +54,11 @@ _FIELDS = {
     "grammar_ebnf": "structured_outputs.grammar",
 }
 """Of the last part of a path in the .proto, what it is called here."""
-_PATH = re.compile(r"\bspec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?([a-z_]+(?:\.[a-z_]+)*)")
+_PATH = re.compile(
+    r"\b(?:spec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?|(?=chat\.(?:messages|tools|template_kwargs)\b))"
+    r"([a-z_]+(?:\.[a-z_]+)*)"
+)
+"""Of a GenerationSpec, or of a TokenizeRequest, which has its chat beside no spec."""
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,12 @@ class Client:
         return told
 
     def close(self) -> None:
-        self._process.communicate(timeout=WAIT_S)
-        assert self._process.returncode == 0
+        try:
+            self._process.communicate(timeout=WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+        assert self._process.returncode == 0, "the client did not end when nothing more was asked"
 
 
 @pytest.fixture(scope="module")

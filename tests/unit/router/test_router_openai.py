@@ -306,6 +306,8 @@ async def test_tokens_and_text_become_each_other(tmp_path: Path) -> None:
         assert told == {"tokens": ids("abc"), "count": 3, "max_model_len": MAX_MODEL_LEN}
         said = await http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
         assert said.json()["tokens"] == ids("<user>a<assistant>")
+        wrong = (await http.post("/tokenize", json={"messages": [{"content": "a"}]})).json()["error"]
+        assert wrong["param"] == "messages[0].role" and wrong["message"].startswith("messages[0].role: must be")
         assert (await http.post("/detokenize", json={"tokens": ids("abc")})).json() == {"prompt": "abc"}
         for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [999]})):
             assert (await http.post(path, json=body)).status_code == 400
