@@ -83,13 +83,13 @@ def begin(base: str) -> tuple[str, str, str]:
     return file.id, other.id, batch.id
 
 
-def try_all(seconds: int, more: list[str], folder: Path) -> int:
+def try_all(seconds: str, more: list[str], folder: Path) -> int:
     """Schemathesis' exit code."""
     with PlainCluster(BUNDLED_MODEL, folder, router={"http_port": 0}) as cluster:
         base = f"http://{cluster.http_address}"
         file = folder / "openapi.json"
         file.write_text(json.dumps(document(base, *begin(base))), encoding="utf-8")
-        given = ["--url", base, "--max-time", str(seconds), "--checks", ",".join(CHECKS), "--request-timeout", "60"]
+        given = ["--url", base, "--max-time", seconds, "--checks", ",".join(CHECKS), "--request-timeout", "60"]
         quiet = ["--continue-on-failure", "--suppress-health-check", "all", "--generation-database", "none"]
         return subprocess.run([SCHEMATHESIS, "run", file, *given, *quiet, *more], cwd=folder, check=False).returncode
 
@@ -101,7 +101,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         with tempfile.TemporaryDirectory() as folder:
-            return try_all(int(os.environ.get("SECONDS", "600")), arguments, Path(folder))
+            return try_all(os.environ.get("SECONDS", "600"), arguments, Path(folder))
     finally:
         close_nursery()
 
