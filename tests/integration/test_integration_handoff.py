@@ -96,6 +96,7 @@ def test_a_handed_off_request_equals_the_single_process_engine(
     for kind, key in keys.items():
         n = KINDS[kind].get("n", 1)
         decode.wait_for(lambda key=key, n=n: len(decode.outputs[key].finished) == n)
+        prefill.wait_for(lambda key=key, n=n: len(prefill.outputs[key].tokens) == n)  # told on a session of its own
         output = merged(key, prefill, decode)
         for index, completion in enumerate(reference[kind]):
             assert tuple(output.sequence(index)) == completion.token_ids, kind
