@@ -48,10 +48,13 @@ Subsystem sftp internal-sftp
 """
 _BEGIN = """\
 set -e
+exec 3<{root}
 mount -t tmpfs -o mode=1777 tmpfs /tmp
 mount -t tmpfs -o mode=1777,size=1g tmpfs /dev/shm
 mount -t tmpfs tmpfs /run
 mount -t tmpfs tmpfs /home
+if ! [ -e {root} ]; then mkdir -p {root}; mount --no-canonicalize --bind /proc/self/fd/3 {root}; fi
+exec 3<&-
 mkdir -p /run/sshd {home}/.ssh
 sed 's|^{user}:\\(.*\\):[^:]*:\\([^:]*\\)$|{user}:\\1:{home}:/bin/bash|' /etc/passwd > /home/passwd
 mount --bind /home/passwd /etc/passwd
@@ -61,7 +64,8 @@ echo up
 sleep infinity &
 wait $!
 """
-"""bash goes on as the machine's first process, and reaps what loses its parent."""
+"""bash goes on as the machine's first process, and reaps what loses its parent. A checkout below /tmp or /home is where
+it was."""
 
 
 def missing() -> str:
@@ -178,7 +182,7 @@ def _ssh(machine: Machine, command: str) -> str:
 
 
 def _start(name: str, host: str, stack: contextlib.ExitStack) -> Machine:
-    script = _BEGIN.format(home=HOME, user=USER, name=name)
+    script = _BEGIN.format(home=HOME, user=USER, name=name, root=shlex.quote(str(ROOT)))
     process = subprocess.Popen(
         ["setpriv", "--pdeathsig", "KILL", "unshare", *_SPACES, "bash", "-c", script],
         stdin=subprocess.DEVNULL,
