@@ -6,9 +6,6 @@ content, and edited in place when a change comes from elsewhere, so that file an
 
 from __future__ import annotations
 
-import contextlib
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import Any
 from cluster.config import ServingConfig, parse_config
 from cluster.config.changes import differences, set_values
 from cluster.errors import BatonError, ConfigError, FailedPrecondition
+from cluster.whole_file import replace_text
 
 _STEADY_LOOKS = 2
 _MISTAKE_LOOKS = 10
@@ -87,16 +85,7 @@ class ConfigFile:
     def _write(self, text: str) -> None:
         """Whole or not at all."""
         target = self.path.resolve()
-        descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-            os.chmod(name, target.stat().st_mode & 0o7777)
-            os.replace(name, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-            raise
+        replace_text(target, text, target.stat().st_mode & 0o7777)
 
 
 class Watch:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.api_keys import ApiKey, load_keys, parse_keys, render_keys
 from cluster.errors import ConfigError
+from cluster.whole_file import replace_text
 
 OWNER_ONLY = 0o600
 
@@ -45,22 +45,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one; a temporary file has mode 0600 from the start. Where root writes, the
-    file stays its owner's, who has to read it."""
     try:
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                if os.geteuid() == 0 and path.exists():
-                    old = path.stat()
-                    os.fchown(file.fileno(), old.st_uid, old.st_gid)
-                os.fchmod(file.fileno(), OWNER_ONLY)
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_text(path, text, OWNER_ONLY)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -113,11 +113,7 @@ def bench(
         pace = _Pace(request_rate, burstiness, max_concurrency, warmup)
         server = _Server(address, base_url, model, api_key, tls_ca, tls_cert, tls_key, timeout_s, extra_body)
         told = _run(server, asks, pace, vocab, seed, goodput or [])
-        if plots is not None and told["completed"]:
-            _draw({told["model_id"]: told}, plots)
-        if not detailed:
-            del told["details"]
-        _tell(told, save, as_json=as_json)
+        _end(told, save, plots, detailed=detailed, as_json=as_json)
 
 
 @app.command()
@@ -242,8 +238,12 @@ def _progress(num: int) -> Iterator[Callable[[Sample], None]]:
         yield lambda _: bar.advance(task)
 
 
-def _tell(told: dict[str, Any], save: Path | None, *, as_json: bool) -> None:
-    """Exits 1 when a request failed, or a token was lost or repeated."""
+def _end(told: dict[str, Any], save: Path | None, plots: Path | None, *, detailed: bool, as_json: bool) -> None:
+    """Draws and tells a run. Exits 1 when a request failed, or a token was lost or repeated."""
+    if plots is not None and told["completed"]:
+        _draw({told["model_id"]: told}, plots)
+    if not detailed:
+        del told["details"]
     document = json.dumps(told, indent=2)
     if save is not None:
         try:

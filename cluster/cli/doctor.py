@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,8 +21,15 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
 
 
-def _checked_or_none(text: str | None) -> str | None:
-    return None if text is None else checked_address(text)
+def _configured(variable: str, what: str) -> Any:
+    """An address that the configuration has unless it is given."""
+    return typer.Option(
+        metavar="HOST:PORT",
+        envvar=variable,
+        callback=lambda text: None if text is None else checked_address(text),
+        show_default=False,
+        help=f"{what}; default: as configured.",
+    )
 
 
 def doctor(
@@ -30,26 +37,8 @@ def doctor(
         Path | None,
         typer.Argument(metavar="FILE", help="Default: ./cluster.yaml, else Baton's own."),
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            envvar="BATON_ADDRESS",
-            callback=_checked_or_none,
-            show_default=False,
-            help="The router's gRPC address; default: as configured.",
-        ),
-    ] = None,
-    admin_address: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            envvar="BATON_ADMIN_ADDRESS",
-            callback=_checked_or_none,
-            show_default=False,
-            help="The AdminService's address; default: as configured.",
-        ),
-    ] = None,
+    address: Annotated[str | None, _configured("BATON_ADDRESS", "The router's gRPC address")] = None,
+    admin_address: Annotated[str | None, _configured("BATON_ADMIN_ADDRESS", "The AdminService's address")] = None,
     limit: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that one check may take.")] = 30.0,
     api_key: ApiKeyOption = None,
     tls_ca: TlsCa = None,

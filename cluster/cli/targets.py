@@ -6,8 +6,6 @@ The JSON is Prometheus's own: a list of `{"targets": [HOST:PORT], "labels": {...
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +23,7 @@ from cluster.cli.common import (
     outcome,
 )
 from cluster.errors import BatonError
+from cluster.whole_file import replace_text
 
 if TYPE_CHECKING:
     from cluster.admin_client import AdminClient
@@ -92,10 +91,6 @@ def _tell(groups: list[dict[str, Any]], file: Path | None) -> None:
         print(text, end="", flush=True)
         return
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as whole:
-            whole.write(text)
-        os.chmod(name, 0o644)
-        os.replace(name, file)
+        replace_text(file, text, 0o644)
     except OSError as error:
         raise BatonError(f"{file} cannot be written: {error.strerror}") from error

@@ -14,7 +14,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 MESSAGES: list[dict[str, str]] = [{"role": "user", "content": "Good morrow, fair Juliet."}]
@@ -55,8 +55,9 @@ def told_error(error: Exception) -> Told:
     return {"kinds": kinds, "message": str(error), "status": getattr(error, "status_code", None)}
 
 
-def answer_asked(steps: Mapping[str, Step]) -> None:
-    """Until nothing more is asked. What a client prints goes to stderr."""
+def answer_asked(*named: Step) -> None:
+    """Until nothing more is asked; `async_chat` is the step `async chat`. What a client prints goes to stderr."""
+    steps = {step.__name__.replace("_", " "): step for step in named}
     answers, sys.stdout = sys.stdout, sys.stderr
     with asyncio.Runner() as runner:  # one loop for all: clients keep their connections
         for line in sys.stdin:

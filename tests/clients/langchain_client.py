@@ -92,17 +92,4 @@ def structured(base_url: str, model: str) -> Told:
 
 
 if __name__ == "__main__":
-    answer_asked(
-        {
-            "chat": chat,
-            "async chat": async_chat,
-            "stream": stream,
-            "async stream": async_stream,
-            "stop": stop,
-            "error": error,
-            "async error": async_error,
-            "retry": retry,
-            "async retry": async_retry,
-            "structured": structured,
-        }
-    )
+    answer_asked(chat, async_chat, stream, async_stream, stop, error, async_error, retry, async_retry, structured)

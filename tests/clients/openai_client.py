@@ -154,19 +154,17 @@ def batch(base_url: str, model: str) -> Told:
 
 if __name__ == "__main__":
     answer_asked(
-        {
-            "chat": chat,
-            "async chat": async_chat,
-            "stream": stream,
-            "async stream": async_stream,
-            "stop": stop,
-            "error": error,
-            "async error": async_error,
-            "retry": retry,
-            "async retry": async_retry,
-            "refused": refused,
-            "raw stream": raw_stream,
-            "structured": structured,
-            "batch": batch,
-        }
+        chat,
+        async_chat,
+        stream,
+        async_stream,
+        stop,
+        error,
+        async_error,
+        retry,
+        async_retry,
+        refused,
+        raw_stream,
+        structured,
+        batch,
     )

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,8 +154,10 @@ def test_files_of_tls_that_cannot_be_used_leave_no_process_behind(tmp_path: Path
 
 
 def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_go_on(tmp_path: Path) -> None:
+    released = threading.Event()
+
     def hang(_: Subject) -> Iterator[Finding]:
-        time.sleep(5)
+        released.wait()
         yield ok("late")
 
     def break_down(_: Subject) -> Iterator[Finding]:
@@ -168,6 +171,7 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_go_on(tmp_path
     ]
     heard: list[str] = []
     outcomes = examine(Asked(write_config(tmp_path), limit_s=0.5), checks, lambda o: heard.append(o.check.name))
+    released.set()
     assert [o.result for o in outcomes] == [Result.PROBLEM, Result.PROBLEM, Result.OK]
     assert outcomes[0].findings[0].found == "it did not end within 0.5 s"
     assert outcomes[1].findings[1].found == "the check itself failed: ZeroDivisionError: by nothing"
