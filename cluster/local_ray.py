@@ -83,32 +83,49 @@ def started(*, num_cpus: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[None]:
-    """The same over a Ray cluster that runs already, which is left running; raises RayFailed."""
+    """The same over a Ray cluster that runs already, which is left running. `address`: HOST:PORT, or `auto` for the one
+    that `ray start` or `ray up` has left on this machine; raises RayFailed."""
     _set_defaults(QUIET)
+    address = _address_of_what_runs() if address == "auto" else address
     _check_answers(address)
     import ray
 
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
-    except _START_ERRORS as error:
-        raise RayFailed(f"cannot join the Ray cluster at {address}: {error}") from error
+    except (*_START_ERRORS, SystemExit) as error:
+        # Ray ends the program where nothing speaks its protocol there.
+        why = "it does not speak Ray" if isinstance(error, SystemExit) else error
+        raise RayFailed(f"cannot join the Ray cluster at {address}: {why}") from error
     try:
         yield
     finally:
         _stop()
 
 
+def _address_of_what_runs() -> str:
+    """Ray's own `auto` also takes up the private Ray of some `baton serve`, whose token shuts it out for minutes."""
+    named = os.environ.get("RAY_ADDRESS")
+    if named:
+        return named
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    try:
+        return (folder / "ray" / "ray_current_cluster").read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise RayFailed(
+            "no Ray cluster runs on this machine (that of a `baton serve` without --detach is its own); start one with "
+            "`ray up`, or name one with --address HOST:PORT"
+        ) from error
+
+
 def _check_answers(address: str) -> None:
     """Ray itself tries for minutes."""
-    if address == "auto":
-        return
     try:
         host, port = parse_address(address)
         socket.create_connection((host, port), timeout=_CONNECT_S).close()
     except ValueError as error:
-        raise RayFailed(f"--ray-address: {error}, or `auto`") from error
+        raise RayFailed(f"--address: {error}, or `auto`") from error
     except OSError as error:
-        raise RayFailed(f"no Ray cluster answers at {address}: {error.strerror}; start one with `ray up`") from error
+        raise RayFailed(f"no Ray cluster answers at {address}: {error.strerror or error}; start one with `ray up`") from error
 
 
 def _start(folder: Path, num_cpus: int) -> None:

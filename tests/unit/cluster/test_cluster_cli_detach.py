@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[3]
     [
         (["serve", "--detach"], 2, "name it: --address auto --detach"),
         (["serve", "--detach", "--address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
-        (["serve", "--address", "nonsense"], 1, "--ray-address: 'nonsense' is not an address"),
+        (["serve", "--address", "nonsense"], 1, "--address: 'nonsense' is not an address"),
         (["stop", "--address", "127.0.0.1:9"], 1, "no Ray cluster answers at 127.0.0.1:9"),
     ],
 )
@@ -29,3 +29,21 @@ def test_there_must_be_a_ray_that_goes_on(
     done = CliRunner().invoke(app, [*arguments, *config])
     assert done.exit_code == code
     assert expected in done.output
+
+
+@pytest.mark.parametrize("command", [["stop"], ["serve", "--address", "auto", "--config", str(ROOT / "cluster.yaml")]])
+def test_auto_is_what_ray_start_has_left_and_nothing_else(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A private Ray beside it is not taken up, and one that is gone is named at once: Ray tries for minutes."""
+    monkeypatch.setattr("cluster.local_ray.QUIET", {})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "no Ray cluster runs on this machine" in done.output
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "ray_current_cluster").write_text("127.0.0.1:9")
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert "no Ray cluster answers at 127.0.0.1:9" in done.output
