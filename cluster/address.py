@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import ipaddress
 
+ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""What listens on every address of a machine, and where it is reached from that machine."""
+
 
 def is_loopback(host: str) -> bool:
     """True for `localhost` and loopback addresses; any other name may resolve to anything and is False."""

@@ -35,7 +35,7 @@ from cluster.door import Door, Keep
 from cluster.errors import BatonError, ConfigError
 from cluster.events import Event, EventKind, EventLog
 from cluster.key_file import KeyFile
-from cluster.launchers import RouterLauncher, WorkerLauncher
+from cluster.launchers import RouterLauncher, RouterPlaces, WorkerLauncher
 from cluster.metrics import MetricsPage, serve_beside
 from cluster.notices import News, Notice, NoticeBoard
 from cluster.pb import admin_pb2
@@ -81,13 +81,16 @@ class Controller:
         self._drain_s = plan.router.drain_timeout_s
         log_dir = config.log_dir
         send_logs_to(self._reporter("controller"), "controller", log_dir)
+        self._places = RouterPlaces(plan.num_routers, are_spread=plan.are_routers_spread)
         self.routers = [
             Supervisor(
                 name,
-                RouterLauncher(name, settings, programs.router, log_dir, self._reporter(name)).launch,
+                RouterLauncher(
+                    name, settings, programs.router, log_dir, self._reporter(name), number, self._places
+                ).launch,
                 self._on_change,
             )
-            for name, settings in plan.named_routers()
+            for number, (name, settings) in enumerate(plan.named_routers())
         ]
         self._room = Room(lambda: steps.next_worker(self.door.config).bundles, plan.workers[0].labels)
         self.crew = Crew(
@@ -113,7 +116,8 @@ class Controller:
         )
         self._admins: list[grpc.aio.Server] = []
         self._inner_admin = ""
-        """Address of the AdminService for this node's routers, whose pages pass on what an operator asks for."""
+        """Address of the AdminService for routers, whose pages pass on what an operator asks for; for those of this
+        node alone where strangers could reach it."""
         self._metrics_page: MetricsPage | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,8 +143,11 @@ class Controller:
         file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
         tls = public_tls_of(config.tls.cert, config.tls.key, config.tls.client_ca)
         inside = None if self._tls is None else self._tls.server
+        inner = AdminSection(port=0)
+        if self._places.are_spread and (inside is not None or config.admin.insecure):
+            inner = AdminSection(ray.util.get_node_ip_address(), port=0, insecure=config.admin.insecure)
         ring, addresses = None if file is None else file.ring, []
-        for section, identity in ((config.admin, tls), (AdminSection(port=0), inside)):
+        for section, identity in ((config.admin, tls), (inner, inside)):
             server, address = await start_admin(section, self, ring, identity)
             self._admins.append(server)
             addresses.append(address)
@@ -195,6 +202,7 @@ class Controller:
         await self._link.close()
         await asyncio.gather(*(router.stop(self._drain_s + STOP_S) for router in self.routers))
         await self.crew.stop(STOP_S)
+        self._places.close()
         self._room.give_back()
         for admin in self._admins:
             await admin.stop(None)

@@ -16,12 +16,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.actors import HostedProcess, Place
+from cluster.actors import HostedProcess, Place, Strategy
 from cluster.plan import CPU_SHARE, WorkerPlan
-from cluster.room import Room, place
+from cluster.room import Room, place, place_apart
 from cluster.settings import RouterSettings
 from cluster.supervisor import Running, StartFailed
+from cluster.units import count_of
 
+ROUTER_BUNDLE = {"CPU": CPU_SHARE}
 _PLACING_S = 5.0
 
 
@@ -99,41 +101,75 @@ class WorkerLauncher:
         """Where Ray placed them. Raises StartFailed when `placing_limit_s` is over; without one it waits for room."""
         labels = "".join(f", {key}={value}" for key, value in self.plan.labels)
         room = f"a node with room for {len(ranks)} × {self.plan.bundle}{labels}"
-        locating = asyncio.gather(*(rank.locate() for rank in ranks))
         try:
             async with asyncio.timeout(self.placing_limit_s):
-                done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
-                if not done:
-                    self._report(f"waiting for Ray to find {room}")
-                return await locating
+                return await _located(ranks, room, self._report)
         except TimeoutError:
-            locating.cancel()
             raise StartFailed(
                 f"Ray has not found {room} in {self.placing_limit_s:g} s; free some, or ask for fewer devices",
                 is_mistake=True,
             ) from None
 
 
+class RouterPlaces:
+    """Where routers are: with the controller, or each on a node of its own."""
+
+    def __init__(self, num_routers: int, *, are_spread: bool) -> None:
+        self.are_spread = are_spread
+        self._num_routers = num_routers
+        self._group: PlacementGroup | None = None
+
+    def strategy(self, number: int) -> Strategy:
+        """For that router, each time it starts."""
+        if not self.are_spread:
+            return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        if self._group is None:
+            self._group = place_apart(self._num_routers, ROUTER_BUNDLE)
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+
+    async def found(self, router: HostedProcess, report: Callable[[str], None]) -> Place:
+        if not self.are_spread:
+            return await router.locate()
+        room = f"a node for each of {count_of(self._num_routers, 'router')}"
+        return (await _located([router], room, report))[0]
+
+    def close(self) -> None:
+        """Gives the resources back to Ray."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+
+
 class RouterLauncher:
-    """Starts a router on the controller's node; once it has had a port, always on that one."""
+    """Starts router `number`; once it has had a port, always on that one."""
 
     def __init__(
-        self, name: str, settings: RouterSettings, module: str, log_dir: str | None, report: Callable[[str], None]
+        self,
+        name: str,
+        settings: RouterSettings,
+        module: str,
+        log_dir: str | None,
+        report: Callable[[str], None],
+        number: int,
+        places: RouterPlaces,
     ) -> None:
         self._name = name
+        self._number = number
+        self._places = places
         self._settings = settings
         self._module = module
         self._log_dir = log_dir
         self._report = report
 
     async def launch(self) -> Running:
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        strategy = self._places.strategy(self._number)
         router = HostedProcess(
-            self._module, self._name, self._report, bundle={"CPU": CPU_SHARE}, strategy=here, log_dir=self._log_dir
+            self._module, self._name, self._report, bundle=ROUTER_BUNDLE, strategy=strategy, log_dir=self._log_dir
         )
         try:
-            place = await router.locate()
-            await router.prepare(self._settings.to_json())
+            settings, place = self._settings, await self._places.found(router, self._report)
+            if self._places.are_spread:
+                settings = replace(settings, node_host=place.host)
+            await router.prepare(settings.to_json())
             card = json.loads(await router.start())
         except BaseException:
             await router.kill()
@@ -142,6 +178,19 @@ class RouterLauncher:
         if card.get("http_address"):
             self._settings = replace(self._settings, http_port=_port_of(card["http_address"]))
         return RunningGroup([router], {**card, "pids": [place.pid]})
+
+
+async def _located(processes: Sequence[HostedProcess], room: str, report: Callable[[str], None]) -> list[Place]:
+    """Where Ray placed them; reports what it is waited for when that takes long."""
+    locating = asyncio.gather(*(process.locate() for process in processes))
+    try:
+        done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
+        if not done:
+            report(f"waiting for Ray to find {room}")
+        return await locating
+    except asyncio.CancelledError:
+        locating.cancel()
+        raise
 
 
 def _port_of(address: str) -> int:

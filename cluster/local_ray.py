@@ -125,7 +125,9 @@ def _check_answers(address: str) -> None:
     except ValueError as error:
         raise RayFailed(f"--address: {error}, or `auto`") from error
     except OSError as error:
-        raise RayFailed(f"no Ray cluster answers at {address}: {error.strerror or error}; start one with `ray up`") from error
+        raise RayFailed(
+            f"no Ray cluster answers at {address}: {error.strerror or error}; start one with `ray up`"
+        ) from error
 
 
 def _start(folder: Path, num_cpus: int) -> None:

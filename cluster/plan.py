@@ -57,13 +57,15 @@ class ClusterPlan:
     router: RouterSettings
     """Of the first one."""
     num_routers: int = 1
+    are_routers_spread: bool = False
+    """Each on a node of its own."""
 
     def named_routers(self) -> list[tuple[str, RouterSettings]]:
-        """Each with its ports, ROUTER_PORT_STEP apart; 0 stays any free one."""
+        """Each with its ports, ROUTER_PORT_STEP apart where they share a node; 0 stays any free one."""
         first = self.router
         routers = []
         for number in range(self.num_routers):
-            step = number * ROUTER_PORT_STEP
+            step = 0 if self.are_routers_spread else number * ROUTER_PORT_STEP
             port, http_port = first.port and first.port + step, first.http_port and first.http_port + step
             name = f"router-{number}" if number else "router"
             routers.append((name, replace(first, port=port, http_port=http_port)))
@@ -86,7 +88,7 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None,
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
-    return ClusterPlan(workers, _plan_router(config), config.router.replicas)
+    return ClusterPlan(workers, _plan_router(config), config.router.replicas, config.placement.routers == "spread")
 
 
 def _device(config: ServingConfig, num_gpus: int) -> str:
@@ -165,12 +167,14 @@ def _labels(config: ServingConfig) -> tuple[tuple[str, str], ...]:
 
 
 def _batch_store(config: ServingConfig) -> str | None:
-    """Routers run where the controller does, so that all of them reach the same file."""
+    """Routers on one machine reach the same file; on several they share what is in Redis, or nothing."""
     http_port = config.router.http_port
     if config.router.batch_store is not None:
         return config.router.batch_store
     if config.state is not None:
         return config.state
+    if config.placement.routers == "spread":
+        return ""
     return f"{BATCH_FOLDER}/batches-{http_port}.db" if http_port else None
 
 

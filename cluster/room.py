@@ -25,6 +25,12 @@ def place(bundles: Bundles, labels: Labels = ()) -> PlacementGroup:
     return group
 
 
+def place_apart(num_nodes: int, bundle: dict[str, float]) -> PlacementGroup:
+    """A bundle on each of so many nodes, as soon as there are as many."""
+    group: PlacementGroup = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
+    return group
+
+
 class Room:
     """`bundles`: of the worker that would come next; `labels`: of nodes on which workers may be."""
 

@@ -141,11 +141,13 @@ class RouterSettings(JsonSettings):
     """File of API keys; None: clients need none."""
     batch_store: str | None = None
     """Where files and batches are kept: redis:// or rediss:// URL, or a file of SQLite, ~ being the home directory;
-    None: in memory, until the router ends."""
+    None: in memory, until the router ends; empty: nowhere, and they are refused."""
     max_file_bytes: int = 100 * 1024 * 1024
     """Largest file that may be uploaded for a batch."""
+    node_host: str = ""
+    """Address of this machine for the controller and whoever reads metrics; empty: they are on this machine."""
     control_port: int = 0
-    """Port on which the controller names the workers; loopback only; 0: any free one."""
+    """Port on which the controller names the workers, at `node_host`, else on loopback; 0: any free one."""
     workers: tuple[str, ...] = ()
     """Workers known at the start, as `prefill:ID=HOST:PORT` or `decode:ID=HOST:PORT`."""
     needs_prefill: bool = True

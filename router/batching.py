@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from starlette.requests import Request
 from starlette.routing import Route
 
+from cluster.errors import NotServed
 from cluster.gate import Gate
 from cluster.settings import RouterSettings
 from router.batches.idle import IdleCapacity
@@ -12,8 +14,9 @@ from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore
 from router.dispatcher import Dispatcher
 from router.openai.answers import TokenBytes
+from router.openai.app import Answer
 from router.openai.batches import BatchRoutes
-from router.openai.files import FileRoutes
+from router.openai.files import FileRoutes, route
 from router.openai.line import LineAnswerer
 from router.service import GenerationService
 
@@ -41,15 +44,26 @@ class Batching:
         files = FileRoutes(self._store, gate, most_bytes=settings.max_file_bytes, stalled_client_s=stalled_client_s)
         batches = BatchRoutes(self._store, self._runner, gate, stalled_client_s=stalled_client_s)
         self.routes: list[Route] = [*files.routes, *batches.routes]
+        self._is_refused = settings.batch_store == ""
+        if self._is_refused:
+            self.routes = [route(each.path, **dict.fromkeys(each.methods or (), _refuse)) for each in self.routes]
 
     def start(self) -> None:
-        self._runner.start()
+        if not self._is_refused:
+            self._runner.start()
 
     async def stop(self) -> None:
         await self._runner.stop()
 
     async def close(self) -> None:
         await self._store.close()
+
+
+async def _refuse(request: Request, request_id: str) -> Answer:
+    raise NotServed(
+        "files and batches are not kept here: several machines hold routers, and they share none; ask whoever runs "
+        "this cluster to name a Redis in `state`"
+    )
 
 
 def open_batch_store(where: str | None) -> BatchStore:

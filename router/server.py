@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from cluster import rpc
+from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
 from cluster.gate import Gate
 from cluster.key_file import KeyFile
@@ -54,7 +55,7 @@ _HEALTH_NAMES = ("", GENERATION.full_name)
 _LAST_WORDS_S = 1.0
 """After the drain, calls get this long to deliver their last message."""
 _TOKENIZER_THREADS = 2
-_CONTROL_HOST = "127.0.0.1"
+_LOOPBACK = "127.0.0.1"
 _TRANSPORT_SLACK = 4
 """gRPC takes messages this many times larger than the limit, so that the router can refuse them by name; beyond that
 gRPC ends the call itself."""
@@ -137,14 +138,15 @@ class RouterServer:
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
-            _CONTROL_HOST,
+            settings.node_host or _LOOPBACK,
             settings.control_port,
+            insecure=settings.insecure,
             tls=None if self._internal_tls is None else self._internal_tls.server,
             max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES,
         )
         self._servers.append(control)
-        address = rpc.format_address(settings.host, port)
-        metrics_address = self._metrics_page.address if self._metrics_page is not None else ""
+        address = rpc.format_address(self._told_host, port)
+        metrics_address = self._told(self._metrics_page.address) if self._metrics_page is not None else ""
         status = StatusService(
             self.dispatcher,
             self._control,
@@ -169,7 +171,7 @@ class RouterServer:
         if self._key_file is not None:
             self._tasks.append(asyncio.create_task(self._key_file.follow(self._executor), name="keys"))
         self.dispatcher.set_workers(self._workers)
-        return address, rpc.format_address(_CONTROL_HOST, control_port)
+        return address, rpc.format_address(settings.node_host or _LOOPBACK, control_port)
 
     async def stop(self) -> None:
         """Refuses new requests, lets running ones end within the drain's time, and closes everything."""
@@ -197,7 +199,17 @@ class RouterServer:
     @property
     def http_address(self) -> str:
         """Empty: there is none."""
-        return "" if self._http is None else self._http.address
+        return "" if self._http is None else self._told(self._http.address)
+
+    @property
+    def _told_host(self) -> str:
+        """Where others reach what listens on every address."""
+        settings = self._settings
+        return settings.node_host if settings.node_host and settings.host in ANY_HOST else settings.host
+
+    def _told(self, address: str) -> str:
+        host, port = parse_address(address)
+        return rpc.format_address(self._told_host if host == self._settings.host else host, port)
 
     def _listen_to_http(self, status: StatusService) -> None:
         settings = self._settings

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.address import ANY_HOST, format_address, parse_address
 from cluster.cli.common import (
     DEFAULT_ADMIN_ADDRESS,
     AdminAddress,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
 _LOOK_S = 60.0
 """With --follow, the file is written at least so often."""
-_ANY = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
-"""Where a router that listens on every address is reached from the controller's machine."""
 
 
 def targets(
@@ -59,8 +58,9 @@ def targets(
             found = group(cluster.metrics_address, "controller")
             for process in cluster.processes:
                 if process.name.partition("-")[0] == "router" and process.state == "ready":
-                    host, _, port = process.address.rpartition(":")
-                    with connect(f"{_ANY.get(host, host)}:{port}", api_key, tls_ca, tls_cert, tls_key) as client:
+                    host, port = parse_address(process.address)
+                    address = format_address(ANY_HOST.get(host, host), port)
+                    with connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
                         found += [each for each in groups_of(client.status(), process.name) if each not in found]
             return found
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from cluster.address import is_loopback
+from cluster.address import ANY_HOST, is_loopback
 from cluster.config.schema import RoleName, ServingConfig
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode")
@@ -45,6 +45,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_state(config)
     yield from _check_traces(config)
     yield from _check_batch_store(config)
+    yield from _check_spread(config)
     for name, listener in (("router", config.router), ("admin", config.admin)):
         if not listener.insecure and config.tls.cert is None and not is_loopback(listener.host):
             yield Finding(
@@ -131,6 +132,18 @@ def _check_batch_store(config: ServingConfig) -> Iterator[Finding]:
     """The URL is not repeated here, either."""
     if "://" in (config.router.batch_store or ""):
         yield Finding("router.batch_store", "must be a file; to keep batches in Redis, name it in state and use null")
+
+
+def _check_spread(config: ServingConfig) -> Iterator[Finding]:
+    """What one machine has is of no use to routers on others."""
+    if config.placement.routers != "spread":
+        return
+    host, others = config.router.host, ("placement.routers",)
+    if host not in ANY_HOST:
+        yield Finding("router.host", f"{host} is one machine's, and placement.routers is spread; use 0.0.0.0", others)
+    if config.router.batch_store is not None:
+        message = "is a file of one machine, and placement.routers is spread; name a Redis in state, and use null"
+        yield Finding("router.batch_store", message, others)
 
 
 def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from cluster.config.bounds import bounded
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "fp8"]
+RouterPlaces = Literal["head", "spread"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
@@ -99,11 +100,14 @@ class RolesSection:
 
 @dataclass(frozen=True)
 class PlacementSection:
-    """On which of Ray's nodes workers go. The ranks of one are on one node anyway."""
+    """Which of Ray's nodes hold what. The ranks of a worker are on one node anyway."""
 
     labels: tuple[str, ...] = ()
     """Workers go to nodes with all of these labels, each KEY=VALUE: those of `ray start --labels`, of a node type's
     `labels`, or Ray's own, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER). []: to any."""
+    routers: RouterPlaces = "head"
+    """head: all where the controller is, at ports 10 apart; spread: each on a node of its own, all at the same ports,
+    and Baton serves once there are nodes for them. Spread ones keep batches only where `state` names a Redis."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +187,8 @@ class RouterSection:
     """Port of the OpenAI API over HTTP; 0: any free one; null: not served."""
     replicas: int = bounded(1, at_least=1, at_most=64)
     """Router processes, each with all workers, at ports 10 apart: `port`, `port` + 10, and so on, and the same from
-    `http_port` on. With `state` in Redis a stream that was begun at one of them can be resumed at another."""
+    `http_port` on; with `placement.routers: spread` at the same ports of several nodes. With `state` in Redis a stream
+    that was begun at one of them can be resumed at another."""
     policy: PolicyName = "predicted"
     """How the workers of a request are chosen; predicted: those on which it should end first, by what workers have
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a

@@ -19,7 +19,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.address import format_address, parse_address
+from cluster.address import ANY_HOST, format_address, parse_address
 from cluster.client import GenerationStream, as_baton_errors, key_metadata
 from cluster.config import ServingConfig
 from cluster.doctor.bounded import on_thread
@@ -28,7 +28,6 @@ from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2
 from cluster.rpc import create_blocking_channel
 from cluster.tls import INTERNAL_NAME, ClientTls
 
-ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _CALL_S = 5.0
 _LARGEST_PAGE = 4 * 1024 * 1024
 

@@ -29,7 +29,7 @@ def ports(subject: Subject) -> Iterator[Finding]:
     """Those of the configuration; taken ones are fine where the cluster itself has them."""
     config, contact = subject.serving, subject.contact
     listeners = [("admin.port", config.admin.host, config.admin.port)]
-    for number in range(config.router.replicas):
+    for number in range(1 if config.placement.routers == "spread" else config.router.replicas):
         step = number * ROUTER_PORT_STEP
         listeners.append(("router.port", config.router.host, config.router.port and config.router.port + step))
         if config.router.http_port is not None:

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from cluster.address import format_address
-from cluster.doctor.contact import ANY_HOST, fetch
+from cluster.address import ANY_HOST, format_address
+from cluster.doctor.contact import fetch
 from cluster.doctor.findings import Finding, ok, problem, skipped, warning
 from cluster.doctor.subject import Subject
 from cluster.errors import PermissionDenied, Unauthenticated

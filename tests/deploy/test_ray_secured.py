@@ -33,7 +33,7 @@ def adapted(config: dict[str, Any], there: Machines) -> dict[str, Any]:
     serving = config["metadata"]["serving"]
     serving["engine"] = {"device": "cpu", "threads": 1, "kernels": "torch", "kv_cache_tokens": 4096}
     serving["rebalance"]["mode"] = "fixed"
-    serving["router"]["replicas"] = 1
+    serving["router"]["replicas"] = 2
     for role in serving["roles"].values():
         role |= {"devices": 1, "tensor_parallel": 1}
     return config
@@ -56,9 +56,10 @@ def there() -> Iterator[Machines]:
         there.operator.run("ray down -y on-premise.yaml", timeout_s=UP_S)
 
 
-def test_a_completion_needs_a_key_and_is_encrypted(there: Machines) -> None:
+@pytest.mark.parametrize("machine", ["head", "one"])
+def test_a_completion_needs_a_key_and_is_encrypted_at_each_machine(there: Machines, machine: str) -> None:
     body = json.dumps({"model": "served", "prompt": "ROMEO:", "max_tokens": 8})
-    url = f"https://{there['head'].host}:8000/v1/completions"
+    url = f"https://{there[machine].host}:8000/v1/completions"
     call = f"curl --silent --cacert tls/ca.pem -H 'content-type: application/json' --data '{body}' {url}"
     answer = json.loads(there.operator.run(f'{call} -H "authorization: Bearer $(cat key)"'))
     assert answer["usage"]["completion_tokens"] == 8
@@ -77,3 +78,16 @@ def test_workers_are_where_the_labels_are(there: Machines) -> None:
     options = f"--address {there['head'].host}:50051 --tls-ca tls/ca.pem --api-key $(cat key)"
     workers = json.loads(there.operator.run(f"baton status --json {options}"))["workers"]
     assert [worker["node"] for worker in workers] == ["one", "one"]
+
+
+def test_a_router_away_from_the_controller_is_told_of_and_reaches_it(there: Machines) -> None:
+    """Its page of metrics is found, its page shows the cluster and changes it, and it says why it keeps no batches."""
+    head, one = there["head"], there["one"]
+    found = json.loads(head.run(f"baton targets --tls-ca tls/ca.pem --api-key {there.operator.run('cat key')}"))
+    pages = {each["labels"]["process"]: each["targets"][0].rpartition(":")[0] for each in found}
+    assert {pages["router"], pages["router-1"]} == {head.host, one.host}
+    call = 'curl --silent --cacert tls/ca.pem -H "authorization: Bearer $(cat key)"'
+    cluster = json.loads(there.operator.run(f"{call} https://{one.host}:8000/api/cluster"))
+    assert {process["name"] for process in cluster["controller"]["processes"]} >= {"router", "router-1"}
+    refused = json.loads(there.operator.run(f"{call} https://{one.host}:8000/v1/batches"))
+    assert "name a Redis in `state`" in refused["error"]["message"]

@@ -45,7 +45,7 @@ class Site:
         return serving
 
     def _adapt(self) -> None:
-        """These machines and their addresses, and workers on other machines than the head."""
+        """These machines and their addresses, workers on other machines than the head, and a router on each."""
         config, serving = self.config, self.serving
         hosts = [self.machines[name].host for name in WORKERS]
         config["provider"] |= {"head_ip": self.head.host, "worker_ips": hosts}
@@ -54,8 +54,8 @@ class Site:
         for name, more in (("head", STORE), ("worker", f"{STORE} --labels=baton.example/serves=yes")):
             commands = config[f"{name}_start_ray_commands"]
             config[f"{name}_start_ray_commands"] = [f"{c} {more}" if "ray start" in c else c for c in commands]
-        serving["placement"]["labels"] = ["baton.example/serves=yes"]
-        serving["router"] |= {"host": self.head.host, "insecure": True, "queue_timeout_s": REPLACED_S}
+        serving["placement"] |= {"labels": ["baton.example/serves=yes"], "routers": "spread"}
+        serving["router"] |= {"host": "0.0.0.0", "replicas": 3, "insecure": True, "queue_timeout_s": REPLACED_S}
         serving["engine"] |= {"threads": 1, "kernels": "torch"}
         serving["roles"]["decode"]["devices"] = 2
 
@@ -75,14 +75,19 @@ class Site:
         """On the head."""
         return self.head.run(f"baton {command}", timeout_s=UP_S)
 
-    def complete(self, prompt: str = "ROMEO:") -> dict[str, Any]:
-        """Over HTTP, from the operator's machine."""
+    def complete(self, prompt: str = "ROMEO:", *, at: str = "head") -> dict[str, Any]:
+        """Over HTTP, from the operator's machine to the router of that one."""
         body = {"model": "tiny-shakespeare", "prompt": prompt, "max_tokens": 16, "temperature": 0}
         options = f"--silent --show-error --max-time {REPLACED_S:g} -H 'content-type: application/json'"
-        url = f"http://{self.head.host}:{HTTP_PORT}/v1/completions"
+        url = f"http://{self.machines[at].host}:{HTTP_PORT}/v1/completions"
         told = self.operator.run(f"curl {options} --data '{json.dumps(body)}' {url}", timeout_s=REPLACED_S + 10)
         answer: dict[str, Any] = json.loads(told)
         return answer
+
+    def answers(self, machine: str) -> bool:
+        """Whether a router is ready there."""
+        url = f"http://{self.machines[machine].host}:{HTTP_PORT}/readyz"
+        return "ready" in self.operator.run(f"curl --silent --max-time 5 {url}", check=False)
 
     def workers(self) -> list[dict[str, Any]]:
         """As the router sees them."""
@@ -144,6 +149,7 @@ def test_ray_up_serves_from_the_machines_of_the_file(site: Site) -> None:
         "usage": site.complete()["usage"],
     }
     assert site.nodes() <= set(WORKERS), "workers have labels to go by"
+    assert [site.complete(at=name)["choices"] for name in WORKERS] == [answer["choices"]] * 2
     assert "baton stop" in told
     generated = site.operator.run(f"baton generate --address {site.head.host}:{PORT} --max-tokens 8 'JULIET:'")
     assert generated.strip()
@@ -194,6 +200,8 @@ def test_the_workers_of_a_machine_that_is_cut_off_come_up_on_another(site: Site)
     finally:
         site.machines.heal(lost)
     until(lambda: site.raylet(lost) not in ("", given_up), REPLACED_S, "a new Ray on the machine that is back")
+    until(lambda: site.answers(lost), REPLACED_S, "the router of the machine that is back")
+    assert site.complete("KING HENRY:", at=lost)["choices"] == expected
 
 
 def test_stop_ends_what_serves_and_leaves_ray(site: Site) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import ServingConfig, parse_config
-from cluster.config.schema import ModelSection, RouterSection
+from cluster.config.schema import ModelSection, PlacementSection, RouterSection
 from cluster.errors import ConfigError
 from cluster.plan import plan_cluster
 from router.batches.redis_store import RedisBatchStore
@@ -16,8 +16,9 @@ from router.batches.sqlite_store import SqliteStore
 from router.batching import open_batch_store
 
 
-def store_of(state: str | None = None, **router: object) -> list[str | None]:
-    config = ServingConfig(ModelSection("m"), state=state, router=replace(RouterSection(replicas=2), **router))  # type: ignore[arg-type]
+def store_of(state: str | None = None, placement: PlacementSection | None = None, **router: object) -> list[str | None]:
+    section = replace(RouterSection(replicas=2), **router)  # type: ignore[arg-type]
+    config = ServingConfig(ModelSection("m"), state=state, router=section, placement=placement or PlacementSection())
     plan = plan_cluster(config, num_gpus=0, num_cores=1)
     return [settings.batch_store for _, settings in plan.named_routers()]
 
@@ -37,11 +38,11 @@ def test_a_cluster_that_nobody_can_come_back_to_keeps_them_in_memory(http_port: 
     assert store_of(http_port=http_port) == [None, None]
 
 
-def parse(folder: Path, where: str) -> ServingConfig:
+def parse(folder: Path, where: str, more: str = "") -> ServingConfig:
     (folder / "m").mkdir()
     (folder / "m" / "config.json").write_text("{}")
-    serving = f"    model: {{path: m}}\n    router: {{batch_store: '{where}'}}\n"
-    return parse_config(f"metadata:\n  serving:\n{serving}", str(folder / "cluster.yaml"))
+    serving = f"    model: {{path: m}}\n    router: {{batch_store: {where}}}\n"
+    return parse_config(f"metadata:\n  serving:\n{serving}{more}", str(folder / "cluster.yaml"))
 
 
 @pytest.mark.parametrize(("where", "found"), [("b.db", "{}/b.db"), ("/x/b.db", "/x/b.db"), ("~/b.db", "~/b.db")])
@@ -59,3 +60,21 @@ async def test_each_kind_of_place_has_its_store() -> None:
     assert [type(store) for store in stores] == [SqliteStore, SqliteStore, RedisBatchStore, RedisBatchStore]
     for store in stores:
         await store.close()
+
+
+SPREAD = PlacementSection(routers="spread")
+
+
+def test_routers_on_several_machines_share_what_is_in_redis_or_nothing() -> None:
+    assert store_of("redis://host:1", placement=SPREAD) == ["redis://host:1"] * 2
+    assert store_of(placement=SPREAD) == ["", ""]
+
+
+def test_a_file_of_one_machine_is_refused_to_routers_on_several(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router\.batch_store: is a file of one machine, and placement\.routers is"):
+        parse(tmp_path, "b.db, host: 0.0.0.0, insecure: true", "    placement: {routers: spread}\n")
+
+
+def test_an_address_of_one_machine_is_refused_to_routers_on_several(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"router\.host: 127\.0\.0\.1 is one machine's, .* use 0\.0\.0\.0"):
+        parse(tmp_path, "null", "    placement: {routers: spread}\n")
