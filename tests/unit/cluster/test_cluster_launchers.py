@@ -18,6 +18,7 @@ from cluster.crew import Crew
 from cluster.pb import admin_pb2
 from cluster.plan import WorkerPlan, plan_worker
 from cluster.ratio import Start
+from cluster.settings import RouterSettings
 from cluster.steps import StepFailed, Steps
 
 if TYPE_CHECKING:
@@ -154,3 +155,46 @@ async def test_a_worker_is_placed_on_a_node_with_its_labels(monkeypatch: pytest.
     assert cluster.selectors == [[{"zone": "in(a,b)"}]]
     assert cluster.lines[0].endswith(", zone=in(a,b)")
     await cluster.crew.stop(0.0)
+
+
+class Hosted(Host):
+    """A router's process, as the launcher asks Ray for it; what it was asked for."""
+
+    def __init__(self, *_: object, strategy: Any, **__: object) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.settings = RouterSettings("")
+        self.loaded.set()
+
+    async def prepare(self, settings_json: str) -> str:
+        self.settings = RouterSettings.from_json(settings_json)
+        return "{}"
+
+
+async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cluster import launchers, room
+
+    booked: list[tuple[int, str]] = []
+
+    def book(bundles: list[Mapping[str, float]], strategy: str) -> object:
+        booked.append((len(bundles), strategy))
+        return booked
+
+    monkeypatch.setattr(room, "placement_group", book)
+    monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
+    hosts: list[Hosted] = []
+    monkeypatch.setattr(launchers, "HostedProcess", lambda *a, **b: hosts.append(Hosted(*a, **b)) or hosts[-1])
+    places, lines = launchers.RouterPlaces(2, are_spread=True), list[str]()
+    routers = [
+        launchers.RouterLauncher(name, RouterSettings("m", port=5), "router.program", None, lines.append, i, places)
+        for i, name in enumerate(("router", "router-1"))
+    ]
+    starting = [asyncio.create_task(router.launch()) for router in routers]
+    while len(lines) < 2:
+        await asyncio.sleep(0)
+    for host in hosts:
+        host.has_room.set()
+    await asyncio.gather(*starting)
+    assert (booked, set(lines)) == ([(2, "STRICT_SPREAD")], {"waiting for Ray to find a node for each of 2 routers"})
+    assert [host.strategy.placement_group_bundle_index for host in hosts] == [0, 1]
+    assert [(host.settings.node_host, host.settings.port) for host in hosts] == [("127.0.0.1", 5)] * 2
