@@ -10,7 +10,6 @@ objectives. Exits 1 when a request was lost, repeated or changed.
 
 from __future__ import annotations
 
-import asyncio
 import random
 import statistics
 import sys
@@ -28,9 +27,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.capacity import capacity_of
-from benchmarks.open_loop import Arrival, Figures, Kind, Told, figures_of, offer, poisson, problems_of
+from benchmarks.open_loop import Arrival, Figures, Kind, figures_of, offer, poisson, problems_of
 from benchmarks.plain_cluster import ROOT
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
 from cluster.split_rates import Slo
 
@@ -38,7 +37,6 @@ NUM_WORKERS = 4
 PROMPTS = Kind("prompts", 800, 24)
 OUTPUTS = Kind("outputs", 32, 160)
 CAPACITY_S = 12.0
-SETTLE_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -89,18 +87,12 @@ class Bench:
     def run(self, name: str, split: tuple[int, int], load: Load, seed: int, *, auto: bool = False) -> Run:
         self._cluster.steer(*split, auto=auto)
         before = self._cluster.num_moves() if auto else 0
-        told = self._offer(load.arrivals(seed), name)
+        told = offer(self._cluster.address, load.arrivals(seed), name, self._progress)
         moves = self._cluster.num_moves() - before if auto else 0
         slo = {"ttft_s": self._slo.ttft_s, "tpot_s": self._slo.tpot_s}
         phases = [[t for t in told if int(t.arrival.at / load.phase_s) == i] for i in range(3)]
         by_phase = [figures_of(of_one, load.phase_s, **slo).goodput for of_one in phases]
         return Run(name, figures_of(told, 3 * load.phase_s, **slo), by_phase, moves, problems_of(told))
-
-    def _offer(self, arrivals: list[Arrival], name: str) -> list[Told]:
-        bar = self._progress.add_task(name, total=len(arrivals))
-        return asyncio.run(
-            offer(self._cluster.address, arrivals, lambda _: self._progress.advance(bar), timeout_s=SETTLE_S)
-        )
 
 
 def summary(load: Load, runs: list[Run], reasons: list[str]) -> dict[str, Any]:
@@ -169,8 +161,7 @@ def main(
         "rebalance.auto.dwell_s": 10.0,
     }
     runs = []
-    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-    with telling_failures(), SteeredCluster.running(config, values, share) as cluster, bar as progress:
+    with telling_failures(), SteeredCluster.running(config, values, share) as cluster, bars() as progress:
         bench = Bench(cluster, slo, phase_seconds, progress)
         offered, before = bench.load(load), cluster.last_event()
         for number in range(repetitions):

@@ -16,7 +16,6 @@ they do not serve all of it in time. Exits 1 when a request was lost, repeated o
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import sys
@@ -34,9 +33,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.capacity import capacity_of
-from benchmarks.open_loop import Figures, Kind, Told, figures_of, offer, poisson, problems_of
+from benchmarks.open_loop import Figures, Kind, figures_of, offer, poisson, problems_of
 from benchmarks.plain_cluster import ROOT
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
 from cluster.split_rates import Slo
 
@@ -44,7 +43,6 @@ PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
 MIXED = "chats, long prompts"
 CAPACITY_S, STREAMS = 8.0, 24
-SETTLE_S = 120.0
 WARM_S, ADAPT_S = 5.0, 26.0
 """The load goes on for so long before it counts: longer for auto, which has to make up its mind, and whose outputs from
 before that have to end."""
@@ -115,21 +113,13 @@ class Bench:
             *poisson(rates, 0.0, before_s, random.Random(f"{point.name}, before")),
             *poisson(rates, before_s, point.seconds, random.Random(point.name)),
         ]
-        told = self._offer(f"{point.name}, {mode}", arrivals)
+        told = offer(self._cluster.address, arrivals, f"{point.name}, {mode}", self._progress)
         counted = [t for t in told if t.arrival.at >= before_s]
         figures = figures_of(counted, point.seconds, ttft_s=self._slo.ttft_s, tpot_s=self._slo.tpot_s)
         reasons = self._cluster.reasons(before) if mode == "auto" else []
         ended_as = ":".join(map(str, self._cluster.split()))
         why = reasons[-1] if reasons else ""
         return Run(point.name, mode, round(point.rate, 2), figures, ended_as, why, reasons, problems_of(told))
-
-    def _offer(self, name: str, arrivals: list[Any]) -> list[Told]:
-        bar = self._progress.add_task(name, total=len(arrivals))
-        ended = asyncio.run(
-            offer(self._cluster.address, arrivals, lambda _: self._progress.advance(bar), timeout_s=SETTLE_S)
-        )
-        self._progress.remove_task(bar)
-        return ended
 
 
 def summary(runs: list[Run]) -> dict[str, Any]:
@@ -187,13 +177,12 @@ def main(
         "rebalance.auto.dwell_s": 12.0,
     }
     runs: list[Run] = []
-    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
     with telling_failures(), contextlib.ExitStack() as stack:
         clusters = [
             stack.enter_context(SteeredCluster.running(config, {**values, "router.policy": policy}, share))
             for policy in ("predicted", "least_loaded")
         ]
-        progress = stack.enter_context(bar)
+        progress = stack.enter_context(bars())
         predicted, handing_over = (Bench(cluster, slo, progress) for cluster in clusters)
         for unloaded in grid(seconds, mixed_seconds):
             point = predicted.loaded(unloaded, mixed_load if unloaded.name == MIXED else load)

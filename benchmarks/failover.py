@@ -37,7 +37,7 @@ from rich.table import Table
 from benchmarks.mortal_cluster import Fault, MortalCluster
 from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT, ProgramFailed
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from cluster.client import BatonClient, make_spec
 from cluster.config import ServingConfig, load_config
 from cluster.pb import generation_pb2 as pb
@@ -230,7 +230,7 @@ def measure(
     cluster: MortalCluster, specs: list[pb.GenerationSpec], streams: int, kinds: list[Kind], args: Arguments
 ) -> dict[str, Any]:
     """What `summary` says of each kind. Raises ProgramFailed when requests fail that nothing disturbs."""
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    with bars() as progress:
         bar = progress.add_task("undisturbed", total=len(specs))
         load = Load(cluster.address, specs, streams)
         undisturbed = load.run(len(specs), threading.Event(), lambda count: progress.update(bar, completed=count))

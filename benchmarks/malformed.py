@@ -25,12 +25,11 @@ from typing import Annotated, Any
 import grpc
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.nonsense import Call, make_call
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from cluster import rpc
 from cluster.client import BatonClient, make_spec
 
@@ -147,8 +146,7 @@ def flooder(address: str, requests: int, rate: float, seed: int) -> Any:
 
 def measure(address: str, requests: int, rate: float, seed: int, good: int, tokens: int) -> dict[str, Any]:
     """What `--json` prints. Raises ProgramFailed when the flood cannot be made."""
-    bar = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
-    with BatonClient(address) as client, flooder(address, requests, rate, seed) as process, bar:
+    with BatonClient(address) as client, flooder(address, requests, rate, seed) as process, bars() as bar:
         alone_bar, flood_bar = bar.add_task("alone", total=2 * good), bar.add_task("beside the flood", total=requests)
         if process.stdout.readline().strip() != "ready":
             raise ProgramFailed("the flood's process ended before it began")

@@ -35,7 +35,7 @@ from rich.table import Table
 from benchmarks import overload_load as load
 from benchmarks.overload_load import Outcome, Phase
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from cluster.client import BatonClient, make_spec
 from cluster.config import load_config
 from cluster.pb import generation_pb2 as pb
@@ -319,10 +319,7 @@ def main(
     with telling_failures():
         slo = load_config(config).rebalance.slo
         keep = Objectives(slo.ttft_ms / 1000, slo.tpot_ms / 1000)
-        with (
-            running_cluster(config) as address,
-            Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
-        ):
+        with running_cluster(config) as address, bars() as progress:
             run = Run(address, specs, keep, progress)
             try:
                 found = measure(run, keep, seconds, factor, unread)

@@ -32,12 +32,11 @@ if not __package__:
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT, ProgramFailed
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from benchmarks.served_cluster import ServedCluster
 from cluster.admin_client import AdminClient
 from cluster.client import BatonClient, make_spec
@@ -256,7 +255,7 @@ def measure(
     """`times`: seconds in all, from one edit to the next, and of each measurement of the capacity."""
     seconds, every, capacity_s = times
     operator = Operator(cluster)
-    with BatonClient(cluster.address) as client, operator.admin, _progress() as progress:
+    with BatonClient(cluster.address) as client, operator.admin, bars() as progress:
         bar = progress.add_task("undisturbed", total=len(specs))
         reference = run_all(client, specs, streams, lambda count: progress.update(bar, completed=count))
         wrong = [f"request {n}: {o.problem}" for n, o in enumerate(reference) if o.problem]
@@ -282,10 +281,6 @@ def measure(
             operating.result()
         found = summary(reference, outcomes, operator, starts)
     return {"capacity_requests_s": capacity, "offered_requests_s": round(rate, 2), **found}
-
-
-def _progress() -> Progress:
-    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
 def show(found: dict[str, Any]) -> None:

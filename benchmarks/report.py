@@ -9,10 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import grpc
 import typer
+from rich.console import Console
+from rich.progress import Progress
 
 from benchmarks.cpu_share import NoControlGroups
 from benchmarks.plain_cluster import ProgramFailed
+from cluster import rpc
 from cluster.errors import BatonError
 from cluster.program import ExitCode
 
@@ -24,9 +28,14 @@ def telling_failures() -> Iterator[None]:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
-    except (ProgramFailed, BatonError, NoControlGroups) as error:
-        typer.echo(f"error: {error}", err=True)
+    except (ProgramFailed, BatonError, NoControlGroups, grpc.RpcError) as error:
+        typer.echo(f"error: {rpc.from_rpc_error(error) if isinstance(error, grpc.RpcError) else error}", err=True)
         raise typer.Exit(ExitCode.FAILED) from None
+
+
+def bars() -> Progress:
+    """On stderr, where that is a terminal."""
+    return Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
 def tell(found: dict[str, Any], as_json: bool, show: Callable[[dict[str, Any]], None]) -> None:

@@ -35,7 +35,7 @@ from benchmarks.failover import spec_of
 from benchmarks.outcome import Outcome, note
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed, running_workers, wait_until_serving
 from benchmarks.redis_server import RedisServer, running_redis
-from benchmarks.report import tell, telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from cluster.client import BatonClient
 from cluster.config import load_config
 from cluster.errors import BatonError, NotReachable
@@ -237,7 +237,7 @@ def measure(
     router: MortalRouter, redis: RedisServer, specs: list[pb.GenerationSpec], args: Arguments
 ) -> dict[str, Any]:
     """Raises ProgramFailed when requests fail that nothing disturbs."""
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    with bars() as progress:
         bar = progress.add_task("undisturbed", total=None)
         undisturbed = Load(router.address, specs).run(args.streams, len(specs), threading.Event())
         progress.remove_task(bar)

@@ -24,19 +24,16 @@ if not __package__:
     # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import grpc
 import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.plain_cluster import ROOT, Program, ProgramFailed, wait_until_serving
-from benchmarks.report import tell
+from benchmarks.plain_cluster import ROOT, Program, wait_until_serving
+from benchmarks.report import bars, tell, telling_failures
 from benchmarks.router_peers import PeerSettings, run_stream
 from cluster import rpc
-from cluster.errors import BatonError
 from cluster.pb import generation_pb2_grpc
-from cluster.program import ExitCode
 from cluster.settings import RouterSettings
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -206,15 +203,8 @@ def main(
 ) -> None:
     """Measures what the router adds, and how much it can pass on."""
     try:
-        with (
-            running(model) as bench,
-            Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
-        ):
+        with telling_failures(), running(model) as bench, bars() as progress:
             found = measure(bench, rounds, streams, tokens, progress)
-    except (ProgramFailed, BatonError, grpc.RpcError) as error:
-        told = rpc.from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
-        typer.echo(f"error: {told}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
     except (TokensLost, AssertionError) as error:
         typer.echo(f"a stream is not whole: {error}", err=True)
         raise typer.Exit(1) from None

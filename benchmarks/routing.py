@@ -12,7 +12,6 @@ answer must be that of the first run. Exits 1 when a request was lost, or its ou
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import statistics
 import sys
@@ -26,20 +25,19 @@ if not __package__:
     # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-import grpc
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.conversations import Session, Turn, generate, read_trace
 from benchmarks.decisions import measure_decisions
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_router, running_workers
-from benchmarks.report import telling_failures
+from benchmarks.report import bars, tell, telling_failures
 from cluster import rpc
+from cluster.bench.samples import Sample
+from cluster.bench.targets import GrpcTarget
 from cluster.client import make_spec
 from cluster.config import ServingConfig, load_config
-from cluster.pb import generation_pb2, generation_pb2_grpc
 from cluster.plan import ClusterPlan, plan_cluster
 
 POLICIES = ("predicted", "least_loaded", "round_robin")
@@ -50,28 +48,18 @@ _CLOSED_LOOP = 16
 _PROBE_REQUESTS = 96
 
 
-@dataclass
-class Outcome:
+@dataclass(kw_only=True)
+class Outcome(Sample):
     """What the client of one turn got."""
 
     key: tuple[str, int]
-    begun: float
-    ended: float = 0.0
-    ttft_s: float = 0.0
-    gaps_s: list[float] = field(default_factory=list)
-    """Seconds a token, between two messages that told some."""
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    placement: str = ""
-    problem: str = ""
 
 
 class Client:
     """Plays sessions against one router. `answers`: what the turns before were answered; None: what comes now."""
 
-    def __init__(self, stub: Any, salt: str, answers: Answers | None, progress: Any) -> None:
-        self._stub = stub
+    def __init__(self, target: GrpcTarget, salt: str, answers: Answers | None, progress: Any) -> None:
+        self._target = target
         self._salt = salt
         self._answers = answers
         self._progress = progress
@@ -119,28 +107,13 @@ class Client:
             include_timing=True,
         )
         spec.cache.cache_salt, spec.scheduling.session_id = self._salt, f"{self._salt}-{key[0]}"
-        begun, last = time.perf_counter(), 0.0
-        outcome = Outcome(key, begun)
-        try:
-            async for event in self._stub.GenerateStream(generation_pb2.GenerateStreamRequest(spec=spec)):
-                now = time.perf_counter()
-                if event.HasField("delta"):
-                    delta = event.delta
-                    if delta.first_token_index != len(outcome.token_ids):
-                        outcome.problem = f"token {delta.first_token_index} came, not {len(outcome.token_ids)}"
-                    if last:
-                        outcome.gaps_s.append((now - last) / max(1, delta.token_count))
-                    outcome.ttft_s, last = outcome.ttft_s or now - begun, now
-                    outcome.token_ids.extend(delta.token_ids)
-                elif event.HasField("completed"):
-                    usage = event.completed.usage
-                    outcome.num_prompt_tokens, outcome.num_cached_tokens = usage.prompt_tokens, usage.cached_tokens
-                    outcome.placement = event.completed.timing.placement
-        except grpc.RpcError as error:
-            outcome.problem = str(rpc.from_rpc_error(error))
-        outcome.ended = time.perf_counter()
-        if not outcome.num_prompt_tokens and not outcome.problem:
-            outcome.problem = "its stream ended without a word"
+        outcome = Outcome(len(prompt), time.perf_counter(), key=key)
+        await self._target.stream(spec, outcome)
+        outcome.ended_at = time.perf_counter()
+        if outcome.num_gaps:
+            outcome.error = outcome.error or f"{outcome.num_gaps} messages did not follow upon those before"
+        if not outcome.placement:
+            outcome.error = outcome.error or "its stream ended without a word"
         return outcome
 
 
@@ -153,8 +126,8 @@ class Found:
     changed: list[str] = field(default_factory=list)
 
     def note(self, policy: str, outcomes: Sequence[Outcome], answers: Answers) -> None:
-        self.lost += [f"{policy}: turn {o.key}: {o.problem}" for o in outcomes if o.problem]
-        ended = [o for o in outcomes if not o.problem]
+        self.lost += [f"{policy}: turn {o.key}: {o.error}" for o in outcomes if o.error]
+        ended = [o for o in outcomes if not o.error]
         for o in ended:
             if tuple(o.token_ids) != answers[o.key]:
                 self.changed.append(f"{policy}: turn {o.key}: {o.token_ids}, at first {answers[o.key]}")
@@ -172,13 +145,13 @@ class Found:
 def measures(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Of one run of one policy."""
     ttft = statistics.quantiles([1000 * o.ttft_s for o in outcomes], n=100)
-    gaps = statistics.quantiles([1000 * gap for o in outcomes for gap in o.gaps_s], n=100)
+    itls = statistics.quantiles([1000 * itl for o in outcomes for itl in o.itls_s], n=100)
     cached, prompt = (sum(o.num_cached_tokens for o in outcomes), sum(o.num_prompt_tokens for o in outcomes))
     return {
         "ttft_ms_p50": ttft[49],
         "ttft_ms_p90": ttft[89],
-        "itl_ms_p50": gaps[49],
-        "itl_ms_p99": gaps[98],
+        "itl_ms_p50": itls[49],
+        "itl_ms_p99": itls[98],
         "prefix_hit_ratio": cached / prompt,
         "local_ratio": sum(o.placement.startswith("local") for o in outcomes) / len(outcomes),
     }
@@ -216,29 +189,28 @@ async def play(
 ) -> list[Outcome]:
     """`seconds` None: as fast as it goes."""
     async with rpc.create_channel(address) as channel:
-        client = Client(generation_pb2_grpc.GenerationServiceStub(channel), salt, answers, progress)
+        client = Client(GrpcTarget(channel), salt, answers, progress)
         return await (client.play_at_once(sessions) if seconds is None else client.play(sessions, seconds))
 
 
 def measure(plan: ClusterPlan, args: Arguments) -> dict[str, Any]:
     """What `--json` prints. Raises ProgramFailed when requests fail that come one after the other."""
-    console = Console(stderr=True)
     found = Found()
-    with running_workers(plan.workers) as flags, Progress(console=console, disable=not sys.stderr.isatty()) as bars:
+    with running_workers(plan.workers) as flags, bars() as progress:
 
         def run(policy: str, what: str, sessions: list[Session], answers: Answers | None, seconds: float | None) -> Any:
-            bar = bars.add_task(what, total=sum(len(s.turns) for s in sessions))
+            bar = progress.add_task(what, total=sum(len(s.turns) for s in sessions))
             settings = replace(plan.router, workers=flags, policy=policy)
             with running_router(settings) as address:
-                return asyncio.run(play(address, what, answers, sessions, seconds, lambda: bars.advance(bar)))
+                return asyncio.run(play(address, what, answers, sessions, seconds, lambda: progress.advance(bar)))
 
         run("least_loaded", "warm-up", args.sessions(_PROBE_REQUESTS // 4), None, None)
         probed = run("least_loaded", "capacity", args.sessions(_PROBE_REQUESTS), None, None)
-        capacity = len(probed) / (max(o.ended for o in probed) - min(o.begun for o in probed))
+        capacity = len(probed) / (max(o.ended_at for o in probed) - min(o.sent_at for o in probed))
         num_requests = max(16, min(args.most_requests, round(args.load * capacity * args.seconds)))
         sessions = args.sessions(num_requests)
         learned = run("least_loaded", "answers", sessions, None, None)
-        wrong = [o.problem for o in learned if o.problem]
+        wrong = [o.error for o in learned if o.error]
         if wrong:
             raise ProgramFailed(f"undisturbed, {len(wrong)} of {len(learned)} requests failed: {wrong[0]}")
         answers = {o.key: tuple(o.token_ids) for o in learned}
@@ -259,6 +231,14 @@ def measure(plan: ClusterPlan, args: Arguments) -> dict[str, Any]:
 
 
 def show(found: dict[str, Any]) -> None:
+    decision = found["decision"]
+    console = Console()
+    console.print(
+        f"a decision among {decision['workers']} workers with {decision['cached_blocks']} cached blocks: "
+        f"{decision['p50_ms']} ms, p99 {decision['p99_ms']} ms ({decision['cpu_p99_ms']} ms of processor)"
+    )
+    if "policies" not in found:
+        return
     table = Table(title=f"{found['requests']} requests, {found['requests_per_s']} a second; medians of the rounds")
     names = list(next(iter(found["policies"].values())))
     table.add_column("policy")
@@ -266,16 +246,9 @@ def show(found: dict[str, Any]) -> None:
         table.add_column(name.replace("_", " "), justify="right")
     for policy, values in found["policies"].items():
         table.add_row(policy, *(f"{values[name]:.2f}" for name in names))
-    Console().print(table)
+    console.print(table)
     for problem in [*found["lost"], *found["changed"]][:5]:
-        Console().print(problem[:400], markup=False)
-
-
-def show_decisions(found: dict[str, Any]) -> None:
-    Console().print(
-        f"a decision among {found['workers']} workers with {found['cached_blocks']} cached blocks: "
-        f"{found['p50_ms']} ms, p99 {found['p99_ms']} ms ({found['cpu_p99_ms']} ms of processor)"
-    )
+        console.print(problem[:400], markup=False)
 
 
 def main(
@@ -297,13 +270,7 @@ def main(
         if not decisions:
             args = Arguments(seconds, load, rounds, seed, trace, requests)
             found = measure(make_plan(config, pool_tokens), args) | found
-    if as_json:
-        json.dump(found, sys.stdout)
-        print()
-    else:
-        show_decisions(found["decision"])
-        if not decisions:
-            show(found)
+    tell(found, as_json, show)
     if found.get("lost") or found.get("changed"):
         raise typer.Exit(1)
 

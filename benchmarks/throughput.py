@@ -8,77 +8,63 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import grpc
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
+from benchmarks.report import tell, telling_failures
 from cluster import rpc
+from cluster.bench.samples import Sample
+from cluster.bench.targets import GrpcTarget
 from cluster.client import make_spec
-from cluster.errors import BatonError
-from cluster.pb import generation_pb2, generation_pb2_grpc
-from cluster.program import ExitCode
 
 PROMPT_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class Streamed:
-    """One stream: when it began, its first token came and it ended, in seconds of one clock."""
-
-    begun: float
-    first: float
-    ended: float
-    num_tokens: int
 
 
 @dataclass(frozen=True)
 class Round:
     """One stream alone, then many together."""
 
-    alone: Streamed
-    together: list[Streamed]
+    alone: Sample
+    together: list[Sample]
 
 
-def tokens_per_second(streams: list[Streamed]) -> float:
+def tokens_per_second(streams: list[Sample]) -> float:
     """All tokens over the time from the first start to the last end."""
-    elapsed_s = max(s.ended for s in streams) - min(s.begun for s in streams)
-    return sum(s.num_tokens for s in streams) / elapsed_s
+    elapsed_s = max(s.ended_at for s in streams) - min(s.sent_at for s in streams)
+    return sum(s.num_output_tokens for s in streams) / elapsed_s
 
 
-async def run_stream(stub: Any, number: int, num_tokens: int) -> Streamed:
-    """A prompt that no cache knows, and exactly `num_tokens` tokens of output."""
+async def run_stream(target: GrpcTarget, number: int, num_tokens: int) -> Sample:
+    """A prompt that no cache knows, and exactly `num_tokens` tokens of output. Raises ProgramFailed for others."""
     prompt = [(number * 7 + i * 13) % 900 + 3 for i in range(PROMPT_TOKENS)]
     spec = make_spec(prompt, max_output_tokens=num_tokens, temperature=0.8, seed=number, ignore_eos=True)
     spec.cache.bypass_prefix_cache = True
-    begun, first, count = time.perf_counter(), 0.0, 0
-    async for event in stub.GenerateStream(generation_pb2.GenerateStreamRequest(spec=spec)):
-        if event.HasField("delta"):
-            first = first or time.perf_counter()
-            count += event.delta.token_count
-    assert count == num_tokens, f"{count} tokens came, not {num_tokens}"
-    return Streamed(begun, first, time.perf_counter(), count)
+    sample = Sample(PROMPT_TOKENS, time.perf_counter())
+    await target.stream(spec, sample)
+    sample.ended_at = time.perf_counter()
+    if sample.error or sample.num_output_tokens != num_tokens:
+        raise ProgramFailed(sample.error or f"{sample.num_output_tokens} tokens came, not {num_tokens}")
+    return sample
 
 
 async def measure(address: str, rounds: int, streams: int, num_tokens: int) -> list[Round]:
     """The first round warms up and is not in the result."""
     measured = []
     async with rpc.create_channel(address) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        target = GrpcTarget(channel)
         for number in range(rounds + 1):
             first_id = number * (streams + 1)
-            alone = await run_stream(stub, first_id, num_tokens)
-            many = (run_stream(stub, first_id + 1 + i, num_tokens) for i in range(streams))
+            alone = await run_stream(target, first_id, num_tokens)
+            many = (run_stream(target, first_id + 1 + i, num_tokens) for i in range(streams))
             measured.append(Round(alone, await asyncio.gather(*many)))
     return measured[1:]
 
@@ -92,22 +78,24 @@ def summary(rounds: list[Round], streams: int) -> dict[str, float]:
         "ratio": round(
             statistics.median(tokens_per_second(r.together) / tokens_per_second([r.alone]) for r in rounds), 2
         ),
-        "ttft_ms_p50": round(1000 * statistics.median(r.alone.first - r.alone.begun for r in rounds), 2),
+        "ttft_ms_p50": round(1000 * statistics.median(r.alone.ttft_s for r in rounds), 2),
     }
 
 
 def show(rounds: list[Round], streams: int) -> None:
-    table = Table(title=f"{len(rounds)} rounds, {rounds[0].alone.num_tokens} tokens a stream")
+    table = Table(title=f"{len(rounds)} rounds, {rounds[0].alone.num_output_tokens} tokens a stream")
     for column in ("round", "1 stream, tok/s", f"{streams} streams, tok/s", "ratio", "TTFT alone, ms"):
         table.add_column(column, justify="right")
     for number, r in enumerate(rounds, start=1):
         alone, together = tokens_per_second([r.alone]), tokens_per_second(r.together)
-        ttft_ms = 1000 * (r.alone.first - r.alone.begun)
-        table.add_row(str(number), f"{alone:.0f}", f"{together:.0f}", f"{together / alone:.2f}", f"{ttft_ms:.1f}")
+        times = f"{together / alone:.2f}", f"{1000 * r.alone.ttft_s:.1f}"
+        table.add_row(str(number), f"{alone:.0f}", f"{together:.0f}", *times)
     median = [f"{value:.4g}" for value in summary(rounds, streams).values()]
     table.add_section()
     table.add_row("median", *median, style="bold")
     Console().print(table)
+    load = os.getloadavg()[0]
+    Console().print(f"{os.cpu_count()} cores, load average {load:.1f} (the benchmark's own included)")
 
 
 def main(
@@ -120,20 +108,10 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Measures one stream against many at once."""
-    try:
-        with contextlib.nullcontext(address) if address else running_cluster(config, num_gpus) as where:
-            measured = asyncio.run(measure(where, rounds, streams, tokens))
-    except (ProgramFailed, BatonError, grpc.RpcError) as error:
-        told = rpc.from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
-        typer.echo(f"error: {told}", err=True)
-        raise typer.Exit(ExitCode.FAILED) from None
-    if as_json:
-        json.dump(summary(measured, streams), sys.stdout)
-        print()
-    else:
-        show(measured, streams)
-        load = os.getloadavg()[0]
-        Console().print(f"{os.cpu_count()} cores, load average {load:.1f} (the benchmark's own included)")
+    cluster = contextlib.nullcontext(address) if address else running_cluster(config, num_gpus)
+    with telling_failures(), cluster as where:
+        measured = asyncio.run(measure(where, rounds, streams, tokens))
+    tell(summary(measured, streams), as_json, lambda _: show(measured, streams))
 
 
 if __name__ == "__main__":

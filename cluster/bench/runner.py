@@ -8,45 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeVar
 
 from cluster.bench.samples import Sample
-from cluster.bench.workload import Ask
 
 
-class Target(Protocol):
-    """A server. `send` fills the sample in and raises nothing that the server did."""
+class Timed(Protocol):
+    """What is to be sent."""
 
-    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None: ...
+    @property
+    def at(self) -> float:
+        """When, in seconds from the start."""
+        ...
+
+
+R = TypeVar("R", bound=Timed)
+S = TypeVar("S", bound=Sample)
 
 
 async def offer(
-    target: Target,
-    asks: Sequence[Ask],
+    requests: Sequence[R],
+    send: Callable[[R, float], Awaitable[S]],
     *,
-    vocab: int,
-    seed: int,
     most_at_once: int | None,
-    on_end: Callable[[Sample], None],
-) -> list[Sample]:
-    """`most_at_once`: requests under way; None: however many come. `on_end` hears of each."""
-    room = asyncio.Semaphore(most_at_once or len(asks))
-    prompts = [ask.prompt(vocab, seed, number) for number, ask in enumerate(asks)]
+    on_end: Callable[[S], object],
+) -> list[S]:
+    """What became of each, in their order. `send` gets a request and the instant that it is timed from, and raises
+    nothing that the server did. `most_at_once`: requests under way; None: however many come. `on_end` hears of each."""
+    room = asyncio.Semaphore(most_at_once or len(requests))
     begun = time.perf_counter()
 
-    async def one(ask: Ask, prompt: list[int]) -> Sample:
+    async def one(request: R) -> S:
         async with room:
-            sent_at = begun + ask.at if most_at_once is None else time.perf_counter()
-            sample = Sample(len(prompt), sent_at)
-            await target.send(prompt, ask.num_output_tokens, sample)
+            sample = await send(request, begun + request.at if most_at_once is None else time.perf_counter())
             sample.ended_at = time.perf_counter()
         on_end(sample)
         return sample
 
     async with asyncio.TaskGroup() as group:
         tasks = []
-        for ask, prompt in zip(asks, prompts, strict=True):
-            await asyncio.sleep(max(0.0, begun + ask.at - time.perf_counter()))
-            tasks.append(group.create_task(one(ask, prompt)))
+        for request in requests:
+            await asyncio.sleep(max(0.0, begun + request.at - time.perf_counter()))
+            tasks.append(group.create_task(one(request)))
     return [task.result() for task in tasks]

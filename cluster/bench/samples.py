@@ -14,13 +14,19 @@ class Sample:
     told: list[float] = field(default_factory=list)
     """When each message with output came."""
     num_output_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    """Of the output, where the request asked for them."""
     num_cached_tokens: int = 0
     """Of the prompt, as the server says."""
     num_moves: int = 0
     """How often it was placed again, as the server says."""
     num_gaps: int = 0
     """Messages that did not follow upon those before: tokens lost or repeated. Only gRPC numbers them."""
+    placement: str = ""
+    """Which workers it was placed on and why, as Baton says."""
     ended_at: float = 0.0
+    was_refused: bool = False
+    """For too much load, or as more than a client may use."""
     error: str = ""
     """Why it did not complete."""
 

@@ -1,6 +1,6 @@
 """Servers that a load can be offered to: Baton over gRPC, and whatever has OpenAI's completions over HTTP.
 
-Both ask for greedy outputs of exactly the wanted length. What fails is told in the sample.
+Both ask for greedy outputs of exactly the wanted length. What fails is told in the sample, and raises nothing.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import httpx2
 
 from cluster import rpc
 from cluster.bench.samples import Sample
+from cluster.bench.workload import Request
 from cluster.client import make_spec
 from cluster.errors import NotReachable
 from cluster.pb import generation_pb2, generation_pb2_grpc
@@ -22,17 +23,29 @@ from cluster.pb import generation_pb2, generation_pb2_grpc
 Metadata = Sequence[tuple[str, str]]
 
 
+class Target(Protocol):
+    """A server."""
+
+    async def send(self, request: Request, sent_at: float) -> Sample: ...
+
+
 class GrpcTarget:
     """Baton's own API; counts tokens that were lost or repeated, and moves."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata, timeout_s: float) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Metadata = (), timeout_s: float | None = None) -> None:
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
         self._metadata = metadata
         self._timeout_s = timeout_s
 
-    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
-        spec = make_spec(prompt, max_output_tokens=num_output_tokens, temperature=0.0, ignore_eos=True)
-        spec.output.include_timing = True
+    async def send(self, request: Request, sent_at: float) -> Sample:
+        sample = Sample(len(request.prompt), sent_at)
+        num = request.num_output_tokens
+        spec = make_spec(request.prompt, max_output_tokens=num, temperature=0.0, ignore_eos=True, include_timing=True)
+        await self.stream(spec, sample)
+        return sample
+
+    async def stream(self, spec: generation_pb2.GenerationSpec, sample: Sample) -> None:
+        """Any request with one output, into its sample."""
         request = generation_pb2.GenerateStreamRequest(spec=spec)
         try:
             async for event in self._stub.GenerateStream(request, timeout=self._timeout_s, metadata=self._metadata):
@@ -41,10 +54,13 @@ class GrpcTarget:
                         sample.told.append(time.perf_counter())
                         sample.num_gaps += event.delta.first_token_index != sample.num_output_tokens
                         sample.num_output_tokens += event.delta.token_count
+                        sample.token_ids += event.delta.token_ids
                     case "completed":
                         sample.num_cached_tokens = event.completed.usage.cached_tokens
                         sample.num_moves = event.completed.timing.migrations
+                        sample.placement = event.completed.timing.placement
         except grpc.aio.AioRpcError as error:
+            sample.was_refused = error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             sample.error = str(rpc.from_rpc_error(error))
 
 
@@ -58,12 +74,17 @@ class OpenAiTarget:
         body = {**usual, "stream_options": {"include_usage": True}, **extra}
         self._body = {name: value for name, value in body.items() if value is not None}
 
-    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
-        body = self._body | {"prompt": prompt, "max_tokens": num_output_tokens}
+    async def send(self, request: Request, sent_at: float) -> Sample:
+        sample = Sample(len(request.prompt), sent_at)
+        await self._stream(self._body | {"prompt": request.prompt, "max_tokens": request.num_output_tokens}, sample)
+        return sample
+
+    async def _stream(self, body: Mapping[str, Any], sample: Sample) -> None:
         try:
             async with self._http.stream("POST", "completions", json=body) as answer:
                 if answer.status_code != 200:
                     text = (await answer.aread()).decode("utf-8", "replace")
+                    sample.was_refused = answer.status_code == 429
                     sample.error = f"status {answer.status_code}: {text[:300]}"
                     return
                 async for line in answer.aiter_lines():

@@ -22,6 +22,15 @@ _BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True)
+class Request:
+    """What a server is sent, and when, in seconds from the start."""
+
+    at: float
+    prompt: list[int]
+    num_output_tokens: int
+
+
+@dataclass(frozen=True)
 class Ask:
     """One request: when it comes, in seconds from the start, and how long it is."""
 
@@ -34,12 +43,17 @@ class Ask:
     """Names of what its prompt consists of: equal ones stand for equal tokens."""
     num_block_tokens: int = 0
 
-    def prompt(self, vocab: int, seed: int, number: int) -> list[int]:
-        """Its token ids; what is neither shared nor of a block is this number's own."""
+    def request(self, vocab: int, seed: int, number: int) -> Request:
+        """What of its prompt is neither shared nor of a block is this number's own."""
         parts = [_tokens(f"{seed} shared", self.num_shared_tokens, vocab)]
         parts += [_tokens(f"{seed} block {block}", self.num_block_tokens, vocab) for block in self.blocks]
         tokens = [token for part in parts for token in part][: self.num_prompt_tokens]
-        return tokens + _tokens(f"{seed} request {number}", self.num_prompt_tokens - len(tokens), vocab)
+        tokens += _tokens(f"{seed} request {number}", self.num_prompt_tokens - len(tokens), vocab)
+        return Request(self.at, tokens, self.num_output_tokens)
+
+
+def requests_of(asks: Iterable[Ask], vocab: int, seed: int) -> list[Request]:
+    return [ask.request(vocab, seed, number) for number, ask in enumerate(asks)]
 
 
 def random_asks(

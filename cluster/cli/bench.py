@@ -27,8 +27,8 @@ from cluster.cli.common import (
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cluster.bench.runner import Target
     from cluster.bench.samples import Sample
+    from cluster.bench.targets import Target
     from cluster.bench.workload import Ask
 
 app = typer.Typer(
@@ -189,15 +189,14 @@ async def _offer(
 ) -> tuple[str, list[Sample]]:
     """The model's name, and what the clients saw."""
     from cluster.bench.runner import offer
+    from cluster.bench.workload import requests_of
 
+    warm = requests_of([replace(ask, at=0.0) for ask in asks[: pace.num_warm]], vocab, seed + 1)
+    requests, most = requests_of(asks, vocab, seed), pace.most_at_once
     async with _target(server, extra) as (model, target):
         with _progress(len(asks)) as on_end:
-            warm = [replace(ask, at=0.0) for ask in asks[: pace.num_warm]]
-            if warm:
-                most = pace.most_at_once
-                await offer(target, warm, vocab=vocab, seed=seed + 1, most_at_once=most, on_end=lambda _: None)
-            at_once = pace.most_at_once
-            return model, await offer(target, asks, vocab=vocab, seed=seed, most_at_once=at_once, on_end=on_end)
+            await offer(warm, target.send, most_at_once=most, on_end=lambda _: None)
+            return model, await offer(requests, target.send, most_at_once=most, on_end=on_end)
 
 
 @contextlib.asynccontextmanager

@@ -14,7 +14,7 @@ import pytest
 from cluster.bench.figures import PERCENTILES, figures_of, parse_objectives
 from cluster.bench.runner import offer
 from cluster.bench.samples import Sample
-from cluster.bench.workload import LEAST_TOKEN, Ask, at_rate, random_asks, read_trace
+from cluster.bench.workload import LEAST_TOKEN, Ask, Request, at_rate, random_asks, read_trace, requests_of
 from cluster.errors import ConfigError
 
 
@@ -24,12 +24,11 @@ def sample(sent_at: float, *told: float, num_output_tokens: int = 0, error: str 
 
 
 def test_the_same_seed_offers_the_same_load_and_another_one_another() -> None:
-    def load(seed: int) -> list[tuple[float, list[int], int]]:
-        asks = at_rate(random_asks(20, 50, 10, 0.5, 7, seed), 3.0, 1.0, seed)
-        return [(ask.at, ask.prompt(500, seed, n), ask.num_output_tokens) for n, ask in enumerate(asks)]
+    def load(seed: int) -> list[Request]:
+        return requests_of(at_rate(random_asks(20, 50, 10, 0.5, 7, seed), 3.0, 1.0, seed), 500, seed)
 
     assert load(1) == load(1) != load(2)
-    prompts = [prompt for _, prompt, _ in load(1)]
+    prompts = [request.prompt for request in load(1)]
     assert {tuple(prompt[:7]) for prompt in prompts} == {tuple(prompts[0][:7])}
     assert len({tuple(prompt[7:]) for prompt in prompts}) == 20
     assert all(32 <= len(prompt) <= 82 and min(prompt) >= LEAST_TOKEN and max(prompt) < 500 for prompt in prompts)
@@ -54,7 +53,7 @@ def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: 
     assert (first.at, second.at) == (0.0, 0.5)
     assert (first.num_prompt_tokens, first.num_output_tokens) == (600, 25)
     assert (second.num_prompt_tokens, second.num_output_tokens) == (550, 250), "longer than what is allowed: cut"
-    one, other = first.prompt(900, 0, 0), second.prompt(900, 0, 1)
+    one, other = (request.prompt for request in requests_of([first, second], 900, 0))
     assert len(one) == 600 and len(other) == 550
     assert one[:512] == other[:512] and one[512:550] != other[512:550]
 
@@ -114,19 +113,19 @@ class Busy:
         self.num_under_way = self.most_under_way = 0
         self.may_answer = asyncio.Event()
 
-    async def send(self, prompt: list[int], num_output_tokens: int, sample: Sample) -> None:
+    async def send(self, request: Request, sent_at: float) -> Sample:
         self.num_under_way += 1
         self.most_under_way = max(self.most_under_way, self.num_under_way)
         await self.may_answer.wait()
         self.num_under_way -= 1
-        sample.told.append(sample.sent_at + 1)
+        return Sample(len(request.prompt), sent_at, [sent_at + 1])
 
 
 @pytest.mark.parametrize(("bound", "expected"), [(3, 3), (None, 20)])
 async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None, expected: int) -> None:
     busy, ended = Busy(), list[Sample]()
-    asks = random_asks(20, 5, 5, 0.0, 0, 0)
-    offered = asyncio.create_task(offer(busy, asks, vocab=100, seed=0, most_at_once=bound, on_end=ended.append))
+    requests = requests_of(random_asks(20, 5, 5, 0.0, 0, 0), 100, 0)
+    offered = asyncio.create_task(offer(requests, busy.send, most_at_once=bound, on_end=ended.append))
     while busy.num_under_way < expected:
         await asyncio.sleep(0)
     for _ in range(100):  # nobody else comes
