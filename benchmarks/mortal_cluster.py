@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from benchmarks.plain_cluster import Program, ProgramFailed, wait_until_serving
+from benchmarks.plain_cluster import Program, ProgramFailed, beside_others, wait_until_serving
 from cluster.config import ServingConfig
 from cluster.plan import WorkerPlan, plan_cluster
 
@@ -69,7 +69,7 @@ class MortalCluster:
 
     def __init__(self, config: ServingConfig, seed: int) -> None:
         plan = plan_cluster(config, num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
-        self._router_settings = plan.router
+        self._router_settings = beside_others(plan.router)
         self._groups = [Group(worker) for worker in plan.workers]
         self._random = random.Random(seed)
         self._restarts: list[threading.Thread] = []
@@ -87,7 +87,7 @@ class MortalCluster:
                     start.result()
             stack.callback(self._await_restarts)
             flags = tuple(f"{g.plan.role}:{g.plan.worker_id}={g.address}" for g in self._groups)
-            router = Program("router", replace(self._router_settings, port=0, workers=flags))
+            router = Program("router", replace(self._router_settings, workers=flags))
             stack.callback(router.stop)
             self.address = str(router.expect("ready")["address"])
             wait_until_serving(self.address)

@@ -117,13 +117,18 @@ def running_workers(workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, ...]]:
 @contextlib.contextmanager
 def running_router(settings: RouterSettings) -> Iterator[str]:
     """Its address, once it serves, at a free port. Raises ProgramFailed for a bad start."""
-    program = Program("router", replace(settings, port=0))
+    program = Program("router", beside_others(settings))
     try:
         address = str(program.expect("ready")["address"])
         wait_until_serving(address)
         yield address
     finally:
         program.stop()
+
+
+def beside_others(settings: RouterSettings) -> RouterSettings:
+    """With a free port, for gRPC alone, and without the batches that another cluster keeps in a file."""
+    return replace(settings, port=0, http_port=None, batch_store=None)
 
 
 def _start_group(worker: WorkerPlan, start: Any) -> Program:
