@@ -18,10 +18,9 @@ import random
 import statistics
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +30,12 @@ if not __package__:
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.closed_loop import ClosedLoop, Numbered, compare
 from benchmarks.mortal_cluster import Fault, MortalCluster
 from benchmarks.outcome import Outcome, run_one
-from benchmarks.plain_cluster import ROOT, ProgramFailed
+from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
 from cluster.client import BatonClient, make_spec
 from cluster.config import ServingConfig, load_config
@@ -73,14 +72,6 @@ class Arguments:
     stop_seconds: float
 
 
-@dataclass
-class Run:
-    """Requests that ended, with their number, and what was done meanwhile."""
-
-    outcomes: list[tuple[int, Outcome]] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-
-
 def spec_of(number: int, num_tokens: int) -> pb.GenerationSpec:
     """Request `number`, always the same."""
     draw = random.Random(number)
@@ -105,35 +96,6 @@ def spec_of(number: int, num_tokens: int) -> pb.GenerationSpec:
     return spec
 
 
-class Load:
-    """Requests 0, 1, ... over and over, so many at a time."""
-
-    def __init__(self, address: str, specs: list[pb.GenerationSpec], streams: int) -> None:
-        self._client = BatonClient(address)
-        self._specs, self._streams = specs, streams
-        self._next, self._lock = 0, threading.Lock()
-
-    def run(self, most: int | None, is_over: threading.Event, progress: Any) -> list[tuple[int, Outcome]]:
-        """Until so many have been sent, or it is over; all of them have ended then."""
-        ended: list[tuple[int, Outcome]] = []
-
-        def keep_going() -> None:
-            while not is_over.is_set() and (number := self._take(most)) is not None:
-                number %= len(self._specs)
-                ended.append((number, run_one(self._client, self._specs[number])))
-                progress(len(ended))
-
-        with ThreadPoolExecutor(self._streams) as pool:
-            for future in [pool.submit(keep_going) for _ in range(self._streams)]:
-                future.result()
-        return ended
-
-    def _take(self, most: int | None) -> int | None:
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-        return number if most is None or number < most else None
-
-
 def disturb(cluster: MortalCluster, kind: Kind, args: Arguments, is_over: threading.Event) -> list[Fault]:
     """A fault every so often, until it is over."""
     faults = []
@@ -142,25 +104,6 @@ def disturb(cluster: MortalCluster, kind: Kind, args: Arguments, is_over: thread
         if fault is not None:
             faults.append(fault)
     return faults
-
-
-def run_disturbed(load: Load, cluster: MortalCluster, kind: Kind, args: Arguments, progress: Progress) -> Run:
-    is_over, bar = threading.Event(), progress.add_task(f"disturbed: {kind.value}", total=args.seconds)
-    begun = time.perf_counter()
-
-    def tick(_: int) -> None:
-        progress.update(bar, completed=min(args.seconds, time.perf_counter() - begun))
-
-    timer = threading.Timer(args.seconds, is_over.set)
-    timer.start()
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            faults = pool.submit(disturb, cluster, kind, args, is_over)
-            outcomes = load.run(None, is_over, tick)
-            is_over.set()
-            return Run(outcomes, faults.result())
-    finally:
-        timer.cancel()
 
 
 class Replay:
@@ -182,26 +125,20 @@ def percentiles_of(values: list[float]) -> dict[str, float]:
     return {"p50": round(cuts[49], 3), "p99": round(cuts[98], 3), "max": round(max(values, default=0.0), 3)}
 
 
-def summary(reference: dict[int, Outcome], run: Run, span_s: float) -> dict[str, Any]:
+def summary(reference: dict[int, Outcome], ended: list[Numbered], faults: list[Fault], span_s: float) -> dict[str, Any]:
     """`span_s`: after a fault, in which a gap in a stream counts as a stall of it."""
-    lost = [f"request {n}: {o.problem}" for n, o in run.outcomes if o.problem]
-    changed = [
-        f"request {n}: {what}" for n, o in run.outcomes if not o.problem and (what := o.difference(reference[n]))
-    ]
     replay = Replay(list(reference.values()))
     stalls, replays = [], []
-    for fault in run.faults:
-        for number, o in run.outcomes:
+    for fault in faults:
+        for number, o in ended:
             if o.told_at and o.told_at[0] < fault.at < o.told_at[-1]:
                 stall, num_told = o.longest_stall(fault.at, fault.at + span_s)
                 stalls.append(stall)
                 replays.append(replay.seconds(reference[number].num_prompt_tokens + num_told))
     beyond = [stall - again for stall, again in zip(stalls, replays, strict=True)]
     return {
-        "faults": len(run.faults),
-        "completed": len(run.outcomes) - len(lost),
-        "lost": lost,
-        "changed": changed,
+        "faults": len(faults),
+        **compare(reference, ended),
         "stall_s": percentiles_of(stalls),
         "replay_s": percentiles_of(replays),
         "stall_beyond_replay_s": percentiles_of(beyond),
@@ -230,17 +167,14 @@ def measure(
     cluster: MortalCluster, specs: list[pb.GenerationSpec], streams: int, kinds: list[Kind], args: Arguments
 ) -> dict[str, Any]:
     """What `summary` says of each kind. Raises ProgramFailed when requests fail that nothing disturbs."""
-    with bars() as progress:
-        bar = progress.add_task("undisturbed", total=len(specs))
-        load = Load(cluster.address, specs, streams)
-        undisturbed = load.run(len(specs), threading.Event(), lambda count: progress.update(bar, completed=count))
-        wrong = [f"request {n}: {o.problem}" for n, o in undisturbed if o.problem]
-        if wrong:
-            raise ProgramFailed(f"undisturbed, {len(wrong)} requests failed: {wrong[0]}")
-        found = {}
+    with BatonClient(cluster.address) as client, bars() as progress:
+        load = ClosedLoop(partial(run_one, client), specs, streams)
+        reference, found = load.run_undisturbed(progress), {}
         for kind in kinds:
-            run = run_disturbed(Load(cluster.address, specs, streams), cluster, kind, args, progress)
-            found[kind.value] = summary(dict(undisturbed), run, args.stop_seconds + args.every)
+            ended, faults = load.run_disturbed(
+                f"disturbed: {kind.value}", args.seconds, partial(disturb, cluster, kind, args), progress
+            )
+            found[kind.value] = summary(reference, ended, faults, args.stop_seconds + args.every)
     return found
 
 

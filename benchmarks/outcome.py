@@ -1,6 +1,7 @@
 """What one client got of a stream, token by token and when, and in what it differs from what another one got.
 
-Knows no cluster and no fault.
+Of streams with several sequences, texts and logprobs, which what `baton bench` keeps of a stream does not have. Knows
+no cluster and no fault.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The clients of benchmarks/overload.py, in a process of their own: at a rate or so many at a time, or such that read
 nothing.
 
-They speak gRPC without the client library of Baton, since at ten times a cluster's capacity most of what a client does
-is to be refused: requests are serialized once, and what is checked of an answer is that its tokens come without a gap
-and are those of the undisturbed run.
+They speak gRPC with neither the client library of Baton nor what offers the load of `baton bench`, since at ten times a
+cluster's capacity most of what a client does is to be refused: requests are serialized once, and what is checked of an
+answer is that its tokens come without a gap and are those of the undisturbed run.
 """
 
 from __future__ import annotations

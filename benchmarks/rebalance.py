@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +35,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.closed_loop import ClosedLoop, Numbered, compare
 from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT, ProgramFailed
 from benchmarks.report import bars, tell, telling_failures
@@ -142,38 +144,23 @@ class Operator:
         return self.admin.events(after, timeout_s=EVENT_S)
 
 
-def run_all(client: BatonClient, specs: list[pb.GenerationSpec], streams: int, tick: Any) -> list[Outcome]:
-    """Each once, so many at a time."""
-    with ThreadPoolExecutor(streams) as pool:
-        outcomes = []
-        for outcome in pool.map(lambda spec: run_one(client, spec), specs):
-            outcomes.append(outcome)
-            tick(len(outcomes))
-    return outcomes
+def measure_capacity(load: ClosedLoop, seconds: float) -> float:
+    """Requests a second that streams get which never pause."""
+    num_ended, is_over = 0, threading.Event()
 
+    def count(so_far: int) -> None:
+        nonlocal num_ended
+        num_ended = num_ended if is_over.is_set() else so_far
 
-def measure_capacity(client: BatonClient, specs: list[pb.GenerationSpec], streams: int, seconds: float) -> float:
-    """Requests a second of so many streams that never pause."""
-    ended, numbers, lock = 0, itertools.count(), threading.Lock()
-    until = time.perf_counter() + seconds
-
-    def keep_going() -> None:
-        nonlocal ended
-        while time.perf_counter() < until:
-            run_one(client, specs[next(numbers) % len(specs)])
-            if time.perf_counter() < until:
-                with lock:
-                    ended += 1
-
-    with ThreadPoolExecutor(streams) as pool:
-        for future in [pool.submit(keep_going) for _ in range(streams)]:
-            future.result()
-    return ended / seconds
+    timer = threading.Timer(seconds, is_over.set)
+    timer.start()
+    load.run(itertools.count(), is_over, count)
+    return num_ended / seconds
 
 
 def arrive(
     client: BatonClient, specs: list[pb.GenerationSpec], rate: float, is_over: threading.Event, seed: int
-) -> list[tuple[int, Outcome]]:
+) -> list[Numbered]:
     """Requests at random moments, `rate` a second, until it is over; all have ended then."""
     draw, running = random.Random(seed), list[tuple[int, Future[Outcome]]]()
     next_at = time.perf_counter()
@@ -207,7 +194,7 @@ def operate(operator: Operator, seconds: float, every: float, is_over: threading
         is_over.set()
 
 
-def note_work(flips: list[Flip], outcomes: list[tuple[int, Outcome]]) -> None:
+def note_work(flips: list[Flip], outcomes: list[Numbered]) -> None:
     """When each flipped worker first got work of its new role after its label had changed."""
     for flip in flips:
         since = flip.at + flip.label_s
@@ -216,18 +203,14 @@ def note_work(flips: list[Flip], outcomes: list[tuple[int, Outcome]]) -> None:
 
 
 def summary(
-    reference: list[Outcome], outcomes: list[tuple[int, Outcome]], operator: Operator, starts: dict[str, int]
+    reference: dict[int, Outcome], outcomes: list[Numbered], operator: Operator, starts: dict[str, int]
 ) -> dict[str, Any]:
-    lost = [f"request {n}: {o.problem}" for n, o in outcomes if o.problem]
-    changed = [f"request {n}: {what}" for n, o in outcomes if not o.problem and (what := o.difference(reference[n]))]
     now = operator.starts()
     restarted = sorted(name for name in starts.keys() | now.keys() if starts.get(name) != now.get(name))
     note_work(operator.flips, outcomes)
     shared = [o for n, o in outcomes if n % 3 == 0 and o.num_prompt_tokens]
     return {
-        "completed": len(outcomes) - len(lost),
-        "lost": lost,
-        "changed": changed,
+        **compare(reference, outcomes),
         "changes": operator.num_changes,
         "mistakes_refused": operator.num_refused,
         "flips": len(operator.flips),
@@ -256,16 +239,13 @@ def measure(
     seconds, every, capacity_s = times
     operator = Operator(cluster)
     with BatonClient(cluster.address) as client, operator.admin, bars() as progress:
-        bar = progress.add_task("undisturbed", total=len(specs))
-        reference = run_all(client, specs, streams, lambda count: progress.update(bar, completed=count))
-        wrong = [f"request {n}: {o.problem}" for n, o in enumerate(reference) if o.problem]
-        if wrong:
-            raise ProgramFailed(f"undisturbed, {len(wrong)} requests failed: {wrong[0]}")
+        load = ClosedLoop(partial(run_one, client), specs, streams)
+        reference = load.run_undisturbed(progress)
         capacity: dict[str, float] = {}
         bar = progress.add_task("capacity", total=len(SPLITS))
         for split in (*SPLITS[1:], SPLITS[0]):
             operator.move(split)
-            capacity[":".join(map(str, split))] = round(measure_capacity(client, specs, streams, capacity_s), 2)
+            capacity[":".join(map(str, split))] = round(measure_capacity(load, capacity_s), 2)
             progress.advance(bar)
         rate = share * min(capacity.values())
         if rate <= 0 or operator.problems:

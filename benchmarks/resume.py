@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,12 +28,12 @@ if not __package__:
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.closed_loop import ClosedLoop, Numbered, compare
 from benchmarks.failover import spec_of
 from benchmarks.outcome import Outcome, note
-from benchmarks.plain_cluster import ROOT, Program, ProgramFailed, running_workers, wait_until_serving
+from benchmarks.plain_cluster import ROOT, Program, beside_others, running_workers, wait_until_serving
 from benchmarks.redis_server import RedisServer, running_redis
 from benchmarks.report import bars, tell, telling_failures
 from cluster.client import BatonClient
@@ -99,7 +99,7 @@ class MortalRouter:
         self._settings = replace(self._settings, port=int(self.address.rpartition(":")[2]))
 
 
-def run_one(address: str, spec: pb.GenerationSpec, is_over: threading.Event) -> Outcome:
+def run_one(address: str, spec: pb.GenerationSpec) -> Outcome:
     """Never raises: what goes wrong is the outcome. A router that is not there yet was not asked: it is asked again."""
     outcome = Outcome()
     with BatonClient(address) as client:
@@ -109,40 +109,13 @@ def run_one(address: str, spec: pb.GenerationSpec, is_over: threading.Event) -> 
                     for event in stream:
                         note(outcome, event)
             except NotReachable as error:
-                if not outcome.told_at and not is_over.wait(LOOK_EVERY_S):
+                if not outcome.told_at:
+                    time.sleep(LOOK_EVERY_S)
                     continue
                 outcome.problem = f"{type(error).__name__}: {error.message}"
             except BatonError as error:
                 outcome.problem = f"{type(error).__name__}: {error.message}"
             return outcome
-
-
-class Load:
-    """Requests 0, 1, ... over and over, so many at a time."""
-
-    def __init__(self, address: str, specs: list[pb.GenerationSpec]) -> None:
-        self._address, self._specs = address, specs
-        self._next, self._lock = 0, threading.Lock()
-
-    def run(self, streams: int, most: int | None, is_over: threading.Event) -> list[tuple[int, Outcome]]:
-        """Until so many have been sent, or it is over; all of them have ended then."""
-        ended: list[tuple[int, Outcome]] = []
-
-        def keep_going() -> None:
-            never = threading.Event()
-            while not is_over.is_set() and (number := self._take(most)) is not None:
-                number %= len(self._specs)
-                ended.append((number, run_one(self._address, self._specs[number], never)))
-
-        with ThreadPoolExecutor(streams) as pool:
-            for future in [pool.submit(keep_going) for _ in range(streams)]:
-                future.result()
-        return ended
-
-    def _take(self, most: int | None) -> int | None:
-        with self._lock:
-            number, self._next = self._next, self._next + 1
-        return number if most is None or number < most else None
 
 
 def kill_routers(router: MortalRouter, every_s: float) -> Callable[[threading.Event], list[str]]:
@@ -179,24 +152,6 @@ def torment_redis(redis: RedisServer, args: Arguments) -> Callable[[threading.Ev
     return disturb
 
 
-def run_disturbed(
-    load: Load, streams: int, seconds: float, disturb: Callable[[threading.Event], list[str]], progress: Progress
-) -> tuple[list[tuple[int, Outcome]], list[str]]:
-    """What came of the requests, and what was done meanwhile."""
-    is_over, bar = threading.Event(), progress.add_task("disturbed", total=None)
-    timer = threading.Timer(seconds, is_over.set)
-    timer.start()
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            faults = pool.submit(disturb, is_over)
-            outcomes = load.run(streams, None, is_over)
-            is_over.set()
-            return outcomes, faults.result()
-    finally:
-        timer.cancel()
-        progress.remove_task(bar)
-
-
 def leave_orphans(address: str, specs: list[pb.GenerationSpec]) -> dict[str, Any]:
     """Clients that leave in the middle and stay away: how many were cancelled, and after how long nothing ran."""
     with BatonClient(address) as client:
@@ -207,6 +162,7 @@ def leave_orphans(address: str, specs: list[pb.GenerationSpec]) -> dict[str, Any
             spec.resume.SetInParent()
             spec.stopping.ignore_eos, spec.stopping.max_output_tokens = True, ORPHAN_TOKENS
             spec.stopping.ClearField("stop")
+            spec.sampling.ClearField("regex")  # whose output could end before
             with client.stream(spec) as stream:
                 next(event for event in stream if event.HasField("delta"))
         left_at, never = time.perf_counter(), threading.Event()
@@ -220,15 +176,11 @@ def leave_orphans(address: str, specs: list[pb.GenerationSpec]) -> dict[str, Any
         }
 
 
-def judge(reference: dict[int, Outcome], outcomes: list[tuple[int, Outcome]], faults: list[str]) -> dict[str, Any]:
-    lost = [f"request {n}: {o.problem}" for n, o in outcomes if o.problem]
-    changed = [f"request {n}: {what}" for n, o in outcomes if not o.problem and (what := o.difference(reference[n]))]
-    gaps = [b - a for _, o in outcomes for a, b in zip(o.told_at, o.told_at[1:], strict=False)]
+def judge(reference: dict[int, Outcome], ended: list[Numbered], faults: list[str]) -> dict[str, Any]:
+    gaps = [b - a for _, o in ended for a, b in zip(o.told_at, o.told_at[1:], strict=False)]
     return {
         "faults": {kind: faults.count(kind) for kind in sorted(set(faults))},
-        "completed": len(outcomes) - len(lost),
-        "lost": lost,
-        "changed": changed,
+        **compare(reference, ended),
         "longest_stall_s": round(max(gaps, default=0.0), 2),
     }
 
@@ -238,19 +190,13 @@ def measure(
 ) -> dict[str, Any]:
     """Raises ProgramFailed when requests fail that nothing disturbs."""
     with bars() as progress:
-        bar = progress.add_task("undisturbed", total=None)
-        undisturbed = Load(router.address, specs).run(args.streams, len(specs), threading.Event())
-        progress.remove_task(bar)
-        wrong = [f"request {n}: {o.problem}" for n, o in undisturbed if o.problem]
-        if wrong:
-            raise ProgramFailed(f"undisturbed, {len(wrong)} requests failed: {wrong[0]}")
-        reference, found = dict(undisturbed), {}
+        load = ClosedLoop(partial(run_one, router.address), specs, args.streams)
+        reference, found = load.run_undisturbed(progress), {}
         for name, seconds, disturb in (
             ("redis", args.seconds + args.stop_seconds, torment_redis(redis, args)),
             ("router", args.seconds, kill_routers(router, args.every)),
         ):
-            load = Load(router.address, specs)
-            found[name] = judge(reference, *run_disturbed(load, args.streams, seconds, disturb, progress))
+            found[name] = judge(reference, *load.run_disturbed(f"disturbed: {name}", seconds, disturb, progress))
         router.kill(resume_window_s=ORPHAN_WINDOW_S)
         wait_until_serving(router.address)
         return found | {"orphans": leave_orphans(router.address, specs)}
@@ -287,7 +233,7 @@ def main(
         specs = [spec_of(number, tokens) for number in range(requests)]
         plan = plan_cluster(load_config(config), num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
         with running_redis() as redis, running_workers(plan.workers) as flags:
-            settings = replace(plan.router, port=0, workers=flags, state=redis.url, resume_window_s=WINDOW_S)
+            settings = replace(beside_others(plan.router), workers=flags, state=redis.url, resume_window_s=WINDOW_S)
             with MortalRouter(settings).running() as router:
                 found = measure(router, redis, specs, Arguments(seconds, every, stop_seconds, streams))
     tell(found, as_json, show)
