@@ -7,12 +7,12 @@ What a body may hold is not looked at here: that is for whoever answers the line
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from router.batches.records import Problem
+from router.json_text import read_json
 
 MOST_LINES = 50_000
 MOST_PROBLEMS = 100
@@ -65,11 +65,8 @@ class Splitter:
 def read_line(number: int, data: bytes, endpoint: str) -> Line | Problem:
     """One line of a batch for `endpoint`."""
     try:
-        text = data.decode("utf-8")
-        found = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
-    except (ValueError, RecursionError):
+        found = read_json(data)
+    except ValueError:
         return Problem("invalid_json_line", "this line is not JSON in UTF-8; write one object in one line", number)
     if not isinstance(found, dict):
         return Problem("invalid_json_line", "this line is no JSON object", number)

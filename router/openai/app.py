@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -29,6 +28,7 @@ from cluster.gate import Gate
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from router.fields import invalid
+from router.json_text import read_json
 from router.openai import specs
 from router.openai.answers import Form, TokenBytes
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -227,11 +227,8 @@ def form_of(body: CompletionBody | ChatBody, wanted: Sequence[pb.GenerationSpec]
 def parse(data: bytes, kind: type[Body]) -> Body:
     """A body as it came. Raises InvalidRequest."""
     try:
-        text = data.decode("utf-8")
-        found = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
-    except (ValueError, RecursionError) as error:
+        found = read_json(data)
+    except ValueError as error:
         raise InvalidRequest("the body is not JSON in UTF-8") from error
     return checked(found, kind)
 

@@ -17,7 +17,7 @@ from router.batches.store import BatchStore, Record
 from router.fields import Violations, invalid
 from router.openai import pages
 from router.openai.app import Answer, parse, read_body
-from router.openai.batch_body import BatchBody
+from router.openai.bodies import BatchBody
 from router.openai.errors import Failure, body_of
 from router.openai.exchange import failed
 from router.openai.files import caller_for, find_file, no_such_file, route

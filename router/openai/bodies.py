@@ -158,3 +158,18 @@ class DetokenizeBody(_Body):
 
     model: str = ""
     tokens: list[int]
+
+
+class ExpiresAfter(_Body):
+    anchor: Literal["created_at"]
+    seconds: int = Field(json_schema_extra={"minimum": 3600, "maximum": 2_592_000})
+
+
+class BatchBody(_Body):
+    """POST /v1/batches."""
+
+    input_file_id: str
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.openai.answer_schema import ANSWERS, event_of
-from router.openai.batch_body import BatchBody
-from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from router.openai.bodies import BatchBody, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 _EVERY = (500,)
 _KEY = (401, 403, *_EVERY)

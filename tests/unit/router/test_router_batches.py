@@ -22,7 +22,7 @@ from cluster.pb import generation_pb2 as pb
 from router.batches.input_lines import Line
 from router.batches.records import Batch
 from router.call import Call
-from router.openai.batch_body import BatchBody
+from router.openai.bodies import BatchBody
 from router.openai.line import LineAnswerer
 
 ENDPOINT = "/v1/chat/completions"
