@@ -58,15 +58,14 @@ def describe(status: GetStatusResponse) -> dict[str, Any]:
 
 
 def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
-    from cluster.pb.admin_pb2 import WorkerStatus as Message
-    from cluster.pb.worker_pb2 import Role
+    from cluster.words import role_name, state_name
 
     info, stats = worker.info, worker.stats
     return {
         "worker_id": worker.worker_id or info.worker_id,
         "address": worker.address,
-        "state": Message.State.Name(worker.state).removeprefix("STATE_").lower(),
-        "role": Role.Name(worker.role).removeprefix("ROLE_").lower() if worker.role else "unknown",
+        "state": state_name(worker),
+        "role": role_name(worker.role) or "unknown",
         "is_draining": worker.is_draining,
         "requests_on_it": worker.num_requests,
         "node": info.node,

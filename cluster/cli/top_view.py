@@ -15,6 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.pb import admin_pb2, worker_pb2
+from cluster.units import format_bytes
+from cluster.words import role_name, state_name
 
 _KEPT_SECONDS = 60
 _KEPT_REQUESTS = 100
@@ -78,8 +80,9 @@ def render(seen: Seen, console: Console) -> RenderableType:
 
 def _head(seen: Seen) -> Text:
     status, router = seen.status, seen.status.router
-    split = [sum(_role(w) == role and not w.is_draining for w in status.workers) for role in ("prefill", "decode")]
-    text = Text(f"{status.model} at {status.router_address}, up {_age(router.uptime_s)}, {split[0]}:{split[1]}")
+    roles = [role_name(w.role) for w in status.workers if not w.is_draining]
+    split = f"{roles.count('prefill')}:{roles.count('decode')}"
+    text = Text(f"{status.model} at {status.router_address}, up {_age(router.uptime_s)}, {split}")
     if status.config_version:
         text.append(f", configuration {status.config_version}")
     if seen.problem:
@@ -135,8 +138,7 @@ def _workers(seen: Seen, width: int) -> Table:
             table.add_column(name, justify="right", no_wrap=True)
     for worker in sorted(seen.status.workers, key=lambda w: (w.role, w.worker_id)):
         rate = rates.get(worker.worker_id, admin_pb2.WorkerRates())
-        role, stats = _role(worker), worker.stats
-        state = admin_pb2.WorkerStatus.State.Name(worker.state).removeprefix("STATE_").lower()
+        role, state, stats = role_name(worker.role), state_name(worker), worker.stats
         cells: list[RenderableType] = [
             worker.worker_id,
             Text(role or "-", style=_ROLE_COLORS.get(role, "")),
@@ -147,7 +149,7 @@ def _workers(seen: Seen, width: int) -> Table:
             _rate(rate.decode_tokens_per_s),
         ]
         if width >= _WIDE:
-            cells += [f"{_bytes(n)}/s" for n in (rate.kv_sent_bytes_per_s, rate.kv_received_bytes_per_s)]
+            cells += [f"{format_bytes(round(n))}/s" for n in (rate.kv_sent_bytes_per_s, rate.kv_received_bytes_per_s)]
         table.add_row(*cells)
     return table
 
@@ -217,10 +219,6 @@ def _took(life: admin_pb2.RequestLife) -> float:
     return life.phases[-1].at_s if life.phases else 0.0
 
 
-def _role(worker: admin_pb2.WorkerStatus) -> str:
-    return worker_pb2.Role.Name(worker.role).removeprefix("ROLE_").lower() if worker.role else ""
-
-
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value else "0"
 
@@ -229,13 +227,6 @@ def _time(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{1000 * seconds:.0f} ms" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:.1f} {unit}"
-    return f"{value:.0f} B"
 
 
 def _age(seconds: float) -> str:

@@ -15,6 +15,7 @@ from cluster.errors import PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.plan import ROLES
 from cluster.units import count_of
+from cluster.words import state_name
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
 _SAME_HOST = ("shm", "cuda_ipc")
@@ -77,7 +78,7 @@ def workers(subject: Subject) -> Iterator[Finding]:
     reasons = {p.name: p for p in contact.cluster.processes} if contact.cluster is not None else {}
     num_ready = 0
     for worker in status.workers:
-        state = admin_pb2.WorkerStatus.State.Name(worker.state).removeprefix("STATE_").lower()
+        state = state_name(worker)
         process = reasons.get(worker.worker_id)
         why = f" ({process.why})" if process is not None and process.why else ""
         if worker.state != _READY:

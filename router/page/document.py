@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.pb import admin_pb2, worker_pb2
+from cluster.pb import admin_pb2
+from cluster.words import role_name, state_name
 
 Json = dict[str, Any]
 
@@ -54,8 +55,8 @@ def _worker(worker: admin_pb2.WorkerStatus, rates: admin_pb2.WorkerRates | None)
     return {
         "id": worker.worker_id,
         "address": worker.address,
-        "state": admin_pb2.WorkerStatus.State.Name(worker.state).removeprefix("STATE_").lower(),
-        "role": _role(worker.role),
+        "state": state_name(worker),
+        "role": role_name(worker.role),
         "is_draining": worker.is_draining,
         "requests": worker.num_requests,
         "running": stats.num_running_seqs,
@@ -151,7 +152,7 @@ def controller_part(cluster: admin_pb2.GetClusterResponse) -> Json:
                 "state": process.state,
                 "starts": process.num_starts,
                 "why": process.why,
-                "role": _role(process.role),
+                "role": role_name(process.role),
             }
             for process in cluster.processes
         ],
@@ -173,7 +174,3 @@ def plan_part(plan: admin_pb2.Plan) -> Json:
 
 def change_part(answer: admin_pb2.ChangeResponse) -> Json:
     return {"version": answer.version, "is_change": answer.is_change, "plan": plan_part(answer.plan)}
-
-
-def _role(role: worker_pb2.Role) -> str:
-    return worker_pb2.Role.Name(role).removeprefix("ROLE_").lower() if role else ""
