@@ -74,7 +74,7 @@ class ModelRunner:
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
         """Where Baton's own kernels come from, or why they are not used."""
-        self._attention, self.attention_reason = choose_attention(attention, self.device, torch_dtype, native)
+        self._attention, _ = choose_attention(attention, self.device, torch_dtype, native)
         packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=native

@@ -5,6 +5,7 @@ A contact is made once. What answered is kept; what did not is kept as the error
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import time
@@ -73,8 +74,7 @@ class Contact:
     refusal: BatonError | None = None
     """Why there is no status though the router answers."""
     cluster: admin_pb2.GetClusterResponse | None = None
-    """The controller's view."""
-    controller_why_not: str = ""
+    """The controller's view, if it answers."""
     page_tls: ClientTls | None = None
     tls: ClientTls | None = None
     metadata: tuple[tuple[str, str], ...] = ()
@@ -97,8 +97,9 @@ class Contact:
             contact.why_not = f"the router at {contact.address} would have TLS; name its authority with --tls-ca"
         else:
             contact._call_router()
-        if not contact.why_not:
-            contact._call_controller(asked.admin_address or (_controller_of(config) if contact.is_configured else ""))
+        controller = asked.admin_address or (_controller_of(config) if contact.is_configured else "")
+        if controller and not contact.why_not:
+            contact._call_controller(controller)
         return contact
 
     def _call_router(self) -> None:
@@ -126,18 +127,12 @@ class Contact:
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     def _call_controller(self, address: str) -> None:
-        if not address:
-            self.controller_why_not = "no address of a controller is known; name one with --admin-address"
-            return
         with create_blocking_channel(address, tls=self.tls) as channel:
             stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-            try:
-                with as_baton_errors(address):
-                    self.cluster = stub.GetCluster(
-                        admin_pb2.GetClusterRequest(), timeout=self.timeout_s, metadata=self.metadata
-                    )
-            except BatonError as error:
-                self.controller_why_not = error.message
+            with contextlib.suppress(BatonError), as_baton_errors(address):
+                self.cluster = stub.GetCluster(
+                    admin_pb2.GetClusterRequest(), timeout=self.timeout_s, metadata=self.metadata
+                )
 
     def get_status(self) -> admin_pb2.GetStatusResponse:
         """As it is now. Raises BatonError."""

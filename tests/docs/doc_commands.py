@@ -16,7 +16,6 @@ from cluster.cli.main import app
 from cluster.config import ServingConfig
 
 BATON = re.compile(r"(?:^|[\s;&|(])(?:\.venv/bin/)?baton +(?=[a-z-])")
-PLACEHOLDER = re.compile(r"[A-Z]|\[|…|[\w./-]*\.(yaml|json)$")
 
 
 @cache
