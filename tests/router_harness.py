@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from fake_worker import FakeWorker
+from fake_worker import PREFILL, TRANSFER, FakeWorker, phase, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster import rpc
-from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
 from cluster.state import Store
@@ -159,6 +159,26 @@ def kinds(events: Sequence[pb.GenerateStreamResponse]) -> list[str]:
     """The kinds of events in their order, without heartbeats."""
     names = [str(event.WhichOneof("event")) for event in events]
     return [name for name in names if name != "heartbeat"]
+
+
+async def begin(router: Router, prefill: FakeWorker) -> tuple[Any, list[Any], worker_pb2.RequestKey]:
+    """A stream that has its first token and waits for the hand-off."""
+    spec = text_spec(output=pb.OutputOptions(token_ids=True, include_timing=True))
+    stream = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec))
+    key = (await prefill.next_admit()).key
+    prefill.emit(phase(key, PREFILL), tokens(key, 0, ids("a")), phase(key, TRANSFER))
+    events: list[Any] = []
+    while "delta" not in kinds(events):
+        events.append(await stream.read())
+    return stream, events, key
+
+
+async def rest(stream: Any) -> list[Any]:
+    """What still comes of a stream."""
+    events = []
+    while (event := await stream.read()) is not grpc.aio.EOF:
+        events.append(event)
+    return events
 
 
 def text_of(events: Sequence[pb.GenerateStreamResponse], index: int = 0) -> str:

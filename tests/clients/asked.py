@@ -49,6 +49,20 @@ def told(text: str | None, finish_reason: str | None, prompt_tokens: int, comple
     }
 
 
+def told_whole(answer: Any) -> Told:
+    """A chat completion, as OpenAI's client and LiteLLM have it."""
+    choice, usage = answer.choices[0], answer.usage
+    return told(choice.message.content, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens)
+
+
+def told_chunks(chunks: list[Any]) -> Told:
+    """Those of a streamed one, with its usage."""
+    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
+    reason = next(c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason)
+    usage = next(c.usage for c in chunks if getattr(c, "usage", None))
+    return told("".join(texts), reason, usage.prompt_tokens, usage.completion_tokens) | {"num_chunks": len(chunks)}
+
+
 def told_error(error: Exception) -> Told:
     """`kinds`: the class of what was raised, and those that it stems from."""
     kinds = [kind.__name__ for kind in type(error).__mro__]

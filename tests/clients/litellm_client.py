@@ -16,8 +16,9 @@ from asked import (
     WRONG_TEMPERATURE,
     Told,
     answer_asked,
-    told,
+    told_chunks,
     told_error,
+    told_whole,
 )
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # read while it is imported: the list of prices stays unfetched
@@ -30,18 +31,6 @@ USAGE: Any = {"stream": True, "stream_options": {"include_usage": True}}
 
 def asking(base_url: str, model: str, **more: Any) -> Any:
     return {**GIVEN, "model": f"openai/{model}", "api_base": base_url, "max_retries": 0, **more}
-
-
-def told_whole(answer: Any) -> Told:
-    choice, usage = answer.choices[0], answer.usage
-    return told(choice.message.content, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens)
-
-
-def told_chunks(chunks: list[Any]) -> Told:
-    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
-    reason = next(c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason)
-    usage = next(c.usage for c in chunks if getattr(c, "usage", None))
-    return told("".join(texts), reason, usage.prompt_tokens, usage.completion_tokens) | {"num_chunks": len(chunks)}
 
 
 def chat(base_url: str, model: str) -> Told:

@@ -18,7 +18,9 @@ from asked import (
     Told,
     answer_asked,
     told,
+    told_chunks,
     told_error,
+    told_whole,
 )
 
 GIVEN: Any = {"messages": MESSAGES, "temperature": 0, "max_tokens": NUM_TOKENS}
@@ -33,18 +35,6 @@ def client(base_url: str, max_retries: int = 0) -> openai.OpenAI:
 
 def async_client(base_url: str, max_retries: int = 0) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=TIMEOUT_S, max_retries=max_retries)
-
-
-def told_whole(answer: Any) -> Told:
-    choice, usage = answer.choices[0], answer.usage
-    return told(choice.message.content, choice.finish_reason, usage.prompt_tokens, usage.completion_tokens)
-
-
-def told_chunks(chunks: list[Any]) -> Told:
-    texts = [c.choices[0].delta.content or "" for c in chunks if c.choices]
-    reason = next(c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason)
-    usage = chunks[-1].usage
-    return told("".join(texts), reason, usage.prompt_tokens, usage.completion_tokens) | {"num_chunks": len(chunks)}
 
 
 def chat(base_url: str, model: str) -> Told:

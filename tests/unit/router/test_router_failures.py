@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, pair, phase, tokens
+from fake_worker import DECODE, LENGTH, PREFILL, failed, pair, phase, tokens
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2
-from router_harness import Router, ids, kinds, running_router, text_of, text_spec
+from router_harness import Router, begin, ids, kinds, rest, running_router, text_of, text_spec
 
 from cluster import rpc
 from cluster.errors import (
@@ -42,24 +42,6 @@ async def outcome(call: Any) -> BatonError:
 async def status(router: Router) -> admin_pb2.GetStatusResponse:
     answer: admin_pb2.GetStatusResponse = await router.admin.GetStatus(admin_pb2.GetStatusRequest())
     return answer
-
-
-async def begin(router: Router, prefill: FakeWorker) -> tuple[Any, list[Any], worker_pb2.RequestKey]:
-    """A stream that has got its first token."""
-    stream = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec()))
-    key = (await prefill.next_admit()).key
-    prefill.emit(phase(key, PREFILL), tokens(key, 0, ids("a")), phase(key, TRANSFER))
-    events = []
-    while "delta" not in kinds(events):
-        events.append(await stream.read())
-    return stream, events, key
-
-
-async def rest(stream: Any) -> list[Any]:
-    events = []
-    while (event := await stream.read()) is not grpc.aio.EOF:
-        events.append(event)
-    return events
 
 
 async def test_a_prefill_worker_stands_in_for_the_last_decode_worker_until_one_is_back(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from candidates import named, request_of
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, phase, tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from router_harness import Router, ids, kinds, running_router, text_of, text_spec
+from router_harness import Router, begin, ids, kinds, rest, running_router, text_of, text_spec
 
 from cluster import rpc
 from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
@@ -107,25 +107,6 @@ def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
 def fleet_of(num_prefill: int = 2, num_decode: int = 1) -> list[FakeWorker]:
     workers = [FakeWorker(f"prefill-{i}", worker_pb2.ROLE_PREFILL) for i in range(num_prefill)]
     return workers + [FakeWorker(f"decode-{i}", worker_pb2.ROLE_DECODE) for i in range(num_decode)]
-
-
-async def begin(router: Router, prefill: FakeWorker) -> tuple[Any, list[Any], worker_pb2.RequestKey]:
-    """A stream that has its first token and waits for the hand-off."""
-    spec = text_spec(output=pb.OutputOptions(token_ids=True, include_timing=True))
-    stream = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec))
-    key = (await prefill.next_admit()).key
-    prefill.emit(phase(key, PREFILL), tokens(key, 0, ids("a")), phase(key, TRANSFER))
-    events: list[Any] = []
-    while "delta" not in kinds(events):
-        events.append(await stream.read())
-    return stream, events, key
-
-
-async def rest(stream: Any) -> list[Any]:
-    events = []
-    while (event := await stream.read()) is not grpc.aio.EOF:
-        events.append(event)
-    return events
 
 
 async def status(router: Router) -> admin_pb2.RouterStatus:
