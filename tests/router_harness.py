@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
 from fake_worker import PREFILL, TRANSFER, FakeWorker, phase, tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster import rpc
+from cluster.errors import BatonError
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
@@ -179,6 +181,13 @@ async def rest(stream: Any) -> list[Any]:
     while (event := await stream.read()) is not grpc.aio.EOF:
         events.append(event)
     return events
+
+
+async def refusal(call: Awaitable[Any]) -> BatonError:
+    """The error that a client is given."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    return rpc.from_rpc_error(error.value)
 
 
 def text_of(events: Sequence[pb.GenerateStreamResponse], index: int = 0) -> str:

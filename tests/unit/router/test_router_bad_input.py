@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, pair, phase, tokens
-from router_harness import VOCAB_SIZE, Router, ids, running_router, text_of, text_spec
+from router_harness import VOCAB_SIZE, Router, ids, refusal, running_router, text_of, text_spec
 
-from cluster import rpc
 from cluster.errors import (
     BatonError,
     DeadlineExceeded,
@@ -26,13 +22,6 @@ from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 
 pytestmark = pytest.mark.asyncio
-
-
-async def refusal(call: Awaitable[Any]) -> BatonError:
-    """The error that a client is given."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return rpc.from_rpc_error(error.value)
 
 
 async def raw_refusal(router: Router, data: bytes, method: str = "Generate") -> BatonError:

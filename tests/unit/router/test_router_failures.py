@@ -6,12 +6,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, failed, pair, phase, tokens
 from google.protobuf import duration_pb2
 from grpc_health.v1 import health_pb2
-from router_harness import Router, begin, ids, kinds, rest, running_router, text_of, text_spec
+from router_harness import Router, begin, ids, kinds, refusal, rest, running_router, text_of, text_spec
 
 from cluster import rpc
 from cluster.errors import (
@@ -31,12 +30,6 @@ pytestmark = pytest.mark.asyncio
 Failed = worker_pb2.Failed
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-async def outcome(call: Any) -> BatonError:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return rpc.from_rpc_error(error.value)
 
 
 async def status(router: Router) -> admin_pb2.GetStatusResponse:
@@ -106,7 +99,7 @@ async def test_a_workers_failure_becomes_a_typed_error_and_the_other_drops_the_r
         call = asyncio.ensure_future(router.stream(text_spec()))
         key = (await decode.next_admit()).key
         decode.emit(failed(key, reason, "the detail"))
-        error = await outcome(call)
+        error = await refusal(call)
         assert type(error) is kind and (error.retry_after_s is not None) is retry
         assert ("the detail" in error.message) is (kind is not InternalError)
         assert (await prefill.next_cancel()).key == key
@@ -140,7 +133,7 @@ async def test_a_deadline_while_it_runs_frees_both_workers(tmp_path: Path) -> No
     async with running_router(tmp_path, (prefill, decode)) as router:
         call = asyncio.ensure_future(router.stream(text_spec(), timeout=0.3))
         key = (await prefill.next_admit()).key
-        assert isinstance(await outcome(call), DeadlineExceeded)
+        assert isinstance(await refusal(call), DeadlineExceeded)
         assert (await prefill.next_cancel()).key == key
         assert (await decode.next_cancel()).key == key
 
@@ -157,7 +150,7 @@ async def test_cancel_generation_ends_the_stream_with_its_last_tokens(tmp_path: 
         while not end.HasField("sequence_end"):
             end = await stream.read()
         assert end.sequence_end.finish_reason == pb.FINISH_REASON_CANCELLED
-        assert isinstance(await outcome(rest(stream)), Cancelled)
+        assert isinstance(await refusal(rest(stream)), Cancelled)
         assert (await decode.next_cancel()).key == key
     assert text_of(events) == "a"
 
@@ -179,7 +172,7 @@ async def test_late_and_foreign_events_are_dropped(tmp_path: Path) -> None:
 
 async def test_without_a_worker_a_request_waits_and_then_is_unavailable(tmp_path: Path) -> None:
     async with running_router(tmp_path, queue_timeout_s=0.05) as router:
-        error = await outcome(router.stream(text_spec()))
+        error = await refusal(router.stream(text_spec()))
         assert isinstance(error, Unavailable) and error.retry_after_s == 1.0
         assert (await status(router)).router.num_rejected == 1
 
@@ -211,13 +204,13 @@ async def test_a_full_queue_refuses_and_a_long_wait_is_exhausted(tmp_path: Path)
         soon = pb.SchedulingOptions(queue_timeout=duration_pb2.Duration(nanos=300_000_000))
         waiting = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec(scheduling=soon)))
         assert (await waiting.read()).heartbeat.phase == pb.Heartbeat.PHASE_QUEUED
-        refused = await outcome(router.stream(text_spec()))
+        refused = await refusal(router.stream(text_spec()))
         assert (
             isinstance(refused, Overloaded)
             and refused.retry_after_s is not None
             and 1.0 <= refused.retry_after_s <= 1.5
         )
-        timed_out = await outcome(rest(waiting))
+        timed_out = await refusal(rest(waiting))
         assert isinstance(timed_out, Overloaded) and "0.3 s" in timed_out.message
         running.cancel()
 
@@ -302,7 +295,7 @@ async def test_the_controller_is_told_what_is_wrong_with_its_workers(tmp_path: P
     async with running_router(tmp_path) as router, rpc.create_channel(router.control_address) as channel:
         control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         worker = admin_pb2.WorkerAddress(worker_id="w", address="127.0.0.1:1")
-        error = await outcome(control.SetWorkers(admin_pb2.SetWorkersRequest(workers=[worker])))
+        error = await refusal(control.SetWorkers(admin_pb2.SetWorkersRequest(workers=[worker])))
     assert isinstance(error, InvalidRequest) and error.violations[0].field == "workers[0]"
 
 
@@ -312,7 +305,7 @@ async def test_shutdown_refuses_new_requests_and_lets_running_ones_end(tmp_path:
         stream, events, key = await begin(router, prefill)
         stopping = asyncio.ensure_future(router.server.stop())
         await router.until_health(NOT_SERVING)
-        assert isinstance(await outcome(router.stream(text_spec())), Unavailable)
+        assert isinstance(await refusal(router.stream(text_spec())), Unavailable)
         decode.emit(phase(key, DECODE), tokens(key, 1, ids("b"), finish_reason=LENGTH))
         events += await rest(stream)
         await stopping
@@ -324,6 +317,6 @@ async def test_a_drain_that_takes_too_long_fails_what_is_left(tmp_path: Path) ->
     async with running_router(tmp_path, (prefill, decode), drain_timeout_s=0.05) as router:
         stream, _, _ = await begin(router, prefill)
         stopping = asyncio.ensure_future(router.server.stop())
-        error = await outcome(rest(stream))
+        error = await refusal(rest(stream))
         await stopping
     assert isinstance(error, Unavailable) and error.retry_after_s == 1.0

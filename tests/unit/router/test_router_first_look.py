@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from fake_worker import pair
 from google.protobuf import duration_pb2
-from router_harness import MAX_MODEL_LEN, Router, running_router, text_spec
+from router_harness import MAX_MODEL_LEN, refusal, running_router, text_spec
 
-from cluster import rpc
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
 from router.caller import ANYONE
@@ -44,12 +42,6 @@ def test_nonsense_is_cut_to_what_the_model_allows() -> None:
     assert least_of(pb.GenerationSpec(**absurd), MODEL, ANYONE, 1.5).priority == -10
 
 
-async def refusal(router: Router, spec: pb.GenerationSpec) -> Exception:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await router.stream(spec)
-    return rpc.from_rpc_error(raised.value)
-
-
 async def test_a_full_queue_refuses_a_prompt_that_nobody_has_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +55,7 @@ async def test_a_full_queue_refuses_a_prompt_that_nobody_has_read(
             raise AssertionError("the prompt was read")
 
         monkeypatch.setattr(router.server._tokenizer, "encode", read)
-        error = await refusal(router, text_spec("x" * 100))
+        error = await refusal(router.stream(text_spec("x" * 100)))
         assert isinstance(error, Overloaded) and error.retry_after_s is not None
         counters = router.server.dispatcher.counters
         assert (counters.rejected, dict(counters.refused)) == (1, {"queue_requests": 1})

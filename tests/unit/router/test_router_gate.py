@@ -16,12 +16,11 @@ import pytest_asyncio
 from fake_worker import FakeWorker, pair
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from router_harness import Router, ids, running_router, text_of, text_spec
+from router_harness import Router, ids, refusal, running_router, text_of, text_spec
 from scripted_router import baton
 
-from cluster import rpc
 from cluster.api_keys import ApiKey, KeyQuota, digest_of, render_keys
-from cluster.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
+from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
 from cluster.gate import KeyRing
 from cluster.key_file import KeyFile
 from cluster.pb import admin_pb2
@@ -50,12 +49,6 @@ UNARY = {
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
-
-
-async def refusal(call: Any) -> BatonError:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return rpc.from_rpc_error(error.value)
 
 
 @pytest.fixture

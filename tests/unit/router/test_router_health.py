@@ -10,9 +10,8 @@ import grpc
 import pytest
 from fake_worker import pair
 from grpc_health.v1 import health_pb2
-from router_harness import running_router
+from router_harness import refusal, running_router
 
-from cluster import rpc
 from cluster.errors import InvalidRequest, NotFound
 
 pytestmark = pytest.mark.asyncio
@@ -26,9 +25,8 @@ REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 async def test_bytes_that_are_no_message_are_the_clients_mistake(tmp_path: Path) -> None:
     async with running_router(tmp_path) as router:
         for data in NO_MESSAGE:
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await router.channel.unary_unary("/grpc.health.v1.Health/Check")(data)
-            assert type(rpc.from_rpc_error(error.value)) is InvalidRequest
+            check = router.channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert type(await refusal(check(data))) is InvalidRequest
             watching = router.channel.unary_stream("/grpc.health.v1.Health/Watch")(data)
             assert await asyncio.wait_for(watching.code(), 20) is grpc.StatusCode.INVALID_ARGUMENT
             asking = router.channel.stream_stream(REFLECTION)(iter([data]))
@@ -38,9 +36,8 @@ async def test_bytes_that_are_no_message_are_the_clients_mistake(tmp_path: Path)
 
 async def test_the_health_of_a_service_that_is_not_there_is_not_found(tmp_path: Path) -> None:
     async with running_router(tmp_path) as router:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await router.health.Check(health_pb2.HealthCheckRequest(service="baton.v2.Nothing"))
-        assert type(rpc.from_rpc_error(error.value)) is NotFound
+        nothing = health_pb2.HealthCheckRequest(service="baton.v2.Nothing")
+        assert type(await refusal(router.health.Check(nothing))) is NotFound
         watching = router.health.Watch(health_pb2.HealthCheckRequest(service="baton.v2.Nothing"))
         assert (await watching.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         watching.cancel()

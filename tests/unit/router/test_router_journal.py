@@ -7,15 +7,13 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from author import ALONE, Author, Reading, again, resumable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from router_harness import Router, ids, running_router
+from router_harness import Router, ids, refusal, running_router
 
 from benchmarks.redis_server import RedisServer, running_redis
-from cluster import rpc
 from cluster.errors import Aborted, Cancelled, FailedPrecondition, NotFound, Unavailable
 from cluster.pb import generation_pb2 as pb
 from cluster.state import MemoryStore, Store
@@ -43,12 +41,6 @@ async def two_routers(folder: Path, author: Author, make_store: Callable[[], Sto
         running_router(folder, [author.worker], store=make_store(), **ALONE) as two,
     ):
         yield [one, two]
-
-
-async def error_of(reading: Reading) -> Exception:
-    with pytest.raises(grpc.RpcError) as refused:
-        await reading.to_the_end()
-    return rpc.from_rpc_error(refused.value)
 
 
 @pytest.mark.parametrize("index", [0, 3, 7])
@@ -87,7 +79,7 @@ async def test_a_router_that_lost_a_generation_cancels_its_run(tmp_path: Path, m
         while len(author.worker.admits) < 2:
             await author.worker.next_admit()
         author.allow(5)
-        assert isinstance(await error_of(first), Aborted)
+        assert isinstance(await refusal(first.to_the_end()), Aborted)
         cancel = await author.worker.next_cancel()
         assert cancel.key == author.worker.admits[0].key
         author.finish()
@@ -115,12 +107,13 @@ async def test_a_cancelled_generation_is_nobodys(tmp_path: Path, make_store: Cal
         request = pb.CancelGenerationRequest(generation_ids=[first.generation_id])
         assert list((await two.generation.CancelGeneration(request)).cancelled_ids) == [first.generation_id]
         author.allow(4)
-        error = await error_of(first)
+        error = await refusal(first.to_the_end())
         assert isinstance(error, Cancelled) and "CancelGeneration" in error.message
         assert first.ends[0].finish_reason == pb.FINISH_REASON_CANCELLED
         await author.worker.next_cancel()
         for router in (one, two):
-            assert isinstance(await error_of(Reading.start(router, again(first.generation_id, 0))), NotFound)
+            resumed = Reading.start(router, again(first.generation_id, 0))
+            assert isinstance(await refusal(resumed.to_the_end()), NotFound)
 
 
 async def test_other_weights_do_not_go_on(tmp_path: Path) -> None:
@@ -132,7 +125,8 @@ async def test_other_weights_do_not_go_on(tmp_path: Path) -> None:
             worker.info.weights_revision = revision
         first = Reading.start(one, resumable())
         await first.until_tokens(2)
-        assert isinstance(await error_of(Reading.start(two, again(first.generation_id, 0))), FailedPrecondition)
+        resumed = Reading.start(two, again(first.generation_id, 0))
+        assert isinstance(await refusal(resumed.to_the_end()), FailedPrecondition)
         author.finish()
         assert (await first.to_the_end()).texts == {0: "hello"}, "a refused resume disturbed it"
 
@@ -209,7 +203,7 @@ async def test_a_client_ahead_of_the_journal_is_told_nothing_twice(tmp_path: Pat
         author.allow(6)
         await first.until_tokens(6)
         async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as two:
-            away = await error_of(Reading.start(two, again(first.generation_id, 6)))
+            away = await refusal(Reading.start(two, again(first.generation_id, 6)).to_the_end())
             assert isinstance(away, Unavailable) and away.retry_after_s
         await one.server.stop()
         own_redis.go_on()

@@ -9,10 +9,10 @@ import grpc
 import pytest
 from author import ALONE, Author, Reading, again, resumable
 from fake_worker import failed
-from router_harness import ids, running_router, text_spec
+from router_harness import ids, refusal, running_router, text_spec
 
 from cluster import rpc
-from cluster.errors import Aborted, BatonError, Cancelled, InvalidRequest, NotFound, OutOfRange, Unavailable
+from cluster.errors import Aborted, Cancelled, InvalidRequest, NotFound, OutOfRange, Unavailable
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.state import MemoryStore, Outcome, Write
@@ -21,12 +21,6 @@ from router.dispatcher import Dispatcher
 
 pytestmark = pytest.mark.asyncio
 CANCELLED, NO_LIMIT = pb.FINISH_REASON_CANCELLED, 1000
-
-
-async def refusal(reading: Reading) -> BatonError:
-    with pytest.raises(grpc.RpcError) as refused:
-        await reading.to_the_end()
-    return rpc.from_rpc_error(refused.value)
 
 
 @pytest.mark.parametrize("stop", [(), ("END",)], ids=["", "stop strings"])
@@ -95,7 +89,7 @@ async def test_one_that_may_not_be_resumed_ends_with_its_client(tmp_path: Path) 
         await first.until_tokens(2)
         await first.leave()
         await author.worker.next_cancel()
-        assert isinstance(await refusal(Reading.start(router, again(first.generation_id, 2))), NotFound)
+        assert isinstance(await refusal(Reading.start(router, again(first.generation_id, 2)).to_the_end()), NotFound)
 
 
 async def test_nobody_came_back_in_time_so_it_is_freed(tmp_path: Path) -> None:
@@ -105,7 +99,7 @@ async def test_nobody_came_back_in_time_so_it_is_freed(tmp_path: Path) -> None:
         await first.until_tokens(2)
         await first.leave()
         await author.worker.next_cancel()
-        assert isinstance(await refusal(Reading.start(router, again(first.generation_id, 2))), NotFound)
+        assert isinstance(await refusal(Reading.start(router, again(first.generation_id, 2)).to_the_end()), NotFound)
         status = await router.admin.GetStatus(admin_pb2.GetStatusRequest())
         dispatcher: Dispatcher = router.server.dispatcher
     assert dispatcher.counters.orphaned == status.router.num_orphaned == 1
@@ -119,7 +113,7 @@ async def test_a_second_client_takes_the_stream_over(tmp_path: Path) -> None:
         await first.until_tokens(3)
         second = Reading.start(router, again(first.generation_id, 1))
         await second.until_tokens(2)
-        error = await refusal(first)
+        error = await refusal(first.to_the_end())
         author.finish()
         await second.to_the_end()
         assert router.server.dispatcher.counters.cancelled == 0
@@ -140,8 +134,9 @@ async def test_cancel_ends_it_at_once_with_or_without_its_client(tmp_path: Path)
             assert list(answer.cancelled_ids) == [first.generation_id]
             assert (await author.worker.next_cancel()).key.request_id == first.generation_id
             if is_there:
-                assert isinstance(await refusal(first), Cancelled)
-            assert isinstance(await refusal(Reading.start(router, again(first.generation_id, 0))), NotFound)
+                assert isinstance(await refusal(first.to_the_end()), Cancelled)
+            resumed = Reading.start(router, again(first.generation_id, 0))
+            assert isinstance(await refusal(resumed.to_the_end()), NotFound)
         assert router.server.dispatcher.counters.orphaned == 0
 
 
@@ -151,13 +146,13 @@ async def test_what_cannot_be_resumed_is_refused_by_its_reason(tmp_path: Path) -
         done = await Reading.start(router, resumable()).to_the_end()
         known = done.generation_id
         for unknown in ("gen-" + "0" * 24, "x" * 5000, "../../etc"):
-            error = await refusal(Reading.start(router, again(unknown, 0)))
+            error = await refusal(Reading.start(router, again(unknown, 0)).to_the_end())
             assert isinstance(error, NotFound) and len(error.message) < 600
-        too_far = await refusal(Reading.start(router, again(known, 6)))
+        too_far = await refusal(Reading.start(router, again(known, 6)).to_the_end())
         assert isinstance(too_far, OutOfRange) and "at most 5" in too_far.message
         other = resumable(stop=("x",))
         other.resume.generation_id = known
-        assert isinstance(await refusal(Reading.start(router, other)), InvalidRequest)
+        assert isinstance(await refusal(Reading.start(router, other).to_the_end()), InvalidRequest)
         same = resumable(request_id="another name for it")
         same.resume.generation_id, same.resume.next_token_index = known, 4
         assert (await Reading.start(router, same).to_the_end()).texts == {0: "o"}
@@ -178,7 +173,7 @@ async def test_one_that_failed_for_want_of_workers_may_be_resumed(tmp_path: Path
             if key.attempt < 3:
                 while author.worker.admits[-1].key == key:
                     await author.worker.next_admit()
-        assert isinstance(await refusal(first), Unavailable)
+        assert isinstance(await refusal(first.to_the_end()), Unavailable)
         author.limit = 5
         rest = await Reading.start(router, again(first.generation_id, 1)).to_the_end()
     assert rest.texts == {0: "ello"}
@@ -218,7 +213,7 @@ async def test_one_that_is_refused_at_once_is_told_so_and_not_written_down(
         dispatcher = router.server.dispatcher
         monkeypatch.setattr(dispatcher, "refuse_early", lambda ask: None)
         monkeypatch.setattr(dispatcher.waiting, "is_closed", True)
-        assert isinstance(await refusal(Reading.start(router, resumable())), Unavailable)
+        assert isinstance(await refusal(Reading.start(router, resumable()).to_the_end()), Unavailable)
         assert store.num_writes == 0
         monkeypatch.setattr(dispatcher.waiting, "is_closed", False)
         await Reading.start(router, resumable()).to_the_end()

@@ -6,15 +6,13 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from candidates import named, request_of
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, phase, tokens
 from hypothesis import given
 from hypothesis import strategies as st
-from router_harness import Router, begin, ids, kinds, rest, running_router, text_of, text_spec
+from router_harness import Router, begin, ids, kinds, refusal, rest, running_router, text_of, text_spec
 
-from cluster import rpc
 from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.keys import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
@@ -217,9 +215,7 @@ async def test_a_request_that_waits_again_ends_with_its_deadline(tmp_path: Path)
         call = asyncio.ensure_future(router.stream(text_spec(), timeout=1.0))
         await prefill.next_admit()
         await decode.stop()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call
-        assert isinstance(rpc.from_rpc_error(error.value), DeadlineExceeded)
+        assert isinstance(await refusal(call), DeadlineExceeded)
         assert (await status(router)).num_queued == 0
 
 
@@ -234,9 +230,7 @@ async def test_the_third_failure_is_told_to_the_client(tmp_path: Path) -> None:
         while last.expect_handoff:
             last = await decode.next_admit()
         decode.emit(failed(last.key, Failed.REASON_INCOMPATIBLE, "nothing helps"))
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await call
-        told = rpc.from_rpc_error(error.value)
+        told = await refusal(call)
         assert isinstance(told, FailedPrecondition) and "nothing helps" in told.message
         assert (await status(router)).num_failed == 1
 
