@@ -9,15 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, RedisError
 
 from cluster.address import format_address, is_loopback
 from cluster.doctor.findings import Finding, ok, problem, skipped, warning
 from cluster.doctor.subject import Subject
 from cluster.state.guard import TIMEOUT_S
+from cluster.state.redis_store import connect
 
 _DEFAULT_PORT = 6379
 _PROBE_MS = 5000
@@ -54,7 +52,7 @@ def redis(subject: Subject) -> Iterator[Finding]:
 
 async def _examine(url: str, timeout_s: float) -> Mapping[str, Any]:
     """Raises TimeoutError, RedisError and OSError."""
-    client: Any = Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=timeout_s)
+    client: Any = connect(url, timeout_s)
     key = f"baton:doctor:{secrets.token_hex(8)}"
     try:
         async with asyncio.timeout(timeout_s):

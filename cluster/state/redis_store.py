@@ -9,7 +9,7 @@ Redis may lose all of it at any time; whoever writes is told by MISSING. Knows n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -77,7 +77,7 @@ class RedisStore:
         """Connects at the first call."""
         self._url = url
         self._shas: dict[str, str] = {}
-        self._client = self._connect()
+        self._client = connect(self._url)
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:
         calls = [
@@ -86,7 +86,7 @@ class RedisStore:
         return [_OUTCOMES[answer] for answer in await self._run(_WRITE, calls)]
 
     async def read(self, key: str) -> Log | None:
-        fields: dict[bytes, bytes] = await self._ask(lambda: self._client.hgetall(_PREFIX + key))
+        fields: dict[bytes, bytes] = await ask(lambda: self._client.hgetall(_PREFIX + key))
         try:
             claim = Claim(fields[b"owner"].decode(), int(fields[b"epoch"]))
             entries = tuple(fields[str(i).encode()] for i in range(1, int(fields[b"size"]) + 1))
@@ -105,10 +105,10 @@ class RedisStore:
 
     async def probe(self) -> None:
         """Writes, since a Redis that is full or a replica answers pings all the same."""
-        await self._ask(lambda: self._client.set(_PROBE_KEY, b"1", px=_PROBE_MS))
+        await ask(lambda: self._client.set(_PROBE_KEY, b"1", px=_PROBE_MS))
 
     async def reset(self) -> None:
-        left, self._client = self._client, self._connect()
+        left, self._client = self._client, connect(self._url)
         try:
             await left.aclose(close_connection_pool=True)
         except (RedisError, OSError) as error:
@@ -117,17 +117,14 @@ class RedisStore:
     async def close(self) -> None:
         await self.reset()
 
-    def _connect(self) -> Redis:
-        return Redis.from_url(self._url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=_CONNECT_S)
-
     async def _run(self, script: str, calls: Sequence[tuple[str, Sequence[Any]]]) -> list[Any]:
         """A script on many keys in one round trip; two when Redis has just started and does not know it."""
         if script not in self._shas:
-            self._shas[script] = await self._ask(lambda: self._client.script_load(script))
+            self._shas[script] = await ask(lambda: self._client.script_load(script))
         answers = await self._evaluate(script, calls)
         unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
-            await self._ask(lambda: self._client.script_load(script))
+            await ask(lambda: self._client.script_load(script))
             again = await self._evaluate(script, [calls[i] for i in unknown])
             for i, answer in zip(unknown, again, strict=True):
                 answers[i] = answer
@@ -140,15 +137,21 @@ class RedisStore:
         pipeline = self._client.pipeline(transaction=False)
         for key, arguments in calls:
             pipeline.evalsha(self._shas[script], 1, _PREFIX + key, *arguments)
-        answers: list[Any] = await self._ask(lambda: pipeline.execute(raise_on_error=False))
+        answers: list[Any] = await ask(lambda: pipeline.execute(raise_on_error=False))
         return answers
 
-    async def _ask(self, call: Callable[[], Any]) -> Any:
-        """redis-py types one set of methods for blocking and asyncio clients."""
-        try:
-            return await call()
-        except (RedisError, OSError) as error:
-            raise StoreAway(f"{type(error).__name__}: {error}") from error
+
+def connect(url: str, connect_s: float = _CONNECT_S, answer_s: float | None = None) -> Redis:
+    """At the first call. What fails is not tried again."""
+    return Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=connect_s, socket_timeout=answer_s)
+
+
+async def ask(call: Callable[[], Awaitable[Any] | Any]) -> Any:
+    """redis-py types one set of methods for blocking and asyncio clients. Raises StoreAway."""
+    try:
+        return await call()
+    except (RedisError, OSError) as error:
+        raise StoreAway(f"{type(error).__name__}: {error}") from error
 
 
 def _ms(seconds: float) -> int:

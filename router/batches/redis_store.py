@@ -12,20 +12,15 @@ Time is the server's. What Redis loses is lost: a batch that it has lost is over
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
-
-from cluster.state import StoreAway
+from cluster.state.redis_store import ask, connect
 from router.batches.store import ORPHAN_S, Answer, Claim, Kind, Record
 
 PREFIX = "baton:{batches}:"
 """With a tag, so that Redis Cluster would keep all of it in one place."""
-_CONNECT_S, _ANSWER_S = 1.0, 5.0
+_ANSWER_S = 5.0
 _FIELDS = ("kind", "tenant", "data", "ends_at", "version")
 
 _IF_HELD = """
@@ -144,9 +139,7 @@ class RedisBatchStore:
     def __init__(self, url: str, prefix: str = PREFIX) -> None:
         """Connects at the first call."""
         self._prefix = prefix
-        self._client: Redis = Redis.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=_CONNECT_S, socket_timeout=_ANSWER_S
-        )
+        self._client = connect(url, answer_s=_ANSWER_S)
         scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _PIECE)
         self._scripts = {text: self._client.register_script(text) for text in scripts}
 
@@ -165,11 +158,11 @@ class RedisBatchStore:
         rank = -1
         if after is not None:
             find = self._client.zrank if is_ascending else self._client.zrevrank
-            found = await self._ask(lambda: find(key, after))
+            found = await ask(lambda: find(key, after))
             if found is None:
                 return None
             rank = found
-        ids = await self._ask(lambda: self._client.zrange(key, rank + 1, rank + limit, desc=is_descending))
+        ids = await ask(lambda: self._client.zrange(key, rank + 1, rank + limit, desc=is_descending))
         records = await self._records([record_id.decode() for record_id in ids])
         return [record for record in records if record is not None]
 
@@ -182,11 +175,11 @@ class RedisBatchStore:
 
     async def ended(self, now: float, limit: int) -> Sequence[Record]:
         key = f"{self._prefix}ends"
-        ids = await self._ask(lambda: self._client.zrange(key, "-inf", now, byscore=True, offset=0, num=limit))
+        ids = await ask(lambda: self._client.zrange(key, "-inf", now, byscore=True, offset=0, num=limit))
         records = await self._records([record_id.decode() for record_id in ids])
         lost = [record_id for record_id, record in zip(ids, records, strict=True) if record is None]
         if lost:
-            await self._ask(lambda: self._client.zrem(key, *lost))
+            await ask(lambda: self._client.zrem(key, *lost))
         return [record for record in records if record is not None]
 
     async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
@@ -194,7 +187,7 @@ class RedisBatchStore:
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
         key = f"{self._prefix}pieces:{file_id}"
-        found: bytes | None = await self._ask(lambda: self._client.hget(key, str(number)))
+        found: bytes | None = await ask(lambda: self._client.hget(key, str(number)))
         return found
 
     async def claim(
@@ -223,23 +216,23 @@ class RedisBatchStore:
 
     async def counts(self, batch_id: str) -> tuple[int, int]:
         key = f"{self._prefix}claim:{batch_id}"
-        good, bad = await self._ask(lambda: self._client.hmget(key, ["good", "bad"]))
+        good, bad = await ask(lambda: self._client.hmget(key, ["good", "bad"]))
         return int(good or 0), int(bad or 0)
 
     async def answered(self, batch_id: str) -> frozenset[int]:
-        return frozenset(map(int, await self._ask(lambda: self._client.hkeys(f"{self._prefix}answers:{batch_id}"))))
+        return frozenset(map(int, await ask(lambda: self._client.hkeys(f"{self._prefix}answers:{batch_id}"))))
 
     async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[Answer]:
         if not numbers:
             return []
         wanted = sorted(numbers)
         fields = [str(number) for number in wanted]
-        found = await self._ask(lambda: self._client.hmget(f"{self._prefix}answers:{batch_id}", fields))
+        found = await ask(lambda: self._client.hmget(f"{self._prefix}answers:{batch_id}", fields))
         pairs = zip(wanted, found, strict=True)
         return [Answer(number, data[:1] == b"1", data[1:]) for number, data in pairs if data is not None]
 
     async def close(self) -> None:
-        await self._ask(lambda: self._client.aclose(close_connection_pool=True))
+        await ask(lambda: self._client.aclose(close_connection_pool=True))
 
     async def _records(self, ids: Sequence[str]) -> list[Record | None]:
         """None in the place of one that is not there."""
@@ -248,18 +241,11 @@ class RedisBatchStore:
         pipeline = self._client.pipeline(transaction=False)
         for record_id in ids:
             pipeline.hmget(f"{self._prefix}record:{record_id}", list(_FIELDS))
-        found = await self._ask(pipeline.execute)
+        found = await ask(pipeline.execute)
         return [_record(record_id, values) for record_id, values in zip(ids, found, strict=True)]
 
     async def _run(self, script: str, *values: Any) -> Any:
-        return await self._ask(lambda: self._scripts[script](keys=[self._prefix], args=values))
-
-    async def _ask(self, call: Callable[[], Awaitable[Any] | Any]) -> Any:
-        """redis-py types one set of methods for blocking and asyncio clients."""
-        try:
-            return await call()
-        except (RedisError, OSError) as error:
-            raise StoreAway(f"{type(error).__name__}: {error}") from error
+        return await ask(lambda: self._scripts[script](keys=[self._prefix], args=values))
 
 
 def _held(claim: Claim | None) -> tuple[Any, ...]:
