@@ -101,13 +101,7 @@ def running_cluster(config_file: Path, num_gpus: int = 0) -> Iterator[str]:
 def running_workers(workers: Sequence[WorkerPlan]) -> Iterator[tuple[str, ...]]:
     """All of them, ready, in the form of RouterSettings.workers. Raises ProgramFailed for a bad start."""
     with contextlib.ExitStack() as stack:
-
-        def start(module: str, settings: JsonSettings) -> Program:
-            program = Program(module, settings)
-            stack.callback(program.stop)
-            return program
-
-        leaders = [_start_group(worker, start) for worker in workers]
+        leaders = [_start_group(worker, stack) for worker in workers]
         addresses = [leader.expect("ready")["address"] for leader in leaders]
         yield tuple(
             f"{worker.role}:{worker.worker_id}={address}" for worker, address in zip(workers, addresses, strict=True)
@@ -131,12 +125,19 @@ def beside_others(settings: RouterSettings) -> RouterSettings:
     return replace(settings, port=0, http_port=None, batch_store=None)
 
 
-def _start_group(worker: WorkerPlan, start: Any) -> Program:
+def start_within(stack: contextlib.ExitStack, module: str, settings: JsonSettings) -> Program:
+    """It is stopped with the stack."""
+    program = Program(module, settings)
+    stack.callback(program.stop)
+    return program
+
+
+def _start_group(worker: WorkerPlan, stack: contextlib.ExitStack) -> Program:
     """Starts every rank; rank 0 answers when the whole group is ready."""
-    leader: Program = start("worker", worker.ranks[0])
+    leader = start_within(stack, "worker", worker.ranks[0])
     card = leader.expect("prepared")
     for rank in worker.ranks[1:]:
-        start("worker", replace(rank, leader=card["rank_address"]))
+        start_within(stack, "worker", replace(rank, leader=card["rank_address"]))
     return leader
 
 

@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.plain_cluster import ROOT, Program, wait_until_serving
+from benchmarks.plain_cluster import ROOT, Program, start_within, wait_until_serving
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.router_peers import PeerSettings, run_stream
 from cluster import rpc
@@ -88,12 +89,7 @@ class Bench:
 def running(model: Path) -> Iterator[Bench]:
     """Raises ProgramFailed for a bad start."""
     with contextlib.ExitStack() as stack:
-
-        def start(module: str, settings: Any) -> Program:
-            program = Program(module, settings)
-            stack.callback(program.stop)
-            return program
-
+        start = partial(start_within, stack)
         peers = {kind: start("benchmarks.router_peers", PeerSettings(kind)) for kind in ("workers", "echo")}
         flags = tuple(peers["workers"].expect("ready")["addresses"])
         echo = Served(str(peers["echo"].expect("ready")["addresses"][0]), peers["echo"].pid)
