@@ -19,11 +19,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
 USER = "root"
 HOME = "/home/baton"
+STORE = "--object-store-memory=80000000"
+"""Of `ray start`, on machines that share one's memory."""
+UP_S = 300.0
+"""That `ray up` may take."""
 RUN_S = 60.0
 _TOOLS = {
     "iproute2": ("ip",),
@@ -172,6 +177,19 @@ def machines(*names: str) -> Iterator[Machines]:
             operator.run(_ssh(machine, "true"))
             others[name] = machine
         yield Machines(operator, others)
+
+
+def put_on(config: dict[str, Any], there: Machines, **options: str) -> None:
+    """Has a cluster.yaml of the provider `local` name these machines, `head` and the others as workers, and files where
+    they are. `options`: more ones of `ray start`, of head and worker."""
+    workers = [machine.host for name, machine in there.others.items() if name != "head"]
+    config["provider"] |= {"head_ip": there["head"].host, "worker_ips": workers}
+    config["auth"] = {"ssh_user": USER, "ssh_private_key": f"{HOME}/.ssh/key"}
+    mounts = config["file_mounts"].items()
+    config["file_mounts"] = {to: str(ROOT / file) if (ROOT / file).exists() else file for to, file in mounts}
+    for name, more in options.items():
+        commands = config[f"{name}_start_ray_commands"]
+        config[f"{name}_start_ray_commands"] = [f"{c} {more}" if "ray start" in c else c for c in commands]
 
 
 def _ssh(machine: Machine, command: str) -> str:

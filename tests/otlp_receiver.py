@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -130,13 +129,6 @@ def receiver(port: int = 0) -> Iterator[Receiver]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-def until(condition: Any, what: Any = lambda: "") -> None:
-    end, never = time.monotonic() + WAIT_S, threading.Event()
-    while not condition():
-        assert time.monotonic() < end, what()
-        never.wait(0.01)
 
 
 def _read(span: trace_pb2.Span, resource: Mapping[str, Any]) -> Received:

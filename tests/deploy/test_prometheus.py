@@ -14,15 +14,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 import pytest
 import yaml
 from serve_process import ROOT, Serve
+from waiting import until
 
 from cluster.client import BatonClient, make_spec
 
@@ -34,17 +34,7 @@ pytestmark = [
 
 DEPLOY = ROOT / "deploy"
 WAIT_S = 150.0
-POLL_S = 0.5
 RATE = "20s"
-T = TypeVar("T")
-
-
-def until(look: Callable[[], T | None], what: str) -> T:
-    end = time.monotonic() + WAIT_S
-    while (found := look()) is None:
-        assert time.monotonic() < end, f"not within {WAIT_S:g} s: {what}"
-        time.sleep(POLL_S)
-    return found
 
 
 class Prometheus:
@@ -143,7 +133,8 @@ def test_prometheus_finds_every_page(site: Site) -> None:
         baton = [each for each in targets if each["labels"]["job"] == "baton"]
         return baton if len(baton) == 4 and all(each["health"] == "up" for each in baton) else None
 
-    assert {each["labels"]["process"] for each in until(found, "four pages that are up")} == set(site.list_pages())
+    up = until(found, "four pages that are up", WAIT_S)
+    assert {each["labels"]["process"] for each in up} == set(site.list_pages())
 
 
 def panels() -> list[tuple[str, str]]:
@@ -154,23 +145,23 @@ def panels() -> list[tuple[str, str]]:
 def test_every_panel_of_the_dashboard_has_data(site: Site) -> None:
     missing = dict.fromkeys(panels())
 
-    def look() -> bool | None:
+    def look() -> bool:
         site.ask()
         for panel in list(missing):
             found = site.prometheus.query(panel[1].replace("$__rate_interval", RATE))
             if found and all(math.isfinite(float(each["value"][1])) for each in found):
                 del missing[panel]
-        return None if missing else True
+        return not missing
 
-    until(look, f"data for {missing}")
+    until(look, f"data for {missing}", WAIT_S)
 
-    def moves() -> bool | None:
+    def moves() -> bool:
         site.ask()
         names = ("baton_time_to_first_token_seconds_count", "baton_kv_transfer_bytes_total")
         rates = [f"sum(rate({name}[{RATE}]))" for name in names]
-        return True if all(float(site.prometheus.query(rate)[0]["value"][1]) > 0 for rate in rates) else None
+        return all(float(site.prometheus.query(rate)[0]["value"][1]) > 0 for rate in rates)
 
-    until(moves, "requests and hand-offs that are seen")
+    until(moves, "requests and hand-offs that are seen", WAIT_S)
 
 
 def test_every_alert_is_evaluated_and_one_sees_a_worker_that_was_killed(site: Site) -> None:
@@ -185,15 +176,15 @@ def test_every_alert_is_evaluated_and_one_sees_a_worker_that_was_killed(site: Si
         known = rules()
         return known if all(rule["health"] == "ok" for rule in known.values()) else None
 
-    known = until(evaluated, "every rule evaluated without an error")
+    known = until(evaluated, "every rule evaluated without an error", WAIT_S)
     assert set(known) == names
     assert known["BatonPageGone"]["state"] == "inactive"
     with BatonClient(site.serve.address) as client:
         (decode,) = [worker for worker in client.status().workers if worker.worker_id == "decode-0"]
     os.kill(decode.info.ranks[0].pid, signal.SIGKILL)
-    until(lambda: rules()["BatonPageGone"]["state"] != "inactive" or None, "an alert about the page that is gone")
+    until(lambda: rules()["BatonPageGone"]["state"] != "inactive", "an alert about the page that is gone", WAIT_S)
     (alert,) = rules()["BatonPageGone"]["alerts"]
     assert alert["labels"]["process"] == "decode-0"
     site.serve.until("decode-0 is ready", site.serve.output.index("was lost"))
-    until(lambda: True if "decode-0" in site.list_pages() else None, "the new page")
-    until(lambda: rules()["BatonPageGone"]["state"] == "inactive" or None, "the alert gone")
+    until(lambda: "decode-0" in site.list_pages(), "the new page", WAIT_S)
+    until(lambda: rules()["BatonPageGone"]["state"] == "inactive", "the alert gone", WAIT_S)

@@ -12,24 +12,17 @@ from typing import Any
 
 import pytest
 import yaml
-from machines import HOME, ROOT, USER, Machines, machines, missing
+from machines import ROOT, STORE, UP_S, Machines, machines, missing, put_on
 
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 
-UP_S = 300.0
-STORE = "--object-store-memory=80000000"
 DEPLOY = ROOT / "deploy" / "ray"
 
 
 def adapted(config: dict[str, Any], there: Machines) -> dict[str, Any]:
     """These machines, CPUs instead of GPUs, and the bundled model."""
-    config["provider"] |= {"head_ip": there["head"].host, "worker_ips": [there["one"].host]}
-    config["auth"] = {"ssh_user": USER, "ssh_private_key": f"{HOME}/.ssh/key"}
-    mounts = {k: str(ROOT / v) if (ROOT / v).exists() else v for k, v in config["file_mounts"].items()}
-    config["file_mounts"] = {**mounts, "~/models/served": str(ROOT / "models" / "tiny-shakespeare")}
-    for name in ("head", "worker"):
-        commands = config[f"{name}_start_ray_commands"]
-        config[f"{name}_start_ray_commands"] = [f"{c} {STORE}" if "ray start" in c else c for c in commands]
+    put_on(config, there, head=STORE, worker=STORE)
+    config["file_mounts"]["~/models/served"] = str(ROOT / "models" / "tiny-shakespeare")
     serving = config["metadata"]["serving"]
     serving["engine"] = {"device": "cpu", "threads": 1, "kernels": "torch", "kv_cache_tokens": 4096}
     serving["rebalance"]["mode"] = "fixed"

@@ -7,24 +7,21 @@ Long: `make test-deploy`.
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import yaml
-from machines import HOME, ROOT, USER, Machines, machines, missing
+from machines import ROOT, STORE, UP_S, Machines, machines, missing, put_on
+from waiting import until
 
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(900), pytest.mark.skipif(bool(missing()), reason=missing())]
 
-UP_S = 300.0
 MOVED_S = 20.0
 REPLACED_S = 180.0
 GONE_S = 150.0
-POLL_S = 0.5
 WORKERS = ("one", "two")
-STORE = "--object-store-memory=80000000"
 HTTP_PORT, PORT = 8000, 50051
 
 
@@ -46,14 +43,8 @@ class Site:
 
     def _adapt(self) -> None:
         """These machines and their addresses, workers on other machines than the head, and a router on each."""
-        config, serving = self.config, self.serving
-        hosts = [self.machines[name].host for name in WORKERS]
-        config["provider"] |= {"head_ip": self.head.host, "worker_ips": hosts}
-        config["auth"] = {"ssh_user": USER, "ssh_private_key": f"{HOME}/.ssh/key"}
-        config["file_mounts"] = {there: str(ROOT / here) for there, here in config["file_mounts"].items()}
-        for name, more in (("head", STORE), ("worker", f"{STORE} --labels=baton.example/serves=yes")):
-            commands = config[f"{name}_start_ray_commands"]
-            config[f"{name}_start_ray_commands"] = [f"{c} {more}" if "ray start" in c else c for c in commands]
+        put_on(self.config, self.machines, head=STORE, worker=f"{STORE} --labels=baton.example/serves=yes")
+        serving = self.serving
         serving["placement"] |= {"labels": ["baton.example/serves=yes"], "routers": "spread"}
         serving["router"] |= {"host": "0.0.0.0", "replicas": 3, "insecure": True, "queue_timeout_s": REPLACED_S}
         serving["engine"] |= {"threads": 1, "kernels": "torch"}
@@ -118,13 +109,6 @@ class Site:
         return sum(int(m.run("ps -eo args | grep -c '[r]aylet/raylet '", check=False)) for m in every)
 
 
-def until(condition: Callable[[], bool], limit_s: float, what: str) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
-        time.sleep(POLL_S)
-
-
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     """`ray stop` ends every Ray that it sees: so first of all it is made sure that it sees none of another."""
@@ -159,7 +143,7 @@ def test_ray_up_without_a_restart_applies_the_ratio_of_the_edited_file(site: Sit
     before = site.pids()
     site.set_ratio(2, 1)
     site.ray("up --no-restart -y cluster.yaml")
-    until(lambda: site.ratio() == (2, 1), MOVED_S, "two prefill workers and one for decode")
+    until(lambda: site.ratio() == (2, 1), "two prefill workers and one for decode", MOVED_S)
     assert site.pids() == before, "a worker changes its role and stays"
     assert "choices" in site.complete()
 
@@ -184,7 +168,7 @@ def test_a_second_serve_has_the_cluster_do_what_a_file_says(site: Site) -> None:
     assert site.ratio() == (1, 1)
     site.set_ratio(1, 2)
     site.ray("up --no-restart -y cluster.yaml")
-    until(lambda: site.ratio() == (1, 2), MOVED_S + UP_S, "a second decode worker")
+    until(lambda: site.ratio() == (1, 2), "a second decode worker", MOVED_S + UP_S)
 
 
 def test_the_workers_of_a_machine_that_is_cut_off_come_up_on_another(site: Site) -> None:
@@ -195,12 +179,12 @@ def test_the_workers_of_a_machine_that_is_cut_off_come_up_on_another(site: Site)
     site.machines.cut(lost)
     try:
         assert site.complete("KING HENRY:")["choices"] == expected, "it waits for the workers that come"
-        until(lambda: (site.nodes(), site.ratio()) == (others, (1, 2)), REPLACED_S, f"every worker on {others}")
+        until(lambda: (site.nodes(), site.ratio()) == (others, (1, 2)), f"every worker on {others}", REPLACED_S)
         assert site.complete("KING HENRY:")["choices"] == expected
     finally:
         site.machines.heal(lost)
-    until(lambda: site.raylet(lost) not in ("", given_up), REPLACED_S, "a new Ray on the machine that is back")
-    until(lambda: site.answers(lost), REPLACED_S, "the router of the machine that is back")
+    until(lambda: site.raylet(lost) not in ("", given_up), "a new Ray on the machine that is back", REPLACED_S)
+    until(lambda: site.answers(lost), "the router of the machine that is back", REPLACED_S)
     assert site.complete("KING HENRY:", at=lost)["choices"] == expected
 
 
@@ -216,6 +200,6 @@ def test_stop_ends_what_serves_and_leaves_ray(site: Site) -> None:
 
 def test_ray_down_ends_everything(site: Site) -> None:
     site.ray("down -y cluster.yaml")
-    until(lambda: site.num_raylets() == 0, GONE_S, "no Ray on any machine")
+    until(lambda: site.num_raylets() == 0, "no Ray on any machine", GONE_S)
     left = site.head.run("ps -eo args")
     assert "ray::" not in left and "router" not in left, left

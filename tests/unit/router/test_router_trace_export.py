@@ -16,8 +16,9 @@ from fake_worker import pair
 from kept_traces import Kept
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
-from otlp_receiver import receiver, until
+from otlp_receiver import WAIT_S, receiver
 from router_harness import ids, running_router, text_spec
+from waiting import until
 
 from cluster.errors import InvalidRequest
 from router import otel
@@ -65,7 +66,7 @@ async def test_a_collector_that_is_away_costs_spans_that_are_counted(
         def failed() -> float:
             return registry.get_sample_value(TRACE_SPANS.name, {"outcome": "failed"}) or 0.0
 
-        await asyncio.to_thread(until, lambda: failed() >= 15, failed)
+        await asyncio.to_thread(until, lambda: failed() >= 15, "15 spans that failed", WAIT_S, 0.01)
     complaints = [r for r in caplog.records if r.name.startswith("opentelemetry")]
     assert len(complaints) == 1, "once a minute is enough"
 
@@ -141,9 +142,9 @@ class Broken(SpanExporter):
 def test_an_exporter_that_raises_loses_its_batch_and_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept(Broken())
     refuse(kept)
-    until(lambda: kept.count("failed") == 1)
+    until(lambda: kept.count("failed") == 1, "a failure that is counted", WAIT_S, 0.01)
     refuse(kept)
-    until(lambda: kept.count("failed") == 2)
+    until(lambda: kept.count("failed") == 2, "a failure that is counted", WAIT_S, 0.01)
     kept.traces.close()
     assert "could not be sent" in caplog.text
 
