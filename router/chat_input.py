@@ -64,7 +64,9 @@ def _check_message(message: dict[str, Any], violations: Violations, field: str) 
     content = message.get("content")
     if isinstance(content, list):
         message["content"] = _join_text_parts(content, violations, f"{field}.content")
-    elif content is not None and not isinstance(content, str):
+    elif content is None:
+        message["content"] = ""  # which a template would write as the word None
+    elif not isinstance(content, str):
         violations.add(f"{field}.content", "must be a string or a list of text parts")
 
 

@@ -240,7 +240,7 @@ def _stopping(
     else:
         most = min(room, model.defaults.max_new_tokens or room)
     if criteria.min_output_tokens > most:
-        text = f"must be at most max_output_tokens, {most} (got {criteria.min_output_tokens})"
+        text = f"must be at most spec.stopping.max_output_tokens, {most} (got {criteria.min_output_tokens})"
         wrong.add("stopping.min_output_tokens", text)
     _stops(criteria, model, wrong)
     sampling.max_output_tokens = most

@@ -10,8 +10,9 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -79,7 +80,7 @@ class OpenAiApp:
             Route("/v1/models", guarded(self._models), methods=["GET"]),
             Route("/v1/models/{model:path}", guarded(self._model), methods=["GET"]),
             Route("/tokenize", guarded(self._tokenize), methods=["POST"]),
-            Route("/detokenize", guarded(self._detokenize), methods=["POST"]),
+            Route("/detokenize", guarded(self._detokenize, {"token_ids": "tokens"}), methods=["POST"]),
             Route("/metrics", guarded(self._metrics), methods=["GET"]),
             Route("/healthz", guarded(self._health), methods=["GET"]),
             Route("/readyz", guarded(self._ready), methods=["GET"]),
@@ -215,12 +216,13 @@ def form_of(body: CompletionBody | ChatBody, wanted: Sequence[pb.GenerationSpec]
         raise invalid((FieldViolation("stream_options", "needs stream: true"),))
     return Form(
         is_chat=isinstance(body, ChatBody),
-        model=body.model,
         created=int(time.time()),
         n=1 if body.n is None else body.n,
         wants_logprobs=wanted[0].output.HasField("top_logprobs"),
         includes_usage=body.stream_options is not None and body.stream_options.include_usage,
         token_bytes=token_bytes,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        names=specs.names_of(vars(body)),
     )
 
 
@@ -235,6 +237,8 @@ def parse(data: bytes, kind: type[Body]) -> Body:
 
 def checked(found: object, kind: type[Body]) -> Body:
     """The JSON of a body. Raises InvalidRequest."""
+    if not isinstance(found, dict):
+        raise InvalidRequest("the body must be a JSON object")
     try:
         return kind.model_validate(found)
     except ValidationError as error:
@@ -273,15 +277,15 @@ def _request_id(request: Request) -> str:
     return given if is_good else f"req-{secrets.token_hex(12)}"
 
 
-def guarded(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
-    """What a handler raises, as an answer."""
+def guarded(handle: Handler, names: Mapping[str, str] = MappingProxyType({})) -> Callable[[Request], Awaitable[Answer]]:
+    """What a handler raises, as an answer. `names` as in `failure_of`."""
 
     async def endpoint(request: Request) -> Answer:
         request_id = _request_id(request)
         try:
             answer = await handle(request, request_id)
         except BatonError as error:
-            return failed(failure_of(error), request_id)
+            return failed(failure_of(error, names), request_id)
         except ClientDisconnect:
             return Response()  # that nobody reads
         except TimeoutError:

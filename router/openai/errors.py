@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from cluster.errors import BatonError
@@ -44,6 +46,7 @@ _FIELDS = {
     "max_output_tokens": "max_tokens",
     "min_output_tokens": "min_tokens",
     "token_ids.ids": "prompt",
+    "token_ids": "prompt",
     "text": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
     "include_stop_in_output": "include_stop_str_in_output",
@@ -55,10 +58,10 @@ _FIELDS = {
 }
 """Of the last part of a path in the .proto, what it is called here."""
 _PATH = re.compile(
-    r"\b(?:spec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?|(?=chat\.(?:messages|tools|template_kwargs)\b))"
+    r"\b(?:spec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?|(?=chat\.(?:messages|tools|template_kwargs)\b|token_ids\b))"
     r"([a-z_]+(?:\.[a-z_]+)*)"
 )
-"""Of a GenerationSpec, or of a TokenizeRequest, which has its chat beside no spec."""
+"""Of a GenerationSpec, or of a TokenizeRequest or DetokenizeRequest, which have what they hold beside no spec."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,13 @@ class Failure:
         return {"retry-after": str(math.ceil(self.retry_after_s)), "retry-after-ms": str(ms)}
 
 
-def failure_of(error: BatonError) -> Failure:
+def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({})) -> Failure:
+    """`names`: of the last part of a path in the .proto, what this client calls it, where that is not as usual."""
     status = _STATUS[error.grpc_code]
-    param = rename(error.violations[0].field) if error.violations and error.grpc_code != "RESOURCE_EXHAUSTED" else None
+    is_named = error.violations and error.grpc_code != "RESOURCE_EXHAUSTED"
+    param = rename(error.violations[0].field, names) if is_named else None
     code = _CODE.get(error.grpc_code, error.reason.lower())
-    return Failure(status, body_of(rename(error.message), status, code, param), error.retry_after_s)
+    return Failure(status, body_of(rename(error.message, names), status, code, param), error.retry_after_s)
 
 
 def body_of(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
@@ -90,13 +95,13 @@ def body_of(message: str, status: int, code: str, param: str | None = None) -> d
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def rename(text: str) -> str:
+def rename(text: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
     """With fields of a GenerationSpec under the names that they have in a body."""
-    return _PATH.sub(lambda found: _name(found[1]), text)
+    return _PATH.sub(lambda found: _name(found[1], {**_FIELDS, **names}), text)
 
 
-def _name(path: str) -> str:
-    for known, name in _FIELDS.items():
+def _name(path: str, names: Mapping[str, str]) -> str:
+    for known, name in names.items():
         if path == known or path.startswith(f"{known}."):
             return name + path[len(known) :]
     return path.removeprefix("chat.")

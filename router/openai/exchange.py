@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import BatonError, InternalError
 from cluster.pb import generation_pb2 as pb
 from router.handlers import ClientStalled
-from router.openai.answers import Form
+from router.openai.answers import Chunks, Form
 from router.openai.errors import Failure, failure_of
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class WholeAnswer:
         except ClientGone:
             return
         except BatonError as error:
-            response = failed(failure_of(error), self._request_id)
+            response = failed(failure_of(error, self._form.names), self._request_id)
         else:
             response = JSONResponse(self._form.whole(answers), headers={"x-request-id": self._request_id})
         await response(scope, receive, send)
@@ -68,9 +68,7 @@ class StreamedAnswer:
         self._form = form
         self._generations = generations
         self._request_id = request_id
-        self._generation_id = ""
-        """Of the first prompt: chunks of one call have one id."""
-        self._usages: list[pb.Usage] = []
+        self._chunks = Chunks(form)
         self._has_begun = False
         self._silent_s = 0.0
 
@@ -82,12 +80,12 @@ class StreamedAnswer:
                 self._keep_alive(send),
             )
             if self._form.includes_usage:
-                await self._send(send, _event(self._form.usage_chunk(self._generation_id, self._usages)))
+                await self._send(send, _event(self._chunks.usage()))
             await self._send(send, b"data: [DONE]\n\n")
         except (ClientGone, ClientStalled):
             return  # the server closes the connection
         except BatonError as error:
-            failure = failure_of(error)
+            failure = failure_of(error, self._form.names)
             if not self._has_begun:
                 await failed(failure, self._request_id)(scope, receive, send)
                 return
@@ -96,11 +94,7 @@ class StreamedAnswer:
 
     def _teller(self, prompt: int, send: Send) -> OnEvent:
         async def tell(event: pb.GenerateStreamResponse) -> None:
-            if event.HasField("started") and not self._generation_id:
-                self._generation_id = event.started.generation_id
-            if event.HasField("completed"):
-                self._usages.append(event.completed.usage)
-            for chunk in self._form.chunks(event, self._generation_id, prompt):
+            for chunk in self._chunks.of(event, prompt):
                 await self._send(send, _event(chunk))
 
         return tell

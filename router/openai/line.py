@@ -43,7 +43,7 @@ class LineAnswerer:
         try:
             return Tried(200, await self._generate(batch, line, request_id))
         except BatonError as error:
-            failure = failure_of(error)
+            failure = failure_of(error, specs.names_of(line.body))
             if error.grpc_code not in (_REFUSED, _LOST):
                 return Tried(failure.status, failure.body)
             is_refusal = error.grpc_code == _REFUSED

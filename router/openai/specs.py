@@ -26,6 +26,8 @@ from router.openai.bodies import (
 
 MOST_PROMPTS = 128
 """In one call of /v1/completions."""
+_DEEPEST = 100
+"""Lists and objects in one another, of what a template may read; protobuf takes no more either."""
 _INT32 = range(-(2**31), 2**31)
 _UINT32, _UINT64 = range(2**32), range(2**64)
 
@@ -76,6 +78,16 @@ def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
         _format(spec.sampling, body.response_format, wrong)
     wrong.raise_if_any()
     return spec
+
+
+def names_of(fields: Mapping[str, Any]) -> dict[str, str]:
+    """What a body with these fields calls some of a GenerationSpec otherwise than most, for `errors.failure_of`."""
+    names = {}
+    if fields.get("max_completion_tokens") is not None:
+        names["max_output_tokens"] = "max_completion_tokens"
+    if fields.get("structured_outputs") is not None:
+        names |= {"json_schema": "structured_outputs.json", "json_object": "structured_outputs.json_object"}
+    return names
 
 
 def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
@@ -193,9 +205,19 @@ def _chat(
 
 def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, wrong: Violations) -> None:
     try:
+        if _is_deeper(value, _DEEPEST):
+            raise json_format.ParseError
         json_format.ParseDict(value, struct)
     except json_format.ParseError:
         wrong.add(field, "nests too deep, or holds a number that JSON does not have")
+
+
+def _is_deeper(value: Any, most: int) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    return most == 0 or any(
+        _is_deeper(each, most - 1) for each in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _format(sampling: pb.SamplingParams, form: ResponseFormat, wrong: Violations) -> None:

@@ -124,9 +124,28 @@ async def test_logprobs_name_tokens_by_their_text(tmp_path: Path) -> None:
     assert [(t.token, t.bytes, t.logprob, t.top_logprobs[0].token) for t in told.content] == [("a", [97], -0.5, "b")]
     other = text.choices[0].logprobs
     assert other is not None and (other.tokens, other.token_logprobs, other.text_offset) == (["a"], [-0.5], [0])
-    assert other.top_logprobs == [{"b": -2.0}] and said.choices[0].finish_reason == "stop"
+    assert other.top_logprobs == [{"a": -0.5, "b": -2.0}], "the chosen token is among them, likely or not"
+    assert said.choices[0].finish_reason == "stop"
 
 
+async def test_offsets_of_a_stream_go_on_where_they_were(tmp_path: Path) -> None:
+    def answered(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
+        logprobs = [pb.TokenLogprob(token_id=token, logprob=-0.5) for token in ids("abc")]
+        if worker.role == worker_pb2.ROLE_PREFILL:
+            worker.emit(phase(admit.key, PREFILL), tokens(admit.key, 0, ids("a"), logprobs=logprobs[:1]))
+        else:
+            worker.emit(tokens(admit.key, 1, ids("bc"), logprobs=logprobs[1:], finish_reason=STOP))
+
+    workers = tuple(FakeWorker(w.worker_id, w.role, answered) for w in pair())
+    async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
+        stream = await client.completions.create(model="model", prompt="hi", logprobs=0, stream=True)
+        told = [chunk.choices[0].logprobs async for chunk in stream]
+    offsets = [offset for each in told if each is not None for offset in each.text_offset or ()]
+    assert offsets == [0, 1, 2]
+
+
+_DEEP: list[Any] = json.loads("[" * 900 + "]" * 900)
+_FORMAT = "response_format", "response_format: cannot be followed"
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3.0}, "temperature", "temperature: must be between 0 and 2 (got 3)"),
     ({"temperature": "hot"}, "temperature", "temperature: should be a valid number"),
@@ -156,6 +175,12 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
         "response_format: cannot be set with structured_outputs",
     ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format.json_schema: must"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}}}, *_FORMAT),
+    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "structured_outputs.json: cannot be followed"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1 (got 0)"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "min_tokens: must be at most max_tokens, 2 (got 3)"),
+    ({"messages": [{"role": "user", "content": "a", "deep": _DEEP}]}, "messages[0]", "messages[0]: nests too deep"),
+    ({"tools": [{"deep": _DEEP}]}, "tools[0]", "tools[0]: nests too deep"),
 ]
 
 
@@ -175,7 +200,9 @@ async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) ->
     async with serving(tmp_path, pair(), max_message_bytes=5000) as (_, http):
         for content in (b"", b"{", b"\xff\xfe", b"[" * 4000, b'"text"', b"null"):
             answer = await http.post("/v1/completions", content=content)
-            assert answer.status_code == 400 and "error" in answer.json(), content
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["message"].startswith("the body "), content
+            assert error["param"] is None
         answer = await http.post("/v1/completions", json={"model": "model", "prompt": "a" * 6000})
         assert answer.status_code == 400 and "larger than 5000 bytes" in answer.json()["error"]["message"]
 
@@ -309,8 +336,18 @@ async def test_tokens_and_text_become_each_other(tmp_path: Path) -> None:
         wrong = (await http.post("/tokenize", json={"messages": [{"content": "a"}]})).json()["error"]
         assert wrong["param"] == "messages[0].role" and wrong["message"].startswith("messages[0].role: must be")
         assert (await http.post("/detokenize", json={"tokens": ids("abc")})).json() == {"prompt": "abc"}
-        for path, body in (("/tokenize", {}), ("/detokenize", {"tokens": [-1]}), ("/detokenize", {"tokens": [999]})):
-            assert (await http.post(path, json=body)).status_code == 400
+        nothing = {"role": "assistant", "content": None, "tool_calls": []}
+        said = await http.post("/tokenize", json={"messages": [nothing]})
+        assert said.json()["tokens"] == ids("<assistant><assistant>"), "null is no text, not the word None"
+        for path, body, param in (
+            ("/tokenize", {}, "prompt"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {"tokens": [999]}, "tokens"),
+            ("/v1/completions", {"model": "", "prompt": [[]]}, "prompt"),
+            ("/v1/completions", {"model": "", "prompt": [999]}, "prompt"),
+        ):
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 
 
 async def test_fields_without_effect_are_taken_and_others_of_other_servers_have_theirs(tmp_path: Path) -> None:
@@ -326,6 +363,31 @@ async def test_a_stop_string_ends_it_and_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path, pair(lambda _: [ids("one. two")])) as (_, http):
         choice = (await http.post("/v1/chat/completions", json=chat(stop="."))).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"], choice["stop_reason"]) == ("one", "stop", ".")
+
+
+@pytest.mark.parametrize(("named", "reason"), [([], None), ([9], 9), ([5], None)])
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_a_token_that_ends_it_is_named_if_the_client_did(
+    tmp_path: Path, named: list[int], reason: int | None, is_streaming: bool
+) -> None:
+    """The model's own end is no reason that anybody gave: vLLM tells null."""
+
+    def answered(worker: FakeWorker, admit: worker_pb2.Admit) -> None:
+        if worker.role == worker_pb2.ROLE_PREFILL:
+            end = {"finish_reason": STOP, "stop_token_id": 9}
+            worker.emit(phase(admit.key, PREFILL), tokens(admit.key, 0, [*ids("a"), 9], **end))
+
+    workers = tuple(FakeWorker(w.worker_id, w.role, answered) for w in pair())
+    async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
+        given = {"model": "", "prompt": "a", "extra_body": {"stop_token_ids": named}}
+        if is_streaming:
+            chunks = [chunk async for chunk in await client.completions.create(**given, stream=True)]
+            answer, choice = chunks[0], chunks[-1].choices[0]
+        else:
+            answer = await client.completions.create(**given)
+            choice = answer.choices[0]
+    assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
+    assert answer.model == "model", "one that names no model is told which it was"
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
