@@ -24,8 +24,11 @@ from scripted_router import baton
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.doctor.findings import Outcome, Result
+from cluster.doctor.probes import Probe
 from cluster.pb import worker_pb2
 from cluster.tls import ClientTls
+from router.ledger import Kind
+from router.policies.seam import disaggregated, local
 
 LOOKING = ("router", "versions", "workers", "transports", "kv-pools", "clock-skew")
 PROBING = ("disaggregation", "bandwidth", "journal")
@@ -249,6 +252,32 @@ async def test_a_router_that_serves_nobody_is_named_and_gets_no_probe(tmp_path: 
     assert "its health is NOT_SERVING" in the_problem(told["router"]).found
     assert the_problem(told["workers"]).found == "the router knows no worker"
     assert told["disaggregation"].result is Result.SKIPPED
+
+
+LOCAL = local("decode-0", "first token predicted after 15 ms", kind=Kind.LOCAL_IDLE).reason
+HANDED = disaggregated("prefill-0", "decode-0", "first token predicted after 15 ms").reason
+
+
+@pytest.mark.parametrize(
+    ("placements", "result", "found"),
+    [
+        ([LOCAL, LOCAL, HANDED], Result.OK, "a prompt of 3 tokens: disaggregated"),
+        ([LOCAL] * 3, Result.WARNING, "the cluster did not disaggregate, 3 times: the router found it sooner so"),
+        (["local prefill on decode-0 after LOST on prefill-0: no other"], Result.PROBLEM, "a hand-off failed"),
+        (["retried after LOST on prefill-0: prefill-1 -> decode-0"], Result.PROBLEM, "a hand-off failed"),
+    ],
+    ids=["busy for a moment", "always busy", "failed", "retried"],
+)
+async def test_a_busy_router_that_hands_nothing_over_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placements: list[str], result: Result, found: str
+) -> None:
+    left = iter(placements)
+    monkeypatch.setattr("cluster.doctor.probes._send", lambda *_: Probe(3, next(left)))
+    async with running_router(tmp_path / "model", [FakeWorker(*each) for each in PAIR]) as router:
+        told = await asyncio.to_thread(ask, write_config(tmp_path), "disaggregation", address=router.address)
+    (finding,) = told["disaggregation"].findings
+    assert (finding.result, finding.found.startswith(found)) == (result, True), finding
+    assert not list(left)
 
 
 async def test_fewer_workers_than_the_file_names_are_a_warning(tmp_path: Path) -> None:
