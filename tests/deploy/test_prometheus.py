@@ -38,14 +38,15 @@ RATE = "20s"
 
 
 class Prometheus:
-    """With the shipped rules and the shipped jobs; only pages are plain, scraped each second, and listed elsewhere."""
+    """With the shipped rules and the shipped jobs; only pages are plain, and scraped each second."""
 
-    def __init__(self, folder: Path, targets: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8"))
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         baton = config["scrape_configs"][0]
         baton.pop("tls_config")
-        baton |= {"scheme": "http", "file_sd_configs": [{"files": [str(targets)], "refresh_interval": "1s"}]}
+        baton["scheme"] = "http"
+        baton["file_sd_configs"][0]["refresh_interval"] = "1s"
         (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
         shutil.copy(DEPLOY / "prometheus" / "alerts.yml", folder)
         with socket.socket() as free:
@@ -96,7 +97,7 @@ class Site:
         self.serve = Serve("--config", str(folder / "cluster.yaml"), "--port", "0")
         try:
             self.list_pages()
-            self.prometheus = Prometheus(folder, self.targets)
+            self.prometheus = Prometheus(folder)
         except BaseException:
             self.serve.close()
             raise

@@ -28,7 +28,10 @@ RUN = {"sh", "python", "yaml"}
 """What is run, or read by what it is for."""
 NOT_RUN = {
     ("docs/operate.md", "baton stop --address auto"): "on the head of a cluster of `ray up`: make test-deploy",
-    ("docs/operate.md", "baton targets --follow --file /tmp/baton-targets.json"): "never ends: make test-prometheus",
+    (
+        "docs/operate.md",
+        "baton targets --follow --file deploy/prometheus/targets.json",
+    ): "never ends: make test-prometheus",
 }
 """Blocks that are not run, by page and first command, and the reason. As few as possible."""
 PLACEHOLDERS = {
