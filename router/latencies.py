@@ -27,6 +27,11 @@ class Latencies(Protocol):
 class Trace(Protocol):
     """Told once how a request went; `router.tracing`."""
 
+    @property
+    def traceparent(self) -> str:
+        """Of the request's own span, as the W3C writes it."""
+        ...
+
     def over(self, live: LiveRequest) -> None:
         """Never raises."""
         ...

@@ -22,8 +22,18 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.sdk.trace.sampling import ALWAYS_ON
-from opentelemetry.trace import SpanKind, Status, StatusCode, get_current_span, set_span_in_context
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    get_current_span,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from cluster.errors import BatonError
@@ -61,6 +71,10 @@ def exporter_to(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
 
 
+_Ended = tuple[Span, Context, SpanContext]
+"""A root, what it is in, and what it is itself."""
+
+
 class OtelTraces:
     """`router.tracing.Traces`; the exporter is its own to close."""
 
@@ -72,10 +86,11 @@ class OtelTraces:
         for name in _ABOUT_CLIENTS:
             logging.getLogger(name).setLevel(logging.ERROR)
         self._ended: list[ReadableSpan] = []
-        self._provider = TracerProvider(ALWAYS_ON, _resource(), shutdown_on_exit=False)
+        self._ids = _Ids()
+        self._provider = TracerProvider(ALWAYS_ON, _resource(), shutdown_on_exit=False, id_generator=self._ids)
         self._provider.add_span_processor(_Collect(self._ended))
         self._tracer = self._provider.get_tracer("baton.router", version("baton"))
-        self._waiting: queue.Queue[tuple[Span, Context] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[_Ended | None] = queue.Queue(MOST_WAITING)
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
@@ -84,11 +99,11 @@ class OtelTraces:
         parent = _parent_of(metadata)
         caller = get_current_span(parent).get_span_context()
         is_sampled = caller.trace_flags.sampled if caller.is_valid else random.random() < self._sample
-        return _OneCall(self, parent, origin) if is_sampled else None
+        return _OneCall(self, parent, _within(caller), origin) if is_sampled else None
 
-    def put(self, root: Span, parent: Context) -> None:
+    def put(self, root: Span, parent: Context, own: SpanContext) -> None:
         try:
-            self._waiting.put_nowait((root, parent))
+            self._waiting.put_nowait((root, parent, own))
         except queue.Full:
             self._counter.add(root.count, DROPPED)
 
@@ -107,9 +122,9 @@ class OtelTraces:
             if batch:
                 self._send(batch)
 
-    def _next_batch(self) -> tuple[list[tuple[Span, Context]], bool]:
+    def _next_batch(self) -> tuple[list[_Ended], bool]:
         """At least one, unless nothing will follow; and whether nothing will follow."""
-        batch: list[tuple[Span, Context]] = []
+        batch: list[_Ended] = []
         until: float | None = None
         while len(batch) < BATCH:
             try:
@@ -124,10 +139,11 @@ class OtelTraces:
                 until = until or time.monotonic() + BATCH_WAIT_S
         return batch, False
 
-    def _send(self, batch: list[tuple[Span, Context]]) -> None:
-        num_spans = sum(root.count for root, _ in batch)
+    def _send(self, batch: list[_Ended]) -> None:
+        num_spans = sum(root.count for root, _, _ in batch)
         try:
-            for root, parent in batch:
+            for root, parent, own in batch:
+                self._ids.next = own
                 self._emit(root, parent, SpanKind.SERVER)
             is_sent = self._exporter.export(tuple(self._ended)) is SpanExportResult.SUCCESS
         except Exception:
@@ -152,19 +168,40 @@ class OtelTraces:
 class _OneCall:
     """`router.tracing.CallTrace`."""
 
-    def __init__(self, traces: OtelTraces, parent: Context, origin: Origin) -> None:
+    def __init__(self, traces: OtelTraces, parent: Context, own: SpanContext, origin: Origin) -> None:
         self._traces = traces
         self._parent = parent
+        self._own = own
         self._origin = origin
+
+    @property
+    def traceparent(self) -> str:
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, set_span_in_context(NonRecordingSpan(self._own), Context()))
+        return carrier["traceparent"]
 
     def over(self, live: LiveRequest) -> None:
         try:
-            self._traces.put(spans_of(live, self._origin), self._parent)
+            self._traces.put(spans_of(live, self._origin), self._parent, self._own)
         except Exception:
             log.exception("the trace of %s could not be made", live.key.request_id)
 
     def refused(self, error: BatonError, now: float) -> None:
-        self._traces.put(span_of_refusal(error, self._origin, now), self._parent)
+        self._traces.put(span_of_refusal(error, self._origin, now), self._parent, self._own)
+
+
+class _Ids(RandomIdGenerator):
+    """At random, but for a root: its ids were made when its call came, so that others could name it before it ended."""
+
+    def __init__(self) -> None:
+        self.next: SpanContext | None = None
+
+    def generate_trace_id(self) -> int:
+        return super().generate_trace_id() if self.next is None else self.next.trace_id
+
+    def generate_span_id(self) -> int:
+        own, self.next = self.next, None
+        return super().generate_span_id() if own is None else own.span_id
 
 
 class _Collect(SpanProcessor):
@@ -193,6 +230,13 @@ class _Seldom(logging.Filter):
 
 
 _SELDOM = _Seldom()
+
+
+def _within(caller: SpanContext) -> SpanContext:
+    """A new span of the caller's trace, or of its own."""
+    ids = RandomIdGenerator()
+    trace_id = caller.trace_id if caller.is_valid else ids.generate_trace_id()
+    return SpanContext(trace_id, ids.generate_span_id(), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
 def _parent_of(metadata: Metadata) -> Context:

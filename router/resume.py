@@ -52,8 +52,10 @@ Revive = Callable[[str, Record, Caller, int], LiveRequest]
 class Reader:
     """One call that is told of a generation."""
 
-    def __init__(self, live: LiveRequest, *, is_kept: bool) -> None:
+    def __init__(self, live: LiveRequest, *, is_kept: bool, traceparent: str = "") -> None:
+        """`traceparent`: of the call that began it, where that is sampled and this is another one."""
         self.live = live
+        self.traceparent = traceparent
         self.is_kept = is_kept
         self.is_replaced = False
 
@@ -233,7 +235,7 @@ class Resumables:
         return self._add(live, record.origin, epoch)
 
     def _add(self, live: LiveRequest, origin: JournalOrigin, epoch: int) -> Reader:
-        reader = Reader(live, is_kept=True)
+        reader = Reader(live, is_kept=True, traceparent=origin.traceparent)
         self._kept[live.key.request_id] = _Kept(live, origin, reader)
         self._journal.open(live, origin, epoch)
         return reader

@@ -213,7 +213,9 @@ class GenerationService:
         _check_deadline(context)
         if request.spec.resume.generation_id:
             reader = await self.resumables.resume(request.spec, caller, is_streaming=is_streaming)
-            reader.live.trace = reader.live.trace or trace
+            if reader.live.trace is None:
+                first = (("traceparent", reader.traceparent),)
+                reader.live.trace = self._traces.begin(first, origin) if reader.traceparent else trace
             return reader
         if request.spec.HasField("resume") and not is_streaming:
             only = "must be set in Generate, which tells no id before its end; call GenerateStream first"

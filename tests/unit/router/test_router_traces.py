@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from author import ALONE, Author, Reading, again, resumable
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, pair, phase, tokens
 from kept_traces import Kept
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -27,6 +28,7 @@ from cluster.errors import ConfigError, InvalidRequest
 from cluster.metrics import LabelledCounter
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
+from cluster.state import MemoryStore
 from router import otel
 from router.metrics import TRACE_SPANS
 from router.otel import exporter_to
@@ -145,6 +147,39 @@ def test_two_parents_are_none() -> None:
 def test_metadata_in_bytes_is_no_parent() -> None:
     with Kept(sample=0.0) as kept:
         assert kept.traces.begin((("traceparent", SAMPLED.encode()),), ORIGIN) is None
+
+
+@pytest.mark.parametrize("metadata", [(), (("traceparent", SAMPLED),)], ids=["its own trace", "the caller's"])
+async def test_what_another_router_goes_on_with_is_in_the_trace_of_the_first_call(
+    tmp_path: Path, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    """Whatever the share of the other one is."""
+    first, rest = await resumed_elsewhere(tmp_path, one := Kept(sample=1.0), two := Kept(sample=0.0), metadata)
+    assert rest.parent is not None and rest.parent.span_id == first.context.span_id
+    assert {s.context.trace_id for s in (*one.spans(), *two.spans())} == {first.context.trace_id}
+    assert not metadata or format(first.context.trace_id, "032x") == TRACE_ID
+
+
+async def test_what_begins_untraced_is_traced_at_another_router_by_itself(tmp_path: Path) -> None:
+    first, rest = await resumed_elsewhere(tmp_path, Kept(sample=0.0), Kept(sample=1.0), ())
+    assert first is None and rest.parent is None
+
+
+async def resumed_elsewhere(folder: Path, one: Kept, two: Kept, metadata: tuple[tuple[str, str], ...]) -> Any:
+    """The roots of a stream whose client leaves and comes back to another router."""
+    author, store = Author("hello", limit=2), MemoryStore()
+    async with (
+        running_router(folder, [author.worker], traces=one.traces, store=store, **ALONE) as here,
+        running_router(folder, [author.worker], traces=two.traces, store=store, **ALONE) as there,
+    ):
+        asked = pb.GenerateStreamRequest(spec=resumable())
+        first = Reading(here.generation.GenerateStream(asked, metadata=metadata))
+        await first.until_tokens(2)
+        rest = Reading.start(there, again(first.generation_id, 2))
+        await author.worker.next_admit()
+        author.finish()
+        await rest.to_the_end()
+    return next(iter(one.roots()), None), *two.roots()
 
 
 def test_the_share_is_drawn_for_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
