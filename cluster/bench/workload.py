@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -104,8 +105,8 @@ def read_trace(path: Path, num: int, speed: float, length_share: float, most_tok
         raise ConfigError(f"{path}:{error.line}: {error.what}") from error
     if not found:
         raise ConfigError(f"{path}: holds no request")
-    begun = found[0].at
-    return [_scaled(ask, begun, speed, length_share, most_tokens) for ask in found]
+    found.sort(key=lambda ask: ask.at)
+    return [_scaled(ask, found[0].at, speed, length_share, most_tokens) for ask in found]
 
 
 class _BadLine(Exception):
@@ -121,8 +122,11 @@ def _mooncake(lines: Iterable[str]) -> Iterator[Ask]:
             told = json.loads(line)
             lengths = int(told["input_length"]), int(told["output_length"])
             blocks = tuple(map(int, told.get("hash_ids", ())))
-            yield Ask(told["timestamp"] / 1000, *lengths, blocks=blocks, num_block_tokens=_BLOCK_TOKENS)
-        except (ValueError, KeyError, TypeError) as error:
+            at = told["timestamp"] / 1000
+            if not math.isfinite(at):
+                raise ValueError(at)
+            yield Ask(at, *lengths, blocks=blocks, num_block_tokens=_BLOCK_TOKENS)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             form = '{"timestamp": ms, "input_length": …, "output_length": …, "hash_ids": […]}'
             raise _BadLine(number, f"is not {form}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -51,6 +52,7 @@ _ROWS = (
 )
 _TIMES = (("first token", "ttft"), ("per token after it", "tpot"), ("between messages", "itl"), ("whole", "e2el"))
 _SPREADS = ("mean", "median", "p90", "p99")
+_TIME_ROWS = [(f"{name}, {spread}", f"{spread}_{key}_ms", "ms") for name, key in _TIMES for spread in _SPREADS]
 
 
 @app.callback()
@@ -64,7 +66,8 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Its model; default: the first that it serves.")] = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 100,
     request_rate: Annotated[
-        float | None, typer.Option(min=1e-3, help="Requests a second; default: all at once, or as a trace has them.")
+        float | None,
+        typer.Option(min=1e-3, help="Requests a second; default, or inf: all at once, or as in a trace."),
     ] = None,
     burstiness: Annotated[float, typer.Option(min=1e-3, help="1: Poisson; less: bursts; more: evener.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests under way: a closed loop.")] = None,
@@ -108,6 +111,8 @@ def bench(
             asks = workload.random_asks(num_prompts, input_len, output_len, range_ratio, prefix_len, seed)
         else:
             asks = workload.read_trace(trace, num_prompts, speed, length_share, max_tokens)
+        if request_rate == math.inf:  # as it is vLLM's default
+            request_rate = None
         if request_rate is not None:
             asks = workload.at_rate(asks, request_rate, burstiness, seed)
         pace = _Pace(request_rate, burstiness, max_concurrency, warmup)
@@ -165,9 +170,12 @@ def _run(server: _Server, asks: list[Ask], pace: _Pace, vocab: int, seed: int, g
 
     try:
         objectives = parse_objectives(goodput)
-        extra = json.loads(server.extra_body) if server.extra_body else {}
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    try:
+        extra = json.loads(server.extra_body) if server.extra_body else {}
+    except ValueError:
+        extra = None
     if not isinstance(extra, dict):
         raise typer.BadParameter(f"--extra-body must be a JSON object (got {server.extra_body})")
     model, samples = asyncio.run(_offer(server, extra, asks, pace, vocab, seed))
@@ -273,13 +281,18 @@ def _name(path: Path, among: list[Path]) -> str:
 def _read(path: Path) -> dict[str, Any]:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
-            raise ValueError("no object")
+        if not isinstance(told, dict) or not _is_document(told):
+            raise ValueError("no object of figures")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is not what `baton bench --save` or --json writes") from error
     return told
+
+
+def _is_document(told: dict[str, Any]) -> bool:
+    figures = (told.get(key) for _, key, _ in (*_ROWS, *_TIME_ROWS))
+    return isinstance(told.get("errors", []), list) and all(isinstance(f, int | float | None) for f in figures)
 
 
 def _show(runs: dict[str, dict[str, Any]]) -> None:
@@ -292,9 +305,7 @@ def _show(runs: dict[str, dict[str, Any]]) -> None:
         table.add_column(name, justify="right")
     if len(runs) > 1:
         table.add_column("ratio", justify="right")
-    rows = [(name, key, unit) for name, key, unit in _ROWS]
-    rows += [(f"{name}, {spread}", f"{spread}_{key}_ms", "ms") for name, key in _TIMES for spread in _SPREADS]
-    for name, key, unit in rows:
+    for name, key, unit in (*_ROWS, *_TIME_ROWS):
         values = [run.get(key) for run in runs.values()]
         if any(value is not None for value in values):
             table.add_row(name, *(_shown(value, unit) for value in values), *_ratio(values))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripted_router import baton
 
 from cluster.bench.figures import PERCENTILES, figures_of, parse_objectives
 from cluster.bench.runner import offer
@@ -69,10 +70,39 @@ def test_an_azure_trace_is_read_and_a_mistake_named_with_its_line(tmp_path: Path
     file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,many,44\n")
     with pytest.raises(ConfigError, match=r"trace.csv:2: needs the columns"):
         read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
-    for name, text in (("a.jsonl", "{}"), ("b.jsonl", ""), ("c.jsonl", "no")):
+    ask = '{"timestamp": %s, "input_length": %s, "output_length": 1}'
+    bad = (("a.jsonl", "{}"), ("b.jsonl", ""), ("c.jsonl", "no"), ("d.jsonl", ask % ("NaN", 1)))
+    for name, text in (*bad, ("e.jsonl", ask % ("Infinity", 1)), ("f.jsonl", ask % (1, "Infinity"))):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError, match=name):
             read_trace(tmp_path / name, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
+
+
+def test_a_trace_out_of_order_is_offered_in_order(tmp_path: Path) -> None:
+    """One that came before the first line would be timed from before the run."""
+    file = tmp_path / "trace.jsonl"
+    file.write_text(
+        "".join(f'{{"timestamp": {at}, "input_length": 1, "output_length": 1}}\n' for at in (3e3, 1e3, 2e3))
+    )
+    asks = read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=9)
+    assert [ask.at for ask in asks] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("text", ["x", "[]", '{"completed": "a"}', '{"mean_ttft_ms": [1]}', '{"errors": 5}'])
+def test_what_is_no_document_of_a_run_is_named(tmp_path: Path, text: str) -> None:
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text('{"completed": 1, "mean_ttft_ms": 2.5, "request_rate": null}')
+    bad.write_text(text)
+    assert baton("bench", "compare", str(good), str(good)).exit_code == 0
+    done = baton("bench", "compare", str(good), str(bad))
+    assert done.exit_code == 3 and f"{bad}: is not what `baton bench --save` or --json writes" in done.stderr
+
+
+def test_a_rate_without_bounds_is_all_at_once_and_a_body_that_is_no_json_is_named(nobody: str) -> None:
+    done = baton("bench", "--address", nobody, "--request-rate", "inf")
+    assert done.exit_code == 4, "it came as far as the server"
+    done = baton("bench", "--address", nobody, "--extra-body", "{")
+    assert done.exit_code == 2 and "--extra-body must be a JSON object (got {)" in done.stderr
 
 
 def test_figures_are_those_that_numpy_computes() -> None:
