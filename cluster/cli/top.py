@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, TlsCa, TlsCert, TlsKey, connect, outcome
-from cluster.errors import Unavailable
+from cluster.errors import DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def _watch(console: Console, client: BatonClient, seen: Seen, interval_s: float)
                 time.sleep(interval_s)
                 try:
                     look(client, seen)
-                except Unavailable as error:
+                except (Unavailable, DeadlineExceeded) as error:
                     seen.problem = error.message
                 live.update(render(seen, console), refresh=True)
     except KeyboardInterrupt:

@@ -23,7 +23,11 @@ _KEPT_REQUESTS = 100
 _WIDE = 112
 """Columns from which on workers tell what they send and receive."""
 _BAR = 12
-_LIFE = 32
+_BESIDE_CURVE = 26
+"""Columns: its name, and the most of it."""
+_LIFE, _LEAST_LIFE = 32, 6
+_WITH_WORKERS, _BESIDE_LIFE = 100, 56
+"""Columns from which on requests tell their workers, and of what they tell beside their lives without them."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ROLE_COLORS = {"prefill": "blue", "decode": "yellow"}
 _PHASES = {
@@ -69,12 +73,17 @@ def render(seen: Seen, console: Console) -> RenderableType:
     is_plain = not console.is_terminal or console.no_color
     num_workers, num_pairs = len(seen.status.workers), len(seen.activity.pairs)
     room = console.height - _ROWS_BESIDE - num_workers - num_pairs if console.is_terminal else 10
-    parts: list[RenderableType] = [_head(seen), _figures(seen), _curves(seen), _workers(seen, console.width)]
+    parts: list[RenderableType] = [
+        _head(seen),
+        _figures(seen),
+        _curves(seen, console.width),
+        _workers(seen, console.width),
+    ]
     if num_pairs:
         parts.append(_pairs(seen.activity.pairs))
     if seen.requests:
         newest = list(seen.requests)[-max(_LEAST_REQUESTS, room) :][::-1]
-        parts.append(_requests(newest, is_plain=is_plain))
+        parts.append(_requests(newest, console.width, is_plain=is_plain))
     return Group(*parts)
 
 
@@ -110,24 +119,27 @@ def _quantiles(quantiles: admin_pb2.Quantiles) -> str:
     return f"p50 {_time(quantiles.p50)}, p95 {_time(quantiles.p95)}, p99 {_time(quantiles.p99)}"
 
 
-def _curves(seen: Seen) -> Table:
-    """Of the last minute, a mark for each second."""
+def _curves(seen: Seen, width: int) -> Table:
+    """Of the last minute, a mark for each second; fewer where there is no room."""
     table = Table.grid(padding=(0, 1))
-    seconds = seen.seconds
+    num_marks = max(1, min(_KEPT_SECONDS, width - _BESIDE_CURVE))
+    seconds = list(seen.seconds)[-num_marks:]
     for name, values, show in (
         ("output/s", [s.num_output_tokens / max(s.duration_s, 1e-3) for s in seconds], _rate),
         ("TTFT p50", [s.ttft.p50 for s in seconds], _time),
         ("ITL p50 ", [s.itl.p50 for s in seconds], _time),
     ):
         most = max(values, default=0.0)
-        table.add_row(name, Text(_sparkline(values), style="cyan"), f"most {show(most)}" if most else "")
+        table.add_row(
+            name, Text(_sparkline(values).rjust(num_marks), style="cyan"), f"most {show(most)}" if most else ""
+        )
     return table
 
 
 def _sparkline(values: Sequence[float]) -> str:
     most = max(values, default=0.0)
     marks = (" " if not value else _LEVELS[min(7, int(8 * value / most))] for value in values)
-    return "".join(marks).rjust(_KEPT_SECONDS)
+    return "".join(marks)
 
 
 def _workers(seen: Seen, width: int) -> Table:
@@ -167,7 +179,7 @@ def _kv(stats: worker_pb2.WorkerStats, color: str) -> Text:
 
 
 def _pairs(pairs: Iterable[admin_pb2.PairActivity]) -> Table:
-    numbers = ("under way", "in the last minute", "prompt tokens", "KV p50", "KV p95")
+    numbers = ("now", "last minute", "tokens", "KV p50", "KV p95")
     table = _table(("hand-offs from", "to"), numbers)
     for pair in pairs:
         transfer = pair.kv_transfer
@@ -177,27 +189,30 @@ def _pairs(pairs: Iterable[admin_pb2.PairActivity]) -> Table:
     return table
 
 
-def _requests(requests: Sequence[admin_pb2.RequestLife], *, is_plain: bool) -> Table:
+def _requests(requests: Sequence[admin_pb2.RequestLife], width: int, *, is_plain: bool) -> Table:
     table = _table(("ended", "life, on one scale"), ("took", "TTFT", "prompt", "cached", "output"))
-    table.add_column("workers", no_wrap=True)
+    has_workers = width >= _WITH_WORKERS
+    num_marks = _LIFE if has_workers else max(_LEAST_LIFE, min(_LIFE, width - _BESIDE_LIFE))
+    if has_workers:
+        table.add_column("workers", no_wrap=True)
     longest = max((_took(life) for life in requests), default=0.0)
     for life in requests:
         workers = f"{life.prefill_id} > {life.decode_id}" if life.prefill_id else life.decode_id or "-"
-        table.add_row(
+        cells: list[RenderableType] = [
             Text(life.outcome, style="" if life.outcome == "finished" else "red"),
-            _life(life, longest, is_plain=is_plain),
+            _life(life, longest, num_marks, is_plain=is_plain),
             _time(_took(life)),
             _time(life.first_token_s) if life.HasField("first_token_s") else "-",
             *map(str, (life.num_prompt_tokens, life.num_cached_tokens, life.num_output_tokens)),
-            workers,
-        )
+        ]
+        table.add_row(*cells, *([workers] if has_workers else []))
     return table
 
 
-def _life(life: admin_pb2.RequestLife, longest: float, *, is_plain: bool) -> Text:
+def _life(life: admin_pb2.RequestLife, longest: float, most_marks: int, *, is_plain: bool) -> Text:
     """A mark for each part of the longest time, in the phase that the request was in then."""
     text, took = Text(), _took(life)
-    num_marks = max(1, round(_LIFE * took / longest)) if longest else 1
+    num_marks = max(1, round(most_marks * took / longest)) if longest else 1
     for mark in range(num_marks):
         at_s = took * (mark + 0.5) / num_marks
         state = next((p.state for p in reversed(life.phases) if p.at_s <= at_s and p.state in _PHASES), "queued")

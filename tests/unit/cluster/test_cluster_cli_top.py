@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
 import time
+from unittest.mock import Mock
 
 import pytest
 from rich.console import Console
 from scripted_router import ScriptedRouter, baton, read_until, start_baton
 
+from cluster.cli import top
 from cluster.cli.top_view import Seen, render
+from cluster.errors import BatonError, DeadlineExceeded, Unavailable
 from cluster.pb import admin_pb2, worker_pb2
 
 LATER_S = 0.3
@@ -118,6 +122,16 @@ def test_it_fits_the_terminal(width: int) -> None:
     with plain.capture() as captured:
         plain.print(render(seen, plain))
     assert max(map(len, captured.get().splitlines())) <= width
+    assert ("…" in captured.get()) == (width < 80), "what is cut off cannot be read"
+
+
+@pytest.mark.parametrize("error", [Unavailable("gone"), DeadlineExceeded("gone")])
+def test_a_router_that_is_gone_or_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch, error: BatonError) -> None:
+    monkeypatch.setattr(top, "look", Mock(side_effect=[error, KeyboardInterrupt()]))
+    seen, output = Seen(), io.StringIO()
+    seen.note(cluster(), activity())
+    top._watch(Console(file=output, force_terminal=True, width=100), Mock(), seen, 0.0)
+    assert "no answer, this is how it was: gone" in output.getvalue()
 
 
 def test_on_a_terminal_it_is_drawn_again_says_when_nobody_answers_and_ctrl_c_ends_it(router: ScriptedRouter) -> None:
