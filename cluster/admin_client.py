@@ -6,29 +6,29 @@ Errors come back as the exceptions of `cluster.errors`. Knows no retry: a call h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
-from cluster.client import as_baton_errors, key_metadata
+from cluster.client import Connection, as_baton_errors
 from cluster.errors import DeadlineExceeded
 from cluster.pb import admin_pb2, admin_pb2_grpc
-from cluster.rpc import create_blocking_channel
 from cluster.tls import ClientTls
 
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
-_CALL_S = 30.0
 _ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED)
 
 
-class AdminClient:
-    """One connection to a controller; `expected_version` 0: whatever is current."""
+class AdminClient(Connection):
+    """Of a controller; `expected_version` 0: whatever is current."""
 
     def __init__(
-        self, address: str = DEFAULT_ADMIN_ADDRESS, *, api_key: str | None = None, tls: ClientTls | None = None
+        self,
+        address: str = DEFAULT_ADMIN_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        call_s: float = 30.0,
     ) -> None:
-        """Raises InvalidRequest for a key that no header can carry, ConfigError for files that cannot be used."""
-        self.address = address
-        self._metadata = key_metadata(api_key)
-        self._channel = create_blocking_channel(address, tls=tls)
+        super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
 
     def cluster(self) -> admin_pb2.GetClusterResponse:
@@ -76,20 +76,6 @@ class AdminClient:
             if event.kind in _ENDS:
                 return
 
-    def close(self) -> None:
-        """Ends every watch."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _change(self, method: Any, request: Any) -> admin_pb2.ChangeResponse:
         response: admin_pb2.ChangeResponse = self._call(method, request)
         return response
-
-    def _call(self, method: Any, request: Any) -> Any:
-        with as_baton_errors(self.address):
-            return method(request, timeout=_CALL_S, metadata=self._metadata)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.errors import InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
@@ -119,18 +120,48 @@ class GenerationStream:
         self.cancel()
 
 
-class BatonClient:
-    """One connection to a router; it connects at the first call. `timeout_s` of a call is its gRPC deadline."""
+class Connection:
+    """To a server; it connects at the first call."""
 
     def __init__(
-        self, address: str = DEFAULT_ADDRESS, *, api_key: str | None = None, tls: ClientTls | None = None
+        self, address: str, *, api_key: str | None = None, tls: ClientTls | None = None, call_s: float = 30.0
     ) -> None:
-        """`api_key`: sent with each call. Raises InvalidRequest for one that no header can carry, and ConfigError for
-        files of `tls` that cannot be used."""
+        """`api_key`: sent with each call. `call_s`: that a call may take which has no limit of its own. Raises
+        InvalidRequest for a key that no header can carry, and ConfigError for files of `tls` that cannot be used."""
         self.address = address
         self._tls = tls
+        self._call_s = call_s
         self._metadata = key_metadata(api_key)
         self._channel = create_blocking_channel(address, tls=tls)
+
+    def close(self) -> None:
+        """Cancels what is running."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: Any, request: Any) -> Any:
+        with as_baton_errors(self.address):
+            return method(request, timeout=self._call_s, metadata=self._metadata)
+
+
+class BatonClient(Connection):
+    """Of a router. `timeout_s` of a call is its gRPC deadline."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        call_s: float = 30.0,
+    ) -> None:
+        super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
         self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._admin = admin_pb2_grpc.StatusServiceStub(self._channel)
 
@@ -156,9 +187,11 @@ class BatonClient:
         return GenerationStream(call, self.address, channel)
 
     def generate(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> pb.GenerateResponse:
-        response: pb.GenerateResponse = self._call(
-            self._generation.Generate, pb.GenerateRequest(spec=spec), timeout_s=timeout_s
-        )
+        request = pb.GenerateRequest(spec=spec)
+        with as_baton_errors(self.address):
+            response: pb.GenerateResponse = self._generation.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
         return response
 
     def cancel(self, *generation_ids: str) -> pb.CancelGenerationResponse:
@@ -187,19 +220,10 @@ class BatonClient:
         response: admin_pb2.GetActivityResponse = self._call(self._admin.GetActivity, request)
         return response
 
-    def close(self) -> None:
-        """Cancels what is running."""
-        self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _call(self, method: Any, request: Any, *, timeout_s: float | None = 30.0) -> Any:
-        with as_baton_errors(self.address):
-            return method(request, timeout=timeout_s, metadata=self._metadata)
+    def health(self) -> str:
+        """SERVING or NOT_SERVING."""
+        answer = self._call(self._health.Check, health_pb2.HealthCheckRequest())
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
 @contextmanager

@@ -14,19 +14,16 @@ from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.address import ANY_HOST, format_address, parse_address
-from cluster.client import GenerationStream, as_baton_errors, key_metadata
+from cluster.admin_client import AdminClient
+from cluster.client import BatonClient, key_metadata
 from cluster.config import ServingConfig
 from cluster.doctor.bounded import on_thread
 from cluster.errors import BatonError, NotReachable
-from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
-from cluster.rpc import create_blocking_channel
+from cluster.pb import admin_pb2
 from cluster.tls import INTERNAL_NAME, ClientTls
 
 _CALL_S = 5.0
@@ -76,15 +73,14 @@ class Contact:
     cluster: admin_pb2.GetClusterResponse | None = None
     """The controller's view, if it answers."""
     page_tls: ClientTls | None = None
-    tls: ClientTls | None = None
-    metadata: tuple[tuple[str, str], ...] = ()
-    channel: grpc.Channel | None = field(default=None, repr=False)
+    _client: BatonClient | None = field(default=None, repr=False)
 
     @classmethod
     def of(cls, asked: Asked, config: ServingConfig | None) -> Contact:
         """Raises InvalidRequest and ConfigError for a key and files that nobody can use."""
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-        contact = cls(is_asked_for=asked.address is not None, tls=asked.tls, metadata=key_metadata(asked.api_key))
+        key_metadata(asked.api_key)  # one that cannot be sent is refused, whoever answers
+        contact = cls(is_asked_for=asked.address is not None)
         contact.timeout_s = asked.call_s
         configured = _configured(config)
         contact.address = asked.address or configured
@@ -96,73 +92,40 @@ class Contact:
         elif asked.address is None and asked.tls is None and config is not None and config.tls.cert is not None:
             contact.why_not = f"the router at {contact.address} would have TLS; name its authority with --tls-ca"
         else:
-            contact._call_router()
+            contact._call_router(asked)
         controller = asked.admin_address or (_controller_of(config) if contact.is_configured else "")
         if controller and not contact.why_not:
-            contact._call_controller(controller)
+            contact._call_controller(controller, asked)
         return contact
 
-    def _call_router(self) -> None:
-        self.channel = create_blocking_channel(self.address, tls=self.tls)
+    @property
+    def client(self) -> BatonClient:
+        """Of the router that answers."""
+        assert self._client is not None, self.why_not
+        return self._client
+
+    def _call_router(self, asked: Asked) -> None:
+        self._client = BatonClient(self.address, api_key=asked.api_key, tls=asked.tls, call_s=asked.call_s)
         try:
-            self.health = self._health()
-        except BatonError as error:
+            self.health = self._client.health()
+        except NotReachable as error:
             self.why_not = error.message
             return
+        except BatonError as error:
+            what = f"what answers at {self.address} does not do so as a router within {asked.call_s:g} s"
+            self.why_not = f"{what}: {error.message}"
+            return
         try:
-            self.status = self.get_status()
+            self.status = self._client.status()
         except BatonError as error:
             self.refusal = error
 
-    def _health(self) -> str:
-        stub: Any = health_pb2_grpc.HealthStub(self.channel)
-        try:
-            with as_baton_errors(self.address):
-                answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=self.timeout_s)
-        except NotReachable:
-            raise
-        except BatonError as error:
-            what = f"what answers at {self.address} does not do so as a router within {self.timeout_s:g} s"
-            raise NotReachable(f"{what}: {error.message}") from error
-        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
-
-    def _call_controller(self, address: str) -> None:
-        with create_blocking_channel(address, tls=self.tls) as channel:
-            stub: Any = admin_pb2_grpc.AdminServiceStub(channel)
-            with contextlib.suppress(BatonError), as_baton_errors(address):
-                self.cluster = stub.GetCluster(
-                    admin_pb2.GetClusterRequest(), timeout=self.timeout_s, metadata=self.metadata
-                )
-
-    def get_status(self) -> admin_pb2.GetStatusResponse:
-        """As it is now. Raises BatonError."""
-        stub: Any = admin_pb2_grpc.StatusServiceStub(self.channel)
-        with as_baton_errors(self.address):
-            status: admin_pb2.GetStatusResponse = stub.GetStatus(
-                admin_pb2.GetStatusRequest(), timeout=self.timeout_s, metadata=self.metadata
-            )
-        return status
-
-    def get_model(self) -> generation_pb2.Model:
-        """The served one. Raises BatonError."""
-        stub: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        with as_baton_errors(self.address):
-            answer = stub.ListModels(generation_pb2.ListModelsRequest(), timeout=self.timeout_s, metadata=self.metadata)
-        model: generation_pb2.Model = answer.models[0]
-        return model
-
-    def stream(self, spec: generation_pb2.GenerationSpec, timeout_s: float) -> GenerationStream:
-        """A generation, which is cancelled when it is left or its time is up."""
-        stub: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        request = generation_pb2.GenerateStreamRequest(spec=spec)
-        return GenerationStream(stub.GenerateStream(request, timeout=timeout_s, metadata=self.metadata), self.address)
-
-    def cancel(self, generation_id: str) -> None:
-        """Raises BatonError."""
-        stub: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
-        request = generation_pb2.CancelGenerationRequest(generation_ids=[generation_id])
-        with as_baton_errors(self.address):
-            stub.CancelGeneration(request, timeout=self.timeout_s, metadata=self.metadata)
+    def _call_controller(self, address: str, asked: Asked) -> None:
+        with (
+            contextlib.suppress(BatonError),
+            AdminClient(address, api_key=asked.api_key, tls=asked.tls, call_s=asked.call_s) as admin,
+        ):
+            self.cluster = admin.cluster()
 
     def page(self, address: str) -> Page:
         """A metrics page of the cluster. Raises OSError and http.client.HTTPException."""
@@ -182,9 +145,9 @@ class Contact:
         return found
 
     def close(self) -> None:
-        if self.channel is not None:
-            self.channel.close()
-            self.channel = None
+        if self._client is not None:
+            self._client.close()
+            self._client = None
 
 
 @dataclass(frozen=True)

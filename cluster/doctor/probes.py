@@ -167,7 +167,7 @@ def journal(subject: Subject) -> Iterator[Finding]:
     spec.resume.SetInParent()
     generation_id = ""
     try:
-        with subject.contact.stream(spec, _PROBE_S) as stream:
+        with subject.contact.client.stream(spec, timeout_s=_PROBE_S) as stream:
             for event in stream:
                 generation_id = generation_id or event.started.generation_id
                 if event.HasField("delta"):
@@ -178,7 +178,7 @@ def journal(subject: Subject) -> Iterator[Finding]:
         return
     finally:
         if generation_id:
-            subject.contact.cancel(generation_id)
+            subject.contact.client.cancel(generation_id)
     if is_there:
         yield ok("the router writes to the configured Redis: a probe's record is there")
     else:
@@ -193,7 +193,7 @@ def _cannot_probe(subject: Subject) -> Finding | None:
     if subject.contact.health != "SERVING":
         return skipped("the cluster serves nobody at present; see `router`")
     try:
-        subject.contact.get_model()
+        subject.contact.client.models()
     except (PermissionDenied, Unauthenticated) as error:
         return skipped(f"this API key may send no request ({error.message}); name one of the scope `generate`")
     return None
@@ -214,7 +214,7 @@ def _prompt(subject: Subject) -> list[int]:
     longest = min((i.max_model_len for i in infos), default=0) - _MARGIN
     pool = min((i.num_blocks * i.block_size for i in infos), default=0) // 2
     length = max(1, min(_LONGEST, longest, pool))
-    most = subject.contact.get_model().vocab_size
+    most = subject.contact.client.models()[0].vocab_size
     return [random.randrange(min(_FIRST_ID, most - 1), most) for _ in range(length)]
 
 
@@ -228,7 +228,7 @@ def _spec(token_ids: Sequence[int], max_output_tokens: int) -> generation_pb2.Ge
 
 def _send(contact: Contact, token_ids: Sequence[int]) -> Probe:
     try:
-        with contact.stream(_spec(token_ids, 2), _PROBE_S) as stream:
+        with contact.client.stream(_spec(token_ids, 2), timeout_s=_PROBE_S) as stream:
             timing = next((e.completed.timing for e in stream if e.HasField("completed")), None)
     except BatonError as error:
         return Probe(len(token_ids), "", error.message)
