@@ -54,6 +54,11 @@ class Outcome(Sample):
 
     key: tuple[str, int]
 
+    @property
+    def gaps_s(self) -> list[float]:
+        """Seconds a token, between two messages."""
+        return [itl_s / num for itl_s, num in zip(self.itls_s, self.num_told[1:], strict=True)]
+
 
 class Client:
     """Plays sessions against one router. `answers`: what the turns before were answered; None: what comes now."""
@@ -145,13 +150,13 @@ class Found:
 def measures(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Of one run of one policy."""
     ttft = statistics.quantiles([1000 * o.ttft_s for o in outcomes], n=100)
-    itls = statistics.quantiles([1000 * itl for o in outcomes for itl in o.itls_s], n=100)
+    gaps = statistics.quantiles([1000 * gap for o in outcomes for gap in o.gaps_s], n=100)
     cached, prompt = (sum(o.num_cached_tokens for o in outcomes), sum(o.num_prompt_tokens for o in outcomes))
     return {
         "ttft_ms_p50": ttft[49],
         "ttft_ms_p90": ttft[89],
-        "itl_ms_p50": itls[49],
-        "itl_ms_p99": itls[98],
+        "itl_ms_p50": gaps[49],
+        "itl_ms_p99": gaps[98],
         "prefix_hit_ratio": cached / prompt,
         "local_ratio": sum(o.placement.startswith("local") for o in outcomes) / len(outcomes),
     }

@@ -14,6 +14,8 @@ class Sample:
     told: list[float] = field(default_factory=list)
     """When each message with output came."""
     num_output_tokens: int = 0
+    num_told: list[int] = field(default_factory=list)
+    """Tokens in each message. Only gRPC says so."""
     token_ids: list[int] = field(default_factory=list)
     """Of the output, where the request asked for them."""
     num_cached_tokens: int = 0

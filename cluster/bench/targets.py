@@ -53,6 +53,7 @@ class GrpcTarget:
                     case "delta":
                         sample.told.append(time.perf_counter())
                         sample.num_gaps += event.delta.first_token_index != sample.num_output_tokens
+                        sample.num_told.append(event.delta.token_count)
                         sample.num_output_tokens += event.delta.token_count
                         sample.token_ids += event.delta.token_ids
                     case "completed":
