@@ -1,4 +1,4 @@
-"""A scripted router for the client side of `baton`, and an address at which nobody listens."""
+"""A scripted router for the client side of `baton`, an address where nobody listens, a folder for cluster.yaml."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,6 +45,14 @@ def router(loop: asyncio.AbstractEventLoop) -> Iterator[ScriptedRouter]:
     yield scripted
     scripted.go_on.set()
     asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where cluster.yaml stands, with a model folder `m` beside it."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    return tmp_path
 
 
 @pytest.fixture

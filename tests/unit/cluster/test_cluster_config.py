@@ -20,14 +20,6 @@ TRANSPORTS = "auto, shm, gloo, cuda_ipc or nccl"
 HEAD = "cluster_name: x\nmetadata:\n  serving:\n"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where cluster.yaml stands, with a model folder `m` beside it."""
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    return tmp_path
-
-
 def parse(folder: Path, serving: str, model: str = "    model: {path: m}\n") -> ServingConfig:
     """A file whose metadata.serving is `serving` (indented by four), from line 5 on after the model."""
     return parse_config(HEAD + model + serving, str(folder / "cluster.yaml"))

@@ -11,14 +11,6 @@ from cluster.errors import ConfigError
 from cluster.plan import plan_cluster
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where cluster.yaml stands, with a model folder `m` beside it."""
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "config.json").write_text("{}")
-    return tmp_path
-
-
 def parse(folder: Path, serving: str) -> ServingConfig:
     return parse_config(f"metadata:\n  serving:\n    model: {{path: m}}\n{serving}", str(folder / "cluster.yaml"))
 
