@@ -7,10 +7,8 @@ not the change. The JSON is a contract for programs: its keys are made here and 
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +22,7 @@ from cluster.cli.common import (
     TlsCa,
     TlsCert,
     TlsKey,
-    client_tls,
+    connect_admin,
     outcome,
 )
 from cluster.errors import BatonError
@@ -32,7 +30,6 @@ from cluster.errors import BatonError
 if TYPE_CHECKING:
     from cluster.admin_client import AdminClient
     from cluster.pb.admin_pb2 import ChangeResponse
-    from cluster.tls import ClientTls
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and change nothing.")]
 ExpectedVersion = Annotated[
@@ -66,7 +63,7 @@ def apply(
         text = given.read()
         given.parse(text)  # mistakes are told here, with exit code 3
         name = str(file.absolute())
-        with _connected(admin_address, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
+        with connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as client:
             _change(
                 client,
                 lambda: client.apply(text, filename=name, expected_version=expected_version or 0, dry_run=dry_run),
@@ -91,7 +88,7 @@ def rebalance(
         prefill, decode = parse_split(split)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    with outcome(), _connected(admin_address, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
+    with outcome(), connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as client:
         _change(
             client,
             lambda: client.set_roles(prefill, decode, expected_version=expected_version or 0, dry_run=dry_run),
@@ -112,7 +109,7 @@ def drain(
     as_json: AsJson = False,
 ) -> None:
     """Take a worker out: it gets nothing new, and ends when nothing is left on it."""
-    with outcome(), _connected(admin_address, api_key, client_tls(tls_ca, tls_cert, tls_key)) as client:
+    with outcome(), connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as client:
         _change(
             client,
             lambda: client.drain(worker, expected_version=expected_version or 0, dry_run=dry_run),
@@ -127,15 +124,6 @@ def parse_split(text: str) -> tuple[int, int]:
     if len(numbers) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 6 for n in numbers):
         raise ValueError(f"{text!r} is not a split; write PREFILL:DECODE in workers, such as 3:1")
     return int(numbers[0]), int(numbers[1])
-
-
-@contextmanager
-def _connected(address: str, api_key: str | None, tls: ClientTls | None) -> Iterator[AdminClient]:
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from cluster.admin_client import AdminClient
-
-    with AdminClient(address, api_key=api_key, tls=tls) as client:
-        yield client
 
 
 def _change(client: AdminClient, ask: Callable[[], ChangeResponse], *, is_dry_run: bool, as_json: bool) -> None:

@@ -18,6 +18,7 @@ from cluster.errors import BatonError, CheckpointError, ConfigError, InvalidRequ
 from cluster.program import ExitCode
 
 if TYPE_CHECKING:
+    from cluster.admin_client import AdminClient
     from cluster.client import BatonClient
     from cluster.tls import ClientTls
 
@@ -142,6 +143,16 @@ def connect(
     from cluster.client import BatonClient
 
     return BatonClient(address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
+
+
+def connect_admin(
+    address: str, api_key: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None
+) -> AdminClient:
+    """The same, to the controller."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    from cluster.admin_client import AdminClient
+
+    return AdminClient(address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
 
 
 def client_tls(tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> ClientTls | None:

@@ -19,8 +19,8 @@ from cluster.cli.common import (
     TlsCa,
     TlsCert,
     TlsKey,
-    client_tls,
     connect,
+    connect_admin,
     outcome,
 )
 from cluster.errors import BatonError
@@ -51,7 +51,6 @@ def targets(
     if follow and file is None:
         raise typer.BadParameter("--follow writes a file; name it with --file")
     with outcome():
-        from cluster.admin_client import AdminClient
 
         def look(admin: AdminClient) -> list[dict[str, Any]]:
             cluster = admin.cluster()
@@ -64,7 +63,7 @@ def targets(
                         found += [each for each in groups_of(client.status(), process.name) if each not in found]
             return found
 
-        with AdminClient(admin_address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key)) as admin:
+        with connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as admin:
             _tell(look(admin), file)
             while follow:
                 for _ in admin.events(timeout_s=_LOOK_S):
