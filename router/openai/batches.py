@@ -11,9 +11,10 @@ from starlette.responses import JSONResponse
 
 from cluster.errors import FieldViolation, NotFound
 from cluster.gate import Gate
-from router.batches.records import CANCELLING, DAY_S, KEPT_S, Batch, new_batch_id, told_batch
+from router.batches.records import CANCELLING, DAY_S, KEPT_S, Batch, StoredFile, new_batch_id, told_batch
 from router.batches.runner import BatchRunner
 from router.batches.store import BatchStore, Record
+from router.caller import Caller
 from router.fields import Violations, invalid
 from router.openai import pages
 from router.openai.app import Answer, parse, read_body
@@ -28,6 +29,8 @@ MOST_BATCHES = 100
 MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
 _BODY_BYTES = 64 * 1024
 _WINDOW_S = DAY_S
+_RESULT_S = DAY_S
+"""After the window, to write what came of it."""
 
 
 class BatchRoutes:
@@ -67,10 +70,21 @@ class BatchRoutes:
             body.metadata,
             kept_s,
         )
+        await self._keep_input(caller, file, batch.expires_at + _RESULT_S)
         ends_at = batch.expires_at + KEPT_S
         await self._store.add(Record("batch", batch.batch_id, caller.tenant, batch.to_json(), ends_at))
         self._runner.wake()
         return JSONResponse(told_batch(batch, (0, 0)))
+
+    async def _keep_input(self, caller: Caller, file: StoredFile, until: int) -> None:
+        """A batch needs its input to the end: one that would expire before is kept longer. Raises NotFound."""
+        while file.expires_at < until:
+            record = await self._store.find("file", caller.tenant, file.file_id)
+            if record is None:
+                raise no_such_file(file.file_id)
+            file = replace(StoredFile.from_json(record.data), expires_at=until)
+            if await self._store.replace(replace(record, data=file.to_json(), ends_at=until)):
+                return
 
     async def _list(self, request: Request, request_id: str) -> Answer:
         caller, query = caller_for(self._gate, request), request.query_params

@@ -182,6 +182,18 @@ async def test_a_file_that_a_batch_needs_is_not_deleted(tmp_path: Path) -> None:
         assert (await client.files.delete(file.id)).deleted
 
 
+async def test_a_file_that_a_batch_needs_does_not_expire_before_it(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(lambda _: [ids("ok")])) as (router, _), sdk(router) as client:
+        short: Any = {"anchor": "created_at", "seconds": 3600}
+        file, other = [
+            await client.files.create(file=jsonl(request("1")), purpose="batch", expires_after=short) for _ in range(2)
+        ]
+        batch = await client.batches.create(input_file_id=file.id, **GIVEN)
+        file, other = [await client.files.retrieve(each.id) for each in (file, other)]
+    assert batch.expires_at and file.expires_at and file.expires_at > batch.expires_at
+    assert other.expires_at == other.created_at + 3600, "that of others stays as it was"
+
+
 async def test_batches_are_paged_the_newest_first(tmp_path: Path) -> None:
     async with serving(tmp_path, ()) as (router, http), sdk(router) as client:
         file = await client.files.create(file=jsonl(request("1")), purpose="batch")
