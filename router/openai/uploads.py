@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 
 from cluster.errors import FieldViolation, InvalidRequest
+from cluster.state import StoreAway
 from router.batches.records import KEPT_S
 from router.fields import Violations, invalid
 from router.openai.app import parts_of
@@ -41,7 +43,7 @@ class Upload:
 
 @contextlib.asynccontextmanager
 async def uploaded(request: Request, most_bytes: int, stalled_client_s: float) -> AsyncIterator[Upload]:
-    """Raises InvalidRequest, FileTooLarge, or TimeoutError when no more of it comes."""
+    """Raises InvalidRequest, FileTooLarge, StoreAway for a full disk, or TimeoutError when no more of it comes."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
         raise InvalidRequest("the body must be multipart/form-data, with the parts file and purpose")
     most = most_bytes + _BESIDE_BYTES
@@ -51,6 +53,10 @@ async def uploaded(request: Request, most_bytes: int, stalled_client_s: float) -
         form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"the body is no upload of one file: {error.message}") from error
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise StoreAway(f"an upload cannot be kept in {tempfile.gettempdir()} meanwhile: {error.strerror}") from error
     try:
         yield _checked(form.multi_items(), most_bytes)
     finally:

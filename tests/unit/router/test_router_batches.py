@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx2 as httpx
 import openai
@@ -388,6 +390,20 @@ async def test_a_store_that_is_away_is_503_and_costs_no_completion(tmp_path: Pat
             assert answer.headers["retry-after"] == "1"
         async with sdk(router) as client:
             assert (await client.completions.create(model="model", prompt="a")).choices[0].text == "ok"
+
+
+async def test_a_disk_that_is_full_is_503_and_the_next_upload_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(tmp_path, ()) as (router, _), sdk(router) as client:
+        with monkeypatch.context() as full:
+            error = OSError(errno.ENOSPC, "No space left on device")
+            full.setattr("tempfile.SpooledTemporaryFile.write", Mock(side_effect=error))
+            with pytest.raises(openai.InternalServerError) as refused:
+                await client.files.create(file=jsonl(request("1")), purpose="batch")
+        assert refused.value.status_code == 503 and refused.value.code == "store_away"
+        assert "No space left on device" in caplog.text and "Traceback" not in caplog.text
+        assert (await client.files.create(file=jsonl(request("1")), purpose="batch")).id
 
 
 def test_the_docs_name_every_field_that_is_taken() -> None:
