@@ -86,7 +86,7 @@ def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({}
     status = _STATUS[error.grpc_code]
     is_named = error.violations and error.grpc_code != "RESOURCE_EXHAUSTED"
     param = rename(error.violations[0].field, names) if is_named else None
-    code = _CODE.get(error.grpc_code, error.reason.lower())
+    code = "model_not_found" if (status, param) == (404, "model") else _CODE.get(error.grpc_code, error.reason.lower())
     return Failure(status, body_of(rename(error.message, names), status, code, param), error.retry_after_s)
 
 

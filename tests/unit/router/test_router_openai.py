@@ -229,8 +229,9 @@ async def test_who_leaves_or_stops_in_the_middle_of_a_body_is_no_fault_of_ours(
 
 async def test_errors_are_those_that_the_sdk_knows(tmp_path: Path) -> None:
     async with serving(tmp_path, pair()) as (router, http), sdk(router) as client:
-        with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here"):
+        with pytest.raises(openai.NotFoundError, match="model 'gpt' is not served here") as unknown:
             await client.completions.create(model="gpt", prompt="a")
+        assert unknown.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as error:
             await client.completions.create(model="model", prompt="a" * MAX_MODEL_LEN)
         assert error.value.code == "context_length_exceeded"
