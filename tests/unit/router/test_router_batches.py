@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
+import functools
 import json
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
-import httpx2 as httpx
+import http_door
 import openai
 import pytest
-from fake_worker import FakeWorker, pair
-from router_harness import Router, ids, running_router
+from fake_worker import pair
+from http_door import sdk
+from router_harness import ids
 
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Overloaded
@@ -32,19 +31,7 @@ FILE_BYTES = 20_000
 GIVEN: dict[str, Any] = {"endpoint": ENDPOINT, "completion_window": "24h"}
 
 
-@contextlib.asynccontextmanager
-async def serving(folder: Path, workers: tuple[FakeWorker, ...], **settings: Any) -> AsyncIterator[tuple[Router, Any]]:
-    """A router, and an HTTP client of it."""
-    given = {"http_port": 0, "max_file_bytes": FILE_BYTES} | settings
-    async with contextlib.AsyncExitStack() as stack:
-        router = await stack.enter_async_context(running_router(folder / "model", workers, **given))
-        address = f"http://{router.server.http_address}"
-        yield router, await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=20))
-
-
-def sdk(router: Router, key: str = "none") -> openai.AsyncOpenAI:
-    base_url = f"http://{router.server.http_address}/v1"
-    return openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+serving = functools.partial(http_door.serving, max_file_bytes=FILE_BYTES)
 
 
 def request(custom_id: str, url: str = ENDPOINT, **body: Any) -> dict[str, Any]:
@@ -390,20 +377,6 @@ async def test_a_store_that_is_away_is_503_and_costs_no_completion(tmp_path: Pat
             assert answer.headers["retry-after"] == "1"
         async with sdk(router) as client:
             assert (await client.completions.create(model="model", prompt="a")).choices[0].text == "ok"
-
-
-async def test_a_disk_that_is_full_is_503_and_the_next_upload_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with serving(tmp_path, ()) as (router, _), sdk(router) as client:
-        with monkeypatch.context() as full:
-            error = OSError(errno.ENOSPC, "No space left on device")
-            full.setattr("tempfile.SpooledTemporaryFile.write", Mock(side_effect=error))
-            with pytest.raises(openai.InternalServerError) as refused:
-                await client.files.create(file=jsonl(request("1")), purpose="batch")
-        assert refused.value.status_code == 503 and refused.value.code == "store_away"
-        assert "No space left on device" in caplog.text and "Traceback" not in caplog.text
-        assert (await client.files.create(file=jsonl(request("1")), purpose="batch")).id
 
 
 def test_the_docs_name_every_field_that_is_taken() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 import openai
 import pytest
 from fake_worker import PREFILL, STOP, FakeWorker, pair, phase, tokens
-from router_harness import MAX_MODEL_LEN, Router, ids, running_router
+from http_door import chat, sdk, serving
+from router_harness import MAX_MODEL_LEN, ids
 
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.pb import generation_pb2 as pb
@@ -22,24 +20,6 @@ from cluster.pb import worker_pb2
 from router.openai.bodies import IGNORED, ChatBody, CompletionBody
 
 pytestmark = pytest.mark.asyncio
-
-
-@contextlib.asynccontextmanager
-async def serving(folder: Path, workers: tuple[FakeWorker, ...], **settings: Any) -> AsyncIterator[tuple[Router, Any]]:
-    """A router, and an HTTP client of it."""
-    async with contextlib.AsyncExitStack() as stack:
-        router = await stack.enter_async_context(running_router(folder / "model", workers, http_port=0, **settings))
-        address = f"http://{router.server.http_address}"
-        yield router, await stack.enter_async_context(httpx.AsyncClient(base_url=address, timeout=20))
-
-
-def sdk(router: Router, key: str = "none", **options: Any) -> openai.AsyncOpenAI:
-    base_url = f"http://{router.server.http_address}/v1"
-    return openai.AsyncOpenAI(base_url=base_url, api_key=key, **({"max_retries": 0} | options))
-
-
-def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
-    return {"model": "model", "messages": [{"role": "user", "content": text}], **fields}
 
 
 async def test_a_completion_is_what_the_same_request_over_grpc_is(tmp_path: Path) -> None:
@@ -142,69 +122,6 @@ async def test_offsets_of_a_stream_go_on_where_they_were(tmp_path: Path) -> None
         told = [chunk.choices[0].logprobs async for chunk in stream]
     offsets = [offset for each in told if each is not None for offset in each.text_offset or ()]
     assert offsets == [0, 1, 2]
-
-
-_DEEP: list[Any] = json.loads("[" * 900 + "]" * 900)
-_FORMAT = "response_format", "response_format: cannot be followed"
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"temperature": 3.0}, "temperature", "temperature: must be between 0 and 2 (got 3)"),
-    ({"temperature": "hot"}, "temperature", "temperature: should be a valid number"),
-    ({"tempreature": 1.0}, "tempreature", "tempreature: is not a field that is known here; leave it out"),
-    ({"model": None}, "model", "model: should be a valid string"),
-    ({"max_tokens": 0}, "max_tokens", "max_tokens: must be at least 1 (got 0)"),
-    ({"max_tokens": -1}, "max_tokens", "max_tokens: must be from 0 to"),
-    ({"n": 1.5}, "n", "n: should be a valid integer"),
-    ({"stop": ["a"] * 17}, "stop", "stop: at most 16 stop strings are allowed (got 17)"),
-    ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: needs logprobs: true"),
-    ({"logit_bias": {"x": 1.0}}, "logit_bias", "logit_bias: keys must be token ids (got 'x')"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "stream_options: needs stream: true"),
-    ({"messages": []}, "messages", "messages: must hold at least one message"),
-    ({"messages": [{"content": "a"}]}, "messages[0].role", "messages[0].role: must be a string such as `user`"),
-    ({"messages": "hello"}, "messages", "messages: should be a valid list"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice is not served: must be auto or none"),
-    ({"structured_outputs": {}}, "structured_outputs", "structured_outputs: exactly one of json, regex"),
-    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "structured_outputs: exactly one"),
-    (
-        {"structured_outputs": {"regex": "("}},
-        "structured_outputs.regex",
-        "structured_outputs.regex: cannot be followed",
-    ),
-    (
-        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
-        "response_format",
-        "response_format: cannot be set with structured_outputs",
-    ),
-    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "response_format.json_schema: must"),
-    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "foo"}}}}, *_FORMAT),
-    ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "structured_outputs.json: cannot be followed"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens: must be at least 1 (got 0)"),
-    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens", "min_tokens: must be at most max_tokens, 2 (got 3)"),
-    ({"messages": [{"role": "user", "content": "a", "deep": _DEEP}]}, "messages[0]", "messages[0]: nests too deep"),
-    ({"tools": [{"deep": _DEEP}]}, "tools[0]", "tools[0]: nests too deep"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param", "message"), BAD, ids=[str(sorted(fields)) for fields, _, _ in BAD])
-async def test_what_is_wrong_is_named_as_the_client_wrote_it(
-    tmp_path: Path, fields: dict[str, Any], param: str, message: str
-) -> None:
-    async with serving(tmp_path, pair()) as (_, http):
-        answer = await http.post("/v1/chat/completions", json=chat() | fields)
-    error = answer.json()["error"]
-    assert answer.status_code == 400, error
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert error["message"].startswith(message)
-
-
-async def test_a_body_that_is_no_json_or_too_large_is_refused(tmp_path: Path) -> None:
-    async with serving(tmp_path, pair(), max_message_bytes=5000) as (_, http):
-        for content in (b"", b"{", b"\xff\xfe", b"[" * 4000, b'"text"', b"null"):
-            answer = await http.post("/v1/completions", content=content)
-            error = answer.json()["error"]
-            assert answer.status_code == 400 and error["message"].startswith("the body "), content
-            assert error["param"] is None
-        answer = await http.post("/v1/completions", json={"model": "model", "prompt": "a" * 6000})
-        assert answer.status_code == 400 and "larger than 5000 bytes" in answer.json()["error"]["message"]
 
 
 async def test_who_leaves_or_stops_in_the_middle_of_a_body_is_no_fault_of_ours(
