@@ -26,8 +26,9 @@ from router.openai.bodies import (
 
 MOST_PROMPTS = 128
 """In one call of /v1/completions."""
-_DEEPEST = 100
-"""Lists and objects in one another, of what a template may read; protobuf takes no more either."""
+_DEEPEST = 32
+"""Lists and objects in one another, of what a template may read: two or three messages each, and protobuf reads no more
+than a hundred in one another."""
 _INT32 = range(-(2**31), 2**31)
 _UINT32, _UINT64 = range(2**32), range(2**64)
 
