@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What listens on every address of a machine, and where it is reached from that machine."""
+"""What listens on every address of a machine, and where it is reached from there."""
 
 
 def is_loopback(host: str) -> bool:
@@ -26,6 +26,11 @@ def is_loopback(host: str) -> bool:
 def format_address(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def address_here(host: str, port: int) -> str:
+    """Where a listener of this machine is reached."""
+    return format_address(ANY_HOST.get(host, host), port)
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.address import ANY_HOST, format_address, parse_address
+from cluster.address import address_here, parse_address
 from cluster.cli.common import (
     DEFAULT_ADMIN_ADDRESS,
     AdminAddress,
@@ -58,8 +58,7 @@ def targets(
             for process in cluster.processes:
                 if process.name.partition("-")[0] == "router" and process.state == "ready":
                     host, port = parse_address(process.address)
-                    address = format_address(ANY_HOST.get(host, host), port)
-                    with connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
+                    with connect(address_here(host, port), api_key, tls_ca, tls_cert, tls_key) as client:
                         found += [each for each in groups_of(client.status(), process.name) if each not in found]
             return found
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.address import ANY_HOST, format_address, parse_address
+from cluster.address import address_here, parse_address
 from cluster.admin_client import AdminClient
 from cluster.client import BatonClient, key_metadata
 from cluster.config import ServingConfig
@@ -198,11 +198,11 @@ def _configured(config: ServingConfig | None) -> str:
     """Where the configuration puts the router; empty: it does not say."""
     if config is None or not config.router.port:
         return ""
-    return format_address(ANY_HOST.get(config.router.host, config.router.host), config.router.port)
+    return address_here(config.router.host, config.router.port)
 
 
 def _controller_of(config: ServingConfig | None) -> str:
     """Where the controller of a configuration should be; empty: it does not say."""
     if config is None or not config.admin.port:
         return ""
-    return format_address(ANY_HOST.get(config.admin.host, config.admin.host), config.admin.port)
+    return address_here(config.admin.host, config.admin.port)

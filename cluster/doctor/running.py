@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
-from cluster.address import ANY_HOST, format_address
+from cluster.address import address_here
 from cluster.doctor.contact import fetch
 from cluster.doctor.findings import Finding, ok, problem, skipped, warning
 from cluster.doctor.subject import Subject
@@ -199,7 +199,7 @@ def _baton_versions(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     if config is None or not subject.contact.is_configured or not config.router.http_port:
         return
-    address = format_address(ANY_HOST.get(config.router.host, config.router.host), config.router.http_port)
+    address = address_here(config.router.host, config.router.http_port)
     try:
         theirs = json.loads(fetch(address, "/version", subject.asked.tls, subject.contact.timeout_s)[1])["version"]
         ours = version("baton")
