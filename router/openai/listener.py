@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 
@@ -23,6 +24,11 @@ _ABANDONED_S = 1.0
 """After a stream was given up, its connection stays for so long if nothing more is taken from it."""
 _LAST_WORDS_S = 1
 """What runs at the end has been drained before; connections get so long to take what was written."""
+
+
+def _is_event(record: logging.LogRecord) -> bool:
+    """A stream whose client was given up is left without its end, for uvicorn to close the connection."""
+    return "without completing response" not in record.getMessage()
 
 
 class _Server(uvicorn.Server):
@@ -59,6 +65,7 @@ class Listener:
             timeout_graceful_shutdown=_LAST_WORDS_S,
         )
         config.load()
+        logging.getLogger("uvicorn.error").addFilter(_is_event)
         config.ssl = None if tls is None else tls.context()
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

@@ -66,7 +66,9 @@ async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancel
         assert dispatcher.counters.refused["client_stalled"] == 1
 
 
-async def test_a_client_over_http_that_takes_nothing_is_given_up_and_its_connection_closed(tmp_path: Path) -> None:
+async def test_a_client_over_http_that_takes_nothing_is_given_up_and_its_connection_closed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.3, http_port=0) as router:
         with socket.socket() as deaf:
@@ -88,6 +90,7 @@ async def test_a_client_over_http_that_takes_nothing_is_given_up_and_its_connect
             assert (await decode.next_cancel()).key == key
             assert router.server.dispatcher.counters.refused["client_stalled"] == 1
             assert b"[DONE]" not in await asyncio.to_thread(read_to_the_end, deaf)
+    assert not [record for record in caplog.records if record.name.startswith("uvicorn")], "no fault of ours"
 
 
 def read_to_the_end(client: socket.socket) -> bytes:
