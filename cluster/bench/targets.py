@@ -38,7 +38,7 @@ class GrpcTarget:
         self._timeout_s = timeout_s
 
     async def send(self, request: Request, sent_at: float) -> Sample:
-        sample = Sample(len(request.prompt), sent_at)
+        sample = Sample(request.num_prompt_tokens, sent_at)
         num = request.num_output_tokens
         spec = make_spec(request.prompt, max_output_tokens=num, temperature=0.0, ignore_eos=True, include_timing=True)
         await self.stream(spec, sample)
@@ -57,6 +57,7 @@ class GrpcTarget:
                         sample.num_output_tokens += event.delta.token_count
                         sample.token_ids += event.delta.token_ids
                     case "completed":
+                        sample.num_prompt_tokens = event.completed.usage.prompt_tokens
                         sample.num_cached_tokens = event.completed.usage.cached_tokens
                         sample.num_moves = event.completed.timing.migrations
                         sample.placement = event.completed.timing.placement
@@ -76,7 +77,7 @@ class OpenAiTarget:
         self._body = {name: value for name, value in body.items() if value is not None}
 
     async def send(self, request: Request, sent_at: float) -> Sample:
-        sample = Sample(len(request.prompt), sent_at)
+        sample = Sample(request.num_prompt_tokens, sent_at)
         await self._stream(self._body | {"prompt": request.prompt, "max_tokens": request.num_output_tokens}, sample)
         return sample
 
@@ -102,6 +103,7 @@ def _take(chunk: dict[str, Any], sample: Sample) -> None:
         sample.told.append(time.perf_counter())
     usage = chunk.get("usage")
     if usage:
+        sample.num_prompt_tokens = usage["prompt_tokens"]
         sample.num_output_tokens = usage["completion_tokens"]
         sample.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 

@@ -1,6 +1,6 @@
 """Which requests come, and when: random lengths, or those of a trace. Pure, and the same for the same seed.
 
-Prompts are token ids. Those of a trace with block hashes share prefixes as its prompts did.
+Prompts are token ids, or the text of such. Those of a trace with block hashes share prefixes as its prompts did.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ import csv
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError
 
@@ -20,6 +22,8 @@ LEAST_TOKEN = 10
 """Lower ids are often special ones."""
 _BLOCK_TOKENS = 512
 """Of one block of the Mooncake traces."""
+Prompt = list[int] | str
+"""Token ids, or text."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,9 @@ class Request:
     """What a server is sent, and when, in seconds from the start."""
 
     at: float
-    prompt: list[int]
+    prompt: Prompt
+    num_prompt_tokens: int
+    """That were drawn, which a prompt as text need not have exactly."""
     num_output_tokens: int
 
 
@@ -44,17 +50,43 @@ class Ask:
     """Names of what its prompt consists of: equal ones stand for equal tokens."""
     num_block_tokens: int = 0
 
-    def request(self, vocab: int, seed: int, number: int) -> Request:
-        """What of its prompt is neither shared nor of a block is this number's own."""
+    def prompt(self, vocab: int, seed: int, number: int) -> list[int]:
+        """What is neither shared nor of a block is this number's own."""
         parts = [_tokens(f"{seed} shared", self.num_shared_tokens, vocab)]
         parts += [_tokens(f"{seed} block {block}", self.num_block_tokens, vocab) for block in self.blocks]
         tokens = [token for part in parts for token in part][: self.num_prompt_tokens]
         tokens += _tokens(f"{seed} request {number}", self.num_prompt_tokens - len(tokens), vocab)
-        return Request(self.at, tokens, self.num_output_tokens)
+        return tokens
 
 
-def requests_of(asks: Iterable[Ask], vocab: int, seed: int) -> list[Request]:
-    return [ask.request(vocab, seed, number) for number, ask in enumerate(asks)]
+def requests_of(
+    asks: Iterable[Ask], vocab: int, seed: int, as_text: Callable[[list[int]], str] | None = None
+) -> list[Request]:
+    """`as_text`: for a server that takes no token ids."""
+    drawn = [(ask, ask.prompt(vocab, seed, number)) for number, ask in enumerate(asks)]
+    return [
+        Request(ask.at, as_text(tokens) if as_text else tokens, len(tokens), ask.num_output_tokens)
+        for ask, tokens in drawn
+    ]
+
+
+def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Decoded; text of random tokens has more of its own than were drawn, and is cut to as many. A few may still be
+    missing or too many, which the server tells.
+    """
+    text = str(tokenizer.decode(tokens))
+    return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids[: len(tokens)]))
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A tokenizer.json, or the Hugging Face folder that holds one. Raises ConfigError."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    try:
+        return Tokenizer.from_buffer(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: is not a tokenizer.json: {error}") from error
 
 
 def random_asks(

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,6 +84,9 @@ def bench(
     goodput: Annotated[
         list[str] | None, typer.Option(metavar="NAME:MS", help="What is in time: ttft:500, tpot:50, e2el:5000.")
     ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Send prompts as text of this tokenizer: a folder, or tokenizer.json.")
+    ] = None,
     vocab: Annotated[int, typer.Option(min=11, help="Prompts are drawn from token ids below it.")] = 1000,
     seed: Annotated[int, typer.Option(help="The same load for the same seed.")] = 0,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Of one request.")] = 600.0,
@@ -116,7 +120,7 @@ def bench(
         if request_rate is not None:
             asks = workload.at_rate(asks, request_rate, burstiness, seed)
         pace = _Pace(request_rate, burstiness, max_concurrency, warmup)
-        server = _Server(address, base_url, model, api_key, tls_ca, tls_cert, tls_key, timeout_s, extra_body)
+        server = _Server(address, base_url, model, api_key, tls_ca, tls_cert, tls_key, timeout_s, extra_body, tokenizer)
         told = _run(server, asks, pace, vocab, seed, goodput or [])
         _end(told, save, plots, detailed=detailed, as_json=as_json)
 
@@ -160,6 +164,13 @@ class _Server:
     tls_key: str | None
     timeout_s: float
     extra_body: str | None
+    tokenizer: Path | None
+
+    def as_text(self) -> Callable[[list[int]], str] | None:
+        """What makes a prompt text, where it is sent as that. Raises ConfigError."""
+        from cluster.bench.workload import read_tokenizer, text_of
+
+        return None if self.tokenizer is None else partial(text_of, read_tokenizer(self.tokenizer))
 
 
 def _run(server: _Server, asks: list[Ask], pace: _Pace, vocab: int, seed: int, goodput: list[str]) -> dict[str, Any]:
@@ -199,8 +210,9 @@ async def _offer(
     from cluster.bench.runner import offer
     from cluster.bench.workload import requests_of
 
-    warm = requests_of([replace(ask, at=0.0) for ask in asks[: pace.num_warm]], vocab, seed + 1)
-    requests, most = requests_of(asks, vocab, seed), pace.most_at_once
+    as_text, most = server.as_text(), pace.most_at_once
+    warm = requests_of([replace(ask, at=0.0) for ask in asks[: pace.num_warm]], vocab, seed + 1, as_text)
+    requests = requests_of(asks, vocab, seed, as_text)
     async with _target(server, extra) as (model, target):
         with _progress(len(asks)) as on_end:
             await offer(warm, target.send, most_at_once=most, on_end=lambda _: None)

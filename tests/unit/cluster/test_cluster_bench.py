@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
 from scripted_router import baton
@@ -15,8 +18,21 @@ from scripted_router import baton
 from cluster.bench.figures import PERCENTILES, figures_of, parse_objectives
 from cluster.bench.runner import offer
 from cluster.bench.samples import Sample
-from cluster.bench.workload import LEAST_TOKEN, Ask, Request, at_rate, random_asks, read_trace, requests_of
+from cluster.bench.targets import OpenAiTarget
+from cluster.bench.workload import (
+    LEAST_TOKEN,
+    Ask,
+    Request,
+    at_rate,
+    random_asks,
+    read_tokenizer,
+    read_trace,
+    requests_of,
+    text_of,
+)
 from cluster.errors import ConfigError
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
 
 
 def sample(sent_at: float, *told: float, num_output_tokens: int = 0, error: str = "") -> Sample:
@@ -163,3 +179,43 @@ async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None
     busy.may_answer.set()
     samples = await offered
     assert busy.most_under_way == expected and len(samples) == len(ended) == 20
+
+
+def test_a_prompt_may_be_sent_as_text_that_is_the_same_for_the_same_seed() -> None:
+    tokenizer, asks = read_tokenizer(MODEL), random_asks(5, 300, 5, 0.0, 0, 0)
+    drawn = requests_of(asks, 1000, 7)
+    texts = requests_of(asks, 1000, 7, partial(text_of, tokenizer))
+    for ids, text in zip(drawn, texts, strict=True):
+        assert isinstance(ids.prompt, list) and isinstance(text.prompt, str)
+        assert text.prompt == text_of(tokenizer, ids.prompt)
+        assert len(tokenizer.encode(text.prompt).ids) == pytest.approx(300, rel=0.02)
+        assert (ids.num_prompt_tokens, text.num_prompt_tokens) == (300, 300)
+
+
+def test_a_tokenizer_is_a_file_or_a_folder_and_what_is_neither_is_named(tmp_path: Path) -> None:
+    assert read_tokenizer(MODEL).get_vocab_size() == read_tokenizer(MODEL / "tokenizer.json").get_vocab_size()
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: cannot be read: No such file"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: is not a tokenizer\.json"):
+        read_tokenizer(tmp_path)
+
+
+async def test_a_server_that_counts_other_tokens_than_were_drawn_is_believed() -> None:
+    asked: list[dict[str, Any]] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(json.loads(request.content))
+        chunks = [
+            {"choices": [{"text": "a"}]},
+            {
+                "choices": [{"text": "", "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 12, "completion_tokens": 3},
+            },
+        ]
+        return httpx2.Response(200, text="".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks))
+
+    async with httpx2.AsyncClient(base_url="http://server/v1", transport=httpx2.MockTransport(answer)) as http:
+        seen = await OpenAiTarget(http, "m", {"ignore_eos": None}).send(Request(0.0, "some text", 10, 5), 0.0)
+    assert (seen.num_prompt_tokens, seen.num_output_tokens, len(seen.told), seen.error) == (12, 3, 1, "")
+    assert asked[0]["prompt"] == "some text" and "ignore_eos" not in asked[0]
