@@ -15,6 +15,7 @@
 #   make test-page      the page in headless Chromium, which is installed first; pictures go to build/page
 #   make docs-check     runs every block of commands and code in README.md and docs/
 #   make bench          measures a cluster on this machine
+#   make bench-peer     holds baton bench against an independent client, over Baton and `transformers serve` (.venv-peer)
 #   make clean          removes .venv and every cache
 
 VENV := .venv
@@ -34,7 +35,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema
+.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -103,11 +104,11 @@ chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
 
 # Environments of their own: LiteLLM needs an older huggingface-hub than Baton is tested with, and schemathesis would put
-# itself into every run of pytest.
+# itself into every run of pytest, and `transformers serve` needs a web framework that nothing else here does.
 .venv-%/.ready: tests/%-requirements.txt Makefile | $(READY)
 	@echo "installing $< into $(@D)"
 	@[ -x $(@D)/bin/python ] || $(PY) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --requirement $<
+	@$(@D)/bin/python -m pip install --quiet $(if $(TORCH_CPU_INDEX),--extra-index-url $(TORCH_CPU_INDEX)) --requirement $<
 	@touch $@
 
 test-clients: $(READY) .venv-clients/.ready
@@ -156,6 +157,9 @@ docs-check: $(READY)
 bench: $(READY)
 	$(PY) -m benchmarks.throughput $(ARGS)
 
+bench-peer: $(READY) .venv-peer/.ready
+	$(PY) -m benchmarks.bench_agrees --peer .venv-peer/bin/transformers $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-clients .venv-schema build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-schema .venv-peer build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -227,6 +227,29 @@ def test_the_router_overhead_benchmark_prints_the_promised_keys() -> None:
 
 
 @pytest.mark.battery
+@pytest.mark.parametrize("server", ["grpc", "http"])
+def test_what_holds_baton_bench_against_another_client_counts_one_run_in_both(server: str) -> None:
+    """Times of a few milliseconds agree as well as a busy machine lets them; counts agree always."""
+    sizes = ("--num-prompts", "6", "--input-len", "40", "--output-len", "8", "--within", "1000000")
+    ended, left = run("benchmarks/bench_agrees.py", "--json", "--only", server, *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    (told,) = json.loads(ended.stdout)["runs"]
+    counts = {"completed": 6, "total_input_tokens": 240, "total_output_tokens": 48}
+    for name, number in counts.items():
+        assert told["figures"][name] == dict.fromkeys(("bench", "witness", "relay"), number)
+    assert all(values["relay"] > 0 for values in told["figures"].values())
+
+
+@pytest.mark.battery
+def test_a_load_that_the_server_refuses_ends_the_comparison_and_says_why() -> None:
+    ended, left = run("benchmarks/bench_agrees.py", "--only", "http", "--num-prompts", "4", "--input-len", "5000")
+    assert ended.returncode == 1 and ended.stdout == ""
+    assert "error: the two clients did not have one run" in ended.stderr and "5000" in ended.stderr
+    assert left == []
+
+
+@pytest.mark.battery
 def test_the_benchmark_of_malformed_requests_judges_each_and_leaves_nothing() -> None:
     ended, left = run("-m", "benchmarks.malformed", "--requests", "40", "--good", "2", "--tokens", "4", "--json")
     assert ended.returncode == 0, ended.stderr
