@@ -2,8 +2,8 @@
 
     python benchmarks/bench_agrees.py --peer .venv-peer/bin/transformers
 
-Two runs are never the same: with 200 requests whose times vary by a half, the means of two honest clients differ by 5
-%. So both clients have one run. A relay stands before the server; `baton bench` and the other client offer the same
+Two runs are never the same: with 200 requests whose times vary by a half, the means of two honest clients differ by
+5 %. So both clients have one run. A relay stands before the server; `baton bench` and the other client offer the same
 closed loop through it, a request goes on once both have sent it, and the answer goes to both as it comes
 (`bench_relay`). The other client is OpenAI's SDK, or for gRPC what protoc generates, in a process of its own. It says
 only when it sent, when messages came and what the server counted (`bench_witness`); numpy makes figures of that here.
@@ -12,10 +12,10 @@ measurement, by neither client.
 
 What can differ honestly is small and known. Whoever asks first waits for the other, and has that in its time to the
 first token (`apart_ms`). A client takes a millisecond or so to send a request, and less to read a message, which the
-relay does not see. Against the times of prompts of a thousand tokens that is less than 2 %: the load is chosen for
-it, not the limit. Servers get a lower priority than clients and relay, for which others have a machine of their own;
-where other programs take the processor, the highest percentiles of the time between messages are those of the client
-that had to wait for it.
+relay does not see. Against the times of prompts of 512 tokens that is less than 2 %: the load is chosen for it, not
+the limit. Servers get a lower priority than clients and relay, for which others have a machine of their own; where
+other programs take the processor, the highest percentiles of the time between messages are those of the client that
+had to wait for it.
 
 Servers: Baton over gRPC and over HTTP; `transformers serve` (--peer; `make bench-peer` installs it); or any OpenAI
 API that serves already (--base-url). Exits 1 when a figure differs by more than --within, or a request failed.
@@ -48,11 +48,11 @@ from rich.table import Table
 from benchmarks.bench_relay import GrpcRelay, HttpRelay, Meeting
 from benchmarks.bench_servers import Server, baton, put_behind, stopping, transformers_serve
 from benchmarks.bench_witness import WitnessSettings
+from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from benchmarks.report import tell, telling_failures
 from cluster.bench.workload import Prompt, random_asks, read_tokenizer, text_of
 
-BUNDLED = ROOT / "models" / "tiny-shakespeare"
 TIMES = ("ttft", "tpot", "itl", "e2el")
 RATES = ("request_throughput", "output_throughput", "total_token_throughput")
 COUNTS = ("completed", "total_input_tokens", "total_output_tokens")
@@ -254,22 +254,22 @@ def _servers(model: Path, config: Path, peer: Path | None, only: Only | None, gi
 def _given(base_url: str, model: str | None, tokenizer: Path | None) -> Server:
     parts = urlsplit(base_url)
     if parts.scheme != "http" or not parts.port or model is None:
-        raise typer.BadParameter(f"--base-url wants http://HOST:PORT/v1 (got {base_url}), and --served a model")
+        raise typer.BadParameter(f"--base-url wants http://HOST:PORT/v1 (got {base_url}), and --serves a model")
     return Server(base_url, f"{parts.hostname}:{parts.port}", parts.path, model, tokenizer)
 
 
 def main(
     num_prompts: Annotated[int, typer.Option(min=2, help="Requests of each run.")] = 200,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way.")] = 4,
-    input_len: Annotated[int, typer.Option(min=1)] = 1024,
+    input_len: Annotated[int, typer.Option(min=1)] = 512,
     output_len: Annotated[int, typer.Option(min=2)] = 64,
-    model: Annotated[Path, typer.Option(help="A Hugging Face folder, for every server.")] = BUNDLED,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: S of make_model.")] = None,
     peer: Annotated[Path | None, typer.Option(help="The program `transformers`; none: Baton only.")] = None,
     only: Annotated[Only | None, typer.Option(help="One of the servers.")] = None,
     base_url: Annotated[
         str | None, typer.Option(metavar="URL", help="An OpenAI API that serves already, http://HOST:PORT/v1, instead.")
     ] = None,
-    served: Annotated[str | None, typer.Option(metavar="NAME", help="What it calls its model.")] = None,
+    serves: Annotated[str | None, typer.Option(metavar="NAME", help="What it calls its model.")] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Where it takes only text.")] = None,
     vocab: Annotated[int, typer.Option(min=11, help="Prompts are drawn from token ids below it.")] = 1000,
     within: Annotated[float, typer.Option(min=0, help="What figures may differ by.")] = 0.02,
@@ -280,9 +280,10 @@ def main(
     if only is Only.peer and peer is None:
         raise typer.BadParameter("--only peer needs the program as --peer; `make bench-peer` installs it")
     runs = []
-    given = None if base_url is None else _given(base_url, served, tokenizer)
-    with telling_failures():
-        for seed, server in enumerate(_servers(model, config, peer, only, given)):
+    given = None if base_url is None else _given(base_url, serves, tokenizer)
+    with telling_failures(), tempfile.TemporaryDirectory(prefix="baton-agrees-") as folder:
+        offered = model or make_model(Shape.S, Path(folder) / "S")
+        for seed, server in enumerate(_servers(offered, config, peer, only, given)):
             # Another seed for each: what one run has left in the prefix cache is not to be found by the next.
             load = Load(num_prompts, max_concurrency, input_len, output_len, 2 * seed, max_concurrency, vocab)
             put_behind()

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "BATON_TEST_BENCHMARK"
+BUNDLED = ("--model", str(ROOT / "models" / "tiny-shakespeare"))
 SMALL = (
     *("--runs", "2", "--tokens", "64", "--passes", "1", "--chunk-tokens", "16", "--chunk-tokens", "64"),
     *("--prompt-tokens", "24", "--prompt-tokens", "100", "--commits", "3", "--cancels", "6"),
@@ -230,7 +231,7 @@ def test_the_router_overhead_benchmark_prints_the_promised_keys() -> None:
 @pytest.mark.parametrize("server", ["grpc", "http"])
 def test_what_holds_baton_bench_against_another_client_counts_one_run_in_both(server: str) -> None:
     """Times of a few milliseconds agree as well as a busy machine lets them; counts agree always."""
-    sizes = ("--num-prompts", "6", "--input-len", "40", "--output-len", "8", "--within", "1000000")
+    sizes = ("--num-prompts", "6", "--input-len", "40", "--output-len", "8", "--within", "1000000", *BUNDLED)
     ended, left = run("benchmarks/bench_agrees.py", "--json", "--only", server, *sizes)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert left == []
@@ -243,7 +244,7 @@ def test_what_holds_baton_bench_against_another_client_counts_one_run_in_both(se
 
 @pytest.mark.battery
 def test_a_load_that_the_server_refuses_ends_the_comparison_and_says_why() -> None:
-    ended, left = run("benchmarks/bench_agrees.py", "--only", "http", "--num-prompts", "4", "--input-len", "5000")
+    ended, left = run("benchmarks/bench_agrees.py", "--only", "http", "--input-len", "5000", *BUNDLED)
     assert ended.returncode == 1 and ended.stdout == ""
     assert "error: the two clients did not have one run" in ended.stderr and "5000" in ended.stderr
     assert left == []
