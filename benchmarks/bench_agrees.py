@@ -32,6 +32,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -51,7 +52,7 @@ from benchmarks.bench_witness import WitnessSettings
 from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from benchmarks.report import tell, telling_failures
-from cluster.bench.workload import Prompt, random_asks, read_tokenizer, text_of
+from cluster.bench.workload import Prompt, random_asks, read_tokenizer, requests_of, text_of
 
 TIMES = ("ttft", "tpot", "itl", "e2el")
 RATES = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -110,14 +111,12 @@ def figures(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
 def prompts_of(load: Load, tokenizer: Path | None) -> dict[str, list[tuple[Prompt, int]]]:
     """What `baton bench` is going to ask, before it counts and then."""
     asks = random_asks(load.num_prompts, load.input_len, load.output_len, 0.0, 0, load.seed)
-    made = None if tokenizer is None else read_tokenizer(tokenizer)
-
-    def wanted(number: int, seed: int) -> tuple[Prompt, int]:
-        tokens = asks[number].prompt(load.vocab, seed, number)
-        return tokens if made is None else text_of(made, tokens), asks[number].num_output_tokens
-
-    warm = [wanted(number, load.seed + 1) for number in range(load.num_warm)]
-    return {"warm": warm, "counted": [wanted(number, load.seed) for number in range(load.num_prompts)]}
+    as_text = None if tokenizer is None else partial(text_of, read_tokenizer(tokenizer))
+    offered = {"warm": (asks[: load.num_warm], load.seed + 1), "counted": (asks, load.seed)}
+    return {
+        name: [(request.prompt, request.num_output_tokens) for request in requests_of(some, load.vocab, seed, as_text)]
+        for name, (some, seed) in offered.items()
+    }
 
 
 async def measure(server: Server, load: Load) -> dict[str, Any]:

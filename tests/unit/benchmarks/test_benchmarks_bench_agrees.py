@@ -17,9 +17,8 @@ from benchmarks import bench_relay
 from benchmarks.bench_agrees import FIGURES, Load, figures, judged, prompts_of
 from benchmarks.bench_relay import HttpRelay, Meeting
 from cluster.bench.figures import figures_of
-from cluster.bench.runner import offer
 from cluster.bench.samples import Sample
-from cluster.bench.workload import Prompt, random_asks
+from cluster.bench.workload import random_asks, requests_of
 
 NUM_TOKENS = 3
 
@@ -62,20 +61,12 @@ def test_what_differs_from_either_is_named() -> None:
     assert run(0.0, 100.0)["differ"] == ["mean_ttft_ms"]
 
 
-async def test_the_other_client_asks_what_baton_bench_does() -> None:
-    asked: list[tuple[Prompt, int]] = []
-
-    class Heard:
-        async def send(self, prompt: Prompt, num_output_tokens: int, sample: Sample) -> None:
-            asked.append((prompt, num_output_tokens))
-            sample.told.append(sample.sent_at)
-
+def test_the_other_client_asks_what_baton_bench_does() -> None:
     load = Load(num_prompts=5, most_at_once=1, input_len=20, output_len=4, seed=6, num_warm=2, vocab=500)
     asks = random_asks(5, 20, 4, 0.0, 0, 6)
-    for some, seed in ((asks[:2], 7), (asks, 6)):
-        await offer(Heard(), some, vocab=500, seed=seed, most_at_once=1, on_end=lambda _: None)
-    wanted = prompts_of(load, None)
-    assert asked == [*wanted["warm"], *wanted["counted"]]
+    for name, some, seed in (("warm", asks[:2], 7), ("counted", asks, 6)):
+        offered = [(request.prompt, request.num_output_tokens) for request in requests_of(some, 500, seed)]
+        assert prompts_of(load, None)[name] == offered
 
 
 class Upstream:
