@@ -12,7 +12,7 @@ measurement, by neither client.
 
 What can differ honestly is small and known. Whoever asks first waits for the other, and has that in its time to the
 first token (`apart_ms`). A client takes a millisecond or so to send a request, and less to read a message, which the
-relay does not see. Against the times of prompts of 512 tokens that is less than 2 %: the load is chosen for it, not
+relay does not see. Against the times of prompts of 1,024 tokens that is less than 2 %: the load is chosen for it, not
 the limit. Servers get a lower priority than clients and relay, for which others have a machine of their own; where
 other programs take the processor, the highest percentiles of the time between messages are those of the client that
 had to wait for it.
@@ -260,7 +260,7 @@ def _given(base_url: str, model: str | None, tokenizer: Path | None) -> Server:
 def main(
     num_prompts: Annotated[int, typer.Option(min=2, help="Requests of each run.")] = 200,
     max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way.")] = 4,
-    input_len: Annotated[int, typer.Option(min=1)] = 512,
+    input_len: Annotated[int, typer.Option(min=1)] = 1024,
     output_len: Annotated[int, typer.Option(min=2)] = 64,
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder; default: S of make_model.")] = None,
     peer: Annotated[Path | None, typer.Option(help="The program `transformers`; none: Baton only.")] = None,
