@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange
+from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
 from cluster.gate import Gate
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
@@ -283,6 +283,7 @@ def guarded(handle: Handler, names: Mapping[str, str] = MappingProxyType({})) ->
     async def endpoint(request: Request) -> Answer:
         request_id = _request_id(request)
         try:
+            _refuse_other_sites(request)
             answer = await handle(request, request_id)
         except BatonError as error:
             return failed(failure_of(error, names), request_id)
@@ -299,6 +300,13 @@ def guarded(handle: Handler, names: Mapping[str, str] = MappingProxyType({})) ->
         return answer
 
     return endpoint
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Whatever site somebody looks at may have his browser send something to a router that wants no key, though not
+    read the answer. Raises PermissionDenied."""
+    if request.method != "GET" and request.headers.get("sec-fetch-site") == "cross-site":
+        raise PermissionDenied("a browser sends this for another site; ask from a program, or from a page of this one")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

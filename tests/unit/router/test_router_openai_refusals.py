@@ -107,3 +107,16 @@ async def test_a_disk_that_is_full_is_503_and_the_next_upload_is_taken(
         assert refused.value.status_code == 503 and refused.value.code == "store_away"
         assert "No space left on device" in caplog.text and "Traceback" not in caplog.text
         assert (await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")).id
+
+
+async def test_another_site_in_a_browser_has_nothing_computed(tmp_path: Path) -> None:
+    async with serving(tmp_path, pair(lambda _: [ids("ok")])) as (_, http):
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/files", "/v1/batches", "/tokenize"):
+            answer = await http.post(path, content=json.dumps(chat()), headers={"sec-fetch-site": "cross-site"})
+            assert answer.status_code == 403, path
+            assert answer.json()["error"]["type"] == "permission_error"
+        for site in ("none", "same-origin"):
+            answer = await http.post("/v1/chat/completions", json=chat(), headers={"sec-fetch-site": site})
+            assert answer.status_code == 200
+        answer = await http.get("/v1/models", headers={"sec-fetch-site": "cross-site"})
+        assert answer.status_code == 200
