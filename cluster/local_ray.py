@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+
 from cluster.address import parse_address
 from cluster.errors import BatonError
 from cluster.reaper import reaping
@@ -94,7 +96,7 @@ def joined(address: str) -> Iterator[None]:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (*_START_ERRORS, SystemExit) as error:
         # Ray ends the program where nothing speaks its protocol there.
-        why = "it does not speak Ray" if isinstance(error, SystemExit) else error
+        why = "it is something else" if isinstance(error, SystemExit) else error
         raise RayFailed(f"cannot join the Ray cluster at {address}: {why}") from error
     try:
         yield
@@ -128,6 +130,13 @@ def _check_answers(address: str) -> None:
         raise RayFailed(
             f"no Ray cluster answers at {address}: {error.strerror or error}; start one with `ray up`"
         ) from error
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return
+    with grpc.insecure_channel(address) as channel:
+        try:
+            grpc.channel_ready_future(channel).result(timeout=_CONNECT_S)
+        except grpc.FutureTimeoutError as error:
+            raise RayFailed(f"what answers at {address} is no Ray cluster; is that the port of `ray start`?") from error
 
 
 def _start(folder: Path, num_cpus: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,13 @@ def test_auto_is_what_ray_start_has_left_and_nothing_else(
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 1
     assert "no Ray cluster answers at 127.0.0.1:9" in done.output
+
+
+def test_what_is_no_ray_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.local_ray.QUIET", {})
+    monkeypatch.setattr("cluster.local_ray._CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = CliRunner().invoke(app, ["stop", "--address", address])
+    assert done.exit_code == 1
+    assert f"what answers at {address} is no Ray cluster" in done.output
