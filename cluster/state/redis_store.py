@@ -25,6 +25,7 @@ _PREFIX = "baton:log:"
 _PROBE_KEY = "baton:probe"
 _PROBE_MS = 1000
 _CONNECT_S = 1.0
+_ANSWER_S = 5.0
 _OUTCOMES = {b"done": Outcome.DONE, b"missing": Outcome.MISSING, b"fenced": Outcome.FENCED}
 
 _WRITE = """
@@ -141,9 +142,9 @@ class RedisStore:
         return answers
 
 
-def connect(url: str, connect_s: float = _CONNECT_S, answer_s: float | None = None) -> Redis:
+def connect(url: str, connect_s: float = _CONNECT_S) -> Redis:
     """At the first call. What fails is not tried again."""
-    return Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=connect_s, socket_timeout=answer_s)
+    return Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=connect_s, socket_timeout=_ANSWER_S)
 
 
 async def ask(call: Callable[[], Awaitable[Any] | Any]) -> Any:

@@ -20,7 +20,6 @@ from router.batches.store import ORPHAN_S, Answer, Claim, Kind, Record
 
 PREFIX = "baton:{batches}:"
 """With a tag, so that Redis Cluster would keep all of it in one place."""
-_ANSWER_S = 5.0
 _FIELDS = ("kind", "tenant", "data", "ends_at", "version")
 
 _IF_HELD = """
@@ -139,7 +138,7 @@ class RedisBatchStore:
     def __init__(self, url: str, prefix: str = PREFIX) -> None:
         """Connects at the first call."""
         self._prefix = prefix
-        self._client = connect(url, answer_s=_ANSWER_S)
+        self._client = connect(url)
         scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _PIECE)
         self._scripts = {text: self._client.register_script(text) for text in scripts}
 
