@@ -182,7 +182,7 @@ def test_a_plan_that_another_change_came_before_is_refused(cluster: Cluster, ope
     assert str(version) in tab.shown("#plan .bad")
 
 
-def test_a_router_that_is_killed_and_a_controller_that_hangs_are_told_and_come_back(
+def test_a_controller_that_hangs_is_told_and_a_router_that_is_killed_is_followed_by_another(
     cluster: Cluster, open_tab: Callable[..., Any]
 ) -> None:
     tab = open_tab(cluster.http)
@@ -199,9 +199,9 @@ def test_a_router_that_is_killed_and_a_controller_that_hangs_are_told_and_come_b
     tab.allowed = ("Failed to load resource",)
     life = tab.page.evaluate("known.life")
     os.kill(cluster.client.status().router.pid, signal.SIGKILL)
-    tab.until("document.getElementById('state').innerText.includes('this is how it was')")
-    tab.until("document.getElementById('state').innerText === 'serving'")
-    assert tab.page.evaluate("known.life") != life and tab.page.evaluate("known.requests.length") == 0
+    # The next router may be there before the page asks again.
+    tab.until(f"known.life !== {life!r} && document.getElementById('state').innerText === 'serving'")
+    assert tab.page.evaluate("known.requests.length") == 0
     assert tab.page.evaluate("document.querySelectorAll('.life').length") == 0
 
 
