@@ -76,8 +76,13 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None,
     """`num_cores`: of the one machine that holds every rank; None when Ray spreads them over several. `may_grow`: nodes
     may still come, so that workers wait for GPUs that are not there yet.
 
-    Raises ConfigError when the roles name more GPUs than there are.
+    Raises ConfigError when the roles name more GPUs than there are, or routers are to be on several machines of one.
     """
+    if config.placement.routers == "spread" and config.router.replicas > 1 and num_cores is not None:
+        raise ConfigError(
+            f"metadata.serving.placement.routers is spread, and this is one machine for {config.router.replicas} "
+            "routers; use head, or serve in a Ray of several machines: baton serve --address auto"
+        )
     device = "cuda" if may_grow and config.engine.device == "cuda" else _device(config, num_gpus)
     num_ranks = sum(config.role(role).devices for role in ROLES)
     threads = config.engine.threads

@@ -19,7 +19,7 @@ from router.batching import open_batch_store
 def store_of(state: str | None = None, placement: PlacementSection | None = None, **router: object) -> list[str | None]:
     section = replace(RouterSection(replicas=2), **router)  # type: ignore[arg-type]
     config = ServingConfig(ModelSection("m"), state=state, router=section, placement=placement or PlacementSection())
-    plan = plan_cluster(config, num_gpus=0, num_cores=1)
+    plan = plan_cluster(config, num_gpus=0, num_cores=None)
     return [settings.batch_store for _, settings in plan.named_routers()]
 
 

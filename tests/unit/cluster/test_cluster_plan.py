@@ -163,7 +163,9 @@ def test_several_routers_have_names_and_ports_of_their_own() -> None:
         ("router-2", 6020),
     ]
     spread = replace(three, placement=replace(three.placement, routers="spread"))
-    assert [s.port for _, s in plan_cluster(spread, num_gpus=0, num_cores=2).named_routers()] == [6000, 6000, 6000]
+    assert [s.port for _, s in plan_cluster(spread, num_gpus=0, num_cores=None).named_routers()] == [6000, 6000, 6000]
+    with pytest.raises(ConfigError, match=r"placement\.routers is spread, and this is one machine for 3 routers"):
+        plan_cluster(spread, num_gpus=0, num_cores=2)
     anywhere = replace(three, router=replace(three.router, port=0))
     assert {s.port for _, s in plan_cluster(anywhere, num_gpus=0, num_cores=2).named_routers()} == {0}
 
