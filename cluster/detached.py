@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from typing import Any
 
 import ray
@@ -30,6 +31,7 @@ NAMESPACE = "baton"
 """Ray's namespace; `ray list actors` shows both."""
 _LOOK_S = 0.2
 _PORTS_S = 30.0
+_GONE_S = 10.0
 
 
 class DetachedController(Controller):
@@ -97,7 +99,11 @@ def find_controller() -> Any | None:
 
 
 def end_controller(controller: Any, timeout_s: float) -> None:
-    """Asks the controller to end everything; one that cannot is ended with what it started."""
+    """Asks the controller to end everything; one that cannot is ended with what it started. Returns when Ray has its
+    name for another one."""
     with contextlib.suppress(RayError):
         ray.get(controller.shutdown.remote(), timeout=timeout_s)
     ray.kill(controller)
+    give_up_at = time.monotonic() + _GONE_S
+    while find_controller() == controller and time.monotonic() < give_up_at:
+        time.sleep(_LOOK_S)

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 
@@ -17,3 +19,11 @@ def until(look: Callable[[], T | None], what: str, limit_s: float, every_s: floa
         assert time.monotonic() < end, f"not within {limit_s:g} s: {what}"
         never.wait(every_s)
     return found
+
+
+def is_running(pid: int) -> bool:
+    """One that has ended may be there until its parent looks."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
+from waiting import is_running
 
 from cluster import local_ray
 from cluster.admin_client import AdminClient
@@ -129,7 +130,7 @@ def cluster(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
     cluster = Cluster(config_of(), tmp_path)
     yield cluster
     pids = cluster.close()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)], "a process outlived the shutdown"
+    assert not [pid for pid in pids if is_running(pid)], "a process outlived the shutdown"
 
 
 def test_every_group_comes_up_and_the_router_knows_the_workers(cluster: Cluster, tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def test_a_killed_rank_takes_its_whole_group_with_it_and_the_group_comes_back(cl
     after = cluster.status()
     assert after["decode-0"]["num_starts"] == 2
     assert not set(after["decode-0"]["pids"]) & set(before["decode-0"]["pids"])
-    assert not psutil.pid_exists(before["decode-0"]["pids"][0]), "rank 0 lives on without its group"
+    assert not is_running(before["decode-0"]["pids"][0]), "rank 0 lives on without its group"
     assert after["prefill-0"] == before["prefill-0"], "another worker was touched"
 
 
@@ -162,7 +163,7 @@ def test_a_frozen_process_is_killed_with_its_group(cluster: Cluster) -> None:
     os.kill(frozen, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
     cluster.until("ready", "decode-0")
-    assert not psutil.pid_exists(frozen)
+    assert not is_running(frozen)
 
 
 def test_a_killed_router_comes_back_on_its_port_and_hears_of_the_workers(cluster: Cluster) -> None:
@@ -215,7 +216,7 @@ def watched(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
     cluster.until("serving", "router")
     yield cluster
     pids = cluster.close()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)], "a process outlived the shutdown"
+    assert not [pid for pid in pids if is_running(pid)], "a process outlived the shutdown"
 
 
 def edit(tmp_path: Path, old: str, new: str) -> None:
@@ -245,7 +246,7 @@ def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watch
     status = watched.status()
     assert set(status) == {"router", "prefill-0", "prefill-1", "decode-1"}
     assert len(status["decode-1"]["pids"]) == 2
-    assert not [pid for pid in old if psutil.pid_exists(pid)]
+    assert not [pid for pid in old if is_running(pid)]
     assert set(watched.workers_of_router()) == {"prefill-0", "prefill-1", "decode-1"}
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
-import psutil
 import pytest
 from cluster_fixture import token_spec
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
+from waiting import is_running
 
 from cluster.admin_client import AdminClient
 from cluster.client import BatonClient
@@ -207,7 +207,7 @@ def test_a_drained_worker_ends_without_losing_a_request_and_its_device_serves_ag
         load.wait_for_more(NUM_PROMPTS)
         list(cluster.admin.follow(cluster.admin.drain(drained)))
         assert drained not in cluster.status()
-        assert not [pid for pid in pids if psutil.pid_exists(pid)]
+        assert not [pid for pid in pids if is_running(pid)]
         assert "devices: 2" in cluster.file.read_text(encoding="utf-8")
         load.wait_for_more(NUM_PROMPTS)
         followed = list(cluster.admin.follow(cluster.admin.set_roles(1, 3)))
