@@ -70,7 +70,9 @@ class AdminClient(Connection):
             return
 
     def follow(self, answer: admin_pb2.ChangeResponse) -> Iterator[admin_pb2.ClusterEvent]:
-        """The events of an accepted change, to the one that it is done or has failed."""
+        """The events of an accepted change, to the one that it is done or has failed; none where nothing differs."""
+        if not answer.is_change:
+            return
         for event in self.events(answer.after_sequence):
             yield event
             if event.kind in _ENDS:

@@ -135,11 +135,10 @@ def _change(client: AdminClient, ask: Callable[[], ChangeResponse], *, is_dry_ru
     out = sys.stderr if as_json else sys.stdout
     _print_plan(answer, out, is_dry_run)
     failed = ""
-    if answer.is_change:
-        for event in client.follow(answer):
-            if event.kind in (ClusterEvent.KIND_STEP, ClusterEvent.KIND_STEP_DONE, ClusterEvent.KIND_CHANGED):
-                print(event.text, file=out, flush=True)
-            failed = event.text if event.kind == ClusterEvent.KIND_FAILED else ""
+    for event in client.follow(answer):
+        if event.kind in (ClusterEvent.KIND_STEP, ClusterEvent.KIND_STEP_DONE, ClusterEvent.KIND_CHANGED):
+            print(event.text, file=out, flush=True)
+        failed = event.text if event.kind == ClusterEvent.KIND_FAILED else ""
     if as_json:
         print(json.dumps(_described(answer, failed, is_dry_run), indent=2, ensure_ascii=False))
     if failed:
