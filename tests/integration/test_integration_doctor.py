@@ -133,6 +133,8 @@ def test_workers_without_a_common_transport_then_a_killed_one_are_named(tmp_path
         router={"needs_prefill": False, "dead_after_s": 3.0},
     ).__enter__()
     try:
+        # It serves with a decode worker alone.
+        cluster.wait_for(lambda s: len(s.workers) == 2 and all(w.state == 2 for w in s.workers))
         outcomes = ask(config, "transports", "disaggregation", "bandwidth", address=cluster.address)
         found = the_problem(outcomes["transports"])
         assert found.found.startswith("no transport connects prefill-0 (shm) and decode-0 (gloo) on one host")
