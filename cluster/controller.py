@@ -40,7 +40,7 @@ from cluster.metrics import MetricsPage, serve_beside
 from cluster.notices import News, Notice, NoticeBoard
 from cluster.pb import admin_pb2
 from cluster.plan import CPU_SHARE, ClusterPlan
-from cluster.room import Room
+from cluster.room import Room, num_gpus
 from cluster.router_link import RouterLink, RouterLinks
 from cluster.steps import STOP_S, Steps
 from cluster.supervisor import State, Supervisor
@@ -106,7 +106,7 @@ class Controller:
         first = plan.workers[0].ranks[0]
         steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
         self.events = EventLog(self._on_event)
-        self.door = Door(config, steps, self.events, _num_gpus if first.device == "cuda" else None)
+        self.door = Door(config, steps, self.events, num_gpus if first.device == "cuda" else None)
         self._pilot = Autopilot(
             self._sight,
             self._split,
@@ -383,11 +383,6 @@ class Controller:
     def _move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
         wanted = self.door.with_split(num_prefill, num_decode)
         self.door.propose(wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version, is_auto=True)
-
-
-def _num_gpus() -> int:
-    """On the nodes that Ray has now."""
-    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def start_controller(

@@ -23,6 +23,7 @@ from cluster.controller import Controller, Programs
 from cluster.errors import ConfigError
 from cluster.plan import CPU_SHARE, ClusterPlan, plan_cluster
 from cluster.ports import listen_error
+from cluster.room import num_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +67,10 @@ def _as_it_says_now(file: ConfigFile, config: ServingConfig, plan: ClusterPlan) 
     """The ratio may have changed since; with a mistake in the file, as the cluster began."""
     try:
         config = file.load()
-        return config, plan_cluster(config, num_gpus=_num_gpus(), num_cores=None, may_grow=True)
+        return config, plan_cluster(config, num_gpus=num_gpus(), num_cores=None, may_grow=True)
     except ConfigError as error:
         logger.warning("%s cannot be used, so everything starts as at first: %s", file.path, error.message)
         return config, plan
-
-
-def _num_gpus() -> int:
-    return int(ray.cluster_resources().get("GPU", 0))
 
 
 def start_detached(config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile) -> Any:

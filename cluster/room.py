@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 Bundles = Sequence[dict[str, float]]
@@ -29,6 +30,11 @@ def place_apart(num_nodes: int, bundle: dict[str, float]) -> PlacementGroup:
     """A bundle on each of so many nodes, as soon as there are as many."""
     group: PlacementGroup = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
     return group
+
+
+def num_gpus() -> int:
+    """On the nodes that Ray has now."""
+    return int(ray.cluster_resources().get("GPU", 0))
 
 
 class Room:

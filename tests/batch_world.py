@@ -11,6 +11,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
+from router.admission import Admission
 from router.batches.idle import IdleCapacity
 from router.batches.input_lines import Line
 from router.batches.records import CANCELLING, Batch, StoredFile
@@ -31,7 +34,8 @@ class World:
         self.runs: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
         self.holds: set[str] = set()
-        """Prompts that get no answer."""
+        """Prompts that get no answer until they are freed."""
+        self._freed = asyncio.Event()
         self.replies: dict[str, list[Tried]] = {}
         self.began = asyncio.Event()
         self.num_at_once = 0
@@ -56,9 +60,15 @@ class World:
         self.began.set()
         self.num_at_once = max(self.num_at_once, len(self.holds))
         while prompt in self.holds:
-            await asyncio.sleep(0.005)
+            self._freed.clear()
+            await self._freed.wait()
         await asyncio.sleep(0)
         return self.replies[prompt].pop(0) if self.replies.get(prompt) else OK
+
+    def free(self, *prompts: str) -> None:
+        """Without any: all."""
+        self.holds -= set(prompts) or self.holds
+        self._freed.set()
 
     async def add(
         self, *prompts: str, batch_id: str = "batch_1", tenant: str = "acme", raw: bytes | None = None, **fields: Any
@@ -109,3 +119,20 @@ class World:
         data = b"".join(piece for piece in pieces if piece is not None)
         assert len(data) == file.size_bytes and data.endswith(b"\n")
         return [json.loads(line) for line in data.splitlines()]
+
+
+async def until_refused(admission: Admission, times: int) -> None:
+    """So often a line has asked whether there is capacity to spare, and there was none."""
+    has_spare, refused = admission.has_spare, asyncio.Semaphore(0)
+
+    def ask(num_running: int, now: float) -> bool:
+        is_spare = has_spare(num_running, now)
+        if not is_spare:
+            refused.release()
+        return is_spare
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "has_spare", ask)
+        async with asyncio.timeout(20):
+            for _ in range(times):
+                await refused.acquire()

@@ -209,18 +209,17 @@ class _Session:
                 end_controller(controller, _END_S)
 
     def _start(self) -> Any:
-        import ray
-
         from cluster.controller import Programs, start_controller
         from cluster.detached import start_detached
         from cluster.plan import plan_cluster
+        from cluster.room import num_gpus
 
         if self._is_detached:
             _check_ports(self._serving)
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         plan = plan_cluster(
             self._serving,
-            num_gpus=int(ray.cluster_resources().get("GPU", 0)),
+            num_gpus=num_gpus(),
             num_cores=num_cores if self._ray_address is None else None,
             may_grow=self._is_detached,
         )

@@ -32,7 +32,9 @@ def test_there_must_be_a_ray_that_goes_on(
     assert expected in done.output
 
 
-@pytest.mark.parametrize("command", [["stop"], ["serve", "--address", "auto", "--config", str(ROOT / "cluster.yaml")]])
+@pytest.mark.parametrize(
+    "command", [["stop"], ["serve", "--address", "auto", "--port", "0", "--config", str(ROOT / "cluster.yaml")]]
+)
 def test_auto_is_what_ray_start_has_left_and_nothing_else(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

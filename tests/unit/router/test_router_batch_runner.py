@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_world import ENDPOINT, LEASE_S, OK, World
+from batch_world import ENDPOINT, OK, World
 
 from cluster.state import StoreAway
 from router.batches.records import Batch
@@ -93,9 +93,9 @@ async def test_no_more_lines_run_than_there_is_capacity_for_and_batches_take_tur
                 assert len(running) <= 2
                 if len(running) == 2:
                     seen.append(running[0][0])
-                    world.holds.remove(running[0])
+                    world.free(running[0])
         assert abs(seen.count("a") - seen.count("b")) <= 4
-        world.holds.clear()
+        world.free()
         assert (await world.over("batch_1")).completed == 30
         assert (await world.over("batch_2", "other")).completed == 30
 
@@ -118,7 +118,7 @@ async def test_one_tenants_many_batches_do_not_keep_anothers_from_being_worked_o
     async with world.running() as runner:
         assert (await world.over("batch_other", "other")).completed == 1
         assert sum(held.batch.tenant == "acme" for held in runner._held.values()) == MOST_OF_A_TENANT
-        world.holds.clear()
+        world.free()
         for number in range(MOST_OF_A_TENANT + 3):
             assert (await world.over(f"batch_{number}")).completed == 1
 
@@ -204,7 +204,7 @@ async def test_another_router_goes_on_from_the_answers_of_one_that_died(world: W
             await asyncio.sleep(0.005)
     for task in list(dead._tasks):  # nothing is given back
         task.cancel()
-    world.holds = set()
+    world.free()
     async with world.running():
         batch = await world.over()
     assert (batch.status, batch.completed) == ("completed", 12)
@@ -224,7 +224,7 @@ async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World
             while (found := await world.store.claim("other", 60.0)) is None:
                 await asyncio.sleep(0.01)
         assert await world.store.answer(found[0], Answer(1, True, b"theirs"))
-        world.holds.clear()
+        world.free()
         async with asyncio.timeout(20):
             while slow._held:
                 await asyncio.sleep(0.01)
@@ -277,7 +277,7 @@ async def test_a_stop_gives_a_batch_back_at_once(world: World) -> None:
         async with asyncio.timeout(20):
             while await world.store.answered("batch_1") != {1} or not world.runs["b"]:
                 await asyncio.sleep(0.005)
-    world.holds.clear()
+    world.free()
     async with world.running(lease_s=60.0):
         assert (await world.over()).completed == 2
     assert world.runs == {"a": 1, "b": 2}
@@ -288,8 +288,13 @@ class Flaky(SqliteStore):
 
     is_away = False
 
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.refused = asyncio.Event()
+
     async def _run(self, work: Any) -> Any:
         if self.is_away:
+            self.refused.set()
             raise StoreAway("it is away")
         return await super()._run(work)
 
@@ -305,8 +310,8 @@ async def test_answers_wait_for_a_store_that_is_away_for_a_moment(tmp_path: Path
             while len(world.runs) < 2:
                 await asyncio.sleep(0.005)
         store.is_away = True
-        world.holds.clear()
-        await asyncio.sleep(LEASE_S / 2)
+        world.free()
+        await asyncio.wait_for(store.refused.wait(), 20)
         store.is_away = False
         assert (await world.over()).completed == 2
     assert world.runs == {"a": 1, "b": 1}

@@ -13,6 +13,7 @@ from typing import Any
 import http_door
 import openai
 import pytest
+from batch_world import until_refused
 from fake_worker import pair
 from http_door import sdk
 from router_harness import ids
@@ -124,7 +125,7 @@ async def test_interactive_traffic_goes_first_and_refusals_for_load_are_tried_ag
         async with asyncio.timeout(20):
             while (await client.batches.retrieve(told.id)).status != "in_progress":
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
+        await until_refused(router.server.dispatcher.admission, 4)
         assert router.server.dispatcher.num_queued == 0 and router.server.dispatcher.num_running == 1
         first.cancel()
         await prefill.next_admit()
