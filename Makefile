@@ -95,7 +95,7 @@ proto: $(READY)
 	$(PY) -m grpc_tools.protoc -Icluster/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto
 
 model-check: $(READY)
-	PYTHONPATH=.:tests $(PY) tests/model_check.py $(ARGS)
+	PYTHONPATH=.:tests/support $(PY) tests/support/model_check.py $(ARGS)
 
 chaos: $(READY)
 	@.ci/chaos $(ARGS)
@@ -115,7 +115,7 @@ test-clients: $(READY) .venv-clients/.ready
 	$(PY) -m pytest tests/clients $(ARGS)
 
 test-schema: $(READY) .venv-schema/.ready
-	SECONDS=$(SECONDS) PYTHONPATH=.:tests $(PY) tests/http_schema.py $(ARGS)
+	SECONDS=$(SECONDS) PYTHONPATH=.:tests/support $(PY) tests/support/http_schema.py $(ARGS)
 
 deploy-tools:
 	@for tool in $(DEPLOY_TOOLS); do command -v $$tool >/dev/null || missing=1; done; \

@@ -31,7 +31,7 @@ from benchmarks.open_loop import Arrival, Figures, Kind, figures_of, offer, pois
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
-from cluster.split_rates import Slo
+from controller.goodput_model import Slo
 
 NUM_WORKERS = 4
 PROMPTS = Kind("prompts", 800, 24)

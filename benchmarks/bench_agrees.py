@@ -7,7 +7,7 @@ Two runs are never the same: with 200 requests whose times vary by a half, the m
 closed loop through it, a request goes on once both have sent it, and the answer goes to both as it comes
 (`bench_relay`). The other client is OpenAI's SDK, or for gRPC what protoc generates, in a process of its own. It says
 only when it sent, when messages came and what the server counted (`bench_witness`); numpy makes figures of that here.
-Of `cluster.bench`, only what draws the prompts takes part. The relay's own record of what went by is a third
+Of `tools.bench`, only what draws the prompts takes part. The relay's own record of what went by is a third
 measurement, by neither client.
 
 What can differ honestly is small and known. Whoever asks first waits for the other, and has that in its time to the
@@ -52,7 +52,7 @@ from benchmarks.bench_witness import WitnessSettings
 from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from benchmarks.report import tell, telling_failures
-from cluster.bench.workload import Prompt, random_asks, read_tokenizer, requests_of, text_of
+from tools.bench.workload import Prompt, random_asks, read_tokenizer, requests_of, text_of
 
 TIMES = ("ttft", "tpot", "itl", "e2el")
 RATES = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -191,7 +191,7 @@ async def _bench(server: Server, load: Load, url: str, saved: Path) -> None:
     if not server.ignores_eos:
         flags["--extra-body"] = '{"ignore_eos": null}'
     words = [str(word) for flag in flags.items() for word in flag]
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", *words]
+    command = [sys.executable, "-m", "cli.main", "bench", *words]
     process = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
         said, _ = await process.communicate()

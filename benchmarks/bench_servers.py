@@ -17,7 +17,7 @@ import psutil
 
 from benchmarks.plain_cluster import START_S, Program, ProgramFailed, running_workers, wait_until_serving
 from cluster.config import load_config
-from cluster.plan import plan_cluster
+from controller.plan import plan_cluster
 
 _LOOK_EVERY_S = 0.2
 _BEHIND = 10

@@ -37,7 +37,7 @@ from benchmarks.open_loop import Figures, Kind, figures_of, offer, poisson, prob
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
-from cluster.split_rates import Slo
+from controller.goodput_model import Slo
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)

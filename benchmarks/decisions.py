@@ -16,10 +16,10 @@ from typing import Any
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
-from router.ledger import Charge, Ledger, Work
-from router.output_lengths import OutputLengths
-from router.policies import Objectives, Request, make_policy
-from router.prefix_index import Holders, PrefixIndex, PromptHashes
+from router.queue.output_lengths import OutputLengths
+from router.routing.load_tracker import Charge, LoadTracker, RequestLoad
+from router.routing.policies import Objectives, RoutingRequest, make_policy
+from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
 
 BLOCK_SIZE = 16
 MOST_PROMPT_TOKENS = 8192
@@ -59,7 +59,7 @@ class Simulation:
         self._system_prompts = [self._tokens(_SHARED_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
         self._sessions = [self._new_session() for _ in range(num_workers * 4)]
         self.num_cached_blocks = sum(self._fill(worker, each) for worker in self._workers)
-        self._ledger = Ledger()
+        self._ledger = LoadTracker()
         self._policy = make_policy("predicted", self._ledger, OutputLengths(), Objectives())
         self._charges: deque[Charge] = deque()
 
@@ -69,9 +69,9 @@ class Simulation:
         tokens = draw.choice(self._sessions) if draw.random() < 0.8 else self._new_session()
         most = MOST_PROMPT_TOKENS - 64
         prompt = (tokens + self._tokens(64))[-most:] if len(tokens) > most else tokens + self._tokens(64)
-        work = Work(len(prompt), 1, len(prompt) + 512)
+        work = RequestLoad(len(prompt), 1, len(prompt) + 512)
         begun, begun_cpu = time.perf_counter(), time.thread_time()
-        request = Request(work, PromptHashes(prompt, _SALT))
+        request = RoutingRequest(work, PromptHashes(prompt, _SALT))
         placement = self._policy.choose(request, self._workers[::2], self._workers[1::2])
         took_s, took_cpu_s = time.perf_counter() - begun, time.thread_time() - begun_cpu
         self._charges.append(Charge(self._ledger, placement, work))

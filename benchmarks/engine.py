@@ -33,12 +33,13 @@ from benchmarks import machine
 from benchmarks.make_model import Shape, make_model
 from cluster.errors import BatonError
 from cluster.program import ExitCode
-from engine import attention_cpu, matmul
-from engine.decode_step import DecodeStep
+from engine.attention import cpu
+from engine.layers import matmul
 from engine.memory import kv_bytes_per_token, multiplied_bytes
-from engine.runner import ModelRunner
-from engine.sampling import Sampler, SampleRow, SamplingParams
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.model_runner import ModelRunner
+from engine.native.decode_step import DecodeStep
+from engine.sampling.sampler import Sampler, SampleRow, SamplingParams
+from engine.step_input import SequenceSlice, StepInput, build_step
 from engine.tp import SingleGroup
 
 BLOCK_SIZE = 16
@@ -149,7 +150,7 @@ def timed(work: Callable[[], None]) -> float:
 def watched(spent: Spent, decode_step: DecodeStep | None) -> Iterator[None]:
     """Counts the block's time, and where it goes; `decode_step` counts its own."""
     kinds: list[tuple[Any, str]] = [(kind, "products") for kind in MATRICES]
-    kinds.append((attention_cpu.CpuAttention, "attention"))
+    kinds.append((cpu.CpuAttention, "attention"))
     originals = [kind.__call__ for kind, _ in kinds]
 
     def counted(original: Any, name: str) -> Any:

@@ -37,9 +37,9 @@ from benchmarks.mortal_cluster import Fault, MortalCluster
 from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
-from cluster.client import BatonClient, make_spec
 from cluster.config import ServingConfig, load_config
 from cluster.pb import generation_pb2 as pb
+from tools.client import BatonClient, make_spec
 
 STALL_OBJECTIVE_S = 2.0
 """What a stall at p99 may last beyond the replayed prefill."""

@@ -36,7 +36,7 @@ from benchmarks.plain_cluster import ROOT
 from cluster.errors import BatonError
 from cluster.program import ExitCode
 from engine.memory import kv_bytes_per_token, weight_bytes
-from engine.step import SequenceSlice, build_step
+from engine.step_input import SequenceSlice, build_step
 
 BUNDLED_MODEL = ROOT / "models" / "tiny-shakespeare"
 HELD_OUT = BUNDLED_MODEL / "held_out.txt"

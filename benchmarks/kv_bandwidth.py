@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.kv_peer import TOKEN_BYTES, PeerSettings
 from benchmarks.plain_cluster import Program
-from kv_transfer.transport import serve_store
+from kv_transfer.transports.interface import serve_store
 
 HOST = "127.0.0.1"
 NUM_SLOTS = 4

@@ -28,9 +28,9 @@ from cluster.errors import BatonError
 from cluster.settings import JsonSettings
 from kv_transfer.actions import Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover, Landing, PairSpec, Sending, SlotRange
-from kv_transfer.pairs import make_pair
-from kv_transfer.transport import Meeting, Pair, StoreClients, Work
+from kv_transfer.transfer_engine import Landing, PairSpec, Sending, SlotRange, TransferEngine
+from kv_transfer.transports.interface import Meeting, Pair, StoreClients, TransferWork
+from kv_transfer.transports.registry import make_pair
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 20.0
@@ -76,7 +76,7 @@ class Peer:
         self._tcp = socket.socket(fileno=settings.tcp_fd)
         for connection in (self._grants, self._tcp):
             connection.settimeout(TIMEOUT_S)
-        self._mover = KvMover(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host=HOST, digest=settings.digest)
+        self._mover = TransferEngine(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host=HOST, digest=settings.digest)
         self._stores = StoreClients(TIMEOUT_S)
         self._pairs: dict[str, Pair] = {}
         if settings.is_sender:
@@ -210,7 +210,7 @@ class Peer:
             slot.fill_(1)
 
     def _move_slots(self, name: str, chunk_tokens: int, passes: int) -> dict[str, Any]:
-        pair, num_slots, posted = self._pairs[name], self._settings.num_slots, deque[Work]()
+        pair, num_slots, posted = self._pairs[name], self._settings.num_slots, deque[TransferWork]()
         began = time.monotonic()
         for number, where in enumerate(self._ranges(chunk_tokens, passes)):
             if len(posted) == num_slots:

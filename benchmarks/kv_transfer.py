@@ -36,7 +36,7 @@ from benchmarks.plain_cluster import ROOT, ProgramFailed
 from benchmarks.worker_pair import running_pair
 from cluster.errors import BatonError
 from cluster.program import ExitCode
-from engine.config import ModelConfig
+from engine.models.config import ModelConfig
 
 BUNDLED_MODEL = ROOT / "models" / "tiny-shakespeare"
 DEFAULT_CHUNK = 256

@@ -31,7 +31,7 @@ from benchmarks.nonsense import Call, make_call
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
 from benchmarks.report import bars, tell, telling_failures
 from cluster import rpc
-from cluster.client import BatonClient, make_spec
+from tools.client import BatonClient, make_spec
 
 FAULTS = ("INTERNAL", "UNKNOWN", "UNAVAILABLE")
 CALL_S = 60.0

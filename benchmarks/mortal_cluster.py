@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.plain_cluster import Program, ProgramFailed, beside_others, wait_until_serving
 from cluster.config import ServingConfig
-from cluster.plan import WorkerPlan, plan_cluster
+from controller.plan import WorkerPlan, plan_cluster
 
 FAULT_S = 20.0
 """In which a signal must have done what it does."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from rich.progress import Progress
 
 from cluster import rpc
-from cluster.bench import figures, runner
-from cluster.bench.samples import Sample
-from cluster.bench.targets import GrpcTarget
-from cluster.client import make_spec
 from cluster.pb import generation_pb2
+from tools.bench import figures, runner
+from tools.bench.samples import Sample
+from tools.bench.targets import GrpcTarget
+from tools.client import make_spec
 
 NUM_VARIANTS = 8
 """Prompts of one kind that differ."""

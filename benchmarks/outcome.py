@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from cluster.client import BatonClient
 from cluster.errors import BatonError
 from cluster.pb import generation_pb2 as pb
+from tools.client import BatonClient
 
 LOGPROBS_AGREE_TO = 1e-3
 """Steps of other sizes add up in other orders."""

@@ -36,9 +36,9 @@ from benchmarks import overload_load as load
 from benchmarks.overload_load import Outcome, Phase
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
 from benchmarks.report import bars, tell, telling_failures
-from cluster.client import BatonClient, make_spec
 from cluster.config import load_config
 from cluster.pb import generation_pb2 as pb
+from tools.client import BatonClient, make_spec
 
 NUM_SPECS = 64
 LEVELS = (8, 16, 32, 64)

@@ -21,8 +21,8 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cluster.config import load_config
-from cluster.plan import WorkerPlan, plan_cluster
 from cluster.settings import JsonSettings, RouterSettings
+from controller.plan import WorkerPlan, plan_cluster
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S = 120.0

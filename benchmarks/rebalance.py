@@ -40,11 +40,11 @@ from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT, ProgramFailed
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.served_cluster import ServedCluster
-from cluster.admin_client import AdminClient
-from cluster.client import BatonClient, make_spec
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
+from tools.admin_client import AdminClient
+from tools.client import BatonClient, make_spec
 
 SPLITS = ((1, 3), (3, 1), (2, 2))
 SHARED_TOKENS = 64

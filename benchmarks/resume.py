@@ -36,12 +36,12 @@ from benchmarks.outcome import Outcome, note
 from benchmarks.plain_cluster import ROOT, Program, beside_others, running_workers, wait_until_serving
 from benchmarks.redis_server import RedisServer, running_redis
 from benchmarks.report import bars, tell, telling_failures
-from cluster.client import BatonClient
 from cluster.config import load_config
 from cluster.errors import BatonError, NotReachable
 from cluster.pb import generation_pb2 as pb
-from cluster.plan import plan_cluster
 from cluster.settings import RouterSettings
+from controller.plan import plan_cluster
+from tools.client import BatonClient
 
 WINDOW_S = 30.0
 """Longer than a router takes to start."""

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster import rpc
-from cluster.client import make_spec
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.settings import JsonSettings
+from tools.client import make_spec
 
 HEARTBEAT_S = 0.5
 PROMPT = tuple(range(100, 116))

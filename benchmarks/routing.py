@@ -34,11 +34,11 @@ from benchmarks.decisions import measure_decisions
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_router, running_workers
 from benchmarks.report import bars, tell, telling_failures
 from cluster import rpc
-from cluster.bench.samples import Sample
-from cluster.bench.targets import GrpcTarget
-from cluster.client import make_spec
 from cluster.config import ServingConfig, load_config
-from cluster.plan import ClusterPlan, plan_cluster
+from controller.plan import ClusterPlan, plan_cluster
+from tools.bench.samples import Sample
+from tools.bench.targets import GrpcTarget
+from tools.client import make_spec
 
 POLICIES = ("predicted", "least_loaded", "round_robin")
 Answers = dict[tuple[str, int], tuple[int, ...]]

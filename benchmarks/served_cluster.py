@@ -35,7 +35,7 @@ class ServedCluster:
         self._said = ""
         self._came = threading.Condition()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "cluster.cli.main", "serve", "--config", str(file), "--port", "0"],
+            [sys.executable, "-m", "cli.main", "serve", "--config", str(file), "--port", "0"],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

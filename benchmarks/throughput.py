@@ -22,9 +22,9 @@ from rich.table import Table
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
 from benchmarks.report import tell, telling_failures
 from cluster import rpc
-from cluster.bench.samples import Sample
-from cluster.bench.targets import GrpcTarget
-from cluster.client import make_spec
+from tools.bench.samples import Sample
+from tools.bench.targets import GrpcTarget
+from tools.client import make_spec
 
 PROMPT_TOKENS = 16
 

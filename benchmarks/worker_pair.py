@@ -22,9 +22,9 @@ import grpc
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from cluster import rpc
 from cluster.config import load_config
-from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
-from cluster.plan import plan_cluster
+from cluster.request_key import RequestKey
+from controller.plan import plan_cluster
 
 WAIT_S = 120.0
 

@@ -26,8 +26,8 @@ import yaml
 
 from cluster.config.bounds import bounded
 from cluster.config.compose import compose, read_text
-from cluster.config.read import Reader, entries, join, nearest, place_of, report_doubled_keys
-from cluster.config.source import Source, clip
+from cluster.config.read import ConfigReader, entries, join, nearest, place_of, report_doubled_keys
+from cluster.config.source import ConfigSource, clip
 from cluster.errors import ConfigError
 
 Scope = Literal["generate", "admin"]
@@ -99,11 +99,11 @@ def load_keys(path: str | Path) -> tuple[ApiKey, ...]:
 
 def parse_keys(text: str, filename: str) -> tuple[ApiKey, ...]:
     """The same from text; `filename` is shown in errors."""
-    source = Source(filename, text, shows_lines=False)
+    source = ConfigSource(filename, text, shows_lines=False)
     remedy = "write `keys: []` for a file without keys, or add one with `baton keys create`"
     root = compose(source, text, remedy)
     report_doubled_keys(source, root)
-    reader = Reader(source, ApiKey)
+    reader = ConfigReader(source, ApiKey)
     found = [
         reader.read_section(ApiKey, f"{_ROOT}[{number}]", node) for number, node in enumerate(_items(source, root))
     ]
@@ -124,7 +124,7 @@ _HEAD = """\
 """
 
 
-def _items(source: Source, root: yaml.MappingNode) -> list[yaml.Node]:
+def _items(source: ConfigSource, root: yaml.MappingNode) -> list[yaml.Node]:
     """The nodes of the entries."""
     items: list[yaml.Node] | None = None
     for key, key_node, value in entries(root):
@@ -140,7 +140,7 @@ def _items(source: Source, root: yaml.MappingNode) -> list[yaml.Node]:
     return items or []
 
 
-def _check(source: Source, reader: Reader, found: list[ApiKey]) -> None:
+def _check(source: ConfigSource, reader: ConfigReader, found: list[ApiKey]) -> None:
     """What the types do not say. A value that may be a key by mistake is never shown."""
     ids: dict[str, int] = {}
     digests: dict[str, int] = {}

@@ -1,6 +1,6 @@
 """What clients ask of a cluster lately, in sums that several routers' can be added up: arrivals, prompts, outputs.
 
-Pure. Who counts is for the router; what follows from it, for `cluster.auto_ratio`.
+Pure. Who counts is for the router; what follows from it, for `controller.rebalance_policy`.
 """
 
 from __future__ import annotations

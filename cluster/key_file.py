@@ -14,8 +14,8 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from cluster.api_keys import ApiKey, load_keys
+from cluster.auth import KeyRing
 from cluster.errors import ConfigError
-from cluster.gate import KeyRing
 
 log = logging.getLogger(__name__)
 

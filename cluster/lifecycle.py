@@ -50,7 +50,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class Entry:
+class StateEntry:
     """One line of the story: `state` was entered at `at` (seconds on the caller's clock) because of `why`."""
 
     state: RequestState
@@ -68,7 +68,7 @@ class Lifecycle:
     """One request's state and story, beginning in QUEUED at `now`."""
 
     def __init__(self, now: float, why: str = "") -> None:
-        self._history: list[Entry] = [Entry(RequestState.QUEUED, now, why)]
+        self._history: list[StateEntry] = [StateEntry(RequestState.QUEUED, now, why)]
 
     @property
     def state(self) -> RequestState:
@@ -79,14 +79,14 @@ class Lifecycle:
         return not TRANSITIONS[self.state]
 
     @property
-    def history(self) -> tuple[Entry, ...]:
+    def history(self) -> tuple[StateEntry, ...]:
         return tuple(self._history)
 
     def advance(self, to: RequestState, now: float, why: str = "") -> None:
         """Enters `to`; raises IllegalTransition and changes nothing when the table has no such move."""
         if to not in TRANSITIONS[self.state]:
             raise IllegalTransition(self._refusal(to, why))
-        self._history.append(Entry(to, now, why))
+        self._history.append(StateEntry(to, now, why))
 
     def instant(self, state: RequestState, *, last: bool = False) -> float | None:
         """When `state` was entered the first time (or the last time); None if it never was."""

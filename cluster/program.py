@@ -1,4 +1,4 @@
-"""The seam between a program and what hosts it: a shell (`python -m worker`) or a Ray actor (`cluster.actors`).
+"""The seam between a program and what hosts it: a shell (`python -m worker`) or a Ray actor (`controller.ray_actors`).
 
 A program package (`worker`, `router`) offers `program.create(settings_json, report)`; the host calls `start`, then
 `wait`, and `stop` from any thread. Nothing here knows which program it runs.

@@ -12,13 +12,21 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
+from cluster.request_key import RequestKey
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import BlockCopies, DecodeScheduler
-from engine.block_manager import BlockManager
-from engine.sampling import SampledToken, check_finish
-from engine.sequence import Job, Planned, Sequence, claim_blocks, keep_blocks, publish_blocks, release_blocks
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SampledToken, check_finish
+from engine.sequence import (
+    Request,
+    ScheduledSequence,
+    Sequence,
+    claim_blocks,
+    keep_blocks,
+    publish_blocks,
+    release_blocks,
+)
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, Tell
 
@@ -47,7 +55,7 @@ class Carrier(Protocol):
 class DecodeTask:
     """A job of this role: first one sequence for the prompt and the output's known start, then `n` that decode."""
 
-    job: Job
+    job: Request
     prompt: Sequence
     spare: list[int] = field(default_factory=list)
     """Blocks reserved beyond the prompt's: head-room for the first token of each sequence."""
@@ -76,7 +84,7 @@ class DecodeRole:
         self._receiver = Receiver(num_layers)
         self._tasks: dict[RequestKey, DecodeTask] = {}
         self._to_reserve: deque[RequestKey] = deque()
-        self._held_back: dict[RequestKey, tuple[Job, bool, set[int]]] = {}
+        self._held_back: dict[RequestKey, tuple[Request, bool, set[int]]] = {}
         """Attempts that wait for an earlier one of their request to drain: they go on from what it leaves."""
 
     def __contains__(self, key: RequestKey) -> bool:
@@ -94,7 +102,7 @@ class DecodeRole:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
-    def admit(self, job: Job, expect_handoff: bool, dropped: Iterable[int] = ()) -> None:
+    def admit(self, job: Request, expect_handoff: bool, dropped: Iterable[int] = ()) -> None:
         """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
         if job.key.attempt > 1 and any(key.request_id == job.key.request_id for key in self._tasks):
             self._held_back[job.key] = job, expect_handoff, set(dropped)
@@ -155,7 +163,7 @@ class DecodeRole:
         """A granted chunk lies in its pages, or `error` says why not."""
         self._carry_out(self._receiver.landed(chunk, error, reason))
 
-    def plan(self, budget: StepBudget) -> tuple[list[Planned], list[Sequence], BlockCopies]:
+    def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence], BlockCopies]:
         """Shares of the next step, who was preempted for it, and the page copies it makes first."""
         planned, preempted = self._scheduler.plan(budget)
         self._reserve_waiting()
@@ -171,7 +179,7 @@ class DecodeRole:
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
-    def absorb(self, planned: Planned, sampled: list[SampledToken], scores: Seq[SampledToken] = ()) -> None:
+    def absorb(self, planned: ScheduledSequence, sampled: list[SampledToken], scores: Seq[SampledToken] = ()) -> None:
         """A share of the step has run; `sampled` holds the next token (of each sequence born by it), `scores` the
         logprobs of prompt tokens that it was to score.
 

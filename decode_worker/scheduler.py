@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from bisect import insort
 
-from engine.block_manager import BlockManager
-from engine.sequence import Planned, Sequence, blocks_for, claim_blocks, release_blocks
+from engine.kv.block_manager import BlockManager
+from engine.sequence import ScheduledSequence, Sequence, blocks_for, claim_blocks, release_blocks
 from engine.step_budget import StepBudget
 
 BlockCopies = list[tuple[int, int]]
@@ -72,13 +72,13 @@ class DecodeScheduler:
             self.join(started[-1])
         return started
 
-    def plan(self, budget: StepBudget) -> tuple[list[Planned], list[Sequence]]:
+    def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Shares of the next step, which begins with this, and who was preempted to make room."""
         preempted = self._make_room()
-        planned = [Planned(s, 1) for s in budget.decode([s for s in self._running if s.num_remaining == 1])]
+        planned = [ScheduledSequence(s, 1) for s in budget.decode([s for s in self._running if s.num_remaining == 1])]
         for sequence in self._running:
             if sequence.num_remaining > 1 and (num_tokens := budget.prompt(sequence)):
-                planned.append(Planned(sequence, num_tokens))
+                planned.append(ScheduledSequence(sequence, num_tokens))
         return planned, preempted
 
     def fork(self, parent: Sequence, children: list[Sequence], spare: list[int]) -> None:

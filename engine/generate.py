@@ -14,14 +14,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.block_manager import BlockManager
-from engine.sampling import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
 from engine.sequence import blocks_for
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.step_input import SequenceSlice, StepInput, build_step
 
 
 class Model(Protocol):
-    """Runs steps over a paged KV cache of its own; `engine.runner.ModelRunner` is one."""
+    """Runs steps over a paged KV cache of its own; `engine.model_runner.ModelRunner` is one."""
 
     def forward(self, step: StepInput) -> Tensor:
         """Float32 logits [R, V] of the rows that the step asks for."""

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from cluster.errors import ConfigError
-from engine.config import DTYPES, ModelConfig
-from engine.kv_cache import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
-from engine.matmul import keeps_plain, matrix_bytes, multiplies_plain, multiplies_quantized
+from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
+from engine.layers.matmul import keeps_plain, matrix_bytes, multiplies_plain, multiplies_quantized
+from engine.models.config import DTYPES, ModelConfig
 from engine.native import Native
 from engine.native.tiles import INT4_ZEROS
-from engine.quantization import stored_bytes
+from engine.quantization.formats import stored_bytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WeightForm:
 def choose_form(
     config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Native | None
 ) -> WeightForm:
-    """`kernels` as `engine.ops.choose_native` gives them."""
+    """`kernels` as `engine.layers.ops.choose_native` gives them."""
     packing = config.packing
     keeps_codes = packing is not None and packing.keeps_codes(quantization, _torch_dtype(dtype), kernels)
     is_plain_tiled = quantization == "none" and multiplies_plain(kernels, _torch_dtype(dtype))

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from cluster.errors import ConfigError
-from engine.config import ModelConfig
 from engine.memory import WeightForm, kv_bytes_per_token, largest_matrix_elements, weight_bytes
-from engine.prompt_scores import rows_of_slice
+from engine.models.config import ModelConfig
+from engine.sampling.prompt_logprobs import rows_of_slice
 
 CPU_DEFAULT_REQUESTS = 4
 """Where nothing is said, a CPU's pool holds so many requests of max_model_len: memory is not the worker's alone."""
@@ -60,15 +60,15 @@ class MemoryDemand:
         return rope + _GPU_RESERVE_BYTES + self.block_size * self.kv_bytes_per_token
 
     @property
-    def largest_step(self) -> StepSize:
+    def largest_step(self) -> StepLimits:
         """Chunks of prompts that fill it up, all sequences, and prompt tokens that are scored."""
         num_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
         num_scored = min(num_tokens, rows_of_slice(self.config.vocab_size))
-        return StepSize(num_tokens, min(self.max_num_seqs, num_tokens), num_scored)
+        return StepLimits(num_tokens, min(self.max_num_seqs, num_tokens), num_scored)
 
 
 @dataclass(frozen=True)
-class StepSize:
+class StepLimits:
     """How much there is to compute in one step."""
 
     num_tokens: int
@@ -160,7 +160,7 @@ def estimate_activations(demand: MemoryDemand, why: str) -> Activations:
     return Activations(estimate_bytes(demand, demand.largest_step), is_measured=False, why=why)
 
 
-def estimate_bytes(demand: MemoryDemand, step: StepSize) -> int:
+def estimate_bytes(demand: MemoryDemand, step: StepLimits) -> int:
     """Of a step's activations: the widest moment of a layer, and what follows the layers, which finds the heap in
     pieces."""
     config, num_tokens = demand.config, step.num_tokens

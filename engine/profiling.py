@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from engine.memory import layer_elements
-from engine.memory_plan import Activations, MemoryDemand, StepSize, estimate_activations, estimate_bytes
-from engine.runner import ModelRunner
-from engine.sampling import Sampler, SampleRow, SamplingParams
-from engine.step import StepInput
+from engine.memory_plan import Activations, MemoryDemand, StepLimits, estimate_activations, estimate_bytes
+from engine.model_runner import ModelRunner
+from engine.sampling.sampler import Sampler, SampleRow, SamplingParams
+from engine.step_input import StepInput
 
 _MOST_CONTEXT_ON_CPU = 16_384
 """A longer context would keep a start waiting; what was measured is then taken to grow with it, which is too much."""
@@ -68,7 +68,7 @@ def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activation
     return Activations(-(-grown * demand.max_model_len // context), is_measured=True, why=why)
 
 
-def step_to_try(demand: MemoryDemand, context: int) -> StepSize:
+def step_to_try(demand: MemoryDemand, context: int) -> StepLimits:
     """As much of the largest step as a CPU computes in less than a second."""
     config, tp_size, whole = demand.config, demand.tp_size, demand.largest_step
     num_kinds = len(set(config.layer_windows))
@@ -78,10 +78,10 @@ def step_to_try(demand: MemoryDemand, context: int) -> StepSize:
     num_rows = max(_FEWEST_ROWS, _MOST_WORK_ON_CPU // of_row)
     num_seqs = min(whole.num_seqs, num_rows)
     num_tokens = min(whole.num_tokens, max(_FEWEST_TOKENS, _MOST_WORK_ON_CPU // of_token), num_seqs * context)
-    return StepSize(num_tokens, min(num_seqs, num_tokens), min(whole.num_scored, num_rows))
+    return StepLimits(num_tokens, min(num_seqs, num_tokens), min(whole.num_scored, num_rows))
 
 
-def untried_bytes(demand: MemoryDemand, tried: StepSize, peak: int) -> int:
+def untried_bytes(demand: MemoryDemand, tried: StepLimits, peak: int) -> int:
     """What the rest of the largest step takes beside what was tried: as its shapes say, and as much more as the peak
     was above what they said of it."""
     said = estimate_bytes(demand, tried)
@@ -89,7 +89,7 @@ def untried_bytes(demand: MemoryDemand, tried: StepSize, peak: int) -> int:
     return max(rest, rest * peak // said)
 
 
-def make_step(size: StepSize, context: int, block_size: int, num_blocks: int) -> StepInput:
+def make_step(size: StepLimits, context: int, block_size: int, num_blocks: int) -> StepInput:
     """A step over a cache of `num_blocks` that hold its tokens.
 
     The first sequence is a chunk at the end of a whole context; the others begin, with one token if the first leaves

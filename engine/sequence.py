@@ -12,14 +12,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
 
-from cluster.keys import RequestKey
-from engine.block_manager import BlockManager
-from engine.sampling import SampledToken, SampleRow, SamplingParams
-from engine.step import ScoredSpan, SequenceSlice
+from cluster.request_key import RequestKey
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SampledToken, SampleRow, SamplingParams
+from engine.step_input import ScoredSpan, SequenceSlice
 
 
 @dataclass(frozen=True)
-class Job:
+class Request:
     """A request as a worker sees it: what to compute, not for whom."""
 
     key: RequestKey
@@ -61,7 +61,7 @@ class Job:
 class Sequence:
     """Sequence `index` of a job. `fan_out` sequences are born when its prompt is computed (n of the request)."""
 
-    job: Job
+    job: Request
     index: int
     arrival: int
     """Order of arrival at this worker; the largest is the youngest."""
@@ -74,7 +74,7 @@ class Sequence:
     """Prompt tokens whose logprobs are told, where they are wanted; they are told once, however often computed."""
 
     @classmethod
-    def root(cls, job: Job, arrival: int) -> Self:
+    def root(cls, job: Request, arrival: int) -> Self:
         """What is computed first of a job: its prompt with the known start. All its sequences are born of it."""
         return cls(job, 0, arrival, fan_out=job.params.n, output_token_ids=list(job.known_start))
 
@@ -196,7 +196,7 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class Planned:
+class ScheduledSequence:
     """A sequence's share of the next step."""
 
     sequence: Sequence

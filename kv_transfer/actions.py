@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.keys import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
+from cluster.request_key import RequestKey
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
 from kv_transfer.failures import TransferFailed
 from kv_transfer.layout import KvLayout
-from kv_transfer.transport import Pair
+from kv_transfer.transports.interface import Pair
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
-from engine.block_manager import BlockManager
-from engine.sampling import SampledToken, check_finish
-from engine.sequence import Job, Planned, Sequence, publish_blocks, release_blocks
+from cluster.request_key import RequestKey
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SampledToken, check_finish
+from engine.sequence import Request, ScheduledSequence, Sequence, publish_blocks, release_blocks
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, Tell, Transmit
 from prefill_worker.scheduler import PrefillScheduler
@@ -49,7 +49,7 @@ class Carrier(Protocol):
 class PrefillTask:
     """A job of this role. The sequence exists once the decode worker has reserved."""
 
-    job: Job
+    job: Request
     epoch: str
     sequence: Sequence | None = None
 
@@ -78,7 +78,7 @@ class PrefillRole:
     def num_running(self) -> int:
         return self._scheduler.num_running
 
-    def admit(self, job: Job, epoch: str) -> None:
+    def admit(self, job: Request, epoch: str) -> None:
         """The router gave this worker a prompt, to be handed over on the link `epoch`."""
         self._tasks[job.key] = PrefillTask(job, epoch)
         num_tokens = len(job.prompt_token_ids) + len(job.known_start)
@@ -129,7 +129,7 @@ class PrefillRole:
     def sent(self, chunk: Chunk) -> None:
         self._carry_out(self._sender.sent(chunk))
 
-    def plan(self, budget: StepBudget, last_step: int) -> list[Planned]:
+    def plan(self, budget: StepBudget, last_step: int) -> list[ScheduledSequence]:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
         for sequence in self._scheduler.admit():
             key = sequence.job.key
@@ -142,13 +142,15 @@ class PrefillRole:
             self._carry_out(self._sender.computed(key, sequence.num_computed_tokens, last_step))
         return self._scheduler.plan(budget)
 
-    def launching(self, planned: Planned, step: int) -> None:
+    def launching(self, planned: ScheduledSequence, step: int) -> None:
         """The share is part of step number `step`, next in the log: a prompt's last share is sent while computed."""
         sequence = planned.sequence
         if planned.num_tokens == sequence.num_remaining:
             self._carry_out(self._sender.computing(sequence.job.key, sequence.num_tokens, step))
 
-    def absorb(self, planned: Planned, sampled: list[SampledToken], step: int, scores: Seq[SampledToken] = ()) -> None:
+    def absorb(
+        self, planned: ScheduledSequence, sampled: list[SampledToken], step: int, scores: Seq[SampledToken] = ()
+    ) -> None:
         """The share has run; `sampled` holds the first tokens when it reached the prompt's end, `scores` the logprobs
         of prompt tokens that it was to score.
 

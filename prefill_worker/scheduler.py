@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.block_manager import BlockManager
-from engine.sequence import Planned, Sequence, claim_blocks
+from engine.kv.block_manager import BlockManager
+from engine.sequence import ScheduledSequence, Sequence, claim_blocks
 from engine.step_budget import StepBudget
 
 
@@ -52,8 +52,8 @@ class PrefillScheduler:
         self._running += started
         return started
 
-    def plan(self, budget: StepBudget) -> list[Planned]:
+    def plan(self, budget: StepBudget) -> list[ScheduledSequence]:
         """Shares of the next step, from what is left of its budget."""
         in_turn = sorted(self._running, key=lambda sequence: not sequence.was_begun)
         shares = ((sequence, budget.prompt(sequence)) for sequence in in_turn)
-        return [Planned(sequence, num_tokens) for sequence, num_tokens in shares if num_tokens]
+        return [ScheduledSequence(sequence, num_tokens) for sequence, num_tokens in shares if num_tokens]

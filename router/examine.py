@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.errors import BatonError
-from router.model import ServedModel
-from router.tokenizer import Tokenizer
+from router.api.served_model import ServedModel
+from router.api.tokenizer import Tokenizer
 
 
 def examine(folder: Path) -> dict[str, Any]:

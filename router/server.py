@@ -18,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from cluster import rpc
 from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
-from cluster.gate import Gate
+from cluster.auth import Gate
 from cluster.key_file import KeyFile
 from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
@@ -26,24 +26,24 @@ from cluster.program import Report
 from cluster.settings import RouterSettings
 from cluster.state import Store, open_store
 from cluster.tls import internal_tls_of, public_tls_of
-from router.admin import ControlService, StatusService
-from router.batching import Batching
-from router.dispatcher import Dispatcher
-from router.fleet import WorkerAddress
-from router.handlers import service_handler
-from router.health import HEALTH, HealthService, reflection_handler
-from router.limits import Limits
-from router.model import ServedModel
+from router.api.admin import ControlService, StatusService
+from router.api.handlers import service_handler
+from router.api.health import HEALTH, HealthService, reflection_handler
+from router.api.served_model import ServedModel
+from router.api.service import GenerationService
+from router.api.tokenizer import Tokenizer
+from router.batches.batching import Batching
+from router.observe.page.controller_link import ControllerLink
+from router.observe.page.routes import StatusPage
+from router.observe.tracing import Traces, open_traces
+from router.observe.vllm_names import VllmNames
 from router.openai.app import OpenAiApp
-from router.openai.listener import Listener
-from router.pace import Pace
-from router.page.controller_link import ControllerLink
-from router.page.routes import Page
-from router.policies import Objectives
-from router.service import GenerationService
-from router.tokenizer import Tokenizer
-from router.tracing import Traces, open_traces
-from router.vllm_names import VllmNames
+from router.openai.listener import HttpListener
+from router.queue.limits import Limits
+from router.routing.dispatcher import Dispatcher
+from router.routing.fleet import WorkerAddress
+from router.routing.policies import Objectives
+from router.stream.coalescing import MessageRate
 
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 STATUS: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["StatusService"]
@@ -109,7 +109,7 @@ class RouterServer:
             self._tokenizer,
             self.dispatcher,
             self._executor,
-            Pace(settings.stream_messages_per_s),
+            MessageRate(settings.stream_messages_per_s),
             self._gate,
             open_store(settings.state) if store is None else store,
             self._traces,
@@ -120,7 +120,7 @@ class RouterServer:
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
-        self._http: Listener | None = None
+        self._http: HttpListener | None = None
         self._controller: ControllerLink | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -219,7 +219,7 @@ class RouterServer:
         inside = None if self._internal_tls is None else self._internal_tls.client
         self._controller = ControllerLink(self._control, inside)
         knows_callers = self.keys is not None or settings.tls_client_ca is not None
-        page = Page(status, self._controller, self._gate, host=settings.host, knows_callers=knows_callers)
+        page = StatusPage(status, self._controller, self._gate, host=settings.host, knows_callers=knows_callers)
         front = OpenAiApp(
             self.generation,
             self._gate,
@@ -230,7 +230,7 @@ class RouterServer:
             stalled_client_s=settings.stalled_client_timeout_s,
             more_routes=[*page.routes, *self._batching.routes],
         )
-        self._http = Listener(
+        self._http = HttpListener(
             front.app,
             settings.host,
             settings.http_port,

@@ -18,7 +18,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
+    "cli": {"tools", "controller", "cluster"},
+    "tools": {"controller", "cluster"},
     "router": {"cluster"},
+    "controller": {"cluster"},
     "worker": {"prefill_worker", "decode_worker", "kv_transfer", "engine", "cluster"},
     "prefill_worker": {"kv_transfer", "engine", "cluster"},
     "decode_worker": {"kv_transfer", "engine", "cluster"},
@@ -26,15 +29,15 @@ MAY_IMPORT = {
     "engine": {"cluster"},
     "cluster": set[str](),
 }
-WITHOUT_TORCH = ("router", "cluster")
+WITHOUT_TORCH = ("cli", "tools", "router", "controller", "cluster")
 RAY_ONLY_IN = (
-    "cluster/actors.py",
-    "cluster/controller.py",
-    "cluster/detached.py",
-    "cluster/launchers.py",
-    "cluster/room.py",
-    "cluster/local_ray.py",
-    "cluster/cli/serve.py",
+    "controller/ray_actors.py",
+    "controller/reconciler.py",
+    "controller/detached.py",
+    "controller/launchers.py",
+    "controller/capacity.py",
+    "controller/local_ray.py",
+    "cli/serve.py",
 )
 MAX_LINES = 400
 BANNED_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "_pickle"}

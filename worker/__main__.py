@@ -6,8 +6,8 @@ import logging
 import os
 import sys
 
-from cluster.courtesy import import_behind
 from cluster.flags import parse_flags
+from cluster.niceness import import_behind
 from cluster.program import host_in_shell
 from cluster.settings import WorkerSettings
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 from cluster.pb import worker_pb2
-from engine.block_manager import BlockManager
-from engine.cache_events import CacheEvents
+from engine.kv.block_manager import BlockManager
+from engine.kv.cache_events import CacheEvents
 from worker.reporter import Reporter
 
 MOST_HASHES = 2048

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
-from engine.constraint import Constrainer
-from engine.sampling import Finish, SampledToken, SamplingParams
-from engine.sequence import Job
+from cluster.request_key import RequestKey
+from engine.sampling.constraint import Constrainer
+from engine.sampling.sampler import Finish, SampledToken, SamplingParams
+from engine.sequence import Request
 
 _FINISH_REASONS = {
     "stop": generation_pb2.FINISH_REASON_STOP,
@@ -14,9 +14,9 @@ _FINISH_REASONS = {
 }
 
 
-def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Job:
+def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Request:
     """Raises ValueError for a grammar that cannot be followed here."""
-    return Job(
+    return Request(
         key=RequestKey.of(admit.key),
         prompt_token_ids=tuple(admit.prompt_token_ids),
         params=_params_of(admit.sampling, constrainer),

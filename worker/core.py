@@ -19,23 +19,23 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
+from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
 from cluster.step_cost import StepCost, StepSize
 from decode_worker.role import DecodeRole
 from decode_worker.scheduler import BlockCopies
-from engine.block_manager import BlockManager
-from engine.constraint import Constrainer
-from engine.sampling import SampledToken, Sampler
-from engine.sequence import Job, Planned, Sequence
-from engine.step import build_step
+from engine.kv.block_manager import BlockManager
+from engine.sampling.constraint import Constrainer
+from engine.sampling.sampler import SampledToken, Sampler
+from engine.sequence import Request, ScheduledSequence, Sequence
 from engine.step_budget import StepBudget
+from engine.step_input import build_step
 from prefill_worker.role import PrefillRole
 from worker.cache_reporter import CacheReporter
-from worker.carrier import Carrier, Links
 from worker.convert import job_of
-from worker.metrics import HandoffMetrics, Held
+from worker.handoff_connection import Carrier, PeerLinks
+from worker.metrics import HandoffMetrics, HeldResources
 from worker.ranks import Launched, Ranks
 from worker.reporter import Reporter, Voice
 from worker.step_clock import StepClock
@@ -52,7 +52,7 @@ TELL_INTERVAL_S = 0.004
 as much for one token as for ten."""
 
 
-class Speaker(Voice, Links, Protocol):
+class Speaker(Voice, PeerLinks, Protocol):
     """The speaking side, whole."""
 
 
@@ -61,9 +61,9 @@ class Flight:
     """A step that has been launched, and what it was planned from."""
 
     launched: Launched
-    decoding: list[Planned]
-    prefilling: list[Planned]
-    ends: list[Planned]
+    decoding: list[ScheduledSequence]
+    prefilling: list[ScheduledSequence]
+    ends: list[ScheduledSequence]
     """Shares that lead to tokens, as they were when it set off: a sequence given up since has lost its count."""
     num_scored: list[int]
     """Prompt tokens that each share scores, those that decode first."""
@@ -235,7 +235,7 @@ class Core:
         self._step_log.write(self._stats.num_steps, planned, flight.preempted, self.blocks)
 
     def _sample(
-        self, logits: torch.Tensor, planned: list[Planned], ends: list[Planned]
+        self, logits: torch.Tensor, planned: list[ScheduledSequence], ends: list[ScheduledSequence]
     ) -> dict[int, list[SampledToken]]:
         """The tokens each share of the step leads to, none for one that ends inside its prompt."""
         sampled: dict[int, list[SampledToken]] = {id(p): [] for p in planned}
@@ -249,7 +249,7 @@ class Core:
             sampled[id(p)] = [next(tokens) for _ in of_one]
         return sampled
 
-    def _count(self, planned: list[Planned], num_decoding: int) -> None:
+    def _count(self, planned: list[ScheduledSequence], num_decoding: int) -> None:
         self._stats.num_steps += 1
         for i, p in enumerate(planned):
             if i < num_decoding and p.num_tokens == 1:
@@ -298,7 +298,7 @@ class Core:
             return
         self.prefill.admit(job, self.carrier.link_to(admit.decode_peer))
 
-    def _problem_of(self, job: Job) -> str:
+    def _problem_of(self, job: Request) -> str:
         """Why a job cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
         num_prompt_tokens, max_output_tokens = len(job.prompt_token_ids), job.params.max_output_tokens
         known = [token_id for token_ids in job.known_tokens.values() for token_id in token_ids]
@@ -347,10 +347,10 @@ class Core:
             self._tell_due = now + TELL_INTERVAL_S
             self.reporter.flush()
 
-    def held(self) -> Held:
+    def held(self) -> HeldResources:
         """What this worker holds now, for whoever watches it."""
         blocks, quarantined = self.blocks, self.carrier.count_quarantined
-        return Held(
+        return HeldResources(
             pairs=self.carrier.count_links(),
             send_slots=self.prefill.count_slots() | {"quarantined": quarantined(is_sender=True)},
             landing_slots=self.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
@@ -376,7 +376,7 @@ class Core:
         return stats
 
 
-def _size_of(planned: list[Planned]) -> StepSize:
+def _size_of(planned: list[ScheduledSequence]) -> StepSize:
     """One token of a sequence is its next one; more are a prompt's, or computed like those."""
     held = [p.sequence.num_computed_tokens + 1 for p in planned if p.num_tokens == 1]
     size = StepSize(num_sequences=len(held), num_kv_tokens=sum(held))

@@ -23,12 +23,12 @@ import torch.distributed
 
 from cluster.errors import BatonError
 from cluster.settings import WorkerSettings
-from engine.attention import choose_attention
+from engine.attention.interface import choose_attention
 from engine.checkpoint import Checkpoint
-from engine.config import ModelConfig
+from engine.layers.ops import choose_native
 from engine.memory import resolve_device, resolve_dtype
-from engine.ops import choose_native
-from kv_transfer.choose import supported
+from engine.models.config import ModelConfig
+from kv_transfer.transport_selection import supported
 from worker.loading import resolve, weights_revision
 from worker.memory import expect_memory
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 from google.protobuf.message import Message
 
 from cluster.errors import Unavailable
-from worker.sockets import Connection
+from worker.sockets import RankConnection
 
 _HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
@@ -16,12 +16,12 @@ MAX_FRAME_BYTES = 256 * 1024 * 1024
 M = TypeVar("M", bound=Message)
 
 
-def write_frame(sock: Connection, message: Message) -> None:
+def write_frame(sock: RankConnection, message: Message) -> None:
     data = message.SerializeToString()
     sock.sendall(_HEADER.pack(len(data)) + data)
 
 
-def read_frame(sock: Connection, message_type: type[M]) -> M:
+def read_frame(sock: RankConnection, message_type: type[M]) -> M:
     """Raises Unavailable when the peer closes, ValueError for a frame larger than any we send."""
     (size,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
     if size > MAX_FRAME_BYTES:
@@ -31,7 +31,7 @@ def read_frame(sock: Connection, message_type: type[M]) -> M:
     return message
 
 
-def _read_exactly(sock: Connection, size: int) -> bytes:
+def _read_exactly(sock: RankConnection, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         chunk = sock.recv(size - len(data))

@@ -16,14 +16,14 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from cluster.errors import BatonError
+from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import rank_pb2
-from cluster.pulse import Pulse, Timing, Verdict
-from engine.runner import StepOutput
-from engine.step import StepInput
+from engine.model_runner import StepOutput
+from engine.step_input import StepInput
 from engine.threads import give_back
 from worker.frames import read_frame, write_frame
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
-from worker.sockets import Connection
+from worker.sockets import RankConnection
 
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 
@@ -60,17 +60,17 @@ class RankGroup:
 
     def __init__(
         self,
-        followers: list[Connection],
+        followers: list[RankConnection],
         done: Done,
         lost: Callable[[str], None],
         wake: Callable[[], None],
-        timing: Timing,
+        timing: FailureTimeouts,
         prepare: Callable[[], None],
     ) -> None:
         """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended.
         `prepare` is called once by the compute thread, before its first step."""
         self._followers = followers
-        self._pulses = [Pulse(timing) for _ in followers]
+        self._pulses = [FailureDetector(timing) for _ in followers]
         self._done = done
         self._lost = lost
         self._wake = wake
@@ -100,7 +100,7 @@ class RankGroup:
     def tick(self, elapsed_s: float) -> str:
         """From the speaking thread, every `timing.tick_s`: why the worker cannot go on now, or nothing."""
         verdicts = [pulse.tick(elapsed_s) for pulse in self._pulses]
-        silent = [str(rank) for rank, verdict in enumerate(verdicts, start=1) if verdict is Verdict.DEAD]
+        silent = [str(rank) for rank, verdict in enumerate(verdicts, start=1) if verdict is Liveness.DEAD]
         return f"tensor-parallel rank {', '.join(silent)} of this worker is silent" if silent else ""
 
     def launch(self, step: StepInput) -> LaunchedStep:
@@ -171,7 +171,7 @@ class RankGroup:
         for sock in self._followers:
             write_frame(sock, command)
 
-    def _listen(self, rank: int, sock: Connection) -> None:
+    def _listen(self, rank: int, sock: RankConnection) -> None:
         try:
             while True:
                 reply = read_frame(sock, rank_pb2.RankReply)

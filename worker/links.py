@@ -22,12 +22,12 @@ from grpc.aio import EOF  # type: ignore[attr-defined]  # missing in the stubs
 
 from cluster import rpc
 from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, Unavailable
+from cluster.failure_detector import FailureTimeouts, Liveness
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
-from cluster.pulse import Timing, Verdict
 from cluster.tls import ClientTls
+from worker.handshake import Handshake
 from worker.streams import Stream
-from worker.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +36,8 @@ Post = Callable[..., None]
 """Has a handler called with its arguments on the engine thread."""
 
 
-class Listener(Protocol):
-    """Who is posted what happens to links; `worker.carrier.Carrier` for a real worker."""
+class LinkListener(Protocol):
+    """Who is posted what happens to links; `worker.handoff_connection.Carrier` for a real worker."""
 
     def link_greeted(self, epoch: str, hello: handoff_pb2.ReceiverHello) -> None: ...
 
@@ -50,11 +50,16 @@ class Listener(Protocol):
     def link_down(self, epoch: str, why: str, is_final: bool = False) -> None: ...
 
 
-class Links:
+class LinkServer:
     """All links of one worker."""
 
     def __init__(
-        self, terms: Terms, timing: Timing, listener: Listener, post: Post, tls: ClientTls | None = None
+        self,
+        terms: Handshake,
+        timing: FailureTimeouts,
+        listener: LinkListener,
+        post: Post,
+        tls: ClientTls | None = None,
     ) -> None:
         """`tls`: towards other workers."""
         self._tls = tls
@@ -82,9 +87,9 @@ class Links:
         """Every `timing.tick_s`: says that this side is alive, and looks who is silent."""
         for stream in list(self._streams.values()):
             verdict = stream.tick(elapsed_s)
-            if verdict is Verdict.DEAD:
+            if verdict is Liveness.DEAD:
                 self._end(stream, f"the peer has been silent for {stream.silence_s:.1f} s")
-            elif stream.is_greeted and verdict is Verdict.SUSPECT and not stream.is_suspect:
+            elif stream.is_greeted and verdict is Liveness.SUSPECT and not stream.is_suspect:
                 self._suspect(stream, True)
 
     def end_all(self, why: str) -> None:

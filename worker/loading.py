@@ -11,13 +11,14 @@ from pathlib import Path
 
 import torch
 
-from cluster.courtesy import give_way
+from cluster.niceness import give_way
 from cluster.pb import rank_pb2
 from cluster.program import Report
 from cluster.settings import WorkerSettings
 from engine.allocator import keep_freed_memory
-from engine.config import ModelConfig
-from engine.kv_cache import cell_size
+from engine.flops import ModelFlops
+from engine.kv.pool import cell_size
+from engine.layers.ops import choose_native
 from engine.memory import (
     WeightForm,
     choose_form,
@@ -27,17 +28,16 @@ from engine.memory import (
     resolve_max_model_len,
 )
 from engine.memory_plan import MemoryDemand, MemoryPlan
+from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig
 from engine.native import Native
-from engine.ops import choose_native
-from engine.runner import ModelRunner
 from engine.threads import compute_with, give_back
 from engine.tp import make_process_group
-from engine.work import ModelWork
-from kv_transfer.choose import supported
-from kv_transfer.faults import Faults
+from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover
-from kv_transfer.transport import connect_store
+from kv_transfer.transfer_engine import TransferEngine
+from kv_transfer.transport_selection import supported
+from kv_transfer.transports.interface import connect_store
 from worker.memory import size_pool
 
 RENDEZVOUS_TIMEOUT_S = 120.0
@@ -92,9 +92,9 @@ class Resolved:
         )
 
     @property
-    def work(self) -> ModelWork:
+    def work(self) -> ModelFlops:
         """What a step is to each rank. Raises ConfigError as `weight_form` does."""
-        return ModelWork.of(self.config, self.settings.tp_size, self.weight_form, self.kv_dtype)
+        return ModelFlops.of(self.config, self.settings.tp_size, self.weight_form, self.kv_dtype)
 
     @property
     def product_form(self) -> tuple[torch.dtype, str, Native | None]:
@@ -140,7 +140,7 @@ class LoadedRank:
     """What a rank serves with."""
 
     runner: ModelRunner
-    mover: KvMover
+    mover: TransferEngine
     plan: MemoryPlan
     """The same on every rank of the group."""
 
@@ -173,7 +173,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     )
     plan = size_pool(resolved.demand, runner, tp)
     runner.make_pool(plan.num_blocks)
-    mover = KvMover(
+    mover = TransferEngine(
         runner.kv,
         resolved.layout,
         settings.tp_rank,

@@ -11,8 +11,8 @@ import torch
 from cluster.units import format_bytes
 from engine.memory import available_bytes
 from engine.memory_plan import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
+from engine.model_runner import ModelRunner
 from engine.profiling import give_back_heap, measure_activations
-from engine.runner import ModelRunner
 from engine.tp import TPGroup
 
 NOT_STARTED = "measured when a worker starts"

@@ -18,8 +18,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.keys import RequestKey
 from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
+from cluster.request_key import RequestKey
 from kv_transfer.actions import Chunk
 from worker import step_meter
 
@@ -120,7 +120,7 @@ METRICS = (*_OF_HANDOFFS, BLOCKS, PREEMPTIONS)
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldResources:
     """What a worker holds at one moment, each by state."""
 
     pairs: Mapping[str, int]
@@ -132,7 +132,7 @@ class Held:
 
 
 class Slots(Protocol):
-    """What only the transport knows of rank 0's slots; `kv_transfer.mover.KvMover`."""
+    """What only the transport knows of rank 0's slots; `kv_transfer.transfer_engine.KvMover`."""
 
     @property
     def num_landed_slots(self) -> int: ...
@@ -177,7 +177,7 @@ class HandoffMetrics:
     def num_incoming(self) -> int:
         return len(self._incoming)
 
-    def watch(self, held: Callable[[], Held | None], slots: Slots) -> None:
+    def watch(self, held: Callable[[], HeldResources | None], slots: Slots) -> None:
         """Shows what is held, too: both are asked at every reading of the page, on that page's thread."""
         self.registry.register(_HeldCollector(self, held, slots))
 
@@ -258,7 +258,7 @@ class HandoffMetrics:
 class _HeldCollector(Collector):
     """Turns what is held into gauges while a page is read."""
 
-    def __init__(self, metrics: HandoffMetrics, held: Callable[[], Held | None], slots: Slots) -> None:
+    def __init__(self, metrics: HandoffMetrics, held: Callable[[], HeldResources | None], slots: Slots) -> None:
         self._metrics = metrics
         self._held = held
         self._slots = slots

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.matmul import make_matrix
+from engine.layers.matmul import make_matrix
 from engine.native import Native
 
 _TERA, _GIGA = 1e12, 1e9

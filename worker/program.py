@@ -22,33 +22,33 @@ from pathlib import Path
 import torch
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
+from cluster.failure_detector import FailureTimeouts
 from cluster.metrics import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
-from cluster.pulse import Timing
 from cluster.settings import WorkerSettings
 from cluster.tls import internal_tls_of
-from engine.block_manager import BlockManager
-from engine.constraint import Constrainer
+from engine.kv.block_manager import BlockManager
 from engine.memory_plan import MemoryPlan
-from engine.sampling import Sampler
-from engine.step import StepInput
-from kv_transfer.choose import host_id
-from kv_transfer.mover import KvMover
-from kv_transfer.transport import serve_store
+from engine.sampling.constraint import Constrainer
+from engine.sampling.sampler import Sampler
+from engine.step_input import StepInput
+from kv_transfer.transfer_engine import TransferEngine
+from kv_transfer.transport_selection import host_id
+from kv_transfer.transports.interface import serve_store
 from worker.core import Core
 from worker.frames import read_frame, write_frame
 from worker.group import RankGroup
+from worker.handshake import Handshake
 from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, ready_for_steps, resolve
 from worker.memory import check_memory, memory_line
 from worker.metrics import HandoffMetrics, ask
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.rank import ErrorKind, RankExecutor
-from worker.service import Service
-from worker.sockets import Connection, accept, connect
+from worker.service import WorkerService
+from worker.sockets import RankConnection, accept, connect
 from worker.step_log import StepLog
 from worker.step_meter import StepMeter
-from worker.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Leader(_Rank):
         self._listener: socket.socket | None = None
         self._core: Core | None = None
         self._group: RankGroup | None = None
-        self._service: Service | None = None
+        self._service: WorkerService | None = None
         self._metrics = HandoffMetrics()
         self._metrics_page: MetricsPage | None = None
         self._engine_thread: threading.Thread | None = None
@@ -132,7 +132,7 @@ class Leader(_Rank):
         metrics_address = self._serve_metrics(core, mover)
         info = self._info(plan, hellos, metrics_address)
         terms = self._terms(store_address)
-        service = self._service = Service(core, info, terms, timing, group.tick, self._tls)
+        service = self._service = WorkerService(core, info, terms, timing, group.tick, self._tls)
         core.attach(group, service)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
@@ -161,10 +161,10 @@ class Leader(_Rank):
             if self._group is not None:
                 self._group.close()
 
-    def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[Connection], list[rank_pb2.RankHello]]:
+    def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[RankConnection], list[rank_pb2.RankHello]]:
         """Sockets of ranks 1.. in their order, and every rank's hello, rank 0's first."""
         settings = self._settings
-        sockets: dict[int, Connection] = {}
+        sockets: dict[int, RankConnection] = {}
         hellos = {0: rank_hello(settings, self._resolved.device)}
         assert self._listener is not None, "prepare comes before start"
         while len(sockets) < settings.tp_size - 1:
@@ -205,7 +205,7 @@ class Leader(_Rank):
             meter=None if settings.metrics_port is None else StepMeter(self._resolved.work),
         )
 
-    def _serve_metrics(self, core: Core, mover: KvMover) -> str:
+    def _serve_metrics(self, core: Core, mover: TransferEngine) -> str:
         """The address of this worker's metrics page; empty when it has none."""
         settings = self._settings
         if settings.metrics_port is None:
@@ -223,9 +223,9 @@ class Leader(_Rank):
         self._metrics_page = page
         return page.address
 
-    def _terms(self, store_address: str) -> Terms:
+    def _terms(self, store_address: str) -> Handshake:
         settings = self._settings
-        return Terms(
+        return Handshake(
             worker_id=settings.worker_id,
             incarnation=self._incarnation,
             layout=self._resolved.layout,
@@ -284,7 +284,7 @@ class Follower(_Rank):
         super().__init__()
         self._resolved = resolved
         self._report = report
-        self._sock: Connection | None = None
+        self._sock: RankConnection | None = None
         self._steps: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._executor: RankExecutor | None = None
         self._write_lock = threading.Lock()
@@ -381,5 +381,5 @@ def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
     )
 
 
-def _timing_of(settings: WorkerSettings) -> Timing:
-    return Timing(settings.heartbeat_s, settings.suspect_after_s, settings.dead_after_s)
+def _timing_of(settings: WorkerSettings) -> FailureTimeouts:
+    return FailureTimeouts(settings.heartbeat_s, settings.suspect_after_s, settings.dead_after_s)

@@ -20,7 +20,7 @@ from cluster.errors import Cancelled
 T = TypeVar("T")
 
 
-class Progress:
+class StepProgress:
     """Of one rank. `leave_event` leaves an event on the stream of the thread that calls it; None where all is done
     when it is told."""
 

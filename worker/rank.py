@@ -24,14 +24,14 @@ import torch
 
 from cluster.errors import Cancelled
 from cluster.pb import rank_pb2
-from engine.runner import ModelRunner, StepOutput
-from engine.step import StepInput
+from engine.model_runner import ModelRunner, StepOutput
+from engine.step_input import StepInput
 from engine.threads import compute_alone
 from kv_transfer.actions import Range
 from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover, PairSpec, SlotRange
-from worker.progress import Progress, leave_cuda_event
+from kv_transfer.transfer_engine import PairSpec, SlotRange, TransferEngine
+from worker.progress import StepProgress, leave_cuda_event
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +48,11 @@ Job = Callable[[], int]
 class RankExecutor:
     """The compute and transfer sides of one rank."""
 
-    def __init__(self, runner: ModelRunner, mover: KvMover, reply: Reply) -> None:
+    def __init__(self, runner: ModelRunner, mover: TransferEngine, reply: Reply) -> None:
         self._runner = runner
         self._mover = mover
         self._reply = reply
-        self._progress = Progress(leave_cuda_event if runner.device.type == "cuda" else None)
+        self._progress = StepProgress(leave_cuda_event if runner.device.type == "cuda" else None)
         self._gathers: list[tuple[int, int, int, rank_pb2.PageRange]] = []  # heap: (step, layer, command number, what)
         self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._pairs: dict[str, _PairThread] = {}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from cluster.pb import rank_pb2
-from engine.runner import StepOutput
-from engine.step import StepInput
+from engine.model_runner import StepOutput
+from engine.step_input import StepInput
 
 
 class Launched(Protocol):

@@ -9,9 +9,9 @@ from collections import defaultdict
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
-from engine.sampling import SampledToken, check_finish
+from cluster.request_key import RequestKey
+from engine.sampling.sampler import SampledToken, check_finish
 from engine.sequence import Sequence
 from worker.convert import finish_to_proto, logprob_to_proto
 

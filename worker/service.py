@@ -21,12 +21,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster import rpc
 from cluster.errors import Unavailable
+from cluster.failure_detector import TICKS_PER_HEARTBEAT, FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
-from cluster.pulse import TICKS_PER_HEARTBEAT, Timing
 from cluster.tls import InternalTls
 from worker.core import Core
-from worker.links import AnyMessage, Links
-from worker.terms import Terms
+from worker.handshake import Handshake
+from worker.links import AnyMessage, LinkServer
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class _Session:
         """None: the session ends."""
         self._queue.put_nowait(events)
 
-    def tick(self, elapsed_s: float, timing: Timing) -> None:
+    def tick(self, elapsed_s: float, timing: FailureTimeouts) -> None:
         """Says that this worker is alive, but not before it has said who it is."""
         self._quiet_s += elapsed_s
         if self._has_spoken and self._quiet_s + timing.tick_s > timing.heartbeat_s:
@@ -71,15 +71,15 @@ class _Session:
         return worker_pb2.EventBatch(events=events[:MOST_EVENTS])
 
 
-class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
     """Implements both services and the core's `Speaker`."""
 
     def __init__(
         self,
         core: Core,
         info: worker_pb2.WorkerInfo,
-        terms: Terms,
-        timing: Timing,
+        terms: Handshake,
+        timing: FailureTimeouts,
         tick_ranks: Callable[[float], str] = lambda elapsed_s: "",
         tls: InternalTls | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Service(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffSer
         """Why the ranks cannot go on; empty while they can."""
         self._info = info
         self._timing = timing
-        self._links = Links(terms, timing, core.carrier, core.post, None if tls is None else tls.client)
+        self._links = LinkServer(terms, timing, core.carrier, core.post, None if tls is None else tls.client)
         self._sessions: dict[str, _Session] = {}
         self._session_names = itertools.count(1)
         self._loop = asyncio.new_event_loop()

@@ -17,7 +17,7 @@ from cluster.tls import INTERNAL_NAME, InternalTls
 _READ_BYTES = 64 * 1024
 
 
-class Connection(Protocol):
+class RankConnection(Protocol):
     """What frames are written to and read from; `socket.socket` is one."""
 
     def sendall(self, data: bytes, /) -> None: ...
@@ -111,22 +111,22 @@ def _broken(error: OSError) -> Unavailable:
     return Unavailable(f"no TLS with a peer of the rank protocol: {what}; both need a certificate of internal_tls.ca")
 
 
-def connect(address: str, timeout_s: float, tls: InternalTls | None = None) -> Connection:
+def connect(address: str, timeout_s: float, tls: InternalTls | None = None) -> RankConnection:
     """A connection to host:port that sends small frames at once. `timeout_s`: until it stands."""
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
     return _ready(sock, tls, is_server=False)
 
 
-def accept(listener: socket.socket, tls: InternalTls | None = None) -> Connection:
+def accept(listener: socket.socket, tls: InternalTls | None = None) -> RankConnection:
     """The next peer of a listener; raises TimeoutError when none comes within its timeout."""
     sock, _ = listener.accept()
     sock.settimeout(listener.gettimeout())
     return _ready(sock, tls, is_server=True)
 
 
-def _ready(sock: socket.socket, tls: InternalTls | None, *, is_server: bool) -> Connection:
+def _ready(sock: socket.socket, tls: InternalTls | None, *, is_server: bool) -> RankConnection:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection: Connection = sock if tls is None else TlsConnection(sock, tls, is_server=is_server)
+    connection: RankConnection = sock if tls is None else TlsConnection(sock, tls, is_server=is_server)
     sock.settimeout(None)
     return connection

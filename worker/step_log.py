@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TextIO
 
-from cluster.keys import RequestKey
-from engine.block_manager import BlockManager
-from engine.sequence import Planned, Sequence
+from cluster.request_key import RequestKey
+from engine.kv.block_manager import BlockManager
+from engine.sequence import ScheduledSequence, Sequence
 
 
 class StepLog:
@@ -29,7 +29,9 @@ class StepLog:
         if self._file is not None:
             self._cancelled.add(key.request_id)
 
-    def write(self, number: int, planned: Seq[Planned], preempted: Seq[Sequence], blocks: BlockManager) -> None:
+    def write(
+        self, number: int, planned: Seq[ScheduledSequence], preempted: Seq[Sequence], blocks: BlockManager
+    ) -> None:
         """Records a step that has just run; a sequence has left when it is not in the next step."""
         if self._file is None:
             return

@@ -19,8 +19,8 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.metrics import Metric, counter_family
-from engine.step import StepInput
-from engine.work import ModelWork, Work
+from engine.flops import ModelFlops, StepFlops
+from engine.step_input import StepInput
 from worker.peaks import Peak
 
 KINDS = ("prefill", "decode", "mixed")
@@ -86,7 +86,7 @@ class Sums:
     flops: float = 0.0
     size_bytes: float = 0.0
 
-    def add(self, work: Work, seconds: float) -> None:
+    def add(self, work: StepFlops, seconds: float) -> None:
         self.steps += 1
         self.tokens += work.num_tokens
         self.seconds += seconds
@@ -109,10 +109,10 @@ class _Second:
 class StepMeter:
     """Of one worker. `launched` and `ended` are called in turn, on the engine thread."""
 
-    def __init__(self, model: ModelWork) -> None:
+    def __init__(self, model: ModelFlops) -> None:
         self.totals = _nothing()
         self._model = model
-        self._work: Work | None = None
+        self._work: StepFlops | None = None
         self._begun_at = 0.0
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S + 1)
 

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Generic, TypeVar
 
+from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import handoff_pb2
-from cluster.pulse import Pulse, Timing, Verdict
 from kv_transfer.ordered import Ordered
 
 M = TypeVar("M", handoff_pb2.SenderMessage, handoff_pb2.ReceiverMessage)
@@ -20,7 +20,7 @@ M = TypeVar("M", handoff_pb2.SenderMessage, handoff_pb2.ReceiverMessage)
 class Stream(Generic[M]):
     """`M` is what this side says."""
 
-    def __init__(self, epoch: str, says: type[M], timing: Timing) -> None:
+    def __init__(self, epoch: str, says: type[M], timing: FailureTimeouts) -> None:
         self.epoch = epoch
         self.is_greeted = False
         self.is_suspect = False
@@ -31,7 +31,7 @@ class Stream(Generic[M]):
         self._says: type[M] = says
         self._timing = timing
         self._numbers = Ordered()
-        self._pulse = Pulse(timing)
+        self._pulse = FailureDetector(timing)
         self._queue: asyncio.Queue[M | None] = asyncio.Queue()
         self._quiet_s = 0.0
 
@@ -50,7 +50,7 @@ class Stream(Generic[M]):
         self._pulse.heard()
         return self._numbers.accept(number)
 
-    def tick(self, elapsed_s: float) -> Verdict:
+    def tick(self, elapsed_s: float) -> Liveness:
         """Says that this side is alive when nothing else was said; returns what the peer's silence means."""
         self._quiet_s += elapsed_s
         if self._quiet_s + self._timing.tick_s > self._timing.heartbeat_s:

@@ -24,7 +24,7 @@ _LABEL = re.compile(
 
 
 @dataclass(frozen=True)
-class Finding:
+class ConfigFinding:
     """`key` is relative to metadata.serving."""
 
     key: str
@@ -32,7 +32,7 @@ class Finding:
     rests_on: tuple[str, ...] = ()
 
 
-def check(config: ServingConfig) -> Iterator[Finding]:
+def check(config: ServingConfig) -> Iterator[ConfigFinding]:
     """Everything that is wrong between the keys of `config`."""
     for role in ROLES:
         yield from _check_role(config, role)
@@ -48,7 +48,7 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_spread(config)
     for name, listener in (("router", config.router), ("admin", config.admin)):
         if not listener.insecure and config.tls.cert is None and not is_loopback(listener.host):
-            yield Finding(
+            yield ConfigFinding(
                 f"{name}.host",
                 f"refusing to listen on {listener.host} without TLS; set tls.cert and tls.key, use 127.0.0.1, or set "
                 f"{name}.insecure: true where the network keeps strangers out",
@@ -58,13 +58,13 @@ def check(config: ServingConfig) -> Iterator[Finding]:
     yield from _check_ports(config)
 
 
-def _check_strangers(config: ServingConfig) -> Iterator[Finding]:
+def _check_strangers(config: ServingConfig) -> Iterator[ConfigFinding]:
     """TLS keeps out those who listen, not those who call."""
     admin = config.admin
     is_closed = config.auth.keys_file is not None or config.tls.client_ca is not None
     # Without TLS that address is refused already.
     if not (is_closed or admin.insecure or config.tls.cert is None or is_loopback(admin.host)):
-        yield Finding(
+        yield ConfigFinding(
             "admin.host",
             f"refusing to let everybody who reaches {admin.host} change the cluster; set auth.keys_file or "
             "tls.client_ca, use 127.0.0.1, or set admin.insecure: true where the network keeps strangers out",
@@ -72,35 +72,35 @@ def _check_strangers(config: ServingConfig) -> Iterator[Finding]:
         )
 
 
-def _check_ports(config: ServingConfig) -> Iterator[Finding]:
+def _check_ports(config: ServingConfig) -> Iterator[ConfigFinding]:
     http_port = config.router.http_port
     for name, port in (("router.port", config.router.port), ("admin.port", config.admin.port)):
         if http_port and http_port == port:
             message = f"{http_port} is {name} as well; use 8000, 0 for any free one, or null for no HTTP"
-            yield Finding("router.http_port", message, (name,))
+            yield ConfigFinding("router.http_port", message, (name,))
     if config.admin.port and config.admin.port == config.router.port:
-        yield Finding(
+        yield ConfigFinding(
             "admin.port",
             f"{config.admin.port} is router.port as well; use {config.admin.port + 1}, or 0 for any free one",
             ("router.port",),
         )
 
 
-def _check_tls(config: ServingConfig) -> Iterator[Finding]:
+def _check_tls(config: ServingConfig) -> Iterator[ConfigFinding]:
     """A certificate is of no use without its key, nor either without the authority where both sides verify."""
     for section, names in (("tls", ("cert", "key")), ("internal_tls", ("cert", "key", "ca"))):
         values = vars(getattr(config, section))
         given = [name for name, path in values.items() if path is not None]
         missing = [name for name in names if values[name] is None]
         if given and missing:
-            yield Finding(
+            yield ConfigFinding(
                 f"{section}.{missing[0]}",
                 f"is missing beside {section}.{given[0]}; name {' and '.join(names)}, or leave all of {section} null",
                 tuple(f"{section}.{name}" for name in given),
             )
 
 
-def _check_state(config: ServingConfig) -> Iterator[Finding]:
+def _check_state(config: ServingConfig) -> Iterator[ConfigFinding]:
     """The URL itself is not repeated, as it may hold a password."""
     if config.state is None:
         return
@@ -111,10 +111,10 @@ def _check_state(config: ServingConfig) -> Iterator[Finding]:
     except ValueError:  # a port that is none
         is_good = False
     if not is_good:
-        yield Finding("state", "is not of the form redis://HOST:PORT[/DB]; use that, rediss:// for TLS, or null")
+        yield ConfigFinding("state", "is not of the form redis://HOST:PORT[/DB]; use that, rediss:// for TLS, or null")
 
 
-def _check_traces(config: ServingConfig) -> Iterator[Finding]:
+def _check_traces(config: ServingConfig) -> Iterator[ConfigFinding]:
     """The URL itself is not repeated, as it may hold a password."""
     if config.router.trace_endpoint is None:
         return
@@ -125,41 +125,47 @@ def _check_traces(config: ServingConfig) -> Iterator[Finding]:
     except ValueError:  # a port that is none
         is_good = False
     if not is_good:
-        yield Finding("router.trace_endpoint", "is not of the form http://HOST:PORT; use that, https://, or null")
+        yield ConfigFinding("router.trace_endpoint", "is not of the form http://HOST:PORT; use that, https://, or null")
 
 
-def _check_batch_store(config: ServingConfig) -> Iterator[Finding]:
+def _check_batch_store(config: ServingConfig) -> Iterator[ConfigFinding]:
     """The URL is not repeated here, either."""
     if "://" in (config.router.batch_store or ""):
-        yield Finding("router.batch_store", "must be a file; to keep batches in Redis, name it in state and use null")
+        yield ConfigFinding(
+            "router.batch_store", "must be a file; to keep batches in Redis, name it in state and use null"
+        )
 
 
-def _check_spread(config: ServingConfig) -> Iterator[Finding]:
+def _check_spread(config: ServingConfig) -> Iterator[ConfigFinding]:
     """What one machine has is of no use to routers on others."""
     if config.placement.routers != "spread":
         return
     host, others = config.router.host, ("placement.routers",)
     if host not in ANY_HOST:
-        yield Finding("router.host", f"{host} is one machine's, and placement.routers is spread; use 0.0.0.0", others)
+        yield ConfigFinding(
+            "router.host", f"{host} is one machine's, and placement.routers is spread; use 0.0.0.0", others
+        )
     if config.router.batch_store is not None:
         message = "is a file of one machine, and placement.routers is spread; name a Redis in state, and use null"
-        yield Finding("router.batch_store", message, others)
+        yield ConfigFinding("router.batch_store", message, others)
 
 
-def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:
+def _check_role(config: ServingConfig, name: RoleName) -> Iterator[ConfigFinding]:
     role, prefix = config.role(name), f"roles.{name}"
     if name == "decode" and not role.devices:
-        yield Finding(f"{prefix}.devices", "must be at least 1, since only decode workers generate tokens (got 0)")
+        yield ConfigFinding(
+            f"{prefix}.devices", "must be at least 1, since only decode workers generate tokens (got 0)"
+        )
     elif role.devices % role.tensor_parallel:
         below = role.devices - role.devices % role.tensor_parallel
         choices = f"{below} or {below + role.tensor_parallel}" if below else f"{role.tensor_parallel}"
-        yield Finding(
+        yield ConfigFinding(
             f"{prefix}.devices",
             f"{role.devices} is not a multiple of tensor_parallel {role.tensor_parallel}; use {choices}",
             (f"{prefix}.tensor_parallel",),
         )
     elif role.num_workers < role.min_workers:
-        yield Finding(
+        yield ConfigFinding(
             f"{prefix}.min_workers",
             f"{role.min_workers} is more than the {role.num_workers} that {role.devices} devices make with "
             f"tensor_parallel {role.tensor_parallel}; use {role.num_workers}",
@@ -169,40 +175,42 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[Finding]:
     if tokens is not None and tokens < block_size:
         own = f"{prefix}.kv_cache_tokens"
         where, other = (own, "engine.kv_cache_tokens") if role.kv_cache_tokens else ("engine.kv_cache_tokens", own)
-        yield Finding(
+        yield ConfigFinding(
             where,
             f"{tokens} tokens do not make one block of the {name} workers, which has {block_size}",
             (other, f"{prefix}.block_size", "engine.block_size"),
         )
 
 
-def _check_growth(config: ServingConfig) -> Iterator[Finding]:
+def _check_growth(config: ServingConfig) -> Iterator[ConfigFinding]:
     most, named = config.rebalance.auto.max_devices, sum(config.role(role).devices for role in ROLES)
     if most is not None and most < named:
-        yield Finding(
+        yield ConfigFinding(
             "rebalance.auto.max_devices",
             f"{most} is less than the {named} that the roles name; use {named} or more, or null",
             tuple(f"roles.{role}.devices" for role in ROLES),
         )
 
 
-def _check_labels(config: ServingConfig) -> Iterator[Finding]:
+def _check_labels(config: ServingConfig) -> Iterator[ConfigFinding]:
     for text in config.placement.labels:
         if _LABEL.fullmatch(text) is None:
-            yield Finding(
+            yield ConfigFinding(
                 "placement.labels",
                 f"{text} is not KEY=VALUE, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER)",
             )
     keys = [text.partition("=")[0] for text in config.placement.labels]
     if len(set(keys)) < len(keys):
         twice = next(key for key in keys if keys.count(key) > 1)
-        yield Finding("placement.labels", f"{twice} is there twice; for either of two values: {twice}=in(ONE,OTHER)")
+        yield ConfigFinding(
+            "placement.labels", f"{twice} is there twice; for either of two values: {twice}=in(ONE,OTHER)"
+        )
 
 
-def _check_engine(config: ServingConfig) -> Iterator[Finding]:
+def _check_engine(config: ServingConfig) -> Iterator[ConfigFinding]:
     engine = config.engine
     if engine.max_num_batched_tokens < engine.max_num_seqs:
-        yield Finding(
+        yield ConfigFinding(
             "engine.max_num_batched_tokens",
             f"must be at least max_num_seqs ({engine.max_num_seqs}), since decoding computes one token of each "
             f"sequence in a step (got {engine.max_num_batched_tokens})",
@@ -210,57 +218,57 @@ def _check_engine(config: ServingConfig) -> Iterator[Finding]:
         )
 
 
-def _check_device(config: ServingConfig) -> Iterator[Finding]:
+def _check_device(config: ServingConfig) -> Iterator[ConfigFinding]:
     device, transport = config.engine.device, config.transfer.transport
     for kind, unfit, memory, fitting in (
         ("cpu", ("cuda_ipc", "nccl"), "GPU", "shm or gloo"),
         ("cuda", ("shm",), "CPU", "cuda_ipc, nccl or gloo"),
     ):
         if device == kind and transport in unfit:
-            yield Finding(
+            yield ConfigFinding(
                 "transfer.transport",
                 f"{transport} moves {memory} memory, and engine.device is {device}; use auto, {fitting}",
                 ("engine.device",),
             )
     wanted = config.engine.attention
     if device == "cpu" and wanted in ("flash_attn", "varlen"):
-        yield Finding(
+        yield ConfigFinding(
             "engine.attention",
             f"{wanted} runs on a GPU only, and engine.device is cpu; use cpu or auto",
             ("engine.device",),
         )
     kv_dtype = config.engine.kv_cache_dtype
     if kv_dtype != "auto" and config.transfer.wire_format != "native":
-        yield Finding(
+        yield ConfigFinding(
             "transfer.wire_format",
             f"KV of engine.kv_cache_dtype {kv_dtype} is not rounded to {config.transfer.wire_format} once more; "
             "use native",
             ("engine.kv_cache_dtype",),
         )
     if device == "cpu" and kv_dtype == "fp8":
-        yield Finding(
+        yield ConfigFinding(
             "engine.kv_cache_dtype", "fp8 is for GPUs, and engine.device is cpu; use int8", ("engine.device",)
         )
     if device == "cuda" and config.engine.kernels == "native":
-        yield Finding(
+        yield ConfigFinding(
             "engine.kernels",
             "native are for the CPU, and engine.device is cuda; use auto",
             ("engine.device",),
         )
 
 
-def _check_timers(config: ServingConfig) -> Iterator[Finding]:
+def _check_timers(config: ServingConfig) -> Iterator[ConfigFinding]:
     """A peer must be able to miss a heartbeat before it is suspect, and to be suspect before it is given up."""
     transfer = config.transfer
     if transfer.heartbeat_s >= transfer.suspect_after_s:
-        yield Finding(
+        yield ConfigFinding(
             "transfer.suspect_after_s",
             f"must be longer than heartbeat_s ({transfer.heartbeat_s:g}), since a healthy peer is silent for that long "
             f"(got {transfer.suspect_after_s:g})",
             ("transfer.heartbeat_s",),
         )
     if transfer.suspect_after_s >= transfer.dead_after_s:
-        yield Finding(
+        yield ConfigFinding(
             "transfer.dead_after_s",
             f"must be longer than suspect_after_s ({transfer.suspect_after_s:g}), since a peer is suspect before it is "
             f"given up (got {transfer.dead_after_s:g})",

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from cluster.config.read import place_of
-from cluster.config.source import Place, Source
+from cluster.config.source import ConfigSource, SourcePosition
 from cluster.errors import ConfigError
 
 
@@ -24,7 +24,7 @@ def read_text(path: str | Path) -> str:
         raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-def compose(source: Source, text: str, remedy: str) -> yaml.MappingNode:
+def compose(source: ConfigSource, text: str, remedy: str) -> yaml.MappingNode:
     """The node graph of a single document with a mapping at its top; `remedy` says what to write where there is none.
 
     Bad YAML is raised at once as ConfigError, since nothing after it can be trusted.
@@ -35,11 +35,11 @@ def compose(source: Source, text: str, remedy: str) -> yaml.MappingNode:
         mark = error.problem_mark or error.context_mark
         hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
         context = f" {error.context}" if error.context else ""
-        place = Place(mark.line + 1, mark.column + 1) if mark else None
+        place = SourcePosition(mark.line + 1, mark.column + 1) if mark else None
         source.report(place, "", f"is not valid YAML: {error.problem}{context}{hint}")
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
-        place = Place(before.count("\n") + 1, error.position - before.rfind("\n"))
+        place = SourcePosition(before.count("\n") + 1, error.position - before.rfind("\n"))
         source.report(place, "", f"is not valid YAML: the character U+{error.character:04X} may not stand in a file")
     except RecursionError:
         source.report(None, "", "is not valid YAML: nested too deeply")

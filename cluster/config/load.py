@@ -13,11 +13,11 @@ from typing import TypeVar
 
 import yaml
 
-from cluster.config.checks import Finding, check
+from cluster.config.checks import ConfigFinding, check
 from cluster.config.compose import compose, read_text
-from cluster.config.read import Reader, entries, join, nearest, place_of, report_doubled_keys
+from cluster.config.read import ConfigReader, entries, join, nearest, place_of, report_doubled_keys
 from cluster.config.schema import AuthSection, InternalTlsSection, ServingConfig, TlsSection
-from cluster.config.source import Place, Source, clip
+from cluster.config.source import ConfigSource, SourcePosition, clip
 from cluster.errors import ConfigError
 
 ROOT = "metadata.serving"
@@ -36,15 +36,15 @@ def load_config(path: str | Path, *, model_path: str | None = None) -> ServingCo
 
 def parse_config(text: str, filename: str, *, model_path: str | None = None) -> ServingConfig:
     """The same from text; `filename` is shown in errors, and relative paths start at its folder."""
-    source = Source(filename, text)
+    source = ConfigSource(filename, text)
     serving = _find_serving(source, compose(source, text, f"Baton's part goes under {ROOT}"))
-    reader = Reader(source, ServingConfig)
+    reader = ConfigReader(source, ServingConfig)
     config = reader.read_section(ServingConfig, ROOT, serving)
     config = _resolve_paths(config, Path(filename).parent, model_path)
     wrong_model = _wrong_model(Path(config.model.path))
     if wrong_model and model_path is not None:
         raise ConfigError(f"--model: {wrong_model}")
-    model = [Finding("model.path", wrong_model)] if wrong_model else []
+    model = [ConfigFinding("model.path", wrong_model)] if wrong_model else []
     for finding in (*check(config), *model, *_missing_files(config)):
         keys = [join(ROOT, key) for key in (finding.key, *finding.rests_on)]
         if not any(source.has_problem(key) for key in keys):
@@ -53,12 +53,12 @@ def parse_config(text: str, filename: str, *, model_path: str | None = None) -> 
     return config
 
 
-def _raise_if_wrong(source: Source) -> None:
+def _raise_if_wrong(source: ConfigSource) -> None:
     if source.num_problems:
         raise ConfigError(source.render())
 
 
-def _find_serving(source: Source, root: yaml.Node) -> yaml.Node:
+def _find_serving(source: ConfigSource, root: yaml.Node) -> yaml.Node:
     """The node of `metadata.serving`; raises ConfigError when the way there is missing."""
     report_doubled_keys(source, root)
     node, path = root, ""
@@ -103,15 +103,15 @@ def _wrong_model(path: Path) -> str | None:
     return None
 
 
-def _missing_files(config: ServingConfig) -> Iterator[Finding]:
+def _missing_files(config: ServingConfig) -> Iterator[ConfigFinding]:
     for section in _OF_FILES:
         for name, path in vars(getattr(config, section)).items():
             if path is not None and not Path(path).is_file():
                 made_by = f"make it with `baton keys create --file {path}`" if section == "auth" else "docs/security.md"
-                yield Finding(f"{section}.{name}", f"no such file: {path}; {made_by}")
+                yield ConfigFinding(f"{section}.{name}", f"no such file: {path}; {made_by}")
 
 
-def _nearest_place(reader: Reader, keys: list[str]) -> Place | None:
+def _nearest_place(reader: ConfigReader, keys: list[str]) -> SourcePosition | None:
     """Where the file says it: the first of the keys it contains, else the closest section around the first."""
     parts = keys[0].split(".")
     parents = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]

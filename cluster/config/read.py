@@ -20,7 +20,7 @@ import yaml
 
 from cluster.config.bounds import Bounds
 from cluster.config.schema import ALIASES
-from cluster.config.source import Place, Source, clip
+from cluster.config.source import ConfigSource, SourcePosition, clip
 
 T = TypeVar("T")
 _TAG = "tag:yaml.org,2002:"
@@ -34,7 +34,7 @@ _WANTED: dict[type, str] = {
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """What one field accepts."""
 
     base: type
@@ -50,7 +50,7 @@ class Kind:
         return self.base if dataclasses.is_dataclass(self.base) else None
 
 
-def kinds_of(section: type) -> dict[str, Kind]:
+def kinds_of(section: type) -> dict[str, FieldKind]:
     """The fields of a section in order."""
     hints = typing.get_type_hints(section)
     found = {}
@@ -61,12 +61,12 @@ def kinds_of(section: type) -> dict[str, Kind]:
         inner = typing.get_args(inner)[0] if is_list else inner
         choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
         bounds = f.metadata.get("bounds", Bounds())
-        found[f.name] = Kind(str if choices else inner, choices, type(None) in arguments, bounds, is_list)
+        found[f.name] = FieldKind(str if choices else inner, choices, type(None) in arguments, bounds, is_list)
     return found
 
 
-def place_of(node: yaml.Node) -> Place:
-    return Place(node.start_mark.line + 1, node.start_mark.column + 1)
+def place_of(node: yaml.Node) -> SourcePosition:
+    return SourcePosition(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
 def join(prefix: str, key: str) -> str:
@@ -83,7 +83,7 @@ def nearest(key: str, known: Iterable[str]) -> str | None:
     return found[0] if found else None
 
 
-def report_doubled_keys(source: Source, root: yaml.Node) -> None:
+def report_doubled_keys(source: ConfigSource, root: yaml.Node) -> None:
     """A key written twice: YAML readers silently take the last. Looks at the whole file, Ray's part included."""
     seen: set[int] = set()
     stack: list[tuple[str, yaml.Node]] = [("", root)]
@@ -93,7 +93,7 @@ def report_doubled_keys(source: Source, root: yaml.Node) -> None:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.MappingNode):
-            first: dict[str, Place] = {}
+            first: dict[str, SourcePosition] = {}
             for key, key_node, value in entries(node):
                 path = join(prefix, clip(key))
                 if key in first and isinstance(key_node, yaml.ScalarNode):
@@ -104,13 +104,13 @@ def report_doubled_keys(source: Source, root: yaml.Node) -> None:
             stack.extend((f"{prefix}[{number}]", item) for number, item in enumerate(node.value))
 
 
-class Reader:
+class ConfigReader:
     """Reads sections and remembers where each key's value stands."""
 
-    def __init__(self, source: Source, schema: type) -> None:
+    def __init__(self, source: ConfigSource, schema: type) -> None:
         self._source = source
         self._homes = _homes(schema)
-        self.places: dict[str, Place] = {}
+        self.places: dict[str, SourcePosition] = {}
 
     def read_section(self, section: type[T], path: str, node: yaml.Node) -> T:
         """The section with defaults wherever the file says nothing or something wrong (which is then reported)."""
@@ -161,7 +161,7 @@ class Reader:
             return f'unknown key; did you mean "{elsewhere}"?'
         return f"unknown key; known here: {', '.join(known)}"
 
-    def _read(self, kind: Kind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
+    def _read(self, kind: FieldKind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
         """Puts the value into `values`, or reports why it cannot be."""
         if kind.section is not None:
             values[name] = self.read_section(kind.section, key, node)
@@ -178,7 +178,7 @@ class Reader:
         else:
             values[name] = value
 
-    def _read_list(self, kind: Kind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
+    def _read_list(self, kind: FieldKind, key: str, node: yaml.Node, name: str, values: dict[str, Any]) -> None:
         """Each item as a value of its own; those that cannot be read are reported and left out."""
         if not isinstance(node, yaml.SequenceNode):
             self._source.report(place_of(node), key, f"must be a list (got {_shown(node)}), such as [{_shown(node)}]")
@@ -191,7 +191,7 @@ class Reader:
         values[name] = tuple(items)
 
 
-def _scalar(kind: Kind, node: yaml.Node) -> Any:
+def _scalar(kind: FieldKind, node: yaml.Node) -> Any:
     """The value; ValueError says what it must be and, as a second argument, what may have been meant."""
     wanted = _wanted(kind)
     if not isinstance(node, yaml.ScalarNode):
@@ -216,14 +216,14 @@ def _scalar(kind: Kind, node: yaml.Node) -> Any:
     raise ValueError(wanted + _remedy(kind, tag, is_plain))
 
 
-def _wanted(kind: Kind) -> str:
+def _wanted(kind: FieldKind) -> str:
     if kind.choices:
         *others, last = kind.choices
         return f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
     return _WANTED[kind.base]
 
 
-def _remedy(kind: Kind, tag: str, is_plain: bool) -> str:
+def _remedy(kind: FieldKind, tag: str, is_plain: bool) -> str:
     if kind.base is str and is_plain:
         return ", in quotes"
     return ", without quotes" if kind.base is not str and not is_plain else ""

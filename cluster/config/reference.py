@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config.read import Kind, join, kinds_of
+from cluster.config.read import FieldKind, join, kinds_of
 from cluster.config.schema import ServingConfig
 
 _INTRODUCTION = """\
@@ -87,7 +87,7 @@ def field_docs(section: type) -> dict[str, str]:
     }
 
 
-def _type_text(kind: Kind) -> str:
+def _type_text(kind: FieldKind) -> str:
     names = {int: "whole number", float: "number", bool: "true or false", str: "string"}
     text = ", ".join(f"`{choice}`" for choice in kind.choices) or names[kind.base]
     bounds = kind.bounds

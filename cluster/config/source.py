@@ -11,7 +11,7 @@ _MAX_LINE = 140
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePosition:
     """A position in the file, counted from 1."""
 
     line: int
@@ -19,15 +19,15 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """One mistake: `key` is the full dotted path, empty when the file as a whole is meant."""
 
-    place: Place | None
+    place: SourcePosition | None
     key: str
     what: str
 
 
-class Source:
+class ConfigSource:
     """The text of one file and the problems found in it."""
 
     def __init__(self, filename: str, text: str, *, shows_lines: bool = True) -> None:
@@ -35,10 +35,10 @@ class Source:
         self.filename = filename
         self._shows_lines = shows_lines
         self._lines = text.splitlines()
-        self._problems: list[Problem] = []
+        self._problems: list[ConfigProblem] = []
 
-    def report(self, place: Place | None, key: str, what: str) -> None:
-        self._problems.append(Problem(place, key, what))
+    def report(self, place: SourcePosition | None, key: str, what: str) -> None:
+        self._problems.append(ConfigProblem(place, key, what))
 
     def has_problem(self, key: str) -> bool:
         """True when something was found wrong at this key or at a section that contains it."""
@@ -50,18 +50,18 @@ class Source:
 
     def render(self) -> str:
         """Every problem, in the order of the file."""
-        start = Place(0, 0)
+        start = SourcePosition(0, 0)
         ordered = sorted(self._problems, key=lambda p: ((p.place or start).line, (p.place or start).column))
         return "\n".join(self._render(problem) for problem in ordered)
 
-    def _render(self, problem: Problem) -> str:
+    def _render(self, problem: ConfigProblem) -> str:
         what = f"{problem.key}: {problem.what}" if problem.key else problem.what
         if problem.place is None:
             return f"{self.filename}: {what}"
         head = f"{self.filename}:{problem.place.line}:{problem.place.column}: {what}"
         return head + self._excerpt(problem.place)
 
-    def _excerpt(self, place: Place) -> str:
+    def _excerpt(self, place: SourcePosition) -> str:
         """The line and a caret under the column; of a very long line, the part around the column."""
         if not self._shows_lines or not 1 <= place.line <= len(self._lines):
             return ""

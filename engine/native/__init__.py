@@ -97,7 +97,7 @@ class Native:
     ) -> None:
         """Normalises (if asked to) and turns the query and key heads of [T, Hq + 2 H, D], and stores keys and values.
 
-        In place; `head_norm` is [Hq + H, D], `slots` int64 [T]. Pages are as computed, or `engine.kv_cache.encode`d.
+        In place; `head_norm` is [Hq + H, D], `slots` int64 [T]. Pages are as computed, or `engine.kv.pool.encode`d.
         """
         num_tokens, all_heads, head_dim = qkv.shape
         num_kv_heads = (all_heads - num_heads) // 2
@@ -131,7 +131,7 @@ class Native:
         """Writes, for S sequences, what token `rows[s]` of q sees: its own and the keys before it.
 
         q and out are [T, Hq, D], tables int32 [S, B], lengths int32 [S] in tokens, rows int64 [S]; `window` is how many
-        keys before its own it sees, -1 for all. Pages may be `engine.kv_cache.encode`d. Reads no key that is not asked
+        keys before its own it sees, -1 for all. Pages may be `engine.kv.pool.encode`d. Reads no key that is not asked
         for.
         """
         k, v = pages

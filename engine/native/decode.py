@@ -9,7 +9,7 @@ from engine.native.tiles import Weight
 _POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
-class Matrix(ctypes.Structure):
+class NativeMatrix(ctypes.Structure):
     """A weight and its bias, or none."""
 
     _fields_ = (("weight", Weight), ("bias", _POINTER))
@@ -19,7 +19,7 @@ class Layer(ctypes.Structure):
     """One decoder layer over its pages."""
 
     _fields_ = (
-        *((name, Matrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
         *((name, _POINTER) for name in ("input_norm", "mlp_norm", "head_norm", "keys", "values")),
         ("window", _COUNT),
     )
@@ -31,7 +31,7 @@ class DecodeModel(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(Layer)),
         *((name, _POINTER) for name in ("embedding", "norm", "cos", "sin")),
-        ("head", Matrix),
+        ("head", NativeMatrix),
         *((name, _COUNT) for name in ("num_layers", "hidden", "q_heads", "kv_heads", "dim", "block_size")),
         *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks")),
         *((name, _FLOAT) for name in ("eps", "scale")),

@@ -1,4 +1,4 @@
-// The heads of keys and values that pages of the KV cache hold (engine.kv_cache).
+// The heads of keys and values that pages of the KV cache hold (engine.kv.pool).
 //
 // Legend: H KV heads, D head_dim, K block_size.
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from router.batches.records import Problem
-from router.json_text import read_json
+from router.batches.records import BatchProblem
+from router.openai.json_text import read_json
 
 MOST_LINES = 50_000
 MOST_PROBLEMS = 100
@@ -62,30 +62,32 @@ class Splitter:
                 yield self._number, line
 
 
-def read_line(number: int, data: bytes, endpoint: str) -> Line | Problem:
+def read_line(number: int, data: bytes, endpoint: str) -> Line | BatchProblem:
     """One line of a batch for `endpoint`."""
     try:
         found = read_json(data)
     except ValueError:
-        return Problem("invalid_json_line", "this line is not JSON in UTF-8; write one object in one line", number)
+        return BatchProblem("invalid_json_line", "this line is not JSON in UTF-8; write one object in one line", number)
     if not isinstance(found, dict):
-        return Problem("invalid_json_line", "this line is no JSON object", number)
+        return BatchProblem("invalid_json_line", "this line is no JSON object", number)
     for name in sorted(_FIELDS - found.keys()):
-        return Problem("missing_required_parameter", f"{name} must be set", number, name)
+        return BatchProblem("missing_required_parameter", f"{name} must be set", number, name)
     for name in sorted(found.keys() - _FIELDS):
         known = ", ".join(sorted(_FIELDS))
-        return Problem("unknown_parameter", f"has a field that is not known here; known: {known}", number, name[:64])
+        return BatchProblem(
+            "unknown_parameter", f"has a field that is not known here; known: {known}", number, name[:64]
+        )
     custom_id, method, url, body = (found[name] for name in ("custom_id", "method", "url", "body"))
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= LONGEST_CUSTOM_ID:
-        return Problem(
+        return BatchProblem(
             "invalid_custom_id", f"must be a text of 1 to {LONGEST_CUSTOM_ID} characters", number, "custom_id"
         )
     if method != "POST":
-        return Problem("invalid_method", "must be POST", number, "method")
+        return BatchProblem("invalid_method", "must be POST", number, "method")
     if url != endpoint:
-        return Problem("invalid_url", f"must be the endpoint of the batch, {endpoint}", number, "url")
+        return BatchProblem("invalid_url", f"must be the endpoint of the batch, {endpoint}", number, "url")
     if not isinstance(body, dict):
-        return Problem("invalid_body", "must be a JSON object", number, "body")
+        return BatchProblem("invalid_body", "must be a JSON object", number, "body")
     return Line(number, custom_id, body, len(data))
 
 
@@ -93,7 +95,7 @@ class Checker:
     """Looks at every line of a file; `problems` and `total` say what it found."""
 
     def __init__(self, endpoint: str, most_line_bytes: int, most_lines: int = MOST_LINES) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[BatchProblem] = []
         self.total = 0
         self._endpoint = endpoint
         self._most_line_bytes = most_line_bytes
@@ -108,7 +110,7 @@ class Checker:
     def end(self) -> None:
         """After the last piece."""
         if self._look(self._splitter.end()) and not self.total and not self.problems:
-            self.problems.append(Problem("empty_file", "the file holds no line; write one request in each"))
+            self.problems.append(BatchProblem("empty_file", "the file holds no line; write one request in each"))
 
     def _look(self, lines: Iterator[tuple[int, bytes]]) -> bool:
         try:
@@ -116,23 +118,23 @@ class Checker:
                 self.total += 1
                 if self.total > self._most_lines:
                     message = f"the file has more than {self._most_lines} lines; split it into several batches"
-                    self.problems = [Problem("too_many_lines", message, number)]
+                    self.problems = [BatchProblem("too_many_lines", message, number)]
                     return False
                 self._check(number, data)
                 if len(self.problems) >= MOST_PROBLEMS:
                     return False
         except ValueError as error:
             message = f"this line is longer than {self._most_line_bytes} bytes, which is the most taken here"
-            self.problems.append(Problem("line_too_long", message, error.args[0]))
+            self.problems.append(BatchProblem("line_too_long", message, error.args[0]))
             return False
         return True
 
     def _check(self, number: int, data: bytes) -> None:
         line = read_line(number, data, self._endpoint)
-        if isinstance(line, Problem):
+        if isinstance(line, BatchProblem):
             self.problems.append(line)
             return
         first = self._seen.setdefault(line.custom_id, number)
         if first != number:
             message = f"is that of line {first}, too; each must have its own"
-            self.problems.append(Problem("duplicate_custom_id", message, number, "custom_id"))
+            self.problems.append(BatchProblem("duplicate_custom_id", message, number, "custom_id"))

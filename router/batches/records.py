@@ -61,7 +61,7 @@ class StoredFile(_Json):
 
 
 @dataclass(frozen=True)
-class Problem:
+class BatchProblem:
     """What is wrong with an input file."""
 
     code: str
@@ -96,7 +96,7 @@ class Batch(_Json):
     failed: int = 0
     usage: dict[str, Any] | None = None
     problems: list[dict[str, Any]] = field(default_factory=list)
-    """Those of `Problem`."""
+    """Those of `BatchProblem`."""
     output_file_id: str | None = None
     error_file_id: str | None = None
 

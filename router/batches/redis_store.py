@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.state.redis_store import ask, connect
-from router.batches.store import ORPHAN_S, Answer, Claim, Kind, Record
+from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord
 
 PREFIX = "baton:{batches}:"
 """With a tag, so that Redis Cluster would keep all of it in one place."""
@@ -142,17 +142,17 @@ class RedisBatchStore:
         scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _PIECE)
         self._scripts = {text: self._client.register_script(text) for text in scripts}
 
-    async def add(self, record: Record, claim: Claim | None = None) -> bool:
+    async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         values = (record.record_id, record.kind, record.tenant, record.data, record.ends_at, record.version)
         return bool(await self._run(_ADD, *values, *_held(claim)))
 
-    async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
+    async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
         record = (await self._records([record_id]))[0]
         return record if record is not None and (record.kind, record.tenant) == (kind, tenant) else None
 
     async def page(
         self, kind: Kind, tenant: str, *, after: str | None, limit: int, is_ascending: bool
-    ) -> list[Record] | None:
+    ) -> list[StoredRecord] | None:
         key, is_descending = f"{self._prefix}list:{kind}:{tenant}", not is_ascending
         rank = -1
         if after is not None:
@@ -165,14 +165,14 @@ class RedisBatchStore:
         records = await self._records([record_id.decode() for record_id in ids])
         return [record for record in records if record is not None]
 
-    async def replace(self, record: Record, claim: Claim | None = None) -> bool:
+    async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         values = (record.record_id, record.tenant, record.data, record.ends_at, record.version)
         return bool(await self._run(_REPLACE, *values, *_held(claim)))
 
     async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
         return bool(await self._run(_REMOVE, kind, tenant, record_id))
 
-    async def ended(self, now: float, limit: int) -> Sequence[Record]:
+    async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
         key = f"{self._prefix}ends"
         ids = await ask(lambda: self._client.zrange(key, "-inf", now, byscore=True, offset=0, num=limit))
         records = await self._records([record_id.decode() for record_id in ids])
@@ -181,7 +181,7 @@ class RedisBatchStore:
             await ask(lambda: self._client.zrem(key, *lost))
         return [record for record in records if record is not None]
 
-    async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
+    async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:
         return bool(await self._run(_PIECE, file_id, number, data, int(ORPHAN_S), *_held(claim)))
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
@@ -191,25 +191,25 @@ class RedisBatchStore:
 
     async def claim(
         self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
-    ) -> tuple[Claim, Record] | None:
+    ) -> tuple[BatchClaim, StoredRecord] | None:
         others = (*(f"tenant:{tenant}" for tenant in but_of), *(f"batch:{batch_id}" for batch_id in but))
         found = await self._run(_CLAIM, owner, round(1000 * ttl_s), *others)
         if not found:
             return None
         record = _record(found[0].decode(), found[2])
         assert record is not None
-        return Claim(record.record_id, owner, found[1]), record
+        return BatchClaim(record.record_id, owner, found[1]), record
 
-    async def renew(self, claim: Claim, ttl_s: float) -> bool:
+    async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
         return bool(await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, round(1000 * ttl_s)))
 
-    async def release(self, claim: Claim) -> None:
+    async def release(self, claim: BatchClaim) -> None:
         await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, 0)
 
-    async def close_batch(self, claim: Claim) -> None:
+    async def close_batch(self, claim: BatchClaim) -> None:
         await self._run(_CLOSE, claim.batch_id, claim.owner, claim.epoch)
 
-    async def answer(self, claim: Claim, answer: Answer) -> bool:
+    async def answer(self, claim: BatchClaim, answer: LineAnswer) -> bool:
         values = (answer.number, int(answer.is_good), answer.data)
         return bool(await self._run(_ANSWER, claim.batch_id, claim.owner, claim.epoch, *values))
 
@@ -221,19 +221,19 @@ class RedisBatchStore:
     async def answered(self, batch_id: str) -> frozenset[int]:
         return frozenset(map(int, await ask(lambda: self._client.hkeys(f"{self._prefix}answers:{batch_id}"))))
 
-    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[Answer]:
+    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[LineAnswer]:
         if not numbers:
             return []
         wanted = sorted(numbers)
         fields = [str(number) for number in wanted]
         found = await ask(lambda: self._client.hmget(f"{self._prefix}answers:{batch_id}", fields))
         pairs = zip(wanted, found, strict=True)
-        return [Answer(number, data[:1] == b"1", data[1:]) for number, data in pairs if data is not None]
+        return [LineAnswer(number, data[:1] == b"1", data[1:]) for number, data in pairs if data is not None]
 
     async def close(self) -> None:
         await ask(lambda: self._client.aclose(close_connection_pool=True))
 
-    async def _records(self, ids: Sequence[str]) -> list[Record | None]:
+    async def _records(self, ids: Sequence[str]) -> list[StoredRecord | None]:
         """None in the place of one that is not there."""
         if not ids:
             return []
@@ -247,14 +247,14 @@ class RedisBatchStore:
         return await ask(lambda: self._scripts[script](keys=[self._prefix], args=values))
 
 
-def _held(claim: Claim | None) -> tuple[Any, ...]:
+def _held(claim: BatchClaim | None) -> tuple[Any, ...]:
     """As `is_held` of the scripts takes it."""
     return () if claim is None else (claim.batch_id, claim.owner, claim.epoch)
 
 
-def _record(record_id: str, values: Sequence[bytes | None]) -> Record | None:
+def _record(record_id: str, values: Sequence[bytes | None]) -> StoredRecord | None:
     kind, tenant, data, ends_at, version = values
     if kind is None or tenant is None or data is None or ends_at is None or version is None:
         return None
     is_file = kind == b"file"
-    return Record("file" if is_file else "batch", record_id, tenant.decode(), data, float(ends_at), int(version))
+    return StoredRecord("file" if is_file else "batch", record_id, tenant.decode(), data, float(ends_at), int(version))

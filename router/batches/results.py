@@ -15,7 +15,7 @@ from typing import Any
 
 from router.batches.input_lines import Line, Splitter, read_line
 from router.batches.records import CANCELLED, CANCELLING, COMPLETED, EXPIRED, Batch, StoredFile
-from router.batches.store import Answer, BatchStore, Claim, Record
+from router.batches.store import BatchClaim, BatchStore, LineAnswer, StoredRecord
 
 PIECE_BYTES = 2**20
 _AT_ONCE = 50
@@ -61,12 +61,12 @@ async def lines_of(store: BatchStore, batch: Batch, most_line_bytes: int) -> Asy
         yield line
 
 
-def answer_line(line: Line, request_id: str, status: int, body: dict[str, Any]) -> Answer:
+def answer_line(line: Line, request_id: str, status: int, body: dict[str, Any]) -> LineAnswer:
     response = {"status_code": status, "request_id": request_id, "body": body}
-    return Answer(line.number, status == 200, _told(request_id, line, response, None))
+    return LineAnswer(line.number, status == 200, _told(request_id, line, response, None))
 
 
-async def write_results(store: BatchStore, claim: Claim, batch: Batch, most_line_bytes: int, now: float) -> Batch:
+async def write_results(store: BatchStore, claim: BatchClaim, batch: Batch, most_line_bytes: int, now: float) -> Batch:
     """Writes both files and returns the batch as it is then. One that was cancelled before its file was looked at has
     no lines. Raises ClaimLost: what was read meanwhile may have been dropped by another one who has ended it."""
     if not batch.total:
@@ -139,7 +139,7 @@ class _Usage:
 class _Writer:
     """One result, in pieces."""
 
-    def __init__(self, store: BatchStore, claim: Claim, batch: Batch, kind: str, now: float) -> None:
+    def __init__(self, store: BatchStore, claim: BatchClaim, batch: Batch, kind: str, now: float) -> None:
         self.num_lines = 0
         self._store = store
         self._claim = claim
@@ -167,7 +167,7 @@ class _Writer:
             self._file_id, batch.tenant, name, "batch_output", self._size, self._num_pieces, self._now, expires_at
         )
         if not await self._store.add(
-            Record("file", self._file_id, batch.tenant, file.to_json(), expires_at), self._claim
+            StoredRecord("file", self._file_id, batch.tenant, file.to_json(), expires_at), self._claim
         ):
             raise ClaimLost
         return self._file_id

@@ -30,10 +30,10 @@ from router.batches.records import (
     KEPT_S,
     VALIDATING,
     Batch,
-    Problem,
+    BatchProblem,
 )
 from router.batches.results import ClaimLost, InputGone, answer_line, lines_of, pieces_of, write_results
-from router.batches.store import BatchStore, Claim, Record
+from router.batches.store import BatchClaim, BatchStore, StoredRecord
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,7 +52,7 @@ _SWEEP_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedClaim:
     """What came of running a line once."""
 
     status: int
@@ -63,16 +63,16 @@ class Tried:
     """It has not run."""
 
 
-AnswerLine = Callable[[Batch, Line, str], Awaitable[Tried]]
+AnswerLine = Callable[[Batch, Line, str], Awaitable[TriedClaim]]
 """Of a batch, one line, under a request id."""
 
 
 @dataclass
-class Held:
+class ClaimedBatch:
     """A batch that is worked on here."""
 
-    claim: Claim
-    record: Record
+    claim: BatchClaim
+    record: StoredRecord
     batch: Batch
     changed: asyncio.Event
     """Somebody may have cancelled it."""
@@ -99,7 +99,7 @@ class BatchRunner:
         self._most_line_bytes = most_line_bytes
         self._lease_s = lease_s
         self._owner = secrets.token_hex(12)
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, ClaimedBatch] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
         self._is_away = False
@@ -162,7 +162,7 @@ class BatchRunner:
             if found is None:
                 return
             claim, record = found
-            held = Held(claim, record, Batch.from_json(record.data), asyncio.Event())
+            held = ClaimedBatch(claim, record, Batch.from_json(record.data), asyncio.Event())
             self._held[claim.batch_id] = held
             self._begin(self._hold(held), f"batch {claim.batch_id}")
 
@@ -177,7 +177,7 @@ class BatchRunner:
         if len(ended) < _SWEEP_AT_ONCE:
             self._swept_at = now
 
-    async def _hold(self, held: Held) -> None:
+    async def _hold(self, held: ClaimedBatch) -> None:
         """Works on it as long as the claim holds."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -195,7 +195,7 @@ class BatchRunner:
                 del self._held[held.claim.batch_id]
             self._woken.set()
 
-    async def _keep(self, held: Held) -> None:
+    async def _keep(self, held: ClaimedBatch) -> None:
         """Renews the claim, and looks whether the batch was cancelled. Raises ClaimLost."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
@@ -207,7 +207,7 @@ class BatchRunner:
             if record.version != held.record.version:
                 held.changed.set()
 
-    async def _advance(self, held: Held) -> None:
+    async def _advance(self, held: ClaimedBatch) -> None:
         """From status to status. Somebody may have cancelled it before any of them."""
         while not held.batch.is_over:
             try:
@@ -219,11 +219,11 @@ class BatchRunner:
                     case _:
                         await self._finalize(held)
             except InputGone:
-                problem = Problem("input_file_gone", "the input file was deleted, or has expired")
+                problem = BatchProblem("input_file_gone", "the input file was deleted, or has expired")
                 await self._fail(held, [problem])
         await self._store.close_batch(held.claim)
 
-    async def _validate(self, held: Held) -> None:
+    async def _validate(self, held: ClaimedBatch) -> None:
         batch = held.batch
         checker = Checker(batch.endpoint, self._most_line_bytes)
         async for piece in pieces_of(self._store, batch.tenant, batch.input_file_id):
@@ -236,7 +236,7 @@ class BatchRunner:
         else:
             await self._change(held, VALIDATING, lambda b: b.to(IN_PROGRESS, time.time(), total=checker.total))
 
-    async def _run(self, held: Held) -> None:
+    async def _run(self, held: ClaimedBatch) -> None:
         """Until each line has its answer, the time is over, or it was cancelled."""
         lines = asyncio.create_task(self._run_lines(held), name=f"lines of {held.batch.batch_id}")
         try:
@@ -250,7 +250,7 @@ class BatchRunner:
             raise _first_of(error)
         await self._change(held, IN_PROGRESS, lambda b: b.to(FINALIZING, time.time()))
 
-    async def _until_changed(self, held: Held, lines: asyncio.Task[None]) -> None:
+    async def _until_changed(self, held: ClaimedBatch, lines: asyncio.Task[None]) -> None:
         """Or the lines have ended, or the time is over."""
         changed = asyncio.create_task(held.changed.wait())
         try:
@@ -262,7 +262,7 @@ class BatchRunner:
             held.changed.clear()
             await self._reload(held)
 
-    async def _run_lines(self, held: Held) -> None:
+    async def _run_lines(self, held: ClaimedBatch) -> None:
         batch, under_way = held.batch, asyncio.Semaphore(MOST_LINES)
         answered = await self._store.answered(batch.batch_id)
         async with asyncio.TaskGroup() as group:
@@ -271,7 +271,7 @@ class BatchRunner:
                     await under_way.acquire()
                     group.create_task(self._run_line(held, line)).add_done_callback(lambda _: under_way.release())
 
-    async def _run_line(self, held: Held, line: Line) -> None:
+    async def _run_line(self, held: ClaimedBatch, line: Line) -> None:
         request_id = held.batch.request_id(line.number)
         tried = await self._until_answered(held.batch, line, request_id)
         answer = answer_line(line, request_id, tried.status, tried.body)
@@ -279,7 +279,7 @@ class BatchRunner:
             raise ClaimLost
         self._counts["completed" if answer.is_good else "failed"] += 1
 
-    async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> Tried:
+    async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> TriedClaim:
         num_tries = num_failures = 0
         while True:
             async with self._idle.place(batch.tenant):
@@ -291,18 +291,18 @@ class BatchRunner:
             pause_s = tried.retry_after_s * _LONGER_EACH_TIME ** min(num_tries - 1, _LONGEST_AFTER)
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_s) * random.uniform(1.0, 1.5))
 
-    async def _finalize(self, held: Held) -> None:
+    async def _finalize(self, held: ClaimedBatch) -> None:
         """Of one that was cancelled, too: what was answered is told."""
         over = await write_results(self._store, held.claim, held.batch, self._most_line_bytes, time.time())
         await self._change(held, held.batch.status, lambda _: over)
 
-    async def _fail(self, held: Held, problems: list[Problem]) -> None:
+    async def _fail(self, held: ClaimedBatch, problems: list[BatchProblem]) -> None:
         told = [asdict(problem) for problem in problems]
         completed, failed = await self._store.counts(held.batch.batch_id)
         counts = {"completed": completed, "failed": failed}
         await self._change(held, held.batch.status, lambda b: b.to(FAILED, time.time(), problems=told, **counts))
 
-    async def _change(self, held: Held, status: str, change: Callable[[Batch], Batch]) -> None:
+    async def _change(self, held: ClaimedBatch, status: str, change: Callable[[Batch], Batch]) -> None:
         """Changes it as long as it has this status; somebody who has cancelled it meanwhile comes first."""
         while held.batch.status == status:
             wanted = change(held.batch)
@@ -314,7 +314,7 @@ class BatchRunner:
             if not await self._reload(held):
                 raise ClaimLost
 
-    async def _reload(self, held: Held) -> bool:
+    async def _reload(self, held: ClaimedBatch) -> bool:
         """False: nobody has changed it. Raises ClaimLost when it is not there any more."""
         record = await self._store.find("batch", held.record.tenant, held.record.record_id)
         if record is None:

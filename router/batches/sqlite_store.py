@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.state import StoreAway
-from router.batches.store import ORPHAN_S, Answer, Claim, Kind, Record
+from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class SqliteStore:
         self._connection: sqlite3.Connection | None = None
         self._is_closed = False
 
-    async def add(self, record: Record, claim: Claim | None = None) -> bool:
+    async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:
             if not _is_held(db, claim):
                 return False
@@ -71,17 +71,17 @@ class SqliteStore:
 
         return await self._run(work)
 
-    async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
+    async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
         query = f"SELECT {_RECORD} FROM records WHERE kind = ? AND tenant = ? AND record_id = ?"
         rows = await self._run(lambda db: db.execute(query, (kind, tenant, record_id)).fetchall())
-        return Record(*rows[0]) if rows else None
+        return StoredRecord(*rows[0]) if rows else None
 
     async def page(
         self, kind: Kind, tenant: str, *, after: str | None, limit: int, is_ascending: bool
-    ) -> list[Record] | None:
+    ) -> list[StoredRecord] | None:
         order, beyond = ("ASC", ">") if is_ascending else ("DESC", "<")
 
-        def work(db: sqlite3.Connection) -> list[Record] | None:
+        def work(db: sqlite3.Connection) -> list[StoredRecord] | None:
             where, values = "kind = ? AND tenant = ?", [kind, tenant]
             if after is not None:
                 found = db.execute(f"SELECT seq FROM records WHERE {where} AND record_id = ?", (*values, after))
@@ -90,11 +90,11 @@ class SqliteStore:
                     return None
                 where, values = f"{where} AND seq {beyond} ?", [*values, row[0]]
             query = f"SELECT {_RECORD} FROM records WHERE {where} ORDER BY seq {order} LIMIT ?"
-            return [Record(*row) for row in db.execute(query, (*values, limit))]
+            return [StoredRecord(*row) for row in db.execute(query, (*values, limit))]
 
         return await self._run(work)
 
-    async def replace(self, record: Record, claim: Claim | None = None) -> bool:
+    async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         where = "record_id = ? AND tenant = ? AND version = ?"
         values: list[object] = [record.data, record.ends_at, record.record_id, record.tenant, record.version]
         if claim is not None:
@@ -112,17 +112,17 @@ class SqliteStore:
 
         return await self._run(work)
 
-    async def ended(self, now: float, limit: int) -> Sequence[Record]:
+    async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
         query = f"SELECT {_RECORD} FROM records WHERE ends_at <= ? LIMIT ?"
         orphans = "DELETE FROM pieces WHERE written_at <= ? AND file_id NOT IN (SELECT record_id FROM records)"
 
-        def work(db: sqlite3.Connection) -> list[Record]:
+        def work(db: sqlite3.Connection) -> list[StoredRecord]:
             db.execute(orphans, (now - ORPHAN_S,))
-            return [Record(*row) for row in db.execute(query, (now, limit))]
+            return [StoredRecord(*row) for row in db.execute(query, (now, limit))]
 
         return await self._run(work)
 
-    async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
+    async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:
             if not _is_held(db, claim):
                 return False
@@ -138,10 +138,10 @@ class SqliteStore:
 
     async def claim(
         self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
-    ) -> tuple[Claim, Record] | None:
+    ) -> tuple[BatchClaim, StoredRecord] | None:
         now, tenants, ids = self._clock(), ", ".join("?" * len(but_of)), ", ".join("?" * len(but))
 
-        def work(db: sqlite3.Connection) -> tuple[Claim, Record] | None:
+        def work(db: sqlite3.Connection) -> tuple[BatchClaim, StoredRecord] | None:
             query = (
                 f"SELECT epoch, {_RECORD} FROM open_batches JOIN records ON record_id = batch_id "
                 f"WHERE held_until <= ? AND tenant NOT IN ({tenants}) AND batch_id NOT IN ({ids}) "
@@ -150,21 +150,21 @@ class SqliteStore:
             row = db.execute(query, (now, *but_of, *but)).fetchone()
             if row is None:
                 return None
-            record = Record(*row[1:])
-            claim = Claim(record.record_id, owner, row[0] + 1)
+            record = StoredRecord(*row[1:])
+            claim = BatchClaim(record.record_id, owner, row[0] + 1)
             held = "UPDATE open_batches SET owner = ?, epoch = ?, held_until = ? WHERE batch_id = ?"
             db.execute(held, (owner, claim.epoch, now + ttl_s, claim.batch_id))
             return claim, record
 
         return await self._run(work)
 
-    async def renew(self, claim: Claim, ttl_s: float) -> bool:
+    async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
         return await self._hold_until(claim, self._clock() + ttl_s)
 
-    async def release(self, claim: Claim) -> None:
+    async def release(self, claim: BatchClaim) -> None:
         await self._hold_until(claim, 0.0)
 
-    async def close_batch(self, claim: Claim) -> None:
+    async def close_batch(self, claim: BatchClaim) -> None:
         def work(db: sqlite3.Connection) -> None:
             query = "DELETE FROM open_batches WHERE batch_id = ? AND owner = ? AND epoch = ?"
             if db.execute(query, (claim.batch_id, claim.owner, claim.epoch)).rowcount:
@@ -172,7 +172,7 @@ class SqliteStore:
 
         await self._run(work)
 
-    async def answer(self, claim: Claim, answer: Answer) -> bool:
+    async def answer(self, claim: BatchClaim, answer: LineAnswer) -> bool:
         def work(db: sqlite3.Connection) -> bool:
             if not _is_held(db, claim):
                 return False
@@ -191,7 +191,7 @@ class SqliteStore:
         query = "SELECT number FROM answers WHERE batch_id = ?"
         return frozenset(row[0] for row in await self._run(lambda db: db.execute(query, (batch_id,)).fetchall()))
 
-    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[Answer]:
+    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[LineAnswer]:
         if not numbers:
             return []
         query = (
@@ -199,7 +199,7 @@ class SqliteStore:
         )
         wanted, bounds = frozenset(numbers), (batch_id, min(numbers), max(numbers))
         rows = await self._run(lambda db: db.execute(query, bounds).fetchall())
-        return [Answer(number, bool(is_good), bytes(data)) for number, is_good, data in rows if number in wanted]
+        return [LineAnswer(number, bool(is_good), bytes(data)) for number, is_good, data in rows if number in wanted]
 
     async def close(self) -> None:
         """A second one does nothing."""
@@ -214,7 +214,7 @@ class SqliteStore:
         await asyncio.get_running_loop().run_in_executor(self._thread, end)
         self._thread.shutdown()
 
-    async def _hold_until(self, claim: Claim, until: float) -> bool:
+    async def _hold_until(self, claim: BatchClaim, until: float) -> bool:
         query = "UPDATE open_batches SET held_until = ? WHERE batch_id = ? AND owner = ? AND epoch = ?"
         values = (until, claim.batch_id, claim.owner, claim.epoch)
         return await self._run(lambda db: db.execute(query, values).rowcount == 1)
@@ -238,7 +238,7 @@ class SqliteStore:
             raise StoreAway(f"the file of batches cannot be used: {type(error).__name__}: {error}") from error
 
 
-def _is_held(db: sqlite3.Connection, claim: Claim | None) -> bool:
+def _is_held(db: sqlite3.Connection, claim: BatchClaim | None) -> bool:
     """True without a claim: none is needed."""
     if claim is None:
         return True

@@ -20,7 +20,7 @@ ORPHAN_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredRecord:
     """What is known of one file or batch; `data` is its owner's."""
 
     kind: Kind
@@ -33,7 +33,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Claim:
+class BatchClaim:
     """The right to work on a batch."""
 
     batch_id: str
@@ -42,7 +42,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Answer:
+class LineAnswer:
     """To one line."""
 
     number: int
@@ -55,22 +55,22 @@ class Answer:
 class BatchStore(Protocol):
     """Used from one event loop."""
 
-    async def add(self, record: Record, claim: Claim | None = None) -> bool:
+    async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         """Writes it over one of the same id. A batch is open from now on. False: the claim is over, and nothing was
         written."""
         ...
 
-    async def find(self, kind: Kind, tenant: str, record_id: str) -> Record | None:
+    async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
         """One of another tenant is as unknown as one that never was."""
         ...
 
     async def page(
         self, kind: Kind, tenant: str, *, after: str | None, limit: int, is_ascending: bool
-    ) -> list[Record] | None:
+    ) -> list[StoredRecord] | None:
         """By the order in which they were added. None: `after` is not known."""
         ...
 
-    async def replace(self, record: Record, claim: Claim | None = None) -> bool:
+    async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         """By one with the next version. False: there is another version by now, none at all, or the claim is over."""
         ...
 
@@ -78,11 +78,11 @@ class BatchStore(Protocol):
         """With the pieces of a file. False: there was none."""
         ...
 
-    async def ended(self, now: float, limit: int) -> Sequence[Record]:
+    async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
         """Some of those that may be swept away."""
         ...
 
-    async def put_piece(self, file_id: str, number: int, data: bytes, claim: Claim | None = None) -> bool:
+    async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:
         """Of a file that is added afterwards. Numbers count from 0. False: as with `add`."""
         ...
 
@@ -90,23 +90,23 @@ class BatchStore(Protocol):
 
     async def claim(
         self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
-    ) -> tuple[Claim, Record] | None:
+    ) -> tuple[BatchClaim, StoredRecord] | None:
         """The oldest open batch that nobody holds, of none of these tenants and none of these; None: there is none."""
         ...
 
-    async def renew(self, claim: Claim, ttl_s: float) -> bool:
+    async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
         """False: somebody else has it, or it is gone."""
         ...
 
-    async def release(self, claim: Claim) -> None:
+    async def release(self, claim: BatchClaim) -> None:
         """Others may take it at once."""
         ...
 
-    async def close_batch(self, claim: Claim) -> None:
+    async def close_batch(self, claim: BatchClaim) -> None:
         """It is open no more, and its answers are dropped."""
         ...
 
-    async def answer(self, claim: Claim, answer: Answer) -> bool:
+    async def answer(self, claim: BatchClaim, answer: LineAnswer) -> bool:
         """Keeps it unless the line has one already. False: the claim is over, and nothing was written."""
         ...
 
@@ -118,7 +118,7 @@ class BatchStore(Protocol):
         """The numbers of lines that have an answer."""
         ...
 
-    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[Answer]:
+    async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[LineAnswer]:
         """Of these lines, in the order of their numbers; those without one are left out."""
         ...
 

@@ -24,21 +24,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from cluster.auth import Gate
 from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
-from cluster.gate import Gate
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from router.fields import invalid
-from router.json_text import read_json
+from router.api.service import INLINE_BYTES, GenerationService
+from router.api.validate import LONGEST_NAME
+from router.api.violations import invalid
 from router.openai import specs
 from router.openai.answers import Form, TokenBytes
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.call import HttpCall
-from router.openai.errors import Failure, body_of, failure_of
+from router.openai.errors import HttpFailure, body_of, failure_of
 from router.openai.exchange import OnEvent, StreamedAnswer, WholeAnswer, failed, log
+from router.openai.json_text import read_json
 from router.openai.schema import openapi
-from router.service import INLINE_BYTES, GenerationService
-from router.validate import LONGEST_NAME
 
 GENERATION = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
@@ -291,7 +291,7 @@ def guarded(handle: Handler, names: Mapping[str, str] = MappingProxyType({})) ->
             return Response()  # that nobody reads
         except TimeoutError:
             body = body_of("the body did not come in time; send it at once", 408, "timeout")
-            return failed(Failure(408, body), request_id)
+            return failed(HttpFailure(408, body), request_id)
         except Exception:
             log.exception("%s failed", request.url.path)
             return failed(failure_of(InternalError("the router failed on this request; its log says why")), request_id)
@@ -314,7 +314,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}; see /openapi.json for what is served"
     body = body_of(message, error.status_code, "not_found" if error.status_code == 404 else "not_allowed")
-    answer = failed(Failure(error.status_code, body), _request_id(request))
+    answer = failed(HttpFailure(error.status_code, body), _request_id(request))
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         answer.headers["allow"] = ", ".join(sorted(_methods_at(request)))

@@ -9,17 +9,17 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
+from cluster.auth import Gate
 from cluster.errors import FieldViolation, NotFound
-from cluster.gate import Gate
+from router.api.principal import Principal
+from router.api.violations import Violations, invalid
 from router.batches.records import CANCELLING, DAY_S, KEPT_S, Batch, StoredFile, new_batch_id, told_batch
 from router.batches.runner import BatchRunner
-from router.batches.store import BatchStore, Record
-from router.caller import Caller
-from router.fields import Violations, invalid
+from router.batches.store import BatchStore, StoredRecord
 from router.openai import pages
 from router.openai.app import Answer, parse, read_body
 from router.openai.bodies import BatchBody
-from router.openai.errors import Failure, body_of
+from router.openai.errors import HttpFailure, body_of
 from router.openai.exchange import failed
 from router.openai.files import caller_for, find_file, no_such_file, route
 from router.openai.uploads import LEAST_KEPT_S
@@ -72,11 +72,11 @@ class BatchRoutes:
         )
         await self._keep_input(caller, file, batch.expires_at + _RESULT_S)
         ends_at = batch.expires_at + KEPT_S
-        await self._store.add(Record("batch", batch.batch_id, caller.tenant, batch.to_json(), ends_at))
+        await self._store.add(StoredRecord("batch", batch.batch_id, caller.tenant, batch.to_json(), ends_at))
         self._runner.wake()
         return JSONResponse(told_batch(batch, (0, 0)))
 
-    async def _keep_input(self, caller: Caller, file: StoredFile, until: int) -> None:
+    async def _keep_input(self, caller: Principal, file: StoredFile, until: int) -> None:
         """A batch needs its input to the end: one that would expire before is kept longer. Raises NotFound."""
         while file.expires_at < until:
             record = await self._store.find("file", caller.tenant, file.file_id)
@@ -109,13 +109,13 @@ class BatchRoutes:
                 return JSONResponse(await self._told(batch))
             if not batch.can_cancel:
                 message = f"a batch that is {batch.status} cannot be cancelled"
-                return failed(Failure(409, body_of(message, 409, "batch_over")), request_id)
+                return failed(HttpFailure(409, body_of(message, 409, "batch_over")), request_id)
             cancelling = batch.to(CANCELLING, time.time())
             if await self._store.replace(replace(record, data=cancelling.to_json())):
                 self._runner.wake(batch.batch_id)
                 return JSONResponse(await self._told(cancelling))
 
-    async def _find(self, request: Request) -> Record:
+    async def _find(self, request: Request) -> StoredRecord:
         """Raises NotFound."""
         batch_id: str = request.path_params["batch_id"]
         record = await self._store.find("batch", caller_for(self._gate, request).tenant, batch_id)

@@ -1,8 +1,8 @@
 """What clients of the OpenAI API send: every field that is known here, with its type.
 
 A field that is not known is refused by name, so that nothing is ignored silently; `IGNORED` are those that clients send
-as a matter of course and that change nothing of an answer. What a value may be is the business of `router.validate`,
-which every front end shares.
+as a matter of course and that change nothing of an answer. What a value may be is the business of
+`router.api.validate`, which every front end shares.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ _PATH = re.compile(
 
 
 @dataclass(frozen=True)
-class Failure:
+class HttpFailure:
     """Of one HTTP call."""
 
     status: int
@@ -81,13 +81,13 @@ class Failure:
         return {"retry-after": str(math.ceil(self.retry_after_s)), "retry-after-ms": str(ms)}
 
 
-def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({})) -> Failure:
+def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({})) -> HttpFailure:
     """`names`: of the last part of a path in the .proto, what this client calls it, where that is not as usual."""
     status = _STATUS[error.grpc_code]
     is_named = error.violations and error.grpc_code != "RESOURCE_EXHAUSTED"
     param = rename(error.violations[0].field, names) if is_named else None
     code = "model_not_found" if (status, param) == (404, "model") else _CODE.get(error.grpc_code, error.reason.lower())
-    return Failure(status, body_of(rename(error.message, names), status, code, param), error.retry_after_s)
+    return HttpFailure(status, body_of(rename(error.message, names), status, code, param), error.retry_after_s)
 
 
 def body_of(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, InternalError
 from cluster.pb import generation_pb2 as pb
-from router.handlers import ClientStalled
+from router.api.handlers import ClientStalled
 from router.openai.answers import Chunks, Form
-from router.openai.errors import Failure, failure_of
+from router.openai.errors import HttpFailure, failure_of
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class StreamedAnswer:
                 await self._send(send, b": waiting\n\n")
 
 
-def failed(failure: Failure, request_id: str) -> JSONResponse:
+def failed(failure: HttpFailure, request_id: str) -> JSONResponse:
     headers = failure.headers | {"x-request-id": request_id}
     return JSONResponse(failure.body, status_code=failure.status, headers=headers)
 

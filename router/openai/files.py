@@ -9,17 +9,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
+from cluster.auth import Gate
 from cluster.errors import NotFound
-from cluster.gate import Gate
 from cluster.state import StoreAway
+from router.api.principal import Principal, caller_of
 from router.batches.records import Batch, StoredFile, new_file_id, told_file
 from router.batches.results import PIECE_BYTES, InputGone, pieces_of
-from router.batches.store import BatchStore, Record
-from router.caller import Caller, caller_of
+from router.batches.store import BatchStore, StoredRecord
 from router.openai import pages
 from router.openai.app import GENERATION, Answer, Handler, guarded, headers_of
 from router.openai.call import HttpCall
-from router.openai.errors import Failure, body_of
+from router.openai.errors import HttpFailure, body_of
 from router.openai.exchange import failed, log
 from router.openai.uploads import FileTooLarge, Upload, uploaded
 
@@ -55,10 +55,10 @@ class FileRoutes:
                 file = await self._keep(caller, upload)
         except FileTooLarge:
             message = f"the file is larger than {self._most_bytes} bytes (router.max_file_bytes); split it"
-            return failed(Failure(413, body_of(message, 413, "file_too_large", "file")), request_id)
+            return failed(HttpFailure(413, body_of(message, 413, "file_too_large", "file")), request_id)
         return JSONResponse(told_file(file))
 
-    async def _refusal(self, caller: Caller, upload: Upload) -> Failure | None:
+    async def _refusal(self, caller: Principal, upload: Upload) -> HttpFailure | None:
         """What a tenant keeps has bounds."""
         kept = await self._store.page("file", caller.tenant, after=None, limit=MOST_FILES, is_ascending=True) or []
         size = upload.size_bytes + sum(StoredFile.from_json(record.data).size_bytes for record in kept)
@@ -66,9 +66,9 @@ class FileRoutes:
         if size <= most and len(kept) < MOST_FILES:
             return None
         message = f"with this file there would be more than {most} bytes or {MOST_FILES} files; delete some"
-        return Failure(413, body_of(message, 413, "storage_full", "file"))
+        return HttpFailure(413, body_of(message, 413, "storage_full", "file"))
 
-    async def _keep(self, caller: Caller, upload: Upload) -> StoredFile:
+    async def _keep(self, caller: Principal, upload: Upload) -> StoredFile:
         file_id, now, number = new_file_id(), int(time.time()), 0
         while piece := await upload.file.read(PIECE_BYTES):
             await self._store.put_piece(file_id, number, piece)
@@ -76,7 +76,7 @@ class FileRoutes:
         ends_at = now + upload.kept_s
         name, size = upload.filename, upload.size_bytes
         file = StoredFile(file_id, caller.tenant, name, "batch", size, number, now, ends_at)
-        await self._store.add(Record("file", file_id, caller.tenant, file.to_json(), ends_at))
+        await self._store.add(StoredRecord("file", file_id, caller.tenant, file.to_json(), ends_at))
         return file
 
     async def _list(self, request: Request, request_id: str) -> Answer:
@@ -105,7 +105,7 @@ class FileRoutes:
         batch_id = await self._batch_of(file)
         if batch_id is not None:
             message = f"{file.file_id} is the input of {batch_id}, which is not over; wait for it, or cancel it first"
-            return failed(Failure(409, body_of(message, 409, "file_in_use")), request_id)
+            return failed(HttpFailure(409, body_of(message, 409, "file_in_use")), request_id)
         is_gone = await self._store.remove("file", file.tenant, file.file_id)
         return JSONResponse({"id": file.file_id, "object": "file", "deleted": is_gone})
 
@@ -173,19 +173,19 @@ def _stored(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
         except StoreAway as error:
             log.warning("%s %s: %s", request.method, request.url.path, error)
             message = "files and batches cannot be reached for the moment; the router's log says why"
-            return failed(Failure(503, body_of(message, 503, "store_away"), _RETRY_AFTER_S), request_id)
+            return failed(HttpFailure(503, body_of(message, 503, "store_away"), _RETRY_AFTER_S), request_id)
 
     return guarded(endpoint)
 
 
-def caller_for(gate: Gate, request: Request) -> Caller:
+def caller_for(gate: Gate, request: Request) -> Principal:
     """Raises Unauthenticated or PermissionDenied."""
     headers = headers_of(request)
     gate.check(headers, GENERATION)
     return caller_of(gate.key_of(HttpCall(headers)))
 
 
-async def find_file(store: BatchStore, caller: Caller, file_id: str) -> StoredFile | None:
+async def find_file(store: BatchStore, caller: Principal, file_id: str) -> StoredFile | None:
     record = await store.find("file", caller.tenant, file_id)
     file = None if record is None else StoredFile.from_json(record.data)
     return None if file is None or _is_over(file) else file

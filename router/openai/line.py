@@ -10,21 +10,21 @@ import asyncio
 import json
 from typing import Any
 
+from cluster.auth import DeferredCall
 from cluster.errors import BatonError, FieldViolation, InternalError
-from cluster.gate import DeferredCall
 from cluster.pb import generation_pb2 as pb
+from router.api.service import INLINE_BYTES, GenerationService
+from router.api.validate import MOST_PRIORITY
+from router.api.violations import invalid
 from router.batches.input_lines import Line
 from router.batches.records import Batch
-from router.batches.runner import Tried
-from router.fields import invalid
+from router.batches.runner import TriedClaim
 from router.openai import specs
 from router.openai.answers import TokenBytes
 from router.openai.app import checked, form_of, too_large
 from router.openai.bodies import ChatBody, CompletionBody
 from router.openai.errors import failure_of
 from router.openai.exchange import first_of, log
-from router.service import INLINE_BYTES, GenerationService
-from router.validate import MOST_PRIORITY
 
 _REFUSED, _LOST = "RESOURCE_EXHAUSTED", "UNAVAILABLE"
 _RETRY_AFTER_S = 1.0
@@ -39,19 +39,19 @@ class LineAnswerer:
         self._token_bytes = token_bytes
         self._max_body_bytes = max_body_bytes
 
-    async def answer(self, batch: Batch, line: Line, request_id: str) -> Tried:
+    async def answer(self, batch: Batch, line: Line, request_id: str) -> TriedClaim:
         try:
-            return Tried(200, await self._generate(batch, line, request_id))
+            return TriedClaim(200, await self._generate(batch, line, request_id))
         except BatonError as error:
             failure = failure_of(error, specs.names_of(line.body))
             if error.grpc_code not in (_REFUSED, _LOST):
-                return Tried(failure.status, failure.body)
+                return TriedClaim(failure.status, failure.body)
             is_refusal = error.grpc_code == _REFUSED
-            return Tried(failure.status, failure.body, error.retry_after_s or _RETRY_AFTER_S, is_refusal)
+            return TriedClaim(failure.status, failure.body, error.retry_after_s or _RETRY_AFTER_S, is_refusal)
         except Exception:
             log.exception("a line of a batch failed")
             failure = failure_of(InternalError("the router failed on this request; its log says why"))
-            return Tried(failure.status, failure.body)
+            return TriedClaim(failure.status, failure.body)
 
     async def _generate(self, batch: Batch, line: Line, request_id: str) -> dict[str, Any]:
         most = self._max_body_bytes

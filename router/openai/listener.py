@@ -39,7 +39,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-class Listener:
+class HttpListener:
     """Lives in one event loop: `start`, then `stop`."""
 
     def __init__(

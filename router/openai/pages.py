@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import FieldViolation
-from router.fields import invalid
+from router.api.violations import invalid
 
 
 def limit_of(query: Mapping[str, str], *, usual: int, most: int) -> int:

@@ -1,7 +1,7 @@
 """A body as the GenerationSpecs that it asks for, one for each of its prompts. Pure.
 
 Refuses what the API has and Baton does not, by the name that the client used; everything else is left to
-`router.validate`. Raises InvalidRequest or NotServed.
+`router.api.validate`. Raises InvalidRequest or NotServed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from google.protobuf import json_format, struct_pb2
 
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
-from router.fields import Violations
+from router.api.violations import Violations
 from router.openai.bodies import (
     ChatBody,
     CompletionBody,

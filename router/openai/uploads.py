@@ -14,8 +14,8 @@ from starlette.requests import Request
 
 from cluster.errors import FieldViolation, InvalidRequest
 from cluster.state import StoreAway
+from router.api.violations import Violations, invalid
 from router.batches.records import KEPT_S
-from router.fields import Violations, invalid
 from router.openai.app import parts_of
 
 LEAST_KEPT_S = 3600

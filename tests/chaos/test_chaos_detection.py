@@ -21,8 +21,8 @@ from chaos_states import (
     unblock,
 )
 
-from cluster.keys import RequestKey
 from cluster.pb import worker_pb2
+from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
 
 pytestmark = pytest.mark.battery

@@ -23,8 +23,8 @@ from asked import MESSAGES, NUM_TOKENS
 from cluster_fixture import BUNDLED_MODEL, DECODE, WAIT_S, PlainCluster, Stream, token_spec
 from workers import ROOT
 
-from cluster.client import BatonClient
 from cluster.pb import generation_pb2 as pb
+from tools.client import BatonClient
 
 MODEL = BUNDLED_MODEL.name
 OTHERS = ROOT / ".venv-clients" / "bin" / "python"

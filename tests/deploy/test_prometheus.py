@@ -24,7 +24,7 @@ import yaml
 from serve_process import ROOT, Serve
 from waiting import until
 
-from cluster.client import BatonClient, make_spec
+from tools.client import BatonClient, make_spec
 
 pytestmark = [
     pytest.mark.battery,
@@ -104,7 +104,7 @@ class Site:
 
     def list_pages(self) -> list[str]:
         """As an operator does; the processes that have one."""
-        command = [sys.executable, "-m", "cluster.cli.main", "targets", "--file", str(self.targets)]
+        command = [sys.executable, "-m", "cli.main", "targets", "--file", str(self.targets)]
         asked = [*command, "--admin-address", self.serve.admin_address]
         done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=WAIT_S)
         assert done.returncode == 0, done.stderr

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import typer
 from doc_pages import ROOT, Page, Said
 
-from cluster.cli.main import app
+from cli.main import app
 from cluster.config import ServingConfig
 
 BATON = re.compile(r"(?:^|[\s;&|(])(?:\.venv/bin/)?baton +(?=[a-z-])")

@@ -47,7 +47,7 @@ BLOCK_S = 300.0
 _BATON = f"""#!{sys.executable}
 import sys
 sys.path.insert(0, {str(ROOT)!r})
-from cluster.cli.main import main
+from cli.main import main
 main()
 """
 _PREAMBLE = """

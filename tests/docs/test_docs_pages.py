@@ -133,7 +133,7 @@ def test_metrics_that_are_named_are_in_the_references(page: Page) -> None:
 
 
 def is_python(name: str) -> bool:
-    """`engine.sampling.check_finish`, `engine.ops`: packages have the names of sections."""
+    """`engine.sampling.sampler.check_finish`, `engine.layers.ops`: packages have the names of sections."""
     package, module = name.split(".")[:2]
     return (ROOT / package / f"{module}.py").is_file() or (ROOT / package / module).is_dir()
 

@@ -11,12 +11,12 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, run_in_chunks
 
 from cluster.errors import ConfigError
-from engine.attention import Attention, AttentionBatch, choose_attention
-from engine.attention_cpu import CpuAttention
-from engine.kv_cache import decode, encode
-from engine.matmul import Fp8Matrix, make_matrix
-from engine.quantization import quantize, round_to_fp8
-from engine.step import SequenceSlice, build_step
+from engine.attention.cpu import CpuAttention
+from engine.attention.interface import Attention, AttentionBatch, choose_attention
+from engine.kv.pool import decode, encode
+from engine.layers.matmul import Fp8Matrix, make_matrix
+from engine.quantization.formats import quantize, round_to_fp8
+from engine.step_input import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

@@ -12,12 +12,12 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, run_in_chunks
 
 from cluster.errors import ConfigError
-from engine.attention import choose_attention
-from engine.block_manager import BlockManager
+from engine.attention.interface import choose_attention
 from engine.generate import Engine
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
-from engine.step import SequenceSlice, build_step
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling.params import SamplingParams
+from engine.step_input import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

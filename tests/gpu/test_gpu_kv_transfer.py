@@ -21,8 +21,8 @@ from kv_transfer import pages
 from kv_transfer.actions import Range
 from kv_transfer.failures import TransferFailed
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover, PairSpec, SlotRange
-from kv_transfer.transport import serve_store
+from kv_transfer.transfer_engine import PairSpec, SlotRange, TransferEngine
+from kv_transfer.transports.interface import serve_store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 needs_nccl = pytest.mark.skipif(not dist.is_nccl_available(), reason="this build of torch has no NCCL")
@@ -38,8 +38,8 @@ TABLE = [5, 0, 3]
 NCCL_SIDE = """
 import sys, torch
 from kv_transfer.failures import TransferFailed
-from kv_transfer.nccl import NcclPair
-from kv_transfer.transport import Meeting, StoreClients
+from kv_transfer.transports.nccl import NcclPair
+from kv_transfer.transports.interface import Meeting, StoreClients
 rank, device, timeout_s = int(sys.argv[1]), torch.device(sys.argv[2]), float(sys.argv[3])
 try:
     pair = NcclPair(Meeting(
@@ -67,7 +67,7 @@ IPC_SENDER = """
 import sys, threading, queue, torch
 from kv_transfer.actions import Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.mover import KvMover, PairSpec, SlotRange
+from kv_transfer.transfer_engine import KvMover, PairSpec, SlotRange
 layers, tokens, chunk, slots = map(int, sys.argv[1:5])
 layout = KvLayout(
     num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
@@ -137,7 +137,9 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
 ) -> None:
     truth = torch.randn(LAYERS, 2, 7, 16, HEADS, DIM).to(torch.bfloat16)
     sender_kv, receiver_kv = torch.full_like(truth, POISON).cuda(), torch.full_like(truth, POISON).cuda()
-    movers = [KvMover(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest) for kv in (sender_kv, receiver_kv)]
+    movers = [
+        TransferEngine(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest) for kv in (sender_kv, receiver_kv)
+    ]
     specs = [PairSpec("e1", store_address, side, LAYOUT, transport, wire_format, 48, 2) for side in (True, False)]
     with ThreadPoolExecutor(2) as pool:
         for opening in [pool.submit(mover.open_pair, spec) for mover, spec in zip(movers, specs, strict=True)]:
@@ -168,13 +170,13 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
 @contextmanager
 def ipc_pair(
     address: str, layers: int, tokens: int, chunk: int, slots: int
-) -> Iterator[tuple[subprocess.Popen[str], KvMover, torch.Tensor]]:
+) -> Iterator[tuple[subprocess.Popen[str], TransferEngine, torch.Tensor]]:
     """A sending process, and this process's mover and pages."""
     layout = KvLayout(
         num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
     )
     kv = torch.zeros(layers, 2, tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
-    mover = KvMover(kv, layout, 0, timeout_s=60, host="127.0.0.1")
+    mover = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1")
     command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         try:
@@ -186,7 +188,7 @@ def ipc_pair(
             sender.kill()
 
 
-def receive_all(mover: KvMover, tokens: int, chunk: int, slots: int, layers: int) -> int:
+def receive_all(mover: TransferEngine, tokens: int, chunk: int, slots: int, layers: int) -> int:
     """Bytes that arrived."""
     table = range(tokens // 16)
     chunks = [

@@ -22,8 +22,8 @@ from openai.types import Batch
 from serve_process import Serve
 
 from benchmarks.redis_server import RedisServer, free_port, running_redis
-from cluster.admin_client import AdminClient
-from router.batching import open_batch_store
+from router.batches.batching import open_batch_store
+from tools.admin_client import AdminClient
 
 MODEL = BUNDLED_MODEL.name
 WAIT_S = 90.0

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 from cluster_fixture import BUNDLED_MODEL, DECODE, PREFILL, PlainCluster, Step, Stream, single_process, token_spec
 
-from cluster.client import BatonClient
 from cluster.errors import BatonError, Cancelled, DeadlineExceeded
 from cluster.pb import generation_pb2
-from engine.sampling import SamplingParams
+from engine.sampling.sampler import SamplingParams
+from tools.client import BatonClient
 
 WAYS = ("cancels its call", "disconnects", "CancelGeneration", "deadline")
 DEADLINE_S = 1.0

@@ -16,10 +16,10 @@ from pydantic import BaseModel
 
 from cluster.errors import InvalidRequest
 from cluster.pb import generation_pb2 as pb
-from engine.constraint import Constrainer
-from engine.sampling import SamplingParams
-from router.constraint import read_constraint
-from router.fields import Violations
+from engine.sampling.constraint import Constrainer
+from engine.sampling.sampler import SamplingParams
+from router.api.grammar import read_constraint
+from router.api.violations import Violations
 
 VOCAB_SIZE = 1024
 PROMPT = list(range(20, 60))

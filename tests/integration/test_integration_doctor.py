@@ -23,12 +23,12 @@ from scripted_router import baton
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.api_keys import ApiKey, digest_of, render_keys
-from cluster.doctor.findings import Outcome, Result
-from cluster.doctor.probes import Probe
 from cluster.pb import worker_pb2
 from cluster.tls import ClientTls
-from router.ledger import Kind
-from router.policies.seam import disaggregated, local
+from router.routing.load_tracker import PlacementKind
+from router.routing.policies.interface import disaggregated, local
+from tools.doctor.findings import CheckResult, Result
+from tools.doctor.probes import Probe
 
 LOOKING = ("router", "versions", "workers", "transports", "kv-pools", "clock-skew")
 PROBING = ("disaggregation", "bandwidth", "journal")
@@ -42,7 +42,7 @@ class Served:
     config: Path
     client: ClientTls
 
-    def ask(self, *names: str, config: Path | None = None) -> dict[str, Outcome]:
+    def ask(self, *names: str, config: Path | None = None) -> dict[str, CheckResult]:
         return ask(config or self.config, *names, address=self.cluster.address, tls=self.client)
 
 
@@ -256,7 +256,7 @@ async def test_a_router_that_serves_nobody_is_named_and_gets_no_probe(tmp_path: 
     assert told["disaggregation"].result is Result.SKIPPED
 
 
-LOCAL = local("decode-0", "first token predicted after 15 ms", kind=Kind.LOCAL_IDLE).reason
+LOCAL = local("decode-0", "first token predicted after 15 ms", kind=PlacementKind.LOCAL_IDLE).reason
 HANDED = disaggregated("prefill-0", "decode-0", "first token predicted after 15 ms").reason
 
 
@@ -274,7 +274,7 @@ async def test_a_busy_router_that_hands_nothing_over_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placements: list[str], result: Result, found: str
 ) -> None:
     left = iter(placements)
-    monkeypatch.setattr("cluster.doctor.probes._send", lambda *_: Probe(3, next(left)))
+    monkeypatch.setattr("tools.doctor.probes._send", lambda *_: Probe(3, next(left)))
     async with running_router(tmp_path / "model", [FakeWorker(*each) for each in PAIR]) as router:
         told = await asyncio.to_thread(ask, write_config(tmp_path), "disaggregation", address=router.address)
     (finding,) = told["disaggregation"].findings

@@ -13,8 +13,8 @@ from scripted_router import baton
 from workers import Worker, running
 
 from cluster.config import load_config
-from cluster.plan import plan_worker
 from cluster.units import format_bytes
+from controller.plan import plan_worker
 from engine import profiling
 
 CONFIGS = {

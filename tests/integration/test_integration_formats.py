@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 from workers import ROOT, Output, Worker, hand_off, merged, running, sampling
 
-from cluster.keys import RequestKey
-from engine.block_manager import BlockManager
+from cluster.request_key import RequestKey
 from engine.generate import Completion, Engine
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling.sampler import SamplingParams
 from engine.tp import SingleGroup
 
 MODEL = ROOT / "models" / "tiny-shakespeare"

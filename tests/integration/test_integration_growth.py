@@ -12,9 +12,9 @@ from cluster_fixture import token_spec
 from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
 
-from cluster.admin_client import AdminClient
-from cluster.client import BatonClient
 from cluster.pb import admin_pb2
+from tools.admin_client import AdminClient
+from tools.client import BatonClient
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.battery]
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 from workers import ROOT, Worker, hand_off, merged, running, sampling
 
-from engine.block_manager import BlockManager
 from engine.generate import Completion, Engine
-from engine.runner import ModelRunner
-from engine.sampling import SamplingParams
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling.sampler import SamplingParams
 from engine.tp import SingleGroup
 from kv_transfer.codec import HEADER_BYTES
 

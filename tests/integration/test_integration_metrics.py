@@ -14,9 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from workers import ROOT, Process, Worker, hand_off, running, sampling
 
 from cluster.pb import generation_pb2, worker_pb2
-from engine.config import ModelConfig
+from engine.flops import ModelFlops
 from engine.memory import WeightForm
-from engine.work import ModelWork
+from engine.models.config import ModelConfig
 
 MODEL = str(ROOT / "models" / "tiny-shakespeare")
 NUM_HANDOFFS = 20
@@ -126,7 +126,7 @@ def check_twenty(prefill: Worker, sender: Page, receiver: Page) -> None:
 
 def check_steps(sender: Page, receiver: Page) -> None:
     """What the model needs for these steps, and that it took time, on a CPU whose peak was measured."""
-    work = ModelWork.of(ModelConfig.from_folder(MODEL), 1, WeightForm("float32"), "float32")
+    work = ModelFlops.of(ModelConfig.from_folder(MODEL), 1, WeightForm("float32"), "float32")
     assert sum(value for key, value in sender.items() if key[0] == "baton_step_tokens_total") == NUM_HANDOFFS * 101
     assert receiver["baton_step_tokens_total", "decode"] == NUM_HANDOFFS * 3
     pairs = NUM_HANDOFFS * len(work.windows) * sum(len(PROMPT) + i for i in (1, 2, 3)) * work.windows[0][1]

@@ -17,9 +17,9 @@ from workers import Worker, running
 from cluster import rpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
-from engine.sampling import SamplingParams
-from router.dispatcher import Dispatcher
-from router.fleet import WorkerAddress
+from engine.sampling.sampler import SamplingParams
+from router.routing.dispatcher import Dispatcher
+from router.routing.fleet import WorkerAddress
 from router.server import RouterServer
 
 Disturb = Callable[[Dispatcher, Sequence[Worker]], Awaitable[None]]

@@ -120,7 +120,7 @@ def test_baton_bench_measures_what_was_served(cluster: PlainCluster, tmp_path: P
         "--goodput",
         "ttft:60000",
     ]
-    bench = [sys.executable, "-m", "cluster.cli.main", "bench"]
+    bench = [sys.executable, "-m", "cli.main", "bench"]
     saved = tmp_path / "run.json"
     drawn = ["--detailed", "--plots", str(tmp_path / "plots")]
     flags = [*where, *load, *drawn, "--json", "--save", str(saved)]
@@ -151,6 +151,6 @@ def test_baton_bench_measures_what_was_served(cluster: PlainCluster, tmp_path: P
     ids=lambda value: str(value[0]) if isinstance(value, list) else "",
 )
 def test_baton_bench_says_what_is_wrong(flags: list[str], code: int, why: str) -> None:
-    command = [sys.executable, "-m", "cluster.cli.main", "bench", *flags]
+    command = [sys.executable, "-m", "cli.main", "bench", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == code and why in " ".join(done.stderr.split()), done.stderr

@@ -10,7 +10,7 @@ import pytest
 from cluster_fixture import BUNDLED_MODEL, DECODE, PREFILL, PlainCluster, Stream, token_spec
 from scripted_router import baton
 
-from cluster.cli.top_view import Seen
+from cli.top_view import Seen
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ import psutil
 import pytest
 from waiting import is_running
 
-from cluster import local_ray
-from cluster.admin_client import AdminClient
 from cluster.config import (
     AdminSection,
     EngineSection,
@@ -27,10 +25,12 @@ from cluster.config import (
     RouterSection,
     ServingConfig,
 )
-from cluster.config_file import ConfigFile
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, admin_pb2_grpc
-from cluster.plan import plan_cluster
+from controller import local_ray
+from controller.config_file import ConfigFile
+from controller.plan import plan_cluster
+from tools.admin_client import AdminClient
 
 TESTS = Path(__file__).resolve().parents[1]
 WAIT_S = 60.0
@@ -64,8 +64,8 @@ class Cluster:
     ) -> None:
         import ray
 
-        from cluster.controller import Programs, start_controller
-        from cluster.detached import start_detached
+        from controller.detached import start_detached
+        from controller.reconciler import Programs, start_controller
 
         plan = plan_cluster(config, num_gpus=0, num_cores=2)
         programs = Programs(worker="fake_worker_program", router="fake_router_program")
@@ -286,7 +286,7 @@ def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_p
 def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_says(
     ray_folder: Path, tmp_path: Path
 ) -> None:
-    from cluster.detached import end_controller, find_controller
+    from controller.detached import end_controller, find_controller
 
     assert find_controller() is None
     file = written(tmp_path)

@@ -16,10 +16,10 @@ from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
 from waiting import is_running
 
-from cluster.admin_client import AdminClient
-from cluster.client import BatonClient
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, generation_pb2
+from tools.admin_client import AdminClient
+from tools.client import BatonClient
 
 WAIT_S = 60.0
 NUM_PROMPTS = 6

@@ -14,12 +14,12 @@ from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, token_spec
 from serve_process import ROOT, Serve
 
 from benchmarks.redis_server import RedisServer, running_redis
-from cluster.admin_client import AdminClient
-from cluster.client import BatonClient
 from cluster.config.changes import set_values
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from cluster.transcript import Transcript
+from tools.admin_client import AdminClient
+from tools.client import BatonClient
+from tools.transcript import Transcript
 
 WAIT_S = 90.0
 NUM_TOKENS = 400

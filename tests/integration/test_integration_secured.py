@@ -16,8 +16,8 @@ import yaml
 from certificates import Authority
 from scripted_router import baton
 
-from cluster.client import BatonClient, make_spec
 from cluster.errors import NotReachable, PermissionDenied, Unauthenticated
+from tools.client import BatonClient, make_spec
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S, END_S = 120.0, 40.0
@@ -47,7 +47,7 @@ def new_key(folder: Path, *scopes: str) -> str:
 def test_a_cluster_with_every_lock_on_serves_its_friends_alone(tmp_path: Path) -> None:
     ours = Authority(tmp_path)
     key, operator = new_key(tmp_path, "generate"), new_key(tmp_path, "admin")
-    command = [sys.executable, "-m", "cluster.cli.main", "serve", "--port", "0", "--config"]
+    command = [sys.executable, "-m", "cli.main", "serve", "--port", "0", "--config"]
     process = subprocess.Popen(
         [*command, str(secured_config(tmp_path, ours))],
         stdout=subprocess.PIPE,

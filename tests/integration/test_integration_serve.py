@@ -11,8 +11,8 @@ import psutil
 import pytest
 from serve_process import END_S, ROOT, Serve
 
-from cluster.client import BatonClient, make_spec
-from cluster.transcript import Transcript
+from tools.client import BatonClient, make_spec
+from tools.transcript import Transcript
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -14,10 +14,10 @@ from certificates import Authority
 from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, single_process, token_spec
 from workers import Process, Worker, hand_off, merged, running, sampling
 
-from cluster.client import BatonClient
 from cluster.errors import NotReachable
 from cluster.tls import INTERNAL_NAME, InternalTls
-from engine.sampling import SamplingParams
+from engine.sampling.sampler import SamplingParams
+from tools.client import BatonClient
 
 PROMPT = [(i * 37) % 1000 + 5 for i in range(101)]
 NUM_TOKENS = 24

@@ -22,9 +22,9 @@ from raw_bytes import Recording, attack
 from router_harness import ids, running_router, text_spec
 
 from benchmarks.nonsense import make_call
-from cluster.client import BatonClient
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
+from tools.client import BatonClient
 
 COUNTS = [pytest.param(400, id="short"), pytest.param(10_000, id="long", marks=pytest.mark.battery)]
 WRITTEN = "a good stream beside the flood"

@@ -15,7 +15,7 @@ from fake_worker import pair
 from router_harness import Router, ids, running_router, text_spec
 
 from cluster.api_keys import ApiKey, digest_of, render_keys
-from cluster.client import BatonClient
+from tools.client import BatonClient
 
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(200)]
 EVIL = "<img src=x onerror=alert(1)>"

@@ -16,8 +16,8 @@ from cluster_fixture import token_spec
 from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
 
-from cluster.admin_client import AdminClient
-from cluster.client import BatonClient
+from tools.admin_client import AdminClient
+from tools.client import BatonClient
 
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(400)]
 WAIT_S = 120.0

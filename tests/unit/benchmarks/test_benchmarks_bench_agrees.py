@@ -16,9 +16,9 @@ import pytest
 from benchmarks import bench_relay
 from benchmarks.bench_agrees import FIGURES, Load, figures, judged, prompts_of
 from benchmarks.bench_relay import HttpRelay, Meeting
-from cluster.bench.figures import figures_of
-from cluster.bench.samples import Sample
-from cluster.bench.workload import random_asks, requests_of
+from tools.bench.figures import figures_of
+from tools.bench.samples import Sample
+from tools.bench.workload import random_asks, requests_of
 
 NUM_TOKENS = 3
 

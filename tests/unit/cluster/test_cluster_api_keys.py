@@ -15,7 +15,7 @@ from scripted_router import baton
 
 from cluster.api_keys import SCOPES, ApiKey, KeyQuota, digest_of, load_keys, new_key, parse_keys, render_keys
 from cluster.errors import ConfigError
-from cluster.key_store import edited_keys
+from tools.key_store import edited_keys
 
 DIGEST = digest_of("baton-one")
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,63}", fullmatch=True)

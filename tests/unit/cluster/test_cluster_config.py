@@ -13,7 +13,7 @@ from cluster.config import ModelSection, RoleSection, ServingConfig, load_config
 from cluster.config.read import kinds_of
 from cluster.config.reference import field_docs, reference, render_reference
 from cluster.errors import ConfigError
-from cluster.plan import plan_cluster
+from controller.plan import plan_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
 TRANSPORTS = "auto, shm, gloo, cuda_ipc or nccl"

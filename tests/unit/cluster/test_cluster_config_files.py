@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config import ServingConfig, parse_config
 from cluster.errors import ConfigError
-from cluster.plan import plan_cluster
+from controller.plan import plan_cluster
 
 
 def parse(folder: Path, serving: str) -> ServingConfig:

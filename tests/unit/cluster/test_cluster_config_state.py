@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import ModelSection, RouterSection, ServingConfig
 from cluster.config.checks import check
-from cluster.plan import plan_cluster
+from controller.plan import plan_cluster
 
 
 def config_of(state: str | None) -> ServingConfig:

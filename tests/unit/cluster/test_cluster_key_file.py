@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from cluster import key_file as key_file_module
-from cluster import key_store
 from cluster.api_keys import ApiKey, digest_of, load_keys, render_keys
 from cluster.errors import ConfigError
 from cluster.key_file import KeyFile
-from cluster.key_store import edited_keys
+from tools import key_store
+from tools.key_store import edited_keys
 
 STAYS, REVOKED = (ApiKey(name, digest_of(name), "acme", ("generate",)) for name in ("stays", "revoked"))
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.keys import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
+from cluster.request_key import RequestKey
 from decode_worker.receiver import TABLE, Event, Incoming, Receiver, State
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, Tell
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.keys import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
+from cluster.request_key import RequestKey
 from decode_worker.role import DecodeRole
-from engine.block_manager import BlockManager
-from engine.sampling import SampledToken, SamplingParams
-from engine.sequence import Job, Sequence
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SampledToken, SamplingParams
+from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
 
@@ -64,8 +64,8 @@ class Surroundings:
         return [r.num_cached_tokens for r in told if RequestKey.of(r.key) == key]
 
 
-def job(key: RequestKey, *, use_prefix_cache: bool = True) -> Job:
-    return Job(key, PROMPT, SamplingParams(max_output_tokens=4), use_prefix_cache=use_prefix_cache)
+def job(key: RequestKey, *, use_prefix_cache: bool = True) -> Request:
+    return Request(key, PROMPT, SamplingParams(max_output_tokens=4), use_prefix_cache=use_prefix_cache)
 
 
 def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_left() -> None:
@@ -142,7 +142,7 @@ def test_tokens_that_are_known_are_computed_in_one_step_and_told_no_more() -> No
     around = Surroundings()
     role = around.role
     params = SamplingParams(max_output_tokens=6, n=2)
-    role.admit(Job(SECOND, PROMPT, params, known_tokens={0: (5, 6, 7), 1: (8,)}), expect_handoff=False)
+    role.admit(Request(SECOND, PROMPT, params, known_tokens={0: (5, 6, 7), 1: (8,)}), expect_handoff=False)
     assert run_step(role, 90, 91) == [(0, len(PROMPT))]
     assert around.tokens == []
     assert sorted(run_step(role, 61, 70)) == [(0, 3), (1, 1)]
@@ -173,7 +173,7 @@ def test_what_is_known_of_each_of_several_sequences_is_computed_after_a_hand_off
     around = Surroundings()
     role = around.role
     params = SamplingParams(max_output_tokens=6, n=2)
-    role.admit(Job(SECOND, PROMPT, params, known_tokens={0: (5, 6, 7)}), expect_handoff=True)
+    role.admit(Request(SECOND, PROMPT, params, known_tokens={0: (5, 6, 7)}), expect_handoff=True)
     hand_over(around, SECOND, "two", len(PROMPT), {0: 5, 1: 9})
     assert sorted(run_step(role, 70, 60)) == [(0, 3), (1, 1)]
     assert sorted(around.tokens) == [(0, 3, 60), (1, 1, 70)]
@@ -186,7 +186,7 @@ def test_the_known_output_of_one_sequence_is_handed_over_with_its_prompt(num_kno
     around = Surroundings()
     role = around.role
     known = {0: tuple(range(5, 5 + num_known))}
-    role.admit(Job(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens=known), expect_handoff=True)
+    role.admit(Request(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens=known), expect_handoff=True)
     hand_over(around, SECOND, "two", len(PROMPT) + num_known, {0: 50})
     assert around.tokens == [], "the prefill worker tells the token after those that are known"
     assert around.blocks.num_held == (len(PROMPT) + num_known) // 4 + 1
@@ -201,7 +201,7 @@ def test_the_known_output_of_one_sequence_is_handed_over_with_its_prompt(num_kno
 
 def test_a_hand_off_without_what_is_known_is_refused() -> None:
     around = Surroundings()
-    job = Job(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens={0: (5,)})
+    job = Request(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens={0: (5,)})
     around.role.admit(job, expect_handoff=True)
     hand_over(around, SECOND, "two", len(PROMPT), {0: 5})
     (failed,) = [event.failed for event in around.heard if event.HasField("failed")]
@@ -212,7 +212,7 @@ def test_a_hand_off_without_what_is_known_is_refused() -> None:
 def test_the_known_output_of_one_sequence_is_computed_here_with_its_prompt() -> None:
     around = Surroundings()
     role = around.role
-    job = Job(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens={0: (5, 6, 7)})
+    job = Request(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens={0: (5, 6, 7)})
     role.admit(job, expect_handoff=False)
     assert run_step(role, 70) == [(0, len(PROMPT) + 3)]
     assert around.tokens == [(0, 3, 70)]

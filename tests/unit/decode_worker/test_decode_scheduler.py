@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from cluster.keys import RequestKey
+from cluster.request_key import RequestKey
 from decode_worker.scheduler import DecodeScheduler
-from engine.block_manager import BlockManager
-from engine.sampling import SamplingParams
-from engine.sequence import Job, Sequence
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SamplingParams
+from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 
 
 def running(scheduler: DecodeScheduler, blocks: BlockManager, length: int, arrival: int) -> Sequence:
     """A sequence whose prompt is computed, with its first token sampled."""
-    job = Job(RequestKey(f"r{arrival}", 1), tuple(range(length)), SamplingParams(), use_prefix_cache=False)
+    job = Request(RequestKey(f"r{arrival}", 1), tuple(range(length)), SamplingParams(), use_prefix_cache=False)
     sequence = Sequence(job, 0, arrival, output_token_ids=[1])
     sequence.block_table = blocks.allocate(-(-length // blocks.block_size))
     sequence.num_computed_tokens = length

@@ -16,8 +16,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-import cluster.controller_metrics
-import router.metrics
+import controller.metrics
+import router.observe.metrics
 from cluster.config import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -274,7 +274,7 @@ def known_metrics() -> dict[str, dict[str, tuple[str, ...]]]:
     import worker.step_meter
 
     of_workers = (*worker.metrics.METRICS, *worker.step_meter.METRICS)
-    every = (*router.metrics.METRICS, *of_workers, *cluster.controller_metrics.METRICS)
+    every = (*router.observe.metrics.METRICS, *of_workers, *controller.metrics.METRICS)
     return {metric.name: dict(metric.labels) for metric in every}
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
-from engine.attention import AttentionBatch, choose_attention
-from engine.attention_cpu import CpuAttention
-from engine.attention_gpu import FlashAttention, VarlenAttention
-from engine.kv_cache import decode, encode
+from engine.attention.cpu import CpuAttention
+from engine.attention.flash import FlashAttention, VarlenAttention
+from engine.attention.interface import AttentionBatch, choose_attention
+from engine.kv.pool import decode, encode
 from engine.native import DTYPES, Native, native
-from engine.step import SequenceSlice, build_step
+from engine.step_input import SequenceSlice, build_step
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, NUM_BLOCKS = 6, 2, 8, 400
@@ -132,7 +132,7 @@ def test_the_cpu_backend_computes_in_sixteen_bits(kernels: Native | None, dtype:
 def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(
     kernels: Native | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.attention_cpu._MOST_GATHERED", 4)
+    monkeypatch.setattr("engine.attention.cpu._MOST_GATHERED", 4)
     problem = _problem([(1, 30), (1, 20), (1, 31), (1, 25), (1, 9)], 16)
     backend = CpuAttention(kernels)
 

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.prefix_hash import prefix_hashes
-from engine.block_manager import BlockAccountingError, BlockManager, NoFreeBlocks
+from engine.kv.block_manager import BlockAccountingError, BlockManager, NoFreeBlocks
 
 
 def books(manager: BlockManager) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.checkpoint import INDEX_NAME, Checkpoint, TensorSlice
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.tp import ThreadGroup
 
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import make_checkpoint
 
 from cluster.errors import CheckpointError, ConfigError
-from engine.config import ModelConfig
+from engine.models.config import ModelConfig
 
 
 def _edit(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:

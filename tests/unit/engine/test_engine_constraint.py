@@ -12,8 +12,8 @@ from cluster_fixture import BUNDLED_MODEL
 from llguidance import grammar_from
 from tokenizers import Tokenizer
 
-from engine.constraint import MOST_GRAMMARS, Constrainer, ConstraintFailed
-from engine.sampling import Sampler, SampleRow, SamplingParams
+from engine.sampling.constraint import MOST_GRAMMARS, Constrainer, ConstraintFailed
+from engine.sampling.sampler import Sampler, SampleRow, SamplingParams
 
 VOCAB, EOS = 1024, 0
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))

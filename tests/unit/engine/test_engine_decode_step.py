@@ -12,9 +12,9 @@ import torch
 from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank
 
+from engine.model_runner import ModelRunner
 from engine.native import native
-from engine.runner import ModelRunner
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.step_input import SequenceSlice, StepInput, build_step
 
 KERNELS, WHY_NOT = native()
 pytestmark = pytest.mark.skipif(

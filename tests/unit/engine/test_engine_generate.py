@@ -13,11 +13,11 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.block_manager import BlockManager, NoFreeBlocks
 from engine.generate import Completion, Engine
-from engine.runner import ModelRunner
-from engine.sampling import Finish, Sampler, SampleRow, SamplingParams, check_finish
-from engine.step import StepInput
+from engine.kv.block_manager import BlockManager, NoFreeBlocks
+from engine.model_runner import ModelRunner
+from engine.sampling.sampler import Finish, Sampler, SampleRow, SamplingParams, check_finish
+from engine.step_input import StepInput
 from engine.tp import SingleGroup
 
 FAKE_VOCAB = 29

@@ -16,15 +16,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorder import record
 
-from engine.attention import Attention
-from engine.attention_cpu import CpuAttention
-from engine.attention_gpu import FlashAttention, VarlenAttention
-from engine.block_manager import BlockManager
+from engine.attention.cpu import CpuAttention
+from engine.attention.flash import FlashAttention, VarlenAttention
+from engine.attention.interface import Attention
+from engine.cuda_graphs import bucket_sizes, choose_capture, pad
 from engine.generate import Engine
-from engine.graphs import bucket_sizes, choose_capture, pad
-from engine.runner import ModelRunner
-from engine.sampling_params import SamplingParams
-from engine.step import ScoredSpan, SequenceSlice, StepInput, build_step, is_decode
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling.params import SamplingParams
+from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step, is_decode
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 256  # that GPU kernels read in place
@@ -138,7 +138,7 @@ class Case:
 def _runner(
     folder: Path, monkeypatch: pytest.MonkeyPatch, backend: Attention, capture: Callable | None, up_to: int = MOST
 ) -> ModelRunner:
-    monkeypatch.setattr("engine.runner.choose_attention", lambda *_: (backend, "for this test"))
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (backend, "for this test"))
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "graphs_up_to": up_to}
     return make_runner(folder, kernels="torch", capture=capture, **sizes)
 

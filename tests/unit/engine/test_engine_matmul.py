@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine import matmul
-from engine.matmul import Fp8Matrix, make_matrix
+from engine.layers import matmul
+from engine.layers.matmul import Fp8Matrix, make_matrix
 from engine.native import native
-from engine.quantization import Quantized, keep, quantize, round_to_fp8
+from engine.quantization.formats import Quantized, keep, quantize, round_to_fp8
 
 KERNELS, WHY_NOT = native()
 HAS_PRODUCTS = KERNELS is not None and KERNELS.has_products

@@ -11,7 +11,6 @@ from checkpoints import KINDS, make_checkpoint
 from engine_steps import held_bytes, make_runner, on_each_rank
 
 from cluster.errors import ConfigError
-from engine.config import ModelConfig
 from engine.memory import (
     WeightForm,
     available_bytes,
@@ -22,8 +21,9 @@ from engine.memory import (
     resolve_max_model_len,
     weight_bytes,
 )
+from engine.models.config import ModelConfig
 from engine.native import native
-from engine.quantization import FORMATS
+from engine.quantization.formats import FORMATS
 
 PLAIN = WeightForm("float32")
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32

@@ -9,9 +9,9 @@ import pytest
 from checkpoints import make_checkpoint
 
 from cluster.errors import ConfigError
-from engine.config import ModelConfig
 from engine.memory import WeightForm
 from engine.memory_plan import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
+from engine.models.config import ModelConfig
 
 GIB = 1 << 30
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32

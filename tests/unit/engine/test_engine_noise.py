@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import noise
-from engine.noise import gumbel, row_keys
+from engine.sampling import rng
+from engine.sampling.rng import gumbel, row_keys
 
 MASK64 = (1 << 64) - 1
 MASK32 = (1 << 32) - 1
@@ -36,7 +36,7 @@ def bits_of(
     seeds: list[int], sequence_indices: list[int], positions: list[int], vocab_size: int
 ) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
     keys = torch.from_numpy(row_keys(seeds, sequence_indices, positions))
-    return noise._hash(keys, torch.arange(vocab_size, dtype=torch.int32)).numpy()
+    return rng._hash(keys, torch.arange(vocab_size, dtype=torch.int32)).numpy()
 
 
 def chi_square(counts: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> float:
@@ -58,7 +58,7 @@ def test_the_bits_are_those_of_the_definition() -> None:
 def test_the_noise_is_the_double_logarithm_of_the_bits() -> None:
     keys = torch.from_numpy(row_keys([7], [0], [0]))
     token_ids = torch.arange(5000, dtype=torch.int32)
-    uniform = (noise._hash(keys, token_ids).double() + 0.5) / 2**31
+    uniform = (rng._hash(keys, token_ids).double() + 0.5) / 2**31
     torch.testing.assert_close(gumbel(keys, token_ids), -(-(-uniform).log1p()).log().float(), rtol=1e-5, atol=1e-5)
 
 
@@ -72,7 +72,7 @@ def test_the_noise_has_the_moments_of_the_gumbel_distribution() -> None:
 
 def test_the_extreme_bits_give_finite_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     extremes = torch.tensor([[0, 1, 2**31 - 2, 2**31 - 1]], dtype=torch.int32)
-    monkeypatch.setattr(noise, "_hash", lambda keys, token_ids: extremes)
+    monkeypatch.setattr(rng, "_hash", lambda keys, token_ids: extremes)
     drawn = gumbel(torch.zeros(1, 2, dtype=torch.int32), torch.arange(4, dtype=torch.int32))[0]
     assert drawn.isfinite().all()
     assert drawn[0] > drawn[1] > drawn[2] >= drawn[3]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
-from engine.kv_cache import decode, encode
+from engine.kv.pool import decode, encode
+from engine.layers.ops import NativeOps, Ops, TorchOps, choose_native
 from engine.native import DTYPES, native
 from engine.native.build import BuildFailed, build
-from engine.ops import NativeOps, Ops, TorchOps, choose_native
 
 KERNELS, WHY_NOT = native()
 needs_kernels = pytest.mark.skipif(KERNELS is None, reason=f"no kernels here: {WHY_NOT}")

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.config import ModelConfig
-from engine.packed import read_codes
-from engine.packing import Packing
+from engine.models.config import ModelConfig
+from engine.quantization.packed import read_codes
+from engine.quantization.packing import Packing
 from engine.tp import SingleGroup, ThreadGroup
 
 IDS = [(i * 37) % 317 + 3 for i in range(60)]

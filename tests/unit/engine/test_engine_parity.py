@@ -13,10 +13,10 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, run_in_chunks, scattered_table
 
-from engine.attention_gpu import FlashAttention
+from engine.attention.flash import FlashAttention
 from engine.memory import resolve_kv_dtype
-from engine.runner import ModelRunner
-from engine.step import SequenceSlice, build_step
+from engine.model_runner import ModelRunner
+from engine.step_input import SequenceSlice, build_step
 
 NUM_TOKENS = 100
 _SCALED = {"rope_theta": 10000.0, "factor": 4.0}
@@ -230,8 +230,8 @@ def test_a_rounded_pool_stays_near_when_a_gpu_backend_unpacks_it(
     folder = make_checkpoint("mistral", tmp_path)
     ids = list(range(1, 61))
     exact = run_in_chunks(make_runner(folder), ids, [60])
-    monkeypatch.setattr("engine.runner.resolve_kv_dtype", lambda *_: resolve_kv_dtype(name, "float32", "cuda"))
-    monkeypatch.setattr("engine.runner.choose_attention", lambda *_: (backend, "for this test"))
+    monkeypatch.setattr("engine.model_runner.resolve_kv_dtype", lambda *_: resolve_kv_dtype(name, "float32", "cuda"))
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (backend, "for this test"))
     runner = make_runner(folder, kernels="torch")
     logits = run_in_chunks(runner, ids, [30, 20] + [1] * 10)
     assert runner.kv.dtype == getattr(torch, held)

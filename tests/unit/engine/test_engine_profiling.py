@@ -14,12 +14,12 @@ from checkpoints import make_checkpoint
 from engine_steps import make_runner, on_each_rank, run_in_chunks
 
 from engine import profiling
-from engine.config import ModelConfig
 from engine.memory import WeightForm
-from engine.memory_plan import MemoryDemand, StepSize, estimate_activations, estimate_bytes
+from engine.memory_plan import MemoryDemand, StepLimits, estimate_activations, estimate_bytes
+from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig
 from engine.profiling import make_step, measure_activations, step_to_try, untried_bytes
-from engine.prompt_scores import SLICE_BYTES
-from engine.runner import ModelRunner
+from engine.sampling.prompt_logprobs import SLICE_BYTES
 from engine.tp import SingleGroup, TPGroup
 
 needs_meter = pytest.mark.skipif(bool(profiling._reset_peak()), reason=profiling._reset_peak())
@@ -104,16 +104,16 @@ def test_a_large_model_runs_a_part_and_a_small_one_all(wide: Path) -> None:
     sizes = {"hidden_size": 4096, "intermediate_size": 11_008, "num_attention_heads": 32, "head_dim": 128}
     large = replace(small, config=replace(small.config, **sizes, num_key_value_heads=32, vocab_size=32_000))
 
-    assert step_to_try(small, 2048) == small.largest_step == StepSize(1024, 16, 1024)
+    assert step_to_try(small, 2048) == small.largest_step == StepLimits(1024, 16, 1024)
     tried = step_to_try(large, 2048)
     assert (large.largest_step.num_tokens, large.largest_step.num_scored) == (1024, 131)
     assert 64 < tried.num_tokens < 128 and tried.num_seqs == 16 and 64 < tried.num_scored < 131
-    assert step_to_try(replace(large, max_num_seqs=1, max_model_len=20), 20) == StepSize(20, 1, 20)
+    assert step_to_try(replace(large, max_num_seqs=1, max_model_len=20), 20) == StepLimits(20, 1, 20)
 
 
 def test_what_was_not_tried_counts_as_its_shapes_say_or_as_much_more_as_the_peak_was(wide: Path) -> None:
     demand = demand_of(wide)
-    tried = StepSize(256, 16, 256)
+    tried = StepLimits(256, 16, 256)
     said = estimate_bytes(demand, tried)
     rest = estimate_bytes(demand, demand.largest_step) - said
 
@@ -195,15 +195,15 @@ def lengths(step: Any) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("size", "context", "expected"),
     [
-        (StepSize(10, 4, 3), 20, [(7, 20), (1, 1), (1, 1), (1, 1)]),
-        (StepSize(10, 4, 10), 5, [(5, 5), (3, 3), (1, 1), (1, 1)]),
-        (StepSize(3, 3, 7), 5, [(1, 5), (1, 1), (1, 1)]),
-        (StepSize(10, 2, 1), 5, [(5, 5), (5, 5)]),
-        (StepSize(1, 1, 1), 1, [(1, 1)]),
+        (StepLimits(10, 4, 3), 20, [(7, 20), (1, 1), (1, 1), (1, 1)]),
+        (StepLimits(10, 4, 10), 5, [(5, 5), (3, 3), (1, 1), (1, 1)]),
+        (StepLimits(3, 3, 7), 5, [(1, 5), (1, 1), (1, 1)]),
+        (StepLimits(10, 2, 1), 5, [(5, 5), (5, 5)]),
+        (StepLimits(1, 1, 1), 1, [(1, 1)]),
     ],
 )
 def test_a_step_has_all_tokens_sequences_scored_rows_and_a_whole_context(
-    size: StepSize, context: int, expected: list[tuple[int, int]]
+    size: StepLimits, context: int, expected: list[tuple[int, int]]
 ) -> None:
     num_blocks = -(-size.num_tokens // 4)
 
@@ -219,5 +219,5 @@ def test_a_step_has_all_tokens_sequences_scored_rows_and_a_whole_context(
 
 
 def test_the_largest_step_is_what_sequences_may_hold_at_most(wide: Path) -> None:
-    assert demand_of(wide, max_num_seqs=4, max_model_len=20).largest_step == StepSize(80, 4, 80)
-    assert demand_of(wide, max_num_batched_tokens=3).largest_step == StepSize(3, 3, 3)
+    assert demand_of(wide, max_num_seqs=4, max_model_len=20).largest_step == StepLimits(80, 4, 80)
+    assert demand_of(wide, max_num_batched_tokens=3).largest_step == StepLimits(3, 3, 3)

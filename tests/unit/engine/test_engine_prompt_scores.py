@@ -12,15 +12,15 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank, scattered_table
 
-from cluster.keys import RequestKey
-from engine import prompt_scores
-from engine.block_manager import BlockManager
-from engine.prompt_scores import score_rows
-from engine.runner import ModelRunner
-from engine.sampling import SampledToken, SamplingParams
-from engine.sequence import Job, claim_blocks, publish_blocks, release_blocks
+from cluster.request_key import RequestKey
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling import prompt_logprobs
+from engine.sampling.prompt_logprobs import score_rows
+from engine.sampling.sampler import SampledToken, SamplingParams
+from engine.sequence import Request, claim_blocks, publish_blocks, release_blocks
 from engine.sequence import Sequence as EngineSequence
-from engine.step import ScoredSpan, SequenceSlice, StepInput, build_step
+from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
 from engine.tp import TPGroup
 
 NUM_TOKENS = 60
@@ -45,7 +45,7 @@ def expected(folder: Path) -> torch.Tensor:
 
 
 def a_sequence(prompt: Sequence[int] = PROMPT, *, prompt_logprobs: int | None = NUM_TOP) -> EngineSequence:
-    job = Job(RequestKey("r", 1), tuple(prompt), SamplingParams(), prompt_logprobs=prompt_logprobs)
+    job = Request(RequestKey("r", 1), tuple(prompt), SamplingParams(), prompt_logprobs=prompt_logprobs)
     return EngineSequence(job, 0, 0)
 
 
@@ -78,7 +78,7 @@ def assert_equal(told: Sequence[SampledToken], expected: torch.Tensor) -> None:
 def test_they_are_those_of_transformers(
     tp_size: int, chunks: list[int], folder: Path, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 7 * 4 * VOCAB_SIZE)
+    monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 7 * 4 * VOCAB_SIZE)
 
     def work(group: TPGroup) -> list[SampledToken]:
         return score_in_chunks(make_runner(folder, tp=group), chunks)
@@ -118,7 +118,7 @@ def test_no_more_logits_are_made_at_once_than_a_slice_holds(num_rows: int, monke
         asked.append(wanted.tolist())
         return logits[wanted]
 
-    monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 3 * 4 * 50 + 7)
+    monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 3 * 4 * 50 + 7)
     scored = np.array([(row, 2 * row, 99) for row in rows], dtype=np.int32)
     told = score_rows(scored, logits_of, 50, torch.device("cpu")).tokens()
 
@@ -129,7 +129,7 @@ def test_no_more_logits_are_made_at_once_than_a_slice_holds(num_rows: int, monke
 
 
 def test_one_row_is_made_even_where_the_vocabulary_is_larger_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt_scores, "SLICE_BYTES", 1)
+    monkeypatch.setattr(prompt_logprobs, "SLICE_BYTES", 1)
     scored = np.array([(0, 1, 0), (1, 0, 0)], dtype=np.int32)
     told = score_rows(scored, lambda rows: torch.zeros(len(rows), 2), 2, torch.device("cpu")).tokens()
     assert [t.logprob for t in told] == pytest.approx([-np.log(2)] * 2)

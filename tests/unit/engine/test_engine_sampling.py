@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.noise import gumbel, row_keys
-from engine.sampling import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
+from engine.sampling.rng import gumbel, row_keys
+from engine.sampling.sampler import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
 
 FloatArray = npt.NDArray[np.float64]
 

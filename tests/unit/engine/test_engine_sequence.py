@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.keys import RequestKey
-from engine.sampling_params import SamplingParams
-from engine.sequence import Job
+from cluster.request_key import RequestKey
+from engine.sampling.params import SamplingParams
+from engine.sequence import Request
 
 
 @pytest.mark.parametrize("request_id", ["r1", "", "\u00ff", "attempts of r1"])
 def test_no_client_can_set_the_salt_of_anothers_attempts(request_id: str) -> None:
-    job = Job(RequestKey(request_id, 1), (1, 2), SamplingParams(max_output_tokens=1))
+    job = Request(RequestKey(request_id, 1), (1, 2), SamplingParams(max_output_tokens=1))
     assert job.private_salt.endswith(request_id.encode())
     with pytest.raises(UnicodeDecodeError):  # a client's salt is the UTF-8 of a string
         job.private_salt.decode()

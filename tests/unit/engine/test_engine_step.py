@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.step import SequenceSlice, StepInput, build_step, is_decode
+from engine.step_input import SequenceSlice, StepInput, build_step, is_decode
 
 
 def example() -> StepInput:

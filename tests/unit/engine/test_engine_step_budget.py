@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.keys import RequestKey
+from cluster.request_key import RequestKey
 from cluster.step_cost import PACE_SHARE, StepCost, StepSize
-from engine.sampling import SamplingParams
-from engine.sequence import Job, Sequence
+from engine.sampling.sampler import SamplingParams
+from engine.sequence import Request, Sequence
 from engine.step_budget import LEAST_PROMPT_TOKENS, StepBudget
 
 COST = StepCost(fixed_s=0.01, prompt_token_s=0.001, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
@@ -17,7 +17,7 @@ TPOT_S = 0.1
 
 
 def prompt(num_tokens: int, num_computed_tokens: int = 0) -> Sequence:
-    job = Job(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(), use_prefix_cache=False)
+    job = Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(), use_prefix_cache=False)
     return Sequence(job, 0, 0, num_computed_tokens=num_computed_tokens)
 
 
@@ -52,7 +52,7 @@ def test_prompts_move_on_however_late_the_others_are() -> None:
 def begun(num_tokens: int, *, told: bool) -> Sequence:
     """One whose client has tokens: as this worker gave them and then preempted it, or as another attempt told them."""
     known = {} if told else {0: (1,), 1: (2, 3)}
-    job = Job(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(n=2), known_tokens=known)
+    job = Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(n=2), known_tokens=known)
     return Sequence(job, 0, 0, output_token_ids=[1] if told else [])
 
 

@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config import ModelConfig
+from engine.flops import ModelFlops, StepFlops
 from engine.memory import WeightForm, resolve_kv_dtype
-from engine.runner import ModelRunner
-from engine.step import ScoredSpan, SequenceSlice, StepInput, build_step
-from engine.work import ModelWork, Work
+from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig
+from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
 
 CLOSE = 0.02
 """What norms and biases may make of it, in bytes; products are exact."""
 
 
-def work_of(config: ModelConfig, tp_size: int = 1, form: WeightForm | None = None, kv: str = "auto") -> ModelWork:
+def work_of(config: ModelConfig, tp_size: int = 1, form: WeightForm | None = None, kv: str = "auto") -> ModelFlops:
     form = form or WeightForm("float32")
-    return ModelWork.of(config, tp_size, form, resolve_kv_dtype(kv, form.dtype, form.device))
+    return ModelFlops.of(config, tp_size, form, resolve_kv_dtype(kv, form.dtype, form.device))
 
 
 def prompt(num_tokens: int, num_before: int = 0, wants_logits: bool = True) -> SequenceSlice:
@@ -62,7 +62,7 @@ def test_bytes_of_a_decode_step_are_those_of_the_loaded_weights_and_of_the_keys_
 ) -> None:
     folder = make_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=512)
     runner = make_runner(folder, dtype=dtype, quantization=quantization)
-    work = ModelWork.of(runner.config, 1, runner.weight_form, resolve_kv_dtype("auto", dtype, "cpu"))
+    work = ModelFlops.of(runner.config, 1, runner.weight_form, resolve_kv_dtype("auto", dtype, "cpu"))
     lengths = [17, 40, 3]
     step = build_step([prompt(1, length - 1) for length in lengths], 16)
     of_token = runner.kv[:, :, 0, 0].nbytes
@@ -106,7 +106,7 @@ def test_a_prompt_that_is_scored_pays_the_head_for_each_row(tmp_path: Path) -> N
     assert more == 31 * work.head_flops
 
 
-def by_hand(work: ModelWork, slices: list[SequenceSlice]) -> tuple[int, int]:
+def by_hand(work: ModelFlops, slices: list[SequenceSlice]) -> tuple[int, int]:
     """Pairs and keys over all layers, one token at a time."""
     pairs = keys = 0
     for window, num_layers in work.windows:
@@ -118,7 +118,7 @@ def by_hand(work: ModelWork, slices: list[SequenceSlice]) -> tuple[int, int]:
     return pairs, keys
 
 
-WINDOWED = ModelWork(0, 0, 0, 0, pair_flops=1, kv_layer_bytes=1, windows=((None, 2), (7, 3)))
+WINDOWED = ModelFlops(0, 0, 0, 0, pair_flops=1, kv_layer_bytes=1, windows=((None, 2), (7, 3)))
 
 
 @given(shapes=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=5))
@@ -147,4 +147,4 @@ def test_long_contexts_do_not_overflow() -> None:
 
 
 def test_a_step_without_tokens_is_no_work() -> None:
-    assert WINDOWED.of_step(build_step([], 16, [(0, 1)])) == Work(0, 0.0, 0.0, has_prompt=False, has_decode=False)
+    assert WINDOWED.of_step(build_step([], 16, [(0, 1)])) == StepFlops(0, 0.0, 0.0, has_prompt=False, has_decode=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from mover_harness import HOST, Worker, make_layout, make_truth, open_both
 
-from kv_transfer.transport import serve_store
+from kv_transfer.transports.interface import serve_store
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ import pytest
 import torch
 from pair_harness import make_meeting, put, read
 
-from kv_transfer import cuda_ipc
-from kv_transfer.cuda_ipc import AccessDescription, AllocationProperties, CudaDriver, DeviceMemory
 from kv_transfer.failures import TransferFailed
-from kv_transfer.ring import RingPair
+from kv_transfer.transports import cuda_ipc
+from kv_transfer.transports.cuda_ipc import AccessDescription, AllocationProperties, CudaDriver, DeviceMemory
+from kv_transfer.transports.ring import RingPair
 
 UNIT = 1 << 16
 

@@ -11,9 +11,9 @@ import torch
 from mover_harness import HOST_TRANSPORTS, POISON, Worker, chunk, make_layout, make_truth, open_both
 from pair_harness import make_both, put, read
 
-from kv_transfer import faults
+from kv_transfer import fault_injection
 from kv_transfer.failures import Corrupted, TransferFailed
-from kv_transfer.faults import RECEIVE_FAULTS, SEND_FAULTS, Faults
+from kv_transfer.fault_injection import RECEIVE_FAULTS, SEND_FAULTS, Faults
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 
@@ -52,7 +52,7 @@ def test_no_faults_are_drawn_at_rate_zero_and_always_at_one() -> None:
 
 
 def test_each_fault_is_logged_with_its_pair(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="kv_transfer.faults"):
+    with caplog.at_level(logging.WARNING, logger="kv_transfer.fault_injection"):
         fault = Faults(1.0, 1).draw(("close",), "shm pair e1/0-0")
     assert fault == "close"
     assert "injected: close on shm pair e1/0-0" in caplog.text
@@ -179,4 +179,4 @@ def test_under_many_faults_what_is_said_to_have_landed_is_right(
     assert 0 < failed <= made.total() - made["delay"]
     for worker in (sender, receiver):
         assert worker.mover.num_quarantined_slots == 0
-    assert faults.MAX_DELAY_S < 1
+    assert fault_injection.MAX_DELAY_S < 1

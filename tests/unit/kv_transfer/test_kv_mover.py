@@ -26,7 +26,7 @@ from kv_transfer.actions import Range
 from kv_transfer.failures import TransferFailed
 from kv_transfer.header import HEADER_BYTES
 from kv_transfer.layout import LayoutMismatch
-from kv_transfer.mover import KvMover, SlotRange
+from kv_transfer.transfer_engine import SlotRange, TransferEngine
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 
@@ -187,7 +187,7 @@ def test_layouts_that_do_not_fit_are_refused_when_the_pair_meets(pair: tuple[Wor
 
 def test_a_cache_that_is_not_what_its_layout_says_is_refused() -> None:
     with pytest.raises(ValueError, match="the KV cache is"):
-        KvMover(torch.zeros(LAYERS, 2, 8, 4, HEADS, DIM), make_layout(tp_size=2), 0, timeout_s=1, host=HOST)
+        TransferEngine(torch.zeros(LAYERS, 2, 8, 4, HEADS, DIM), make_layout(tp_size=2), 0, timeout_s=1, host=HOST)
 
 
 @both

@@ -27,8 +27,8 @@ from mover_harness import (
 )
 
 from kv_transfer.failures import Corrupted, TransferFailed
-from kv_transfer.gloo import GlooPair
-from kv_transfer.transport import Work
+from kv_transfer.transports.gloo import GlooPair
+from kv_transfer.transports.interface import TransferWork
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 
@@ -81,7 +81,7 @@ def test_one_route_that_fails_ends_all_routes_of_the_link(
     landings = [mover.post_receive(chunk("e1", 0, 0, 16), receiver.table) for mover in receiver.movers]
     waiting = [Completing(mover, landing) for mover, landing in zip(receiver.movers, landings, strict=True)]
 
-    def fail(slot: int, num_bytes: int) -> Work:
+    def fail(slot: int, num_bytes: int) -> TransferWork:
         raise TransferFailed(f"no {num_bytes} bytes of slot {slot}")
 
     sender.mover._links["e1"]._lanes[0].pair.send = fail  # type: ignore[method-assign]

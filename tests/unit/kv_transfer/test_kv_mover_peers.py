@@ -186,7 +186,7 @@ def test_opening_and_closing_are_logged(
     workers: list[Worker], store_address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender, receiver = make_workers(workers)
-    with caplog.at_level(logging.INFO, logger="kv_transfer.mover"):
+    with caplog.at_level(logging.INFO, logger="kv_transfer.transfer_engine"):
         open_both(sender, receiver, "e1", store_address, "gloo")
         sender.mover.close_pair("e1")
     assert "pair e1 opened as sender: 1 gloo connections with m [2 layers" in caplog.text

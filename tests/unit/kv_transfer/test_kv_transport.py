@@ -14,7 +14,7 @@ from pair_harness import HOST, HOST_TRANSPORTS, QUICK_S, Waiter, make_both, make
 
 from cluster.errors import ConfigError
 from kv_transfer.failures import TransferFailed
-from kv_transfer.transport import Pair, StoreClients, connect_store, serve_store
+from kv_transfer.transports.interface import Pair, StoreClients, connect_store, serve_store
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 

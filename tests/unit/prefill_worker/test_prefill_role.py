@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.keys import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from engine.block_manager import BlockManager
-from engine.sampling import SampledToken, SamplingParams
-from engine.sequence import Job, Sequence
+from cluster.request_key import RequestKey
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SampledToken, SamplingParams
+from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
 from prefill_worker.role import PrefillRole
@@ -53,7 +53,7 @@ class Surroundings:
 
     def transmit(self, chunk: Chunk) -> None: ...
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: Request) -> None:
         """The hand-off is reserved and its link is up."""
         self.role.link_up(EPOCH, 8, 2)
         self.role.admit(job, EPOCH)
@@ -87,7 +87,7 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
     give_up: Callable[[PrefillRole], None],
 ) -> None:
     around = Surroundings()
-    around.begin(Job(KEY, PROMPT, SamplingParams()))
+    around.begin(Request(KEY, PROMPT, SamplingParams()))
     around.step(8, [])
     ((gather, after_step),) = around.gathers
     assert after_step == 1
@@ -102,7 +102,7 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
 
 def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
     around = Surroundings()
-    around.begin(Job(KEY, PROMPT, SamplingParams()))
+    around.begin(Request(KEY, PROMPT, SamplingParams()))
     (planned,) = around.role.plan(StepBudget(40), 0)
     around.role.cancel(KEY, "cancelled")
     around.role.absorb(planned, [SampledToken(3)], 1)
@@ -112,11 +112,11 @@ def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
 
 def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> None:
     around = Surroundings()
-    around.begin(Job(RequestKey("earlier", 1), PROMPT[:8], SamplingParams()))
+    around.begin(Request(RequestKey("earlier", 1), PROMPT[:8], SamplingParams()))
     around.step(8, [SampledToken(3)])
     around.gathered()
     around.gathers.clear()
-    around.begin(Job(KEY, PROMPT, SamplingParams()))
+    around.begin(Request(KEY, PROMPT, SamplingParams()))
     around.role.plan(StepBudget(8), 1)
     ((chunk, after_step),) = around.gathers
     assert (chunk.range.token_start, chunk.range.token_end, after_step) == (0, 8, 1)
@@ -124,7 +124,7 @@ def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> N
 
 def test_tokens_that_the_client_has_are_handed_over_and_not_told_again() -> None:
     around = Surroundings()
-    job = Job(RequestKey("r", 2), PROMPT[:8], SamplingParams(n=2), known_tokens={1: (77,)})
+    job = Request(RequestKey("r", 2), PROMPT[:8], SamplingParams(n=2), known_tokens={1: (77,)})
     around.begin(job)
     around.step(8, [SampledToken(3), SampledToken(4)])
     around.gathered()
@@ -135,7 +135,7 @@ def test_tokens_that_the_client_has_are_handed_over_and_not_told_again() -> None
 
 def test_the_known_output_of_one_sequence_is_part_of_what_is_handed_over() -> None:
     around = Surroundings()
-    job = Job(RequestKey("r", 2), PROMPT[:8], SamplingParams(max_output_tokens=4), known_tokens={0: (77, 78)})
+    job = Request(RequestKey("r", 2), PROMPT[:8], SamplingParams(max_output_tokens=4), known_tokens={0: (77, 78)})
     around.begin(job)
     assert around.told[-1].open.num_tokens == 10
     around.step(10, [SampledToken(3)])
@@ -149,7 +149,7 @@ def test_the_known_output_of_one_sequence_is_part_of_what_is_handed_over() -> No
 def test_the_token_after_the_known_ones_may_be_the_last() -> None:
     around = Surroundings()
     params = SamplingParams(max_output_tokens=3)
-    around.begin(Job(RequestKey("r", 2), PROMPT[:8], params, known_tokens={0: (77, 78)}))
+    around.begin(Request(RequestKey("r", 2), PROMPT[:8], params, known_tokens={0: (77, 78)}))
     around.step(10, [SampledToken(3)])
     assert around.tokens == [(0, 3, 2)] and around.told[-1].HasField("abort")
 
@@ -157,7 +157,7 @@ def test_the_token_after_the_known_ones_may_be_the_last() -> None:
 def test_a_lost_link_says_how_much_of_the_prompt_another_attempt_finds_here() -> None:
     for use_prefix_cache, kept in ((True, 8), (False, 0)):
         around = Surroundings()
-        around.begin(Job(KEY, PROMPT, SamplingParams(), use_prefix_cache=use_prefix_cache))
+        around.begin(Request(KEY, PROMPT, SamplingParams(), use_prefix_cache=use_prefix_cache))
         around.step(8, [])
         around.role.link_down(EPOCH, worker_pb2.Failed.REASON_PEER_LOST, "gone")
         failed = around.heard[-1].failed

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from cluster.keys import RequestKey
-from engine.block_manager import BlockManager
-from engine.sampling import SamplingParams
-from engine.sequence import Job, Sequence
+from cluster.request_key import RequestKey
+from engine.kv.block_manager import BlockManager
+from engine.sampling.sampler import SamplingParams
+from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from prefill_worker.scheduler import PrefillScheduler
 
 
 def sequence(name: str, length: int, arrival: int = 0, salt: bytes = b"") -> Sequence:
     prompt = tuple(range(1, length + 1))
-    return Sequence(Job(RequestKey(name, 1), prompt, SamplingParams(), salt), 0, arrival)
+    return Sequence(Request(RequestKey(name, 1), prompt, SamplingParams(), salt), 0, arrival)
 
 
 def test_several_prompts_share_a_step_and_the_last_is_cut_to_the_budget() -> None:
@@ -46,7 +46,7 @@ def test_outputs_that_were_begun_elsewhere_come_first_in_their_order() -> None:
     scheduler = PrefillScheduler(BlockManager(64, 4))
     for name, salt, known in (("a", b"1", ()), ("b", b"2", (7, 8)), ("c", b"3", ()), ("d", b"4", (9,))):
         prompt, told = tuple(range(1, 11)), {0: known} if known else {}
-        job = Job(RequestKey(name, 1), prompt, SamplingParams(), salt, known_tokens=told)
+        job = Request(RequestKey(name, 1), prompt, SamplingParams(), salt, known_tokens=told)
         scheduler.add(Sequence.root(job, 0))
         if name == "a":
             scheduler.admit()

@@ -10,12 +10,12 @@ from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, phase, tokens
 from router_harness import ids
 from wired_router import ManualClock, WiredRouter, run
 
-from cluster.keys import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
-from router.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity
-from router.metrics import OUTCOMES
-from router.sketch import Sketch
-from router.worker_rates import WorkerRates
+from cluster.request_key import RequestKey
+from router.observe.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity
+from router.observe.metrics import OUTCOMES
+from router.observe.sketch import Sketch
+from router.routing.worker_rates import WorkerRates
 
 NOTHING_ENDED = dict.fromkeys(OUTCOMES, 0)
 

@@ -11,8 +11,8 @@ from wired_router import Client, ManualClock, WiredRouter, logged, run
 
 from cluster.errors import BatonError, DeadlineExceeded, OutOfRange, Overloaded, QuotaExceeded
 from cluster.lifecycle import RequestState
-from router.caller import Caller, Quota
-from router.limits import Limits
+from router.api.principal import Principal, Quota
+from router.queue.limits import Limits
 
 SERVICE_S = 0.4
 SLOTS = 4
@@ -252,7 +252,7 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
 def test_one_tenant_leaves_room_in_the_queue_for_others() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock, limits(max_queued_requests=20))
-        heavy, light = (Caller(key_id=name, tenant=name) for name in ("heavy", "light"))
+        heavy, light = (Principal(key_id=name, tenant=name) for name in ("heavy", "light"))
         for _ in range(100):
             cluster.submit(caller=heavy)
         assert cluster.router.dispatcher.num_queued == 10
@@ -278,7 +278,7 @@ def test_a_higher_priority_runs_first() -> None:
 def test_a_quota_is_refused_by_its_name_and_with_its_delay() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
-        who = Caller(key_id="k7", tenant="t", quota=Quota(requests_per_min=2, max_concurrent=5))
+        who = Principal(key_id="k7", tenant="t", quota=Quota(requests_per_min=2, max_concurrent=5))
         for _ in range(2):
             assert not cluster.submit(caller=who).live.is_over
         error = cluster.error_of(cluster.submit(caller=who))
@@ -294,7 +294,7 @@ def test_a_quota_is_refused_by_its_name_and_with_its_delay() -> None:
 def test_live_requests_of_a_key_are_counted_until_they_end_in_any_way() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
-        who = Caller(key_id="k", tenant="t", quota=Quota(max_concurrent=1))
+        who = Principal(key_id="k", tenant="t", quota=Quota(max_concurrent=1))
         finished = cluster.submit(caller=who)
         assert isinstance(cluster.error_of(cluster.submit(caller=who)), QuotaExceeded)
         await cluster.pass_time(0.5)
@@ -309,7 +309,7 @@ def test_live_requests_of_a_key_are_counted_until_they_end_in_any_way() -> None:
 def test_output_tokens_are_charged_while_a_request_runs() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
-        who = Caller(key_id="k", tenant="t", quota=Quota(output_tokens_per_min=3))
+        who = Principal(key_id="k", tenant="t", quota=Quota(output_tokens_per_min=3))
         client = cluster.submit(caller=who)
         key, d0 = client.live.key.to_proto(), cluster.router.workers["d0"]
         d0.tell(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "abc"))

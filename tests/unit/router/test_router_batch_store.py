@@ -15,15 +15,17 @@ from benchmarks.redis_server import RedisServer, running_redis
 from cluster.state import StoreAway
 from router.batches.redis_store import RedisBatchStore
 from router.batches.sqlite_store import SqliteStore
-from router.batches.store import ORPHAN_S, Answer, BatchStore, Claim, Record
+from router.batches.store import ORPHAN_S, BatchClaim, BatchStore, LineAnswer, StoredRecord
 
 LATER = 4e9
 LONG_S, SHORT_S = 60.0, 0.05
 
 
-def record(record_id: str, tenant: str = "acme", **fields: object) -> Record:
+def record(record_id: str, tenant: str = "acme", **fields: object) -> StoredRecord:
     kind = "file" if record_id.startswith("file") else "batch"
-    return Record(**{"kind": kind, "record_id": record_id, "tenant": tenant, "data": b"{}", "ends_at": LATER} | fields)  # type: ignore[arg-type]
+    return StoredRecord(
+        **{"kind": kind, "record_id": record_id, "tenant": tenant, "data": b"{}", "ends_at": LATER} | fields
+    )  # type: ignore[arg-type]
 
 
 def maker(kind: str, request: pytest.FixtureRequest, folder: Path) -> Callable[[], BatchStore]:
@@ -110,20 +112,20 @@ async def test_a_batch_is_held_by_one_until_its_time_is_over(make_store: Callabl
     await store.add(record("batch_1"))
     await store.add(record("batch_2"))
     first, second = await store.claim("a", SHORT_S), await store.claim("b", LONG_S)
-    assert first is not None and first[0] == Claim("batch_1", "a", 1) and first[1].record_id == "batch_1"
-    assert second is not None and second[0] == Claim("batch_2", "b", 1)
+    assert first is not None and first[0] == BatchClaim("batch_1", "a", 1) and first[1].record_id == "batch_1"
+    assert second is not None and second[0] == BatchClaim("batch_2", "b", 1)
     taken = None
     async with asyncio.timeout(20):
         while taken is None:
             taken = await store.claim("c", LONG_S)
-    assert taken[0] == Claim("batch_1", "c", 2)
+    assert taken[0] == BatchClaim("batch_1", "c", 2)
     assert await store.claim("d", LONG_S) is None
     assert not await store.renew(first[0], LONG_S) and await store.renew(taken[0], LONG_S)
     await store.release(first[0])
     assert await store.claim("d", LONG_S) is None
     await store.release(taken[0])
     again = await store.claim("d", LONG_S)
-    assert again is not None and again[0] == Claim("batch_1", "d", 3)
+    assert again is not None and again[0] == BatchClaim("batch_1", "d", 3)
     await store.close()
 
 
@@ -146,11 +148,11 @@ async def test_who_lost_a_batch_writes_nothing_any_more(make_store: Callable[[],
     await store.add(record("batch_1"))
     held = await store.claim("a", LONG_S)
     assert held is not None
-    assert await store.answer(held[0], Answer(3, True, b"first"))
+    assert await store.answer(held[0], LineAnswer(3, True, b"first"))
     await store.release(held[0])
     taken = await store.claim("b", LONG_S)
     assert taken is not None
-    assert not await store.answer(held[0], Answer(4, True, b"late"))
+    assert not await store.answer(held[0], LineAnswer(4, True, b"late"))
     assert not await store.replace(replace(held[1], data=b"late"), held[0])
     assert not await store.put_piece("file-late", 0, b"late", held[0])
     assert not await store.add(record("file-late"), held[0])
@@ -158,7 +160,7 @@ async def test_who_lost_a_batch_writes_nothing_any_more(make_store: Callable[[],
     await store.close_batch(held[0])
     assert await store.answered("batch_1") == {3}
     assert await store.replace(replace(taken[1], data=b"mine"), taken[0])
-    assert await store.answer(taken[0], Answer(4, False, b"mine"))
+    assert await store.answer(taken[0], LineAnswer(4, False, b"mine"))
     assert await store.put_piece("file-mine", 0, b"x", taken[0]) and await store.add(record("file-mine"), taken[0])
     await store.close()
 
@@ -168,7 +170,12 @@ async def test_a_line_has_one_answer_the_first(make_store: Callable[[], BatchSto
     await store.add(record("batch_1"))
     held = await store.claim("a", LONG_S)
     assert held is not None
-    told = [Answer(7, True, b"1\0"), Answer(2, False, b"x"), Answer(11, True, b""), Answer(7, False, b"again")]
+    told = [
+        LineAnswer(7, True, b"1\0"),
+        LineAnswer(2, False, b"x"),
+        LineAnswer(11, True, b""),
+        LineAnswer(7, False, b"again"),
+    ]
     for each in told:
         assert await store.answer(held[0], each)
     assert await store.counts("batch_1") == (2, 1) and await store.counts("batch_2") == (0, 0)
@@ -210,7 +217,7 @@ async def test_what_was_kept_is_there_after_a_restart(make_shared: Callable[[], 
     before = make_shared()
     await before.add(record("batch_1"))
     held = await before.claim("a", SHORT_S)
-    assert held is not None and await before.answer(held[0], Answer(1, True, b"x"))
+    assert held is not None and await before.answer(held[0], LineAnswer(1, True, b"x"))
     await before.close()
     after = make_shared()
     assert await after.answered("batch_1") == {1}
@@ -275,5 +282,5 @@ async def test_a_redis_that_is_gone_is_away_and_one_that_came_back_empty_has_los
             await store.renew(held[0], LONG_S)
         server.start()
         assert not await store.renew(held[0], LONG_S)
-        assert not await store.answer(held[0], Answer(1, True, b"x"))
+        assert not await store.answer(held[0], LineAnswer(1, True, b"x"))
         await store.close()

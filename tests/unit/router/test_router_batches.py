@@ -21,9 +21,9 @@ from router_harness import ids
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
+from router.api.call_context import CallContext
 from router.batches.input_lines import Line
 from router.batches.records import Batch
-from router.call import Call
 from router.openai.bodies import BatchBody
 from router.openai.line import LineAnswerer
 
@@ -350,7 +350,7 @@ class Service:
     def __init__(self) -> None:
         self.specs: list[pb.GenerationSpec] = []
 
-    async def Generate(self, request: pb.GenerateRequest, context: Call) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> pb.GenerateResponse:
         self.specs.append(request.spec)
         raise Overloaded("no", retry_after_s=2.5)
 

@@ -14,9 +14,9 @@ from router_harness import running_router, text_spec
 from cluster import rpc
 from cluster.demand import Demand
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
-from router.demand import WINDOW_S, DemandWindow
-from router.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
-from router.policies import Objectives
+from router.queue.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
+from router.routing.demand import WINDOW_S, DemandWindow
+from router.routing.policies import Objectives
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:

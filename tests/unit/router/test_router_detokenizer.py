@@ -11,9 +11,9 @@ from router_harness import TOKENIZER, VOCAB_SIZE
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Library
 
-from router.chat_template import ChatTemplate
-from router.detokenizer import ByteDetokenizer, Detokenizer
-from router.tokenizer import Tokenizer
+from router.api.chat_template import ChatTemplate
+from router.api.tokenizer import Tokenizer
+from router.stream.detokenizer import ByteDetokenizer, Detokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -99,7 +99,7 @@ def test_a_window_stays_small_however_long_the_text() -> None:
         longest = max(longest, len(list(token_ids)))  # type: ignore[call-overload]
         return WINDOWED.decode(list(token_ids))  # type: ignore[call-overload]
 
-    from router.detokenizer import WindowDetokenizer
+    from router.stream.detokenizer import WindowDetokenizer
 
     detokenizer = WindowDetokenizer(decode, (), frozenset({1}))
     for token_id in [PIECES["a"], 1, 2 + 0xFF] * 100:

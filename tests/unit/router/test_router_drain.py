@@ -8,7 +8,7 @@ from wired_router import ManualClock, WiredRouter, run
 
 from cluster.errors import Unavailable
 from cluster.lifecycle import RequestState
-from router.limits import Limits
+from router.queue.limits import Limits
 
 
 def test_a_drain_that_runs_out_of_time_ends_all_that_wait_and_starts_none() -> None:

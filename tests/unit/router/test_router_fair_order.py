@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from router.fair_order import LOWER_SHARE, FairOrder
+from router.queue.fair_order import LOWER_SHARE, FairOrder
 
 TENANTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 

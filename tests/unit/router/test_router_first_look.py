@@ -12,9 +12,9 @@ from router_harness import MAX_MODEL_LEN, refusal, running_router, text_spec
 
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
-from router.caller import ANYONE
-from router.first_look import least_of
-from router.model import ServedModel
+from router.api.principal import ANYONE
+from router.api.served_model import ServedModel
+from router.queue.preadmission import least_of
 
 MODEL = ServedModel("m", 300, MAX_MODEL_LEN, 16, (0,))
 

@@ -20,13 +20,13 @@ from router_harness import Router, ids, refusal, running_router, text_of, text_s
 from scripted_router import baton
 
 from cluster.api_keys import ApiKey, KeyQuota, digest_of, render_keys
+from cluster.auth import KeyRing
 from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
-from cluster.gate import KeyRing
 from cluster.key_file import KeyFile
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from router.caller import ANYONE, Caller, Quota
-from router.validate import salt_of
+from router.api.principal import ANYONE, Principal, Quota
+from router.api.validate import salt_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -141,7 +141,7 @@ async def test_a_request_carries_its_caller(router: Router, workers: tuple[FakeW
     live = router.server.dispatcher.find(key.request_id)
     assert live is not None
     quota = Quota(requests_per_min=9, max_concurrent=4)
-    assert live.caller == Caller("alice", "acme", frozenset({"generate"}), 2.0, quota)
+    assert live.caller == Principal("alice", "acme", frozenset({"generate"}), 2.0, quota)
     running.cancel()
 
 

@@ -11,7 +11,7 @@ from wired_router import Client, ManualClock, WiredRouter, admit_of, logged, run
 
 from cluster.pb import worker_pb2
 from router.batches.idle import IdleCapacity
-from router.limits import Limits
+from router.queue.limits import Limits
 
 PLACES = 16
 

@@ -7,7 +7,7 @@ from router_harness import ids
 from wired_router import Client, ManualClock, WiredRouter, logged, reach, run
 
 from cluster.step_cost import StepSize
-from router.prefix_index import PromptHashes
+from router.routing.prefix_index import PromptHashes
 
 BLOCK = 16
 LONG = "abcdefghijklmnopqrstuvwxyz"

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.step_cost import StepSize
-from router.ledger import NOTHING, Charge, Ledger, Placement, Work
+from router.routing.load_tracker import NOTHING, Charge, LoadTracker, Placement, RequestLoad
 
-WORK = Work(num_prompt_tokens=10, num_sequences=2, num_output_tokens=50)
+WORK = RequestLoad(num_prompt_tokens=10, num_sequences=2, num_output_tokens=50)
 
 
 def test_a_charge_is_on_both_workers_and_a_local_one_on_one() -> None:
-    ledger = Ledger()
+    ledger = LoadTracker()
     Charge(ledger, Placement("p0", "d0", ""), WORK)
     assert ledger["p0"].prompts == StepSize.of_prompt(10) and ledger["p0"].num_prompts == 1
     assert ledger["d0"].sequences == StepSize(num_sequences=2, num_kv_tokens=20)
@@ -22,13 +22,13 @@ def test_a_charge_is_on_both_workers_and_a_local_one_on_one() -> None:
 
 
 def test_what_is_cached_is_not_computed() -> None:
-    ledger = Ledger()
+    ledger = LoadTracker()
     Charge(ledger, Placement("p0", "d0", "", num_cached_tokens=8), WORK)
     assert ledger["p0"].prompts == StepSize(num_prompt_tokens=2, num_attended=9 + 10)
 
 
 def test_a_finished_prefill_no_longer_weighs() -> None:
-    ledger = Ledger()
+    ledger = LoadTracker()
     charge = Charge(ledger, Placement("p0", "d0", ""), WORK)
     charge.prefill_done()
     charge.prefill_done()
@@ -37,7 +37,7 @@ def test_a_finished_prefill_no_longer_weighs() -> None:
 
 
 def test_a_sequence_decodes_once_its_prompt_is_computed() -> None:
-    ledger = Ledger()
+    ledger = LoadTracker()
     charge = Charge(ledger, Placement("p0", "d0", ""), WORK)
     assert ledger["d0"].decoding.num_sequences == 0
     charge.prefill_done()
@@ -48,7 +48,7 @@ def test_a_sequence_decodes_once_its_prompt_is_computed() -> None:
 
 @given(st.lists(st.sampled_from(["prefill", "sequence", "all"]), max_size=8), st.sampled_from(["p0", None]))
 def test_whatever_is_given_back_in_whatever_order_nothing_is_left(parts: list[str], prefill_id: str | None) -> None:
-    ledger = Ledger()
+    ledger = LoadTracker()
     charge = Charge(ledger, Placement(prefill_id, "d0", "", num_cached_tokens=3), WORK)
     give = {"prefill": charge.prefill_done, "sequence": charge.sequence_done, "all": charge.all_done}
     for part in parts:

@@ -12,14 +12,14 @@ from fake_worker import DECODE, LENGTH, PREFILL, STOP, phase, tokens
 from router_harness import ids, running_router
 from wired_router import ManualClock, WiredRouter, run
 
-from cluster.keys import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
-from router import metrics as module
-from router.ledger import Kind
-from router.metrics import METRICS, OUTCOMES, RETRY_REASONS, MeasuredPolicy, RouterMetrics
-from router.policies import Policy
-from router.retry import RETRYABLE
-from router.vllm_names import ALIASES, VllmNames
+from cluster.request_key import RequestKey
+from router.observe import metrics as module
+from router.observe.metrics import METRICS, OUTCOMES, RETRY_REASONS, MeasuredPolicy, RouterMetrics
+from router.observe.vllm_names import ALIASES, VllmNames
+from router.routing.load_tracker import PlacementKind
+from router.routing.policies import Policy
+from router.stream.retry import RETRYABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -41,7 +41,7 @@ def test_every_series_is_there_from_the_start() -> None:
             assert value(router, "requests_total", outcome=outcome) == 0
         for reason in RETRY_REASONS:
             assert value(router, "retries_total", reason=reason) == 0
-        for kind in Kind:
+        for kind in PlacementKind:
             assert value(router, "placements_total", kind=kind) == 0
         names = {family.name for family in router.dispatcher.metrics.registry.collect()}
         assert names == {metric.name.removesuffix("_total") for metric in METRICS}

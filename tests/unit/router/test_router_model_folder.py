@@ -10,9 +10,9 @@ import pytest
 from router_harness import EOS, MAX_MODEL_LEN, ids, make_model_folder
 
 from cluster.errors import CheckpointError, ConfigError, FailedPrecondition, InvalidRequest
-from router.chat_template import ChatTemplate
-from router.model import ServedModel
-from router.tokenizer import Tokenizer
+from router.api.chat_template import ChatTemplate
+from router.api.served_model import ServedModel
+from router.api.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "hi"}]
 

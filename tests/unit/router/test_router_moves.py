@@ -10,12 +10,19 @@ from hypothesis import strategies as st
 from router_harness import ids
 from wired_router import Client, ManualClock, WiredRouter, admit_of, cancelled, known, logged, reach, run
 
-from cluster.keys import RequestKey
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from router.moves import FEWEST_TOKENS_LEFT, MOST_AT_ONCE, Move, Resident, Room, choose_moves
-from router.request import LiveRequest
+from cluster.request_key import RequestKey
+from router.routing.migration_plan import (
+    FEWEST_TOKENS_LEFT,
+    MOST_AT_ONCE,
+    DecodeRoom,
+    Migration,
+    Resident,
+    choose_moves,
+)
+from router.stream.request import LiveRequest
 
 S = RequestState
 LONG = 100
@@ -27,25 +34,25 @@ def resident(request_id: str, num_tokens_left: int = LONG, *, num_promised_token
 
 def test_the_longest_outputs_move_first_and_only_a_few_at_a_time() -> None:
     residents = [resident(f"r{left}", left) for left in (20, 90, 30, 80, 70, 60)]
-    roomy = Room("d1", 1000, 100, 0)
+    roomy = DecodeRoom("d1", 1000, 100, 0)
     assert [m.request_id for m in choose_moves(residents, [roomy], 0)] == ["r90", "r80", "r70", "r60"]
-    assert choose_moves(residents, [roomy], MOST_AT_ONCE - 1) == [Move("r90", "d1")]
+    assert choose_moves(residents, [roomy], MOST_AT_ONCE - 1) == [Migration("r90", "d1")]
     assert choose_moves(residents, [roomy], MOST_AT_ONCE) == []
 
 
 def test_what_may_end_in_a_moment_stays() -> None:
     residents = [resident("a", FEWEST_TOKENS_LEFT - 1), resident("b", FEWEST_TOKENS_LEFT)]
-    assert choose_moves(residents, [Room("d1", 1000, 100, 0)], 0) == [Move("b", "d1")]
+    assert choose_moves(residents, [DecodeRoom("d1", 1000, 100, 0)], 0) == [Migration("b", "d1")]
 
 
 def test_each_goes_to_the_worker_that_then_decodes_the_fewest() -> None:
-    rooms = [Room("d1", 1000, 100, 1), Room("d2", 1000, 100, 0)]
+    rooms = [DecodeRoom("d1", 1000, 100, 1), DecodeRoom("d2", 1000, 100, 0)]
     moves = choose_moves([resident("a", 50), resident("b", 40), resident("c", 30)], rooms, 0)
     assert [m.to_id for m in moves] == ["d2", "d1", "d2"]
 
 
 rooms = st.builds(
-    Room,
+    DecodeRoom,
     worker_id=st.sampled_from(["d1", "d2", "d3"]),
     num_tokens=st.integers(-50, 300),
     num_free_sequences=st.integers(-2, 8),
@@ -59,7 +66,7 @@ rooms = st.builds(
     st.integers(0, 6),
 )
 def test_nobody_moves_to_where_there_is_no_room(
-    residents: Sequence[Resident], rooms: Sequence[Room], num_under_way: int
+    residents: Sequence[Resident], rooms: Sequence[DecodeRoom], num_under_way: int
 ) -> None:
     moves = choose_moves(residents, rooms, num_under_way)
     by_id = {r.request_id: r for r in residents}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
+from router.queue.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
 
 
 def test_before_any_has_ended_there_is_a_guess_and_never_more_than_a_client_allows() -> None:

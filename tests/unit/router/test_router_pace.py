@@ -12,14 +12,14 @@ from router_harness import ids, running_router, text_spec
 
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from router import pace as pace_module
-from router.pace import LEAST_SPACING_S, MESSAGES_PER_CORE, MOST_SPACING_S, Pace
+from router.stream import coalescing as pace_module
+from router.stream.coalescing import LEAST_SPACING_S, MESSAGES_PER_CORE, MOST_SPACING_S, MessageRate
 
 FOREVER_S = 3600.0
 
 
 def test_the_more_streams_the_longer_each_waits() -> None:
-    pace, found = Pace(1000), []
+    pace, found = MessageRate(1000), []
     with ExitStack() as streams:
         for count in range(1, 301):
             streams.enter_context(pace.stream())
@@ -34,7 +34,7 @@ def test_the_more_streams_the_longer_each_waits() -> None:
 def test_the_budget_is_by_cores_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     with ExitStack() as streams:
-        own, given = Pace(), Pace(500)
+        own, given = MessageRate(), MessageRate(500)
         for _ in range(20):
             streams.enter_context(own.stream())
             streams.enter_context(given.stream())

@@ -22,13 +22,13 @@ from fake_worker import pair
 from router_harness import Router, ids, running_router, text_spec
 
 from cluster import rpc
-from cluster.admin_service import start_admin
 from cluster.api_keys import ApiKey, digest_of, render_keys
+from cluster.auth import KeyRing
 from cluster.config import AdminSection
-from cluster.gate import KeyRing
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import InternalTls
+from controller.admin_service import start_admin
 
 pytestmark = pytest.mark.asyncio
 KEYS = (

@@ -12,7 +12,7 @@ from wired_router import ManualClock, WiredRouter, WiredWorker, run
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import GROUP, PrefixHashes, prefix_hashes
-from router.prefix_index import Holders, PrefixIndex, PromptHashes
+from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
 
 PROMPT = list(range(1, 14))
 BLOCK_SIZE = 4

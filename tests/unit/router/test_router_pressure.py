@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from router.in_flight import InFlight
-from router.ledger import Work
-from router.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
-from router.pressure import CALM_S, DrainRate, Overload
+from router.queue.in_flight import InFlight
+from router.queue.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
+from router.queue.pressure import CALM_S, DrainRate, Overload
+from router.routing.load_tracker import RequestLoad
 
-WORK = Work(num_prompt_tokens=20, num_sequences=1, num_output_tokens=100)
+WORK = RequestLoad(num_prompt_tokens=20, num_sequences=1, num_output_tokens=100)
 
 
 def test_nothing_is_known_before_some_have_ended_under_pressure() -> None:
@@ -98,7 +98,7 @@ def test_without_a_measured_rate_it_is_what_is_held_over_how_long_requests_staye
 
 def test_a_request_should_take_its_prompt_and_outputs_like_those_of_others_like_it() -> None:
     lengths = OutputLengths()
-    held, large = InFlight(lengths), Work(20, 2, 20 + 2 * 1000)
+    held, large = InFlight(lengths), RequestLoad(20, 2, 20 + 2 * 1000)
     assert held.expected(large) == 20 + 2 * FIRST_GUESS_TOKENS and held.expected(WORK) == 100
     lengths.ended(30, 1000)
     assert held.expected(large) == pytest.approx(20 + 2 * 30)

@@ -14,7 +14,7 @@ from wired_router import Client, ManualClock, WiredRouter, admit_of, go_on, logg
 from cluster.errors import InternalError
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from router.prompt_logprobs import PromptLogprobs
+from router.stream.prompt_logprobs import PromptLogprobs
 
 PROMPT = ids("hello")
 Script = Callable[[WiredRouter, Client, worker_pb2.RequestKey], None]

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.caller import ANYONE, Caller, Quota
-from router.quota import Bucket, LocalQuotas
+from router.api.principal import ANYONE, Principal, Quota
+from router.queue.quota import LocalQuotas, TokenBucket
 
 
-def caller(**limits: int) -> Caller:
-    return Caller(key_id="k1", tenant="t", quota=Quota(**limits))
+def caller(**limits: int) -> Principal:
+    return Principal(key_id="k1", tenant="t", quota=Quota(**limits))
 
 
 def test_a_key_without_limits_is_never_stopped() -> None:
@@ -100,7 +100,7 @@ def test_a_limit_that_changes_keeps_what_was_used() -> None:
 def test_keys_do_not_share() -> None:
     quotas, who = LocalQuotas(), caller(requests_per_min=1)
     quotas.begin(who, 1, 0.0)
-    other = Caller(key_id="k2", tenant="t", quota=who.quota)
+    other = Principal(key_id="k2", tenant="t", quota=who.quota)
     assert quotas.exceeded(who, 1, 0.0) is not None and quotas.exceeded(other, 1, 0.0) is None
 
 
@@ -108,7 +108,7 @@ def test_keys_do_not_share() -> None:
 def test_never_more_passes_than_a_minutes_worth_and_what_time_brought(
     per_min: int, asks: list[tuple[float, int]]
 ) -> None:
-    bucket, now, passed = Bucket(per_min, 0.0), 0.0, 0
+    bucket, now, passed = TokenBucket(per_min, 0.0), 0.0, 0
     for gap_s, amount in asks:
         now += gap_s
         wait_s = bucket.wait_s(amount, now)

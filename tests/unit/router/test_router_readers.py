@@ -8,12 +8,12 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from wired_router import ManualClock, run
 
 from cluster.pb import generation_pb2 as pb
-from router.chat_template import ChatTemplate
-from router.detokenizer import Detokenizer
-from router.model import ServedModel
-from router.request import LiveRequest
-from router.tokenizer import Tokenizer
-from router.validate import validate
+from router.api.chat_template import ChatTemplate
+from router.api.served_model import ServedModel
+from router.api.tokenizer import Tokenizer
+from router.api.validate import validate
+from router.stream.detokenizer import Detokenizer
+from router.stream.request import LiveRequest
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 BYTES = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))

@@ -15,12 +15,12 @@ from cluster.errors import Unavailable
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from router.chat_template import ChatTemplate
-from router.ledger import Placement
-from router.model import ServedModel
-from router.request import Effect, LiveRequest
-from router.tokenizer import Tokenizer
-from router.validate import validate
+from router.api.chat_template import ChatTemplate
+from router.api.served_model import ServedModel
+from router.api.tokenizer import Tokenizer
+from router.api.validate import validate
+from router.routing.load_tracker import Placement
+from router.stream.request import Effect, LiveRequest
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 ROUTER_TOKENIZER = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))

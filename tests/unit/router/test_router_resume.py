@@ -16,8 +16,8 @@ from cluster.errors import Aborted, Cancelled, InvalidRequest, NotFound, OutOfRa
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.state import MemoryStore, Outcome, Write
-from router.caller import Caller
-from router.dispatcher import Dispatcher
+from router.api.principal import Principal
+from router.routing.dispatcher import Dispatcher
 
 pytestmark = pytest.mark.asyncio
 CANCELLED, NO_LIMIT = pb.FINISH_REASON_CANCELLED, 1000
@@ -157,7 +157,7 @@ async def test_what_cannot_be_resumed_is_refused_by_its_reason(tmp_path: Path) -
         same.resume.generation_id, same.resume.next_token_index = known, 4
         assert (await Reading.start(router, same).to_the_end()).texts == {0: "o"}
         with pytest.raises(NotFound):
-            stranger = Caller(key_id="k", tenant="another")
+            stranger = Principal(key_id="k", tenant="another")
             await router.server.generation.resumables.resume(again(known, 0), stranger, is_streaming=True)
 
 

@@ -14,29 +14,29 @@ from hypothesis import strategies as st
 from router_harness import Router, begin, ids, kinds, refusal, rest, running_router, text_of, text_spec
 
 from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
-from cluster.keys import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
-from router.ledger import NOTHING, Ledger, Placement
-from router.policies.least_loaded import LeastLoaded
-from router.retry import MAX_ATTEMPTS, RETRYABLE, Setback, Trail, next_placement
+from cluster.request_key import RequestKey
+from router.routing.load_tracker import NOTHING, LoadTracker, Placement
+from router.routing.policies.least_loaded import LeastLoaded
+from router.stream.retry import MAX_ATTEMPTS, RETRYABLE, AttemptFailure, RetryState, next_placement
 
 Failed = worker_pb2.Failed
-FAR_OFF = Setback("TRANSFER_FAILED", Unavailable("the way is broken"))
+FAR_OFF = AttemptFailure("TRANSFER_FAILED", Unavailable("the way is broken"))
 
 
 # Where to: the decision alone
 
 
 def where_to(
-    trail: Trail, last: Placement, setback: Setback, prefill_ids: list[str], decode_ids: list[str]
+    trail: RetryState, last: Placement, setback: AttemptFailure, prefill_ids: list[str], decode_ids: list[str]
 ) -> Placement | None:
     prefill, decode = named(*prefill_ids), named(*decode_ids)
-    return next_placement(trail, last, setback, request_of(10), prefill, decode, LeastLoaded(Ledger()))
+    return next_placement(trail, last, setback, request_of(10), prefill, decode, LeastLoaded(LoadTracker()))
 
 
 def test_another_prefill_worker_sends_to_the_same_decode_worker() -> None:
-    trail, last = Trail(), Placement("p0", "d1", "")
+    trail, last = RetryState(), Placement("p0", "d1", "")
     trail.note(last, FAR_OFF)
     placement = where_to(trail, last, FAR_OFF, ["p0", "p1"], ["d0", "d1"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == ("p1", "d1")
@@ -44,7 +44,7 @@ def test_another_prefill_worker_sends_to_the_same_decode_worker() -> None:
 
 
 def test_without_another_prefill_worker_decode_computes_the_prompt() -> None:
-    trail, last = Trail(), Placement("p0", "d0", "")
+    trail, last = RetryState(), Placement("p0", "d0", "")
     trail.note(last, FAR_OFF)
     placement = where_to(trail, last, FAR_OFF, ["p0"], ["d0"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == (None, "d0")
@@ -52,8 +52,8 @@ def test_without_another_prefill_worker_decode_computes_the_prompt() -> None:
 
 
 def test_a_lost_decode_worker_says_nothing_against_the_prefill_worker() -> None:
-    lost = Setback("WORKER_LOST", Unavailable("gone"), lost_id="d0")
-    trail, last = Trail(), Placement("p0", "d0", "")
+    lost = AttemptFailure("WORKER_LOST", Unavailable("gone"), lost_id="d0")
+    trail, last = RetryState(), Placement("p0", "d0", "")
     trail.note(last, lost)
     placement = where_to(trail, last, lost, ["p0"], ["d0", "d1"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == ("p0", "d1")
@@ -62,8 +62,8 @@ def test_a_lost_decode_worker_says_nothing_against_the_prefill_worker() -> None:
 
 def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another() -> None:
     """Its own session may take as long to be missed: three attempts at it would be spent by then."""
-    unheard = Setback("PEER_LOST", Unavailable("silent"), unheard_id="d0")
-    trail, last = Trail(), Placement("p0", "d0", "")
+    unheard = AttemptFailure("PEER_LOST", Unavailable("silent"), unheard_id="d0")
+    trail, last = RetryState(), Placement("p0", "d0", "")
     trail.note(last, unheard)
     elsewhere = where_to(trail, last, unheard, ["p0", "p1"], ["d0", "d1"])
     assert elsewhere is not None and (elsewhere.prefill_id, elsewhere.decode_id) == ("p0", "d1")
@@ -79,12 +79,12 @@ def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another
 def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
     prefill_ids: set[str], decode_ids: set[str], lost: list[str | None]
 ) -> None:
-    trail, placement = Trail(), Placement("p0", "d0", "")
+    trail, placement = RetryState(), Placement("p0", "d0", "")
     used = []
     for lost_id in lost:
         if lost_id != placement.decode_id:
             used.append((placement.prefill_id, placement.decode_id))
-        setback = Setback("X", Unavailable("x"), lost_id)
+        setback = AttemptFailure("X", Unavailable("x"), lost_id)
         trail.note(placement, setback)
         found = where_to(trail, placement, setback, sorted(prefill_ids), sorted(decode_ids))
         if found is None:

@@ -8,10 +8,10 @@ import pytest
 from candidates import FakeCandidate, request_of
 
 from cluster.step_cost import StepCost
-from router.ledger import Charge, Kind, Ledger, Placement, Work
-from router.output_lengths import OutputLengths
-from router.policies import Objectives, Policy, make_policy
-from router.sessions import SessionKey, Sessions
+from router.queue.output_lengths import OutputLengths
+from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
+from router.routing.policies import Objectives, Policy, make_policy
+from router.routing.sessions import SessionKey, Sessions
 
 COST = StepCost(fixed_s=0.004, prompt_token_s=0.0002, attended_s=0.0, sequence_s=0.0002, kv_token_s=1e-7)
 A, B = SessionKey("one", "a"), SessionKey("one", "b")
@@ -24,8 +24,8 @@ def workers(*worker_ids: str, cost: StepCost = COST) -> list[FakeCandidate]:
 PREFILL, DECODE = workers("p0", "p1"), workers("d0", "d1")
 
 
-def policy_of(ledger: Ledger | None = None, name: str = "predicted") -> Policy:
-    return make_policy(name, ledger or Ledger(), OutputLengths(), Objectives())
+def policy_of(ledger: LoadTracker | None = None, name: str = "predicted") -> Policy:
+    return make_policy(name, ledger or LoadTracker(), OutputLengths(), Objectives())
 
 
 def test_a_session_is_known_by_its_tenant_and_its_name() -> None:
@@ -58,10 +58,10 @@ def test_among_equals_a_session_goes_where_it_was() -> None:
     request = request_of(2000, session="s")
     policy.placed(request, Placement("p1", "d1", ""))
     chosen = policy.choose(request, PREFILL, DECODE)
-    assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == ("p1", "d1", Kind.SESSION)
+    assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == ("p1", "d1", PlacementKind.SESSION)
     assert chosen.reason == "disaggregated: p1 -> d1, first token predicted after 404 ms, where its session is"
     other = policy.choose(request_of(2000, session="t"), PREFILL, DECODE)
-    assert (other.prefill_id, other.decode_id, other.kind) == ("p0", "d0", Kind.DISAGGREGATED)
+    assert (other.prefill_id, other.decode_id, other.kind) == ("p0", "d0", PlacementKind.DISAGGREGATED)
     policy.lost("d1")
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
 
@@ -70,17 +70,17 @@ def test_a_session_that_would_go_there_anyway_decides_nothing() -> None:
     policy = policy_of()
     request = request_of(2000, session="s")
     policy.placed(request, Placement("p0", "d0", ""))
-    assert policy.choose(request, PREFILL, DECODE).kind is Kind.DISAGGREGATED
+    assert policy.choose(request, PREFILL, DECODE).kind is PlacementKind.DISAGGREGATED
 
 
 def test_a_session_never_beats_what_ends_clearly_sooner() -> None:
-    ledger = Ledger()
+    ledger = LoadTracker()
     policy = policy_of(ledger)
     request = request_of(2000, session="s")
     policy.placed(request, Placement("p1", "d1", ""))
-    Charge(ledger, Placement("p1", "elsewhere", ""), Work(50, 1, 100))
+    Charge(ledger, Placement("p1", "elsewhere", ""), RequestLoad(50, 1, 100))
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p1", "14 ms of 1 s"
-    Charge(ledger, Placement("p1", "elsewhere", ""), Work(1000, 1, 2000))
+    Charge(ledger, Placement("p1", "elsewhere", ""), RequestLoad(1000, 1, 2000))
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
     cached = [PREFILL[1], replace(PREFILL[0], worker_id="p2", cached=1500)]
     assert policy_of().choose(request, cached, DECODE).prefill_id == "p2"
@@ -99,14 +99,14 @@ def test_the_next_turn_is_computed_where_the_last_answer_was_decoded() -> None:
     prefill = [replace(p, cached=1000) for p in PREFILL]
     decode = [DECODE[0], replace(DECODE[1], cached=1900)]
     chosen = policy_of().choose(request_of(2000), prefill, decode)
-    assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == (None, "d1", Kind.LOCAL_CACHED)
+    assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == (None, "d1", PlacementKind.LOCAL_CACHED)
     assert chosen.num_cached_tokens == 1900
 
 
 def test_what_the_decode_worker_has_need_not_be_handed_over() -> None:
     """A hand-off that moves half takes half the time, which is worth a slightly busier decode worker."""
-    ledger = Ledger()
-    Charge(ledger, Placement("elsewhere", "d1", ""), Work(10, 1, 100))
+    ledger = LoadTracker()
+    Charge(ledger, Placement("elsewhere", "d1", ""), RequestLoad(10, 1, 100))
     decode = [DECODE[0], replace(DECODE[1], cached=2000)]
     policy, request = policy_of(ledger), request_of(4000)
     assert policy.choose(request, PREFILL, decode).decode_id == "d0", "while nothing was handed over, it is free"
@@ -119,24 +119,24 @@ def test_what_the_decode_worker_has_need_not_be_handed_over() -> None:
 @pytest.mark.parametrize(
     ("num_tokens", "cached", "busy", "kind"),
     [
-        (100, 0, "", Kind.LOCAL_SHORT),
-        (2000, 1950, "", Kind.LOCAL_CACHED),
-        (2000, 0, "p0", Kind.LOCAL_IDLE),
-        (2000, 0, "", Kind.DISAGGREGATED),
+        (100, 0, "", PlacementKind.LOCAL_SHORT),
+        (2000, 1950, "", PlacementKind.LOCAL_CACHED),
+        (2000, 0, "p0", PlacementKind.LOCAL_IDLE),
+        (2000, 0, "", PlacementKind.DISAGGREGATED),
     ],
 )
-def test_a_placement_has_a_kind(num_tokens: int, cached: int, busy: str, kind: Kind) -> None:
-    ledger = Ledger()
+def test_a_placement_has_a_kind(num_tokens: int, cached: int, busy: str, kind: PlacementKind) -> None:
+    ledger = LoadTracker()
     if busy:
-        Charge(ledger, Placement(busy, "elsewhere", ""), Work(5000, 1, 6000))
-    elif kind is Kind.DISAGGREGATED:
-        Charge(ledger, Placement("elsewhere", "d0", ""), Work(10, 1, 100))
+        Charge(ledger, Placement(busy, "elsewhere", ""), RequestLoad(5000, 1, 6000))
+    elif kind is PlacementKind.DISAGGREGATED:
+        Charge(ledger, Placement("elsewhere", "d0", ""), RequestLoad(10, 1, 100))
     else:
-        Charge(ledger, Placement("p0", "elsewhere", ""), Work(100, 1, 200))
+        Charge(ledger, Placement("p0", "elsewhere", ""), RequestLoad(100, 1, 200))
     decode = [replace(DECODE[0], cached=cached)]
     assert policy_of(ledger).choose(request_of(num_tokens), PREFILL[:1], decode).kind is kind
 
 
 def test_without_a_prefill_worker_that_is_the_kind() -> None:
     for name in ("predicted", "least_loaded", "round_robin", "random"):
-        assert policy_of(name=name).choose(request_of(10), [], DECODE).kind is Kind.LOCAL_NO_PREFILL
+        assert policy_of(name=name).choose(request_of(10), [], DECODE).kind is PlacementKind.LOCAL_NO_PREFILL

@@ -13,7 +13,7 @@ from wired_router import ManualClock, WiredRouter, admit_of, cancelled, known, l
 
 from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
-from router.stalls import TICK_S, Findings, Stalls, Watched
+from router.routing.stalls import TICK_S, Findings, Stalls, Watched
 
 LIMIT_S = 1.0
 STEP_S = 0.02

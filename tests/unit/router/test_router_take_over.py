@@ -13,18 +13,18 @@ from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.state import Claim, MemoryStore, Write
-from router.caller import ANYONE, Caller, Quota
-from router.chat_template import ChatTemplate
-from router.detokenizer import Detokenizer
-from router.dispatcher import Dispatcher
-from router.ledger import NOTHING
-from router.limits import Limits
-from router.model import ServedModel
-from router.record import Record, origin_of, whole_entry
-from router.request import LiveRequest
-from router.resume import Resumables
-from router.tokenizer import Tokenizer
-from router.validate import validate
+from router.api.chat_template import ChatTemplate
+from router.api.principal import ANYONE, Principal, Quota
+from router.api.served_model import ServedModel
+from router.api.tokenizer import Tokenizer
+from router.api.validate import validate
+from router.queue.limits import Limits
+from router.routing.dispatcher import Dispatcher
+from router.routing.load_tracker import NOTHING
+from router.stream.detokenizer import Detokenizer
+from router.stream.record import GenerationRecord, origin_of, whole_entry
+from router.stream.request import LiveRequest
+from router.stream.resume import Resumables
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 BYTES = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))
@@ -36,7 +36,7 @@ LIMITS = Limits(100, 100, 30.0, needs_prefill=False)
 
 
 def live_request(
-    now: float, first_attempt: int = 1, *, caller: Caller = ANYONE, generation_id: str = GENERATION_ID
+    now: float, first_attempt: int = 1, *, caller: Principal = ANYONE, generation_id: str = GENERATION_ID
 ) -> LiveRequest:
     request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
     return LiveRequest(
@@ -69,7 +69,7 @@ class SlowStore(MemoryStore):
 
 
 def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
-    def revive(generation_id: str, record: Record, caller: Caller, first_attempt: int) -> LiveRequest:
+    def revive(generation_id: str, record: GenerationRecord, caller: Principal, first_attempt: int) -> LiveRequest:
         return live_request(dispatcher.clock(), first_attempt, caller=caller, generation_id=generation_id)
 
     return Resumables(
@@ -191,7 +191,7 @@ def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from
 def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        caller = Caller("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
+        caller = Principal("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
         router.dispatcher.take_up(live_request(clock(), 65537, caller=caller))
         assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
         router.dispatcher.cancel(GENERATION_ID, "by the test")
@@ -204,7 +204,7 @@ def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
 def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        caller = Caller("k", "t", quota=Quota(output_tokens_per_min=3))
+        caller = Principal("k", "t", quota=Quota(output_tokens_per_min=3))
         live = live_request(clock(), 65537, caller=caller)
         live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())
         router.dispatcher.take_up(live)

@@ -20,8 +20,8 @@ from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import ClientTls, InternalTls, ServerTls
-from router.openai.listener import Listener
-from router.worker_client import WorkerClient
+from router.openai.listener import HttpListener
+from router.routing.worker_client import WorkerClient
 
 pytestmark = pytest.mark.asyncio
 
@@ -243,10 +243,10 @@ async def test_http_is_not_opened_beyond_loopback_without_tls() -> None:
         raise AssertionError("nobody calls")
 
     with pytest.raises(ConfigError, match=r"refusing to serve HTTP on '0\.0\.0\.0' without TLS"):
-        Listener(nothing, "0.0.0.0", 0, insecure=False, tls=None, stalled_client_s=1.0)
-    allowed = Listener(nothing, "0.0.0.0", 0, insecure=True, tls=None, stalled_client_s=1.0)
+        HttpListener(nothing, "0.0.0.0", 0, insecure=False, tls=None, stalled_client_s=1.0)
+    allowed = HttpListener(nothing, "0.0.0.0", 0, insecure=True, tls=None, stalled_client_s=1.0)
     allowed.start()
     with pytest.raises(ConfigError, match="is in use or not an address of this machine"):
         port = int(allowed.address.rpartition(":")[2])
-        Listener(nothing, "127.0.0.1", port, insecure=False, tls=None, stalled_client_s=1.0)
+        HttpListener(nothing, "127.0.0.1", port, insecure=False, tls=None, stalled_client_s=1.0)
     await allowed.stop()

@@ -21,9 +21,9 @@ from router_harness import ids, running_router, text_spec
 from waiting import until
 
 from cluster.errors import InvalidRequest
-from router import otel
-from router.metrics import TRACE_SPANS
-from router.spans import Origin
+from router.observe import otel
+from router.observe.metrics import TRACE_SPANS
+from router.observe.spans import Origin
 
 ORIGIN = Origin("chat", True, 0.0, 1e9)
 

@@ -29,11 +29,11 @@ from cluster.metrics import LabelledCounter
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
 from cluster.state import MemoryStore
-from router import otel
-from router.metrics import TRACE_SPANS
-from router.otel import exporter_to
-from router.spans import Origin
-from router.tracing import NoTraces, open_traces
+from router.observe import otel
+from router.observe.metrics import TRACE_SPANS
+from router.observe.otel import exporter_to
+from router.observe.spans import Origin
+from router.observe.tracing import NoTraces, open_traces
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"
@@ -262,7 +262,7 @@ def test_nothing_is_traced_and_nothing_imported_unless_it_is_configured() -> Non
 def test_without_the_extra_a_configured_endpoint_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    monkeypatch.delitem(sys.modules, "router.otel")
+    monkeypatch.delitem(sys.modules, "router.observe.otel")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     counter = LabelledCounter(TRACE_SPANS, CollectorRegistry())
     with pytest.raises(ConfigError, match=r"router\.trace_endpoint.*extra otel"):

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.pb import worker_pb2
-from engine.block_manager import BlockManager
-from router.prefix_index import PrefixIndex
+from engine.kv.block_manager import BlockManager
+from router.routing.prefix_index import PrefixIndex
 from worker import cache_reporter
 from worker.cache_reporter import MOST_HASHES, CacheReporter
 from worker.reporter import Reporter

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from cluster.keys import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2, worker_pb2
+from cluster.request_key import RequestKey
 from kv_transfer.actions import Chunk, Range
-from worker.carrier import Carrier
+from worker.handoff_connection import Carrier
 from worker.metrics import HandoffMetrics
 
 KEY = RequestKey("r", 1)

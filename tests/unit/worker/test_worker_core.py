@@ -9,10 +9,10 @@ import torch
 
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
-from engine.block_manager import BlockManager
-from engine.runner import StepOutput
-from engine.sampling import Sampler
-from engine.step import StepInput
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import StepOutput
+from engine.sampling.sampler import Sampler
+from engine.step_input import StepInput
 from worker.core import Core
 from worker.metrics import HandoffMetrics
 from worker.step_log import StepLog

@@ -13,10 +13,10 @@ import torch
 from engine_steps import make_runner
 from workers import ROOT
 
+from cluster.failure_detector import FailureTimeouts
 from cluster.pb import rank_pb2
-from cluster.pulse import Timing
-from engine.runner import StepOutput
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.model_runner import StepOutput
+from engine.step_input import SequenceSlice, StepInput, build_step
 from engine.threads import compute_with
 from worker.frames import read_frame, write_frame
 from worker.group import RankGroup
@@ -26,7 +26,7 @@ NO_KIND = rank_pb2.RankReply.KIND_UNSPECIFIED
 TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 SOON_S = 10.0
-TIMING = Timing(heartbeat_s=0.1, suspect_after_s=0.3, dead_after_s=0.6)
+TIMING = FailureTimeouts(heartbeat_s=0.1, suspect_after_s=0.3, dead_after_s=0.6)
 
 
 def alone() -> None:

@@ -21,12 +21,12 @@ import pytest
 from link_harness import LAYOUT, SOON_S, TIMING, End, abort, relayed, terms, two_ends
 
 from cluster import rpc
+from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
-from cluster.pulse import Timing
 
 pytestmark = pytest.mark.asyncio
 
-PATIENT = Timing(heartbeat_s=0.5, suspect_after_s=20.0, dead_after_s=60.0)
+PATIENT = FailureTimeouts(heartbeat_s=0.5, suspect_after_s=20.0, dead_after_s=60.0)
 """For tests in which silence must not be what ends a link."""
 AT_ONCE_S = 2.0
 """On a machine however busy; no silence ends a link before 60 s in these tests."""

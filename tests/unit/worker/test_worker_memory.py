@@ -14,7 +14,7 @@ from engine_steps import on_each_rank
 from cluster.errors import ConfigError
 from cluster.settings import WorkerSettings
 from engine.memory_plan import Activations, MemoryDemand, MemoryPlan
-from engine.runner import ModelRunner
+from engine.model_runner import ModelRunner
 from engine.tp import TPGroup
 from worker import memory
 from worker.loading import resolve

@@ -15,17 +15,26 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.keys import RequestKey
 from cluster.metrics import MetricsPage
+from cluster.request_key import RequestKey
 from decode_worker.receiver import Receiver
 from kv_transfer.actions import Chunk, Range
 from prefill_worker.sender import Sender
 from worker import metrics as module
-from worker.carrier import LinkState
-from worker.metrics import LANDING_SLOTS, MAX_HANDOFFS, METRICS, PAIR_STATES, SEND_SLOTS, HandoffMetrics, Held, ask
+from worker.handoff_connection import LinkState
+from worker.metrics import (
+    LANDING_SLOTS,
+    MAX_HANDOFFS,
+    METRICS,
+    PAIR_STATES,
+    SEND_SLOTS,
+    HandoffMetrics,
+    HeldResources,
+    ask,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
-HELD = Held(
+HELD = HeldResources(
     pairs={"opening": 1, "open": 2},
     send_slots={"free": 3, "gathering": 1, "quarantined": 4},
     landing_slots={"free": 6, "posted": 2},

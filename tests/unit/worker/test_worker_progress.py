@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import Cancelled
-from worker.progress import Progress
+from worker.progress import StepProgress
 
 SOON_S = 10.0
 
@@ -17,17 +17,17 @@ SOON_S = 10.0
 def numbered() -> Any:
     """A progress whose events are the numbers 1, 2, 3.. in the order in which they were left."""
     counter = itertools.count(1)
-    return Progress(lambda: next(counter))  # type: ignore[arg-type, return-value]
+    return StepProgress(lambda: next(counter))  # type: ignore[arg-type, return-value]
 
 
-def run_long_step(progress: Progress, num_layers: int = 3) -> None:
+def run_long_step(progress: StepProgress, num_layers: int = 3) -> None:
     for layer in range(1, num_layers + 1):
         progress.layer_done(layer)
     progress.step_done()
 
 
 def test_layers_count_for_the_step_under_way_only() -> None:
-    progress = Progress()
+    progress = StepProgress()
     progress.step_done()
     progress.layer_done(1)
     progress.layer_done(2)
@@ -62,14 +62,14 @@ def test_a_layer_keeps_its_event_when_its_step_has_ended() -> None:
 
 
 def test_where_all_is_done_when_it_is_told_there_is_nothing_to_wait_for() -> None:
-    progress = Progress()
+    progress = StepProgress()
     run_long_step(progress)
     assert progress.event_of(1, 1) is None
 
 
 @pytest.mark.parametrize("is_closed_first", [True, False])
 def test_the_end_ends_every_wait(is_closed_first: bool) -> None:
-    progress, raised = Progress(), threading.Event()
+    progress, raised = StepProgress(), threading.Event()
 
     def wait() -> None:
         with pytest.raises(Cancelled):

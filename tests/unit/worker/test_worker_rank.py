@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from cluster.pb import handoff_pb2, rank_pb2
-from engine.runner import StepOutput
-from engine.step import SequenceSlice, StepInput, build_step
+from engine.model_runner import StepOutput
+from engine.step_input import SequenceSlice, StepInput, build_step
 from kv_transfer.failures import Corrupted, TransferFailed
 from worker.rank import OVERLAP_TOKENS, RankExecutor
 

@@ -17,16 +17,16 @@ from simulation import World
 
 import prefill_worker.sender
 from cluster import prefix_hash
-from cluster.keys import RequestKey
+from cluster.request_key import RequestKey
 from decode_worker.receiver import Event, Incoming, Receiver
 from decode_worker.role import DecodeRole
 from decode_worker.scheduler import DecodeScheduler
-from engine.block_manager import BlockManager
-from engine.sequence import Job
+from engine.kv.block_manager import BlockManager
+from engine.sequence import Request
 from kv_transfer.actions import Actions, Chunk, Fail, ReleasePages
 from prefill_worker.role import PrefillRole
 from prefill_worker.sender import Outgoing, Sender
-from worker.carrier import Carrier
+from worker.handoff_connection import Carrier
 
 PER_WORLD = 1_000
 WORLDS = [pytest.param(3, id="short"), pytest.param(10, id="long", marks=pytest.mark.battery)]
@@ -147,7 +147,7 @@ def share_prefixes_between_tenants(patch: pytest.MonkeyPatch) -> None:
 
 
 def share_what_bypasses_the_cache(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Job, "private_salt", property(lambda self: self.cache_salt))
+    patch.setattr(Request, "private_salt", property(lambda self: self.cache_salt))
 
 
 MUTATIONS = [

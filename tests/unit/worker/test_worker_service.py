@@ -12,11 +12,11 @@ import pytest
 from link_harness import SOON_S, terms
 
 from cluster import rpc
+from cluster.failure_detector import FailureTimeouts
 from cluster.pb import worker_pb2, worker_pb2_grpc
-from cluster.pulse import Timing
-from worker.service import Service
+from worker.service import WorkerService
 
-TIMING = Timing(heartbeat_s=0.1, suspect_after_s=20.0, dead_after_s=60.0)
+TIMING = FailureTimeouts(heartbeat_s=0.1, suspect_after_s=20.0, dead_after_s=60.0)
 INFO = worker_pb2.WorkerInfo(worker_id="d")
 
 
@@ -60,9 +60,9 @@ class Router:
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[FakeCore, Service, Router]]:
+def served() -> Iterator[tuple[FakeCore, WorkerService, Router]]:
     core = FakeCore()
-    service = Service(core, INFO, terms("d"), TIMING)  # type: ignore[arg-type]
+    service = WorkerService(core, INFO, terms("d"), TIMING)  # type: ignore[arg-type]
     port = service.start("127.0.0.1", 0, insecure=False)
     router = Router(f"127.0.0.1:{port}")
     yield core, service, router
@@ -74,7 +74,7 @@ def stats(number: int) -> worker_pb2.Event:
     return worker_pb2.Event(stats=worker_pb2.WorkerStats(num_steps=number))
 
 
-def test_the_first_batch_is_the_engines_however_long_it_takes(served: tuple[FakeCore, Service, Router]) -> None:
+def test_the_first_batch_is_the_engines_however_long_it_takes(served: tuple[FakeCore, WorkerService, Router]) -> None:
     core, service, router = served
     session, info = core.expect("session_opened")
     assert info == INFO
@@ -84,7 +84,7 @@ def test_the_first_batch_is_the_engines_however_long_it_takes(served: tuple[Fake
     assert next(router.batches).events[0].info == INFO
 
 
-def test_a_session_with_nothing_to_tell_says_so(served: tuple[FakeCore, Service, Router]) -> None:
+def test_a_session_with_nothing_to_tell_says_so(served: tuple[FakeCore, WorkerService, Router]) -> None:
     core, service, router = served
     (session, _) = core.expect("session_opened")
     service.events(session, [stats(1)])
@@ -97,14 +97,16 @@ def test_a_session_with_nothing_to_tell_says_so(served: tuple[FakeCore, Service,
     assert told.events == [stats(2)]
 
 
-def test_the_engine_thread_is_told_of_every_heartbeat(served: tuple[FakeCore, Service, Router]) -> None:
+def test_the_engine_thread_is_told_of_every_heartbeat(served: tuple[FakeCore, WorkerService, Router]) -> None:
     core, _, _ = served
     core.expect("session_opened")
     for _ in range(3):
         core.expect("tick")
 
 
-def test_commands_and_the_end_of_a_session_reach_the_engine_thread(served: tuple[FakeCore, Service, Router]) -> None:
+def test_commands_and_the_end_of_a_session_reach_the_engine_thread(
+    served: tuple[FakeCore, WorkerService, Router],
+) -> None:
     core, _, router = served
     (session, _) = core.expect("session_opened")
     command = worker_pb2.Command(cancel=worker_pb2.Cancel(sequence_index=3))
@@ -115,7 +117,7 @@ def test_commands_and_the_end_of_a_session_reach_the_engine_thread(served: tuple
 
 
 def test_a_worker_that_stops_ends_its_sessions_with_all_that_was_told(
-    served: tuple[FakeCore, Service, Router],
+    served: tuple[FakeCore, WorkerService, Router],
 ) -> None:
     core, service, router = served
     (session, _) = core.expect("session_opened")

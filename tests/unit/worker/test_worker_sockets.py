@@ -15,7 +15,7 @@ from cluster.errors import Unavailable
 from cluster.pb import rank_pb2
 from cluster.tls import InternalTls
 from worker.frames import read_frame, write_frame
-from worker.sockets import Connection, TlsConnection, accept, connect
+from worker.sockets import RankConnection, TlsConnection, accept, connect
 
 SOON_S = 20.0
 
@@ -25,7 +25,7 @@ def ours(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def met(server: InternalTls | None, client: InternalTls | None) -> tuple[Connection, Connection]:
+def met(server: InternalTls | None, client: InternalTls | None) -> tuple[RankConnection, RankConnection]:
     """Both ends; raises what the server's side raised, else the client's."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(SOON_S)
@@ -47,13 +47,13 @@ def test_frames_go_both_ways_at_one_time(ours: Authority) -> None:
     num_frames, size = 40, 300_000
     heard: dict[str, list[tuple[int, bytes]]] = {"here": [], "there": []}
 
-    def write(connection: Connection, first: int, lock: threading.Lock) -> None:
+    def write(connection: RankConnection, first: int, lock: threading.Lock) -> None:
         for number in range(first, first + num_frames):
             frame = rank_pb2.RankCommand(number=number, step=bytes([number % 256]) * size)
             with lock:
                 write_frame(connection, frame)
 
-    def read(name: str, connection: Connection) -> None:
+    def read(name: str, connection: RankConnection) -> None:
         for _ in range(2 * num_frames):
             command = read_frame(connection, rank_pb2.RankCommand)
             heard[name].append((command.number, command.step))
@@ -122,7 +122,7 @@ def test_a_server_or_client_that_is_not_of_the_cluster_is_refused(kind: str, our
             met(ours.internal(), other) if other is not None else met_by_bytes(ours.internal())
 
 
-def plain_server(client: InternalTls) -> tuple[Connection, Connection]:
+def plain_server(client: InternalTls) -> tuple[RankConnection, RankConnection]:
     """A peer that answers with bytes of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         dialling = pool.submit(connect, "{}:{}".format(*listener.getsockname()), SOON_S, client)

@@ -8,14 +8,14 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from engine.flops import ModelFlops
 from engine.native import native
-from engine.step import SequenceSlice, StepInput, build_step
-from engine.work import ModelWork
+from engine.step_input import SequenceSlice, StepInput, build_step
 from worker import peaks
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.step_meter import KINDS, METRICS, WINDOW_S, StepMeter
 
-MODEL = ModelWork(
+MODEL = ModelFlops(
     layers_flops=1000, head_flops=100, layers_bytes=5000, head_bytes=500, pair_flops=0, kv_layer_bytes=0, windows=()
 )
 """A prompt of 8 tokens: 8100 operations. Any step: 5500 bytes."""

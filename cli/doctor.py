@@ -1,0 +1,116 @@
+"""`baton doctor`: what is wrong with this machine, its configuration and the running cluster, and what to do about it.
+
+The checks are in `tools.doctor`; here they are asked for and shown.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.common import ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, checked_address, client_tls, outcome
+
+if TYPE_CHECKING:
+    from tools.doctor.findings import CheckResult
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
+
+
+def _configured(variable: str, what: str) -> Any:
+    """An address that the configuration has unless it is given."""
+    return typer.Option(
+        metavar="HOST:PORT",
+        envvar=variable,
+        callback=lambda text: None if text is None else checked_address(text),
+        show_default=False,
+        help=f"{what}; default: as configured.",
+    )
+
+
+def doctor(
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="FILE", help="Default: ./cluster.yaml, else Baton's own."),
+    ] = None,
+    address: Annotated[str | None, _configured("BATON_ADDRESS", "The router's gRPC address")] = None,
+    admin_address: Annotated[str | None, _configured("BATON_ADMIN_ADDRESS", "The AdminService's address")] = None,
+    limit: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds that one check may take.")] = 30.0,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, its configuration and the running cluster, and say what to do. Exits 0 without a problem."""
+    with outcome():
+        from cli.serve import default_config
+        from tools.doctor.catalogue import CHECKS
+        from tools.doctor.contact import Asked
+        from tools.doctor.examination import as_document, examine, exit_code
+
+        asked = Asked(
+            path=file or default_config(),
+            is_file_named=file is not None,
+            address=address,
+            admin_address=admin_address,
+            api_key=api_key,
+            tls=client_tls(tls_ca, tls_cert, tls_key),
+            limit_s=limit,
+        )
+        with _looking():
+            outcomes = examine(asked, CHECKS)
+        if as_json:
+            print(json.dumps(as_document(asked, outcomes), indent=2, ensure_ascii=False))
+        else:
+            _show(outcomes)
+        code = exit_code(outcomes)
+    if code:
+        raise typer.Exit(code)
+
+
+@contextmanager
+def _looking() -> Iterator[None]:
+    """A moving line on stderr, where that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    with console.status("looking") if console.is_terminal else nullcontext():
+        yield
+
+
+def _show(outcomes: Sequence[CheckResult]) -> None:
+    """A table for each half, a row for each finding, and its remedy below what was found."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from cluster.units import count_of
+    from tools.doctor.findings import Half, Result
+
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    for half in Half:
+        table = Table(box=SIMPLE_HEAD, title=half.value, title_justify="left", title_style="bold")
+        for column in ("check", "result", "found, and what to do"):
+            table.add_column(column, overflow="fold")
+        for each in (o for o in outcomes if o.check.half is half):
+            for number, finding in enumerate(each.findings):
+                style = _STYLES[finding.result.value]
+                told = Text(finding.found, style="dim" if finding.result is Result.SKIPPED else "")
+                if finding.remedy:
+                    told.append(f"\n→ {finding.remedy}", style="italic")
+                name = "" if number else each.check.name
+                table.add_row(name, Text(finding.result.value, style=style), told)
+        console.print(table)
+    num = {result: sum(f.result is result for o in outcomes for f in o.findings) for result in Result}
+    console.print(
+        f"{count_of(num[Result.PROBLEM], 'problem')}, {count_of(num[Result.WARNING], 'warning')}, "
+        f"{num[Result.OK]} ok, {num[Result.SKIPPED]} skipped"
+    )

@@ -1,0 +1,100 @@
+"""What `baton config explain` shows: how the workers of each role would share out their memory if they started now.
+
+The sum is the worker's own (`python -m worker.explain`), made in another process since it needs torch; here it is asked
+for and written down.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.config import ServingConfig
+from cluster.errors import ConfigError, InternalError
+from cluster.program import ExitCode
+from cluster.units import count_of, format_bytes
+from controller.plan import ROLES, plan_worker
+
+PROGRAM = "worker.explain"
+_DECIDED_BY = {
+    "kv_cache_tokens": "as kv_cache_tokens says",
+    "memory": "all that is left",
+    "requests": "four requests of max_model_len, as on every CPU where kv_cache_tokens is null",
+}
+Explained = dict[str, Any]
+"""The answer of the program for one role, and its number of workers; that number alone where there are none."""
+
+
+def explain_roles(config: ServingConfig, mean_tokens: int | None) -> dict[str, Explained]:
+    """By role. Raises ConfigError for what the workers would refuse."""
+    num_workers = {role: config.role(role).num_workers for role in ROLES}
+    present = [role for role in ROLES if num_workers[role] > 0]
+    workers = [plan_worker(config, role).ranks[0].as_dict() for role in present]
+    told = dict(zip(present, _ask({"mean_tokens": mean_tokens, "workers": workers}), strict=True))
+    return {role: {"workers": num_workers[role], **told.get(role, {})} for role in ROLES}
+
+
+def render(config: ServingConfig, roles: dict[str, Explained]) -> str:
+    """A block of lines for each role."""
+    name = config.model.name or Path(config.model.path).name
+    return "\n\n".join([f"{name}, on this machine as it is now:", *map(_render_role, roles, roles.values())])
+
+
+def _render_role(role: str, of: Explained) -> str:
+    if of["workers"] == 0:
+        return f"{role}: no workers; decode workers compute prompts as well"
+    rows = [
+        ("free", of["free_bytes"], f"on {of['device']}" + (", for each rank" if of["tensor_parallel"] > 1 else "")),
+        ("budget", of["budget_bytes"], f"{of['memory_utilization']:g} of it (engine.memory_utilization)"),
+        ("- weights", of["weight_bytes"], _weights_note(of)),
+        ("- activations", of["activation_bytes"], _activations_note(of)),
+        ("- reserve", of["reserved_bytes"], "rotary positions" + ("" if of["device"] == "cpu" else ", graphs, slack")),
+        ("= left", of["left_bytes"], f"{of['tokens_that_fit']:,} tokens of {of['kv_bytes_per_token']:,} bytes fit"),
+        ("KV pool", of["pool_bytes"], _pool_note(of)),
+    ]
+    lines = [f"{role}: {count_of(of['workers'], 'worker')} of {count_of(of['tensor_parallel'], 'rank')}"]
+    lines += [f"  {label:<14}{format_bytes(size):>10}   {note}" for label, size, note in rows]
+    mean = f"of {of['mean_tokens']:,} tokens at a time; at most {of['max_num_seqs']} are decoded in one step"
+    return "\n".join([*lines, f"  {'requests':<14}{of['requests_at_mean']:>10,}   {mean}"])
+
+
+def _weights_note(of: Explained) -> str:
+    kept = ", layers in the checkpoint's own 4 bits" if of["keeps_codes"] else ""
+    rounded = of["dtype"] if of["quantization"] == "none" else f"{of['quantization']}, computed in {of['dtype']}"
+    return rounded + kept
+
+
+def _activations_note(of: Explained) -> str:
+    step = f"a step of {of['max_num_batched_tokens']:,} tokens and {of['max_num_seqs']} sequences"
+    how = "measured" if of["activations_are_measured"] else "estimated"
+    return f"{how} for {step}; {of['activations_why']}"
+
+
+def _pool_note(of: Explained) -> str:
+    blocks = f"{of['num_blocks']:,} blocks of {of['block_size']} tokens in {of['kv_dtype']}"
+    return f"{of['num_tokens']:,} tokens, {blocks}; {_DECIDED_BY[of['decided_by']]}"
+
+
+def _ask(question: dict[str, Any]) -> list[Explained]:
+    """Runs the program where this package lies, and raises what it raised."""
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", PROGRAM],
+        input=json.dumps(question),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == ExitCode.DONE:
+        told: list[Explained] = json.loads(done.stdout)
+        return told
+    message = done.stderr.rpartition("error: ")[2].strip()
+    if done.returncode == ExitCode.BAD_CONFIG:
+        raise ConfigError(message)
+    raise InternalError(f"python -m {PROGRAM} ended with code {done.returncode}: {message}")

@@ -1,0 +1,164 @@
+"""`baton generate`: one prompt in, text out as it comes.
+
+With several sequences the first is shown live and the others follow whole, each when the one before has ended. The
+text alone goes to stdout; timing and errors go to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import typer
+
+from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from cluster.pb.generation_pb2 import GenerateStreamResponse
+    from tools.transcript import Transcript
+
+MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="0 always takes the likeliest token; default: the model's own.", show_default=False)
+]
+TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that make up this probability.")]
+TopK = Annotated[int | None, typer.Option(help="Sample among this many of the likeliest tokens; 0: all.")]
+Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text.")]
+NoResume = Annotated[
+    bool, typer.Option("--no-resume", help="Give up when the connection breaks, instead of going on from there.")
+]
+Greedy = Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")]
+
+
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads it from standard input.")
+    ],
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    seed: Seed = None,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Sequences to generate.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    greedy: Greedy = False,
+    as_json: AsJson = False,
+    timing: Annotated[bool, typer.Option("--timing", help="Print where the time went, on stderr.")] = False,
+    no_resume: NoResume = False,
+) -> None:
+    """Generate text from a prompt and print it as it comes."""
+    temperature = resolve_temperature(temperature, greedy)
+    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
+        from tools.client import make_spec
+        from tools.transcript import Transcript
+
+        spec = make_spec(
+            _read_prompt(prompt),
+            max_output_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            seed=seed,
+            n=n,
+            stop=stop or (),
+            token_ids=as_json,
+            include_timing=timing or as_json,
+        )
+        transcript = Transcript()
+        with client.stream(spec) if no_resume else client.resuming_stream(spec) as stream:
+            collect(stream, transcript, None if as_json else sys.stdout)
+        if as_json:
+            import json
+
+            print(json.dumps(transcript.as_dict(), ensure_ascii=False))
+        if timing:
+            print(describe_timing(transcript), file=sys.stderr)
+
+
+def resolve_temperature(temperature: float | None, greedy: bool) -> float | None:
+    if greedy and temperature:
+        raise typer.BadParameter(f"--greedy is temperature 0, and --temperature {temperature:g} was given too")
+    return 0.0 if greedy else temperature
+
+
+def _read_prompt(prompt: str) -> str:
+    """Standard input as it is, the last newline included."""
+    from cluster.errors import InvalidRequest
+
+    data = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"the prompt is not UTF-8 text (byte {error.start})") from error
+
+
+def collect(stream: Iterable[GenerateStreamResponse], transcript: Transcript, out: TextIO | None) -> None:
+    """Fills the transcript; its text goes to `out` as it comes and ends with a newline, however it ends."""
+    printer = _Printer(transcript, out) if out is not None else None
+    try:
+        for event in stream:
+            transcript.add(event)
+            if printer is not None:
+                printer.update()
+    finally:
+        if printer is not None:
+            printer.end_line()
+
+
+class _Printer:
+    """Prints sequences one after the other, the current one as it grows."""
+
+    def __init__(self, transcript: Transcript, out: TextIO) -> None:
+        self._transcript = transcript
+        self._out = out
+        self._current = 0
+        self._printed = 0
+        self._last = "\n"
+
+    def update(self) -> None:
+        """Prints what is new; a sequence that has ended makes room for the next."""
+        by_index = {sequence.index: sequence for sequence in self._transcript.sequences}
+        while (sequence := by_index.get(self._current)) is not None:
+            self._write(sequence.text[self._printed :])
+            self._printed = len(sequence.text)
+            if sequence.finish_reason is None or self._current + 1 not in by_index:
+                return
+            self._current, self._printed = self._current + 1, 0
+            self.end_line()
+            self._write(f"--- {self._current + 1} ---\n")
+
+    def end_line(self) -> None:
+        if self._last != "\n":
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text[-1]  # before the write: Ctrl-C may come right after it
+            self._out.write(text)
+            self._out.flush()
+
+
+def describe_timing(transcript: Transcript) -> str:
+    """One line: `5 prompt tokens (0 cached), 64 new; first token 31 ms (queue 1, prefill 20), ...`."""
+    from tools.transcript import timing_dict
+
+    usage, timing = transcript.usage, transcript.timing
+    if usage is None or timing is None:
+        return "the server sent no timing"
+    ms = timing_dict(timing)
+    num_decoded = max((sequence.num_tokens for sequence in transcript.sequences), default=1) - 1
+    each = f" ({ms['decode_ms'] / num_decoded:.2f} ms a token)" if num_decoded > 0 else ""
+    moved = f", moved {timing.migrations} times" if timing.migrations else ""
+    return (
+        f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} new; "
+        f"first token {ms['time_to_first_token_ms']:.1f} ms "
+        f"(queue {ms['queue_ms']:.1f}, prefill {ms['prefill_ms']:.1f}), hand-off {ms['kv_transfer_ms']:.1f} ms, "
+        f"decode {ms['decode_ms']:.1f} ms{each}; {timing.placement or 'placement unknown'}{moved}"
+    )

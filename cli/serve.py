@@ -1,0 +1,386 @@
+"""`baton serve`: a whole cluster in the foreground, from cluster.yaml to the banner and to the last process's end; or,
+with --detach, to the banner, after which the cluster goes on in a Ray that does. `baton stop` ends that one.
+
+Owns the order of things (check what can be checked, start Ray, start the controller, show what it says, end it all)
+and what the operator sees. What runs where is the controller's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
+from cli.signals import StopSignals
+from cluster.address import format_address
+from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
+from controller.ports import listen_error
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from cluster.config import ServingConfig
+    from controller.config_file import ConfigFile
+    from controller.progress_events import News, Notice
+
+_POLL_S = 0.2
+_END_S = 30.0
+_STOP_S = 120.0
+"""A router lets running requests end for `rebalance.drain_timeout_s`, whose default is half of this."""
+_LAST_PORT = 65_535
+
+
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        "--ray-address",
+        help="Use a running Ray cluster (`auto` or HOST:PORT) instead of starting a private one.",
+    ),
+]
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="The cluster.yaml; default: ./cluster.yaml, else Baton's own.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option("--model", help="Serve this Hugging Face folder instead.")] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=0, max=65535, help="gRPC port; 0: any free one.", show_default=False)
+    ] = None,
+    admin_port: Annotated[
+        int | None,
+        typer.Option(
+            "--admin-port", min=0, max=65535, help="Port of the AdminService; default with --port: the next one."
+        ),
+    ] = None,
+    http_port: Annotated[
+        int | None,
+        typer.Option(
+            "--http-port", min=0, max=65535, help="Port of the OpenAI API; default with --port: the one after next."
+        ),
+    ] = None,
+    ray_address: RayAddress = None,
+    detach: Annotated[
+        bool,
+        typer.Option(
+            "--detach",
+            help="Return when the cluster serves, and leave it to the Ray at --address; where one serves there already,"
+            " have it do what the file says now.",
+        ),
+    ] = False,
+) -> None:
+    """Start a cluster and serve until Ctrl-C."""
+    with outcome():
+        if detach and ray_address is None:
+            raise InvalidRequest("--detach leaves the cluster to a Ray that goes on; name it: --address auto --detach")
+        here = Path("cluster.yaml")
+        file = _file(config or (here if here.is_file() else None), model, port, admin_port, http_port)
+        serving = file.load()
+        if not detach:
+            _check_ports(serving)
+        _Session(replace(file, path=file.path.absolute()), serving, ray_address, detach).run()
+
+
+def stop(
+    ray_address: Annotated[
+        str, typer.Option("--address", "--ray-address", help="The Ray cluster it serves in: `auto` or HOST:PORT.")
+    ] = "auto",
+) -> None:
+    """End the cluster that `baton serve --detach` started; running requests end first."""
+    with outcome():
+        from controller import local_ray
+
+        with local_ray.joined(ray_address):
+            from controller.detached import end_controller, find_controller
+
+            controller = find_controller()
+            if controller is None:
+                raise NotReachable(f"nothing serves detached in the Ray cluster at {ray_address}")
+            end_controller(controller, _STOP_S)
+        print("stopped")
+
+
+def _file(
+    path: Path | None, model: Path | None, port: int | None, admin_port: int | None, http_port: int | None
+) -> ConfigFile:
+    from controller.config_file import ConfigFile
+
+    if port is not None:
+        admin_port, http_port = (
+            given if given is not None else port + step if 0 < port <= _LAST_PORT - step else 0
+            for given, step in ((admin_port, 1), (http_port, 2))
+        )
+    model_path = None if model is None else str(model.absolute())
+    return ConfigFile(path or default_config(), model_path, port, admin_port, http_port, is_own=path is not None)
+
+
+def default_config() -> Path:
+    """./cluster.yaml, else the one beside the source, else the one that was installed."""
+    source, installed = Path(__file__).resolve().parents[2], Path(sys.prefix) / "share" / "baton"
+    candidates = [folder / "cluster.yaml" for folder in (Path.cwd(), source, installed)]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ConfigError("there is no cluster.yaml here; name one with --config")
+    return found
+
+
+def _check_ports(serving: ServingConfig) -> None:
+    _check_port("--port", serving.router.host, serving.router.port)
+    if serving.router.http_port is not None:
+        _check_port("--http-port", serving.router.host, serving.router.http_port)
+    _check_port("--admin-port", serving.admin.host, serving.admin.port)
+
+
+def _check_port(option: str, host: str, port: int) -> None:
+    """Before the seconds that Ray and the weights take; the server's own bind has the last word."""
+    error = listen_error(host, port)
+    if error is not None:
+        raise BatonError(
+            f"cannot listen on {format_address(host, port)}: {error.strerror}; stop what uses port {port} "
+            f"(another `baton serve`?), or choose another: baton serve {option} {min(port + 10, _LAST_PORT)}"
+        ) from error
+
+
+class _Session:
+    """One run, from the start of Ray to the end of the last process."""
+
+    def __init__(
+        self, file: ConfigFile, serving: ServingConfig, ray_address: str | None, is_detached: bool = False
+    ) -> None:
+        self._file = file
+        self._serving = serving
+        self._ray_address = ray_address
+        self._is_detached = is_detached
+        self._view = _View(serving, file, f"baton stop --address {ray_address}" if is_detached else "Ctrl-C")
+        self._signals = StopSignals(on_second=self._kill)
+        self._folder: Path | None = None
+        self._has_ended = False
+
+    def run(self) -> None:
+        with self._signals, self._view:
+            self._view.say("starting Ray" if self._ray_address is None else f"joining the Ray at {self._ray_address}")
+            with self._ray():
+                self._signals.take_over()
+                if not self._signals.is_asked:
+                    self._serve()
+        if self._has_ended:
+            self._view.done()
+
+    @contextlib.contextmanager
+    def _ray(self) -> Iterator[None]:
+        from controller import local_ray
+
+        if self._ray_address is None:
+            with local_ray.started(num_cpus=os.cpu_count() or 1) as self._folder:
+                yield
+        else:
+            with local_ray.joined(self._ray_address):
+                yield
+
+    def _serve(self) -> None:
+        from controller.detached import end_controller, find_controller
+
+        running = find_controller() if self._is_detached else None
+        if running is not None:
+            self._join(running)
+            return
+        try:
+            controller = self._start()
+        except ValueError:
+            # Ray says so where another `baton serve --detach` was quicker.
+            self._join(find_controller())
+            return
+        try:
+            self._follow(controller)
+        finally:
+            if not (self._is_detached and self._view.is_serving):
+                self._has_ended = True
+                self._view.stopping()
+                end_controller(controller, _END_S)
+
+    def _start(self) -> Any:
+        from controller.capacity import num_gpus
+        from controller.detached import start_detached
+        from controller.plan import plan_cluster
+        from controller.reconciler import Programs, start_controller
+
+        if self._is_detached:
+            _check_ports(self._serving)
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        plan = plan_cluster(
+            self._serving,
+            num_gpus=num_gpus(),
+            num_cores=num_cores if self._ray_address is None else None,
+            may_grow=self._is_detached,
+        )
+        start = start_detached if self._is_detached else start_controller
+        return start(self._serving, plan, Programs(), self._file)
+
+    def _join(self, controller: Any) -> None:
+        """Waits until the cluster that is there serves, and has it do what the file says."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            told: News = ray.get(controller.notices.remote())
+            if not any(notice.kind == "serving" for notice in told.notices):
+                self._follow(controller)
+            if self._signals.is_asked:
+                return
+            self._view.say(f"applying {self._file.path}")
+            done, failed = ray.get(controller.apply.remote(self._file.read(), str(self._file.path)))
+        except RayError as error:
+            raise self._died() from error
+        for line in done if done or failed else ["nothing differs from what runs"]:
+            self._view.tell(line)
+        if failed:
+            raise BatonError(failed)
+
+    def _follow(self, controller: Any) -> None:
+        """Shows the controller's notices until a signal, or, with --detach, until the cluster serves; raises when it
+        cannot come up."""
+        import ray
+        from ray.exceptions import RayError
+
+        ray.get(controller.run.remote())
+        coming = controller.notices.remote()
+        while not (self._signals.is_asked or (self._is_detached and self._view.is_serving)):
+            if not ray.wait([coming], timeout=_POLL_S)[0]:
+                continue
+            try:
+                news: News = ray.get(coming)
+            except RayError as error:
+                raise self._died() from error
+            for notice in news.notices:
+                self._view.show(notice)
+                if notice.kind == "failed":
+                    raise (ConfigError if notice.is_mistake else BatonError)(f"{notice.who}: {notice.text}")
+            coming = controller.notices.remote(news.last)
+
+    def _died(self) -> BatonError:
+        what = "; Ray starts it again" if self._is_detached else ", and the cluster with it; start it again"
+        return BatonError(f"the controller died{what}")
+
+    def _kill(self) -> None:
+        from controller import local_ray
+
+        local_ray.kill_descendants()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _View:
+    """What the operator sees: a moving line at a terminal, one line for each event elsewhere; then the banner."""
+
+    def __init__(self, serving: ServingConfig, file: ConfigFile, stop: str) -> None:
+        from rich.console import Console
+
+        self._serving = serving
+        self._file = file
+        self._stop = stop
+        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._status: Status | None = self._console.status("") if self._console.is_terminal else None
+        self._began = time.monotonic()
+        self.is_serving = False
+        self._admin_address = ""
+        self._http_address = ""
+
+    def __enter__(self) -> None:
+        if self._status is not None:
+            self._status.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def say(self, text: str) -> None:
+        """Something goes on; the next event replaces it at a terminal."""
+        if self._status is not None:
+            self._status.update(text)
+        else:
+            self._console.print(text)
+
+    def tell(self, line: str) -> None:
+        """What stays on the screen."""
+        self._console.print(line)
+
+    def show(self, notice: Notice) -> None:
+        match notice.kind:
+            case "progress" if self.is_serving:
+                self._console.print(f"{notice.who}: {notice.text}")
+            case "progress":
+                self.say(f"{notice.who}: {notice.text}")
+            case "ready":
+                self._console.print(f"{notice.who} is ready")
+            case "lost":
+                self._console.print(f"{notice.who} was lost ({notice.text}); starting it again")
+            case "change":
+                self._console.print(notice.text)
+            case "admin":
+                self._admin_address = notice.text
+            case "http":
+                self._http_address = notice.text
+            case "serving":
+                self.is_serving = True
+                self._banner(notice.text)
+
+    def stopping(self) -> None:
+        """Ctrl-C shows as ^C on the line, hence the empty one."""
+        if self._console.is_terminal:
+            self._console.print()
+        self._console.print("stopping (once more kills at once)")
+
+    def done(self) -> None:
+        self._console.print("stopped")
+
+    def _banner(self, address: str) -> None:
+        from cli.config import describe
+
+        port = int(address.rpartition(":")[2])
+        serving = replace(self._serving, router=replace(self._serving.router, port=port))
+        if self._status is not None:
+            self._status.stop()
+        baton, option = _command(), _options(self._serving, address)
+        admin = "" if self._admin_address == DEFAULT_ADMIN_ADDRESS else f" --admin-address {self._admin_address}"
+        scheme = "http" if self._serving.tls.cert is None else "https"
+        site = f"{scheme}://{self._http_address}/" if self._http_address else ""
+        http = f"  OpenAI  {site}v1\n" if site else ""
+        page = f", or {site}" if site else ""
+        edit = f", or edit {os.path.relpath(self._file.path)}" if self._file.is_own else ""
+        self._console.print(
+            f"\nBaton is serving: {describe(serving)}\n\n"
+            f"  gRPC    {address}\n"
+            f"{http}"
+            f'  try     {baton} generate{option} "ROMEO:"\n'
+            f"  look    {baton} status{option}{page}\n"
+            f"  change  {baton} rebalance{admin} P:D{edit}\n"
+            f"  stop    {self._stop}\n\n"
+            f"ready after {time.monotonic() - self._began:.1f} s\n"
+        )
+
+
+def _options(serving: ServingConfig, address: str) -> str:
+    """What a client has to add to its command line."""
+    at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
+    tls = "" if serving.tls.cert is None else " --tls-ca FILE"
+    shown = "" if serving.tls.client_ca is None else " --tls-cert FILE --tls-key FILE"
+    return at + tls + shown + ("" if serving.auth.keys_file is None else " --api-key KEY")
+
+
+def _command() -> str:
+    """How another terminal runs this very program."""
+    here = Path(sys.argv[0]).absolute()
+    known = shutil.which("baton")
+    if known is not None and Path(known).absolute() == here:
+        return "baton"
+    return os.path.relpath(here) if here.is_relative_to(Path.cwd()) else str(here)

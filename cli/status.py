@@ -1,0 +1,137 @@
+"""`baton status`: what the router knows of its workers, as a table or as JSON.
+
+The JSON is a contract for programs: its keys are made here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
+
+if TYPE_CHECKING:
+    from cluster.pb.admin_pb2 import GetStatusResponse, WorkerStatus
+
+_COLUMNS = ("worker", "state", "role", "node", "ranks (pid, device)", "free", "held", "cached", "total", "seqs", "wait")
+
+
+def status(
+    address: Address = DEFAULT_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the workers, their KV blocks and the queue."""
+    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
+        described = describe(client.status())
+        if as_json:
+            import json
+
+            print(json.dumps(described, indent=2, ensure_ascii=False))
+        else:
+            _print_table(described)
+
+
+def describe(status: GetStatusResponse) -> dict[str, Any]:
+    """The document that `--json` prints."""
+    router = status.router
+    return {
+        "model": status.model,
+        "config_version": status.config_version or None,
+        "router": {
+            "address": status.router_address,
+            "pid": router.pid,
+            "uptime_s": router.uptime_s,
+            "metrics_address": router.metrics_address or None,
+            "queued": router.num_queued,
+            "max_queued": router.max_queued,
+            "running": router.num_running,
+            "finished": router.num_finished,
+            "cancelled": router.num_cancelled,
+            "failed": router.num_failed,
+            "rejected": router.num_rejected,
+        },
+        "workers": [_describe_worker(worker) for worker in status.workers],
+    }
+
+
+def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
+    from cluster.proto_names import role_name, state_name
+
+    info, stats = worker.info, worker.stats
+    return {
+        "worker_id": worker.worker_id or info.worker_id,
+        "address": worker.address,
+        "state": state_name(worker),
+        "role": role_name(worker.role) or "unknown",
+        "is_draining": worker.is_draining,
+        "requests_on_it": worker.num_requests,
+        "node": info.node,
+        "incarnation": info.incarnation,
+        "ranks": [
+            {"tp_rank": rank.tp_rank, "pid": rank.pid, "host": rank.host, "device": rank.device} for rank in info.ranks
+        ],
+        "dtype": info.dtype,
+        "transport": info.transport,
+        "metrics_address": info.metrics_address or None,
+        "block_size": info.block_size,
+        "max_model_len": info.max_model_len,
+        "max_num_seqs": info.max_num_seqs,
+        "kv_blocks": {
+            "free": stats.blocks_free,
+            "held": stats.blocks_held,
+            "cached": stats.blocks_cached,
+            "total": stats.blocks_total,
+        },
+        "running_sequences": stats.num_running_seqs,
+        "waiting_requests": stats.num_waiting_requests,
+        "requests": stats.num_requests,
+        "steps": stats.num_steps,
+        "prefill_tokens": stats.num_prefill_tokens,
+        "decode_tokens": stats.num_decode_tokens,
+        "preemptions": stats.num_preemptions,
+        "kv_bytes_sent": stats.kv_bytes_sent,
+        "kv_bytes_received": stats.kv_bytes_received,
+    }
+
+
+def _print_table(described: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    router = described["router"]
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 160)
+    version = described["config_version"]
+    console.print(
+        f"{described['model']} at {router['address']}, up {router['uptime_s']} s"
+        + (f", configuration {version}" if version else "")
+    )
+    console.print(
+        f"requests: {router['running']} running, {router['queued']} of {router['max_queued']} queued, "
+        f"{router['finished']} finished, {router['cancelled']} cancelled, {router['failed']} failed, "
+        f"{router['rejected']} rejected"
+    )
+    if not described["workers"]:
+        console.print("no workers")
+        return
+    table = Table(box=SIMPLE_HEAD)
+    for column in _COLUMNS:
+        table.add_column(column, justify="left" if column in _COLUMNS[:5] else "right")
+    for worker in described["workers"]:
+        table.add_row(*_row(worker))
+    console.print(table)
+
+
+def _row(worker: dict[str, Any]) -> list[str]:
+    """In the order of _COLUMNS; numbers of a worker that has not answered are unknown."""
+    ranks = ", ".join(f"{rank['tp_rank']} ({rank['pid']}, {rank['device']})" for rank in worker["ranks"])
+    blocks = worker["kv_blocks"]
+    numbers = [*blocks.values(), worker["running_sequences"], worker["waiting_requests"]]
+    known = [str(number) if blocks["total"] else "-" for number in numbers]
+    state = f"{worker['state']}, draining" if worker["is_draining"] else worker["state"]
+    return [worker["worker_id"], state, worker["role"], worker["node"] or "-", ranks or "-", *known]

@@ -1,0 +1,94 @@
+"""`baton targets`: where Prometheus finds the pages of metrics, in the form of its file-based service discovery.
+
+The JSON is Prometheus's own: a list of `{"targets": [HOST:PORT], "labels": {...}}`. Written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cli.common import (
+    DEFAULT_ADMIN_ADDRESS,
+    AdminAddress,
+    ApiKeyOption,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    connect,
+    connect_admin,
+    outcome,
+)
+from cluster.address import address_here, parse_address
+from cluster.atomic_write import replace_text
+from cluster.errors import BatonError
+
+if TYPE_CHECKING:
+    from cluster.pb.admin_pb2 import GetStatusResponse
+    from tools.admin_client import AdminClient
+
+_LOOK_S = 60.0
+"""With --follow, the file is written at least so often."""
+
+
+def targets(
+    file: Annotated[
+        Path | None, typer.Option("--file", help="Write them there, for `file_sd_configs`; default: print them.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Go on until Ctrl-C, and write the file again whenever workers change.")
+    ] = False,
+    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """List the pages of metrics for Prometheus."""
+    if follow and file is None:
+        raise typer.BadParameter("--follow writes a file; name it with --file")
+    with outcome():
+
+        def look(admin: AdminClient) -> list[dict[str, Any]]:
+            cluster = admin.cluster()
+            found = group(cluster.metrics_address, "controller")
+            for process in cluster.processes:
+                if process.name.partition("-")[0] == "router" and process.state == "ready":
+                    host, port = parse_address(process.address)
+                    with connect(address_here(host, port), api_key, tls_ca, tls_cert, tls_key) as client:
+                        found += [each for each in groups_of(client.status(), process.name) if each not in found]
+            return found
+
+        with connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as admin:
+            _tell(look(admin), file)
+            while follow:
+                for _ in admin.events(timeout_s=_LOOK_S):
+                    _tell(look(admin), file)
+                _tell(look(admin), file)
+
+
+def groups_of(status: GetStatusResponse, router: str = "router") -> list[dict[str, Any]]:
+    """What one router knows: its own page and its workers'."""
+    found = group(status.router.metrics_address, router)
+    for worker in status.workers:
+        found += group(worker.info.metrics_address, worker.worker_id or worker.info.worker_id)
+    return found
+
+
+def group(address: str, process: str) -> list[dict[str, Any]]:
+    """None for a process without a page."""
+    return [{"targets": [address], "labels": {"process": process}}] if address else []
+
+
+def _tell(groups: list[dict[str, Any]], file: Path | None) -> None:
+    text = json.dumps(groups, indent=2) + "\n"
+    if file is None:
+        print(text, end="", flush=True)
+        return
+    try:
+        replace_text(file, text, 0o644)
+    except OSError as error:
+        raise BatonError(f"{file} cannot be written: {error.strerror}") from error

@@ -1,0 +1,76 @@
+"""`baton top`: the cluster as one router sees it, drawn again and again until Ctrl-C; once where nobody looks at it.
+
+Asks the router; how it looks is `cli.top_view`'s. A router that does not answer any more is asked again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, TlsCa, TlsCert, TlsKey, connect, outcome
+from cluster.errors import DeadlineExceeded, Unavailable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cli.top_view import Seen
+    from tools.client import BatonClient
+
+_LEAST_S = 0.2
+
+
+def top(
+    address: Address = DEFAULT_ADDRESS,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print it once and end, as where the output is no terminal.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=_LEAST_S, max=3600, help="Time between two looks.")
+    ] = 1.0,
+    api_key: ApiKeyOption = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+) -> None:
+    """Watch the workers, the queue, latencies and the last requests."""
+    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
+        from rich.console import Console
+
+        from cli.top_view import Seen, render
+
+        console, seen = Console(highlight=False, markup=False, emoji=False), Seen()
+        look(client, seen)  # one that cannot be reached is an error here, and a line later
+        if console.is_terminal and not once:
+            _watch(console, client, seen, interval)
+            return
+        if not console.is_terminal:
+            console.width = max(console.width, 120)
+        console.print(render(seen, console))
+
+
+def look(client: BatonClient, seen: Seen) -> None:
+    """Raises BatonError."""
+    status = client.status()
+    seen.note(status, client.activity(seen.since()))
+
+
+def _watch(console: Console, client: BatonClient, seen: Seen, interval_s: float) -> None:
+    """Until Ctrl-C, on the terminal's other screen: what was there before is there again after it."""
+    from rich.live import Live
+
+    from cli.top_view import render
+
+    try:
+        with Live(render(seen, console), console=console, screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(interval_s)
+                try:
+                    look(client, seen)
+                except (Unavailable, DeadlineExceeded) as error:
+                    seen.problem = error.message
+                live.update(render(seen, console), refresh=True)
+    except KeyboardInterrupt:
+        return

@@ -1,0 +1,285 @@
+"""From the workers as they are and the roles that are wanted to steps, each of which moves one worker.
+
+Pure. A worker with the tensor-parallel size that the other role wants is flipped: only its label changes. Another one
+is started or stopped. No step leaves a role with fewer workers than its `min_workers`, nor decode with none; the order
+of the steps is searched for, since devices that one step frees may be those that another needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.config.schema import RoleName, ServingConfig
+from cluster.errors import FailedPrecondition
+from controller.plan import ROLES
+
+OTHER: Mapping[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as it is. One that drains gets nothing new, and counts for no role."""
+
+    worker_id: str
+    role: RoleName
+    tp_size: int
+    is_ready: bool = True
+    is_draining: bool = False
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a role shall have."""
+
+    num_workers: int
+    tp_size: int = 1
+    min_workers: int = 0
+    is_reshaped: bool = False
+    """Its workers must start anew, since their KV pool is to be another one."""
+
+
+@dataclass(frozen=True)
+class Flip:
+    """The worker gets work of another role from now on; its weights, pool and prefix cache stay."""
+
+    worker_id: str
+    role: RoleName
+
+    def __str__(self) -> str:
+        return f"flip {self.worker_id} to {self.role}"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A new worker."""
+
+    worker_id: str
+    role: RoleName
+    tp_size: int
+
+    def __str__(self) -> str:
+        return f"start {self.worker_id} on {_devices(self.tp_size)}"
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The worker gets nothing new, and ends when nothing is left on it."""
+
+    worker_id: str
+
+    def __str__(self) -> str:
+        return f"drain and stop {self.worker_id}"
+
+
+Step = Flip | Start | Stop
+
+
+def wanted_of(config: ServingConfig, running: ServingConfig | None = None) -> dict[RoleName, Wanted]:
+    """What a configuration asks for; `running`: the one by which the present workers were started."""
+
+    def shape(of: ServingConfig, role: RoleName) -> tuple[int, int | None]:
+        return of.block_size(role), of.kv_cache_tokens(role)
+
+    return {
+        role: Wanted(
+            config.role(role).num_workers,
+            config.role(role).tensor_parallel,
+            config.role(role).min_workers,
+            running is not None and shape(config, role) != shape(running, role),
+        )
+        for role in ROLES
+    }
+
+
+def plan_ratio(
+    members: Sequence[Member],
+    wanted: Mapping[RoleName, Wanted],
+    *,
+    max_devices: int | None = None,
+    leaving: Collection[str] = (),
+) -> tuple[Step, ...]:
+    """The steps in their order; none when nothing is to be done.
+
+    `max_devices`: that there are; None: as many as one likes. `leaving`: workers that must go whatever their role.
+    Raises FailedPrecondition, with the number that can be met, for what cannot.
+    """
+    _check(members, wanted, max_devices, leaving)
+    todo = _assign(members, wanted, leaving)
+    for kept in todo.with_fewer_flips():
+        steps = _order(members, kept, wanted, max_devices)
+        if steps is not None:
+            return _name_starts(steps, members)
+    raise FailedPrecondition(_too_narrow(members, todo, wanted, max_devices))
+
+
+def apply_step(members: Sequence[Member], step: Step) -> list[Member]:
+    """The workers after a step."""
+    match step:
+        case Flip(worker_id, role):
+            return [replace(m, role=role) if m.worker_id == worker_id else m for m in members]
+        case Start(worker_id, role, tp_size):
+            return [*members, Member(worker_id, role, tp_size)]
+        case Stop(worker_id):
+            return [m for m in members if m.worker_id != worker_id]
+
+
+def ratio_of(members: Sequence[Member]) -> str:
+    """`1:3`: workers that get prefill work, and those that get decode work."""
+    return ":".join(str(_count(members, role)) for role in ROLES)
+
+
+def _devices(count: int) -> str:
+    return "1 device" if count == 1 else f"{count} devices"
+
+
+def _count(members: Sequence[Member], role: RoleName) -> int:
+    return sum(m.role == role and not m.is_draining for m in members)
+
+
+def _least(role: RoleName, want: Wanted) -> int:
+    return max(want.min_workers, 1 if role == "decode" else 0)
+
+
+def _check(
+    members: Sequence[Member], wanted: Mapping[RoleName, Wanted], max_devices: int | None, leaving: Collection[str]
+) -> None:
+    total = sum(want.num_workers for want in wanted.values())
+    for role, want in wanted.items():
+        least = _least(role, want)
+        if want.num_workers < least:
+            why = f"roles.{role}.min_workers is {want.min_workers}"
+            if want.min_workers < least:
+                why = "only decode workers generate tokens"
+            most = max(least, total - wanted[OTHER[role]].min_workers)
+            raise FailedPrecondition(
+                f"{want.num_workers} {role} workers cannot be: {why}; {least} to {most} of {total} can"
+            )
+    devices = sum(want.num_workers * want.tp_size for want in wanted.values())
+    if max_devices is not None and devices > max_devices:
+        raise FailedPrecondition(
+            f"that takes {_devices(devices)} and Ray has {max_devices}; ask for {max_devices} at most"
+        )
+    unknown = set(leaving) - {m.worker_id for m in members}
+    if unknown:
+        known = ", ".join(sorted(m.worker_id for m in members))
+        raise FailedPrecondition(f"there is no worker {', '.join(sorted(unknown))}; there are {known}")
+
+
+@dataclass(frozen=True)
+class _Todo:
+    """Flips by the role they lead to, starts by role, and workers to stop."""
+
+    flips: Mapping[RoleName, tuple[Member, ...]]
+    starts: Mapping[RoleName, int]
+    stops: tuple[Member, ...]
+
+    def with_fewer_flips(self) -> Iterator[_Todo]:
+        """All flips first. Two workers that change places cannot when each is the last of its role: then one is
+        started and the other stopped."""
+        have = [len(self.flips[role]) for role in ROLES]
+        for dropped in range(sum(have) + 1):
+            for of_first in range(min(dropped, have[0]) + 1):
+                if dropped - of_first <= have[1]:
+                    yield self._without(dict(zip(ROLES, (of_first, dropped - of_first), strict=True)))
+
+    def _without(self, dropped: Mapping[RoleName, int]) -> _Todo:
+        kept = {role: self.flips[role][: len(self.flips[role]) - dropped[role]] for role in ROLES}
+        gone = [m for role in ROLES for m in self.flips[role][len(kept[role]) :]]
+        return _Todo(kept, {role: self.starts[role] + dropped[role] for role in ROLES}, (*self.stops, *gone))
+
+
+def _assign(members: Sequence[Member], wanted: Mapping[RoleName, Wanted], leaving: Collection[str]) -> _Todo:
+    """Who stays, who flips, who goes; a worker is named after the role it was started for, and goes back to that one
+    rather than another."""
+    free = [m for m in members if not m.is_draining and m.worker_id not in leaving]
+
+    def best_first(candidates: list[Member], role: RoleName) -> list[Member]:
+        return sorted(candidates, key=lambda m: (not m.is_ready, not m.worker_id.startswith(role), m.worker_id))
+
+    fit = {
+        role: best_first(
+            [m for m in free if m.role == role and m.tp_size == want.tp_size and not want.is_reshaped], role
+        )[: want.num_workers]
+        for role, want in wanted.items()
+    }
+    staying = {m.worker_id for kept in fit.values() for m in kept}
+    spare = [m for m in free if m.worker_id not in staying]
+    flips = {
+        role: tuple(best_first([m for m in spare if m.role != role and m.tp_size == want.tp_size], role))[
+            : want.num_workers - len(fit[role])
+        ]
+        for role, want in wanted.items()
+    }
+    flipping = {m.worker_id for chosen in flips.values() for m in chosen}
+    starts = {role: want.num_workers - len(fit[role]) - len(flips[role]) for role, want in wanted.items()}
+    stops = tuple(m for m in members if m.worker_id not in staying | flipping)
+    return _Todo(flips, starts, stops)
+
+
+def _order(
+    members: Sequence[Member], todo: _Todo, wanted: Mapping[RoleName, Wanted], max_devices: int | None
+) -> list[Step] | None:
+    """Depth first over what has been done so far, flips before starts before stops; None: no order keeps the floors."""
+    floors = {role: _least(role, want) for role, want in wanted.items()}
+    queues = _queues(todo, wanted)
+    done = (0,) * len(queues)
+    trail: list[tuple[tuple[int, ...], list[Member], list[Step]]] = [(done, list(members), [])]
+    seen = {done}
+    while trail:
+        done, now, steps = trail.pop()
+        if all(count == len(queue) for count, queue in zip(done, queues, strict=True)):
+            return steps
+        ahead = []
+        for index, queue in enumerate(queues):
+            after = (*done[:index], done[index] + 1, *done[index + 1 :])
+            if done[index] == len(queue) or after in seen:
+                continue
+            step = queue[done[index]]
+            then = apply_step(now, step)
+            is_too_large = max_devices is not None and sum(m.tp_size for m in then) > max_devices
+            if (isinstance(step, Start) and is_too_large) or any(
+                _count(then, role) < min(floor, _count(now, role)) for role, floor in floors.items()
+            ):
+                continue
+            seen.add(after)
+            ahead.append((after, then, [*steps, step]))
+        trail.extend(reversed(ahead))
+    return None
+
+
+def _queues(todo: _Todo, wanted: Mapping[RoleName, Wanted]) -> list[list[Step]]:
+    """Steps of one kind are alike, so that their order among themselves does not matter: those that free most first."""
+    flips: list[list[Step]] = [[Flip(m.worker_id, role) for m in todo.flips[role]] for role in ROLES]
+    starts: list[list[Step]] = [
+        [Start(f"{role}+{number}", role, wanted[role].tp_size) for number in range(todo.starts[role])] for role in ROLES
+    ]
+    leaving = sorted(todo.stops, key=lambda m: (not m.is_draining, m.is_ready, -m.tp_size, m.worker_id))
+    stops: list[list[Step]] = [[Stop(m.worker_id) for m in leaving if m.role == role] for role in ROLES]
+    return [*flips, *starts, *stops]
+
+
+def _name_starts(steps: Sequence[Step], members: Sequence[Member]) -> tuple[Step, ...]:
+    """New workers get the lowest numbers that nobody has."""
+    taken, named = {m.worker_id for m in members}, []
+    for step in steps:
+        if isinstance(step, Start):
+            number = next(n for n in range(len(taken) + 1) if f"{step.role}-{n}" not in taken)
+            step = replace(step, worker_id=f"{step.role}-{number}")
+            taken.add(step.worker_id)
+        named.append(step)
+    return tuple(named)
+
+
+def _too_narrow(
+    members: Sequence[Member], todo: _Todo, wanted: Mapping[RoleName, Wanted], max_devices: int | None
+) -> str:
+    """Why no order is possible: only devices can be missing, since whatever is to go may go once all has started."""
+    assert max_devices is not None
+    enough = max_devices + 1
+    while all(_order(members, kept, wanted, enough) is None for kept in todo.with_fewer_flips()):
+        enough += 1
+    return (
+        f"on the way there it takes {_devices(enough)} and Ray has {max_devices}: no worker can be stopped first "
+        "without leaving its role below min_workers; lower min_workers, or go there in two changes"
+    )

@@ -1,0 +1,274 @@
+"""The one door through which a running cluster changes: the configuration that runs, its version, and the change that
+is being carried out.
+
+    propose -> refused (the reason, and the version there is)
+            -> planned -> carried out step by step -> changed | failed (what was done stays)
+
+Every change names the version that it builds on, or none. There is one change at a time. Knows no file, no RPC and no
+process: `Hands` carry the steps out, `Keep` writes down what was accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from cluster.config import RolesSection, ServingConfig
+from cluster.config.changes import differences, refuse_fixed
+from cluster.config.checks import check
+from cluster.errors import BatonError, FailedPrecondition
+from controller.change_plan import Member, Step, plan_ratio, ratio_of, wanted_of
+from controller.change_steps import StepFailed
+from controller.event_log import EventKind, EventLog
+from controller.plan import ROLES, RoleName
+
+logger = logging.getLogger(__name__)
+
+Keep = Callable[[ServingConfig, dict[str, Any]], object]
+"""Writes down an accepted configuration (with the keys that changed); raises BatonError when it cannot."""
+
+
+class Hands(Protocol):
+    """What does the work; `controller.change_steps.Steps`."""
+
+    def members(self) -> list[Member]: ...
+
+    async def tell(self) -> None:
+        """Has the router hear how things are now."""
+        ...
+
+    async def carry_out(self, step: Step, config: ServingConfig) -> None:
+        """Returns when the router has seen it; raises StepFailed."""
+        ...
+
+
+class StaleVersion(FailedPrecondition):
+    """The change builds on a configuration that no longer runs."""
+
+    reason = "STALE_VERSION"
+
+
+class AnotherChange(FailedPrecondition):
+    """Another change is being carried out."""
+
+    reason = "ANOTHER_CHANGE"
+
+
+@dataclass
+class Plan:
+    """An accepted or a tried change."""
+
+    origin: str
+    changes: tuple[str, ...]
+    steps: tuple[Step, ...]
+    num_done: int = 0
+
+    def __str__(self) -> str:
+        moves = ", then ".join(map(str, self.steps)) or "no worker moves"
+        return f"{self.origin}: {'; '.join(self.changes) or 'the same configuration'}: {moves}"
+
+
+@dataclass(frozen=True)
+class ProposalResult:
+    """`version`: after the change, if it is one; `after_sequence`: of the last event before it."""
+
+    version: int
+    plan: Plan
+    is_change: bool
+    after_sequence: int
+
+
+class Reconfigurer:
+    """In one event loop. `config` is what runs; it is the wanted one from the moment a change is accepted.
+    `num_devices`: that there are now; None: CPU ranks, of which there may be any number."""
+
+    def __init__(
+        self, config: ServingConfig, hands: Hands, events: EventLog, num_devices: Callable[[], int] | None = None
+    ) -> None:
+        self.config = config
+        self.changing: Plan | None = None
+        self._before = config
+        self._began_at = 0
+        self._hands = hands
+        self._events = events
+        self._num_devices = num_devices
+        self._num_named = _num_devices(config)
+        """Devices of both roles, as an operator last wanted them."""
+        self._work: asyncio.Task[None] | None = None
+
+    @property
+    def version(self) -> int:
+        return self._events.version
+
+    @property
+    def num_added(self) -> int:
+        """Devices that Baton has added by itself."""
+        return max(0, _num_devices(self.config) - self._num_named)
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether requests should wait for a prefill worker; while the last ones leave or the first come, they do
+        not."""
+        return all(config.roles.prefill.num_workers > 0 for config in (self._before, self.config))
+
+    def with_split(self, prefill: int, decode: int) -> ServingConfig:
+        """The configuration that runs, with so many workers of each role."""
+        devices: dict[RoleName, int] = {
+            role: count * self.config.role(role).tensor_parallel
+            for role, count in zip(ROLES, (prefill, decode), strict=True)
+        }
+        return _with_devices(self.config, devices)
+
+    def split_kept(self, wanted: ServingConfig) -> ServingConfig:
+        """`wanted`, with the present split of the same devices, or of those that Baton added to them, where Baton
+        chooses it and each role still fits it: a file that names another one says how a cluster begins."""
+        is_auto = wanted.rebalance.mode == self.config.rebalance.mode == "auto"
+        is_same = _num_devices(wanted) == self._num_named
+        most = max(self._num_named, wanted.rebalance.auto.max_devices or 0)
+        if not (is_auto and is_same and _num_devices(self.config) <= most):
+            return wanted
+        devices: dict[RoleName, int] = {role: self.config.role(role).devices for role in ROLES}
+        kept = _with_devices(wanted, devices)
+        return kept if all(_fits(kept, role) for role in ROLES) else wanted
+
+    def without(self, worker_id: str) -> ServingConfig:
+        """The configuration that runs, with one worker less of the role which that one has."""
+        counts = {role: self.config.role(role).devices for role in ROLES}
+        for member in self._hands.members():
+            if member.worker_id == worker_id and not member.is_draining:
+                counts[member.role] -= self.config.role(member.role).tensor_parallel
+        return _with_devices(self.config, counts)
+
+    def propose(
+        self,
+        wanted: ServingConfig,
+        origin: str,
+        *,
+        expected_version: int = 0,
+        dry_run: bool = False,
+        leaving: Collection[str] = (),
+        keep: Keep | None = None,
+        is_auto: bool = False,
+    ) -> ProposalResult:
+        """Plans at once, and begins to carry out unless it is a dry run or nothing differs.
+
+        Raises FailedPrecondition; `expected_version` 0: whatever is current. `keep` is called once all else is right;
+        `is_auto`: Baton's own wish. What is being carried out already is answered with that.
+        """
+        is_plain = not dry_run and not leaving and expected_version in (0, self.version)
+        if self.changing is not None and is_plain and not differences(self.config, wanted):
+            return ProposalResult(self.version, self.changing, True, self._began_at)
+        try:
+            plan = self._plan(wanted, origin, expected_version, leaving)
+            is_change = bool(plan.changes or plan.steps)
+            if is_change and not dry_run and keep is not None:
+                keep(wanted, differences(self.config, wanted))
+        except BatonError as error:
+            self.refuse(origin, error.message)
+            raise
+        if not is_change or dry_run:
+            return ProposalResult(self.version, plan, False, self._events.last_sequence)
+        if not is_auto and _num_devices(wanted) != _num_devices(self.config):
+            self._num_named = _num_devices(wanted)
+        self._begin(wanted, plan)
+        return ProposalResult(self.version, plan, True, self._began_at)
+
+    def refuse(self, origin: str, why: str) -> None:
+        """Says that a change did not get as far as a plan."""
+        self._events.add(EventKind.REFUSED, f"{origin}: refused: {why}")
+
+    async def close(self) -> None:
+        """Stops carrying out; what was done stays."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait([self._work])
+
+    async def settled(self) -> None:
+        """Waits for the change that is being carried out, if any."""
+        if self._work is not None:
+            await asyncio.wait([self._work])
+
+    def _plan(self, wanted: ServingConfig, origin: str, expected: int, leaving: Collection[str]) -> Plan:
+        if self.changing is not None:
+            raise AnotherChange(f"another change is being carried out ({self.changing}); try again when it is done")
+        if expected not in (0, self.version):
+            raise StaleVersion(f"version {expected} is not current: {self.version} is; look at it and decide again")
+        changed = differences(self.config, wanted)
+        refuse_fixed(changed)
+        members = self._hands.members()
+        targets = wanted_of(wanted, self.config)
+        max_devices = None if self._num_devices is None else self._num_devices()
+        steps = plan_ratio(members, targets, max_devices=max_devices, leaving=leaving)
+        findings = [f"{finding.key}: {finding.what}" for finding in check(wanted)]
+        if findings:
+            raise FailedPrecondition("; ".join(findings))
+        return Plan(origin, tuple(f"{key}: {_shown(value)}" for key, value in changed.items()), steps)
+
+    def _begin(self, wanted: ServingConfig, plan: Plan) -> None:
+        self._before, self.config, self.changing = self.config, wanted, plan
+        self._began_at = self._events.last_sequence
+        self._events.version += 1
+        self._events.add(EventKind.PLANNED, str(plan))
+        self._work = asyncio.create_task(self._carry_out(wanted, plan), name="carry out a change")
+
+    async def _carry_out(self, wanted: ServingConfig, plan: Plan) -> None:
+        began_as = ratio_of(self._hands.members())
+        problem = ""
+        try:
+            for step in plan.steps:
+                self._events.add(EventKind.STEP, str(step), step.worker_id)
+                await self._hands.carry_out(step, wanted)
+                plan.num_done += 1
+                self._events.add(EventKind.STEP_DONE, f"{step}: done", step.worker_id)
+        except StepFailed as error:
+            problem = str(error)
+        except Exception as error:
+            # A fault of ours must not keep the door shut for ever.
+            logger.exception("a step of %s could not be carried out", plan.origin)
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            self.config = self._as_it_is()
+            self._events.version += 1
+        self._before = self.config
+        try:
+            await self._hands.tell()
+        except Exception as error:
+            logger.exception("the routers could not be told of %s", plan.origin)
+            problem = problem or f"the routers have not heard of it: {type(error).__name__}"
+        self.changing = None
+        if problem:
+            done = f"{plan.num_done} of {len(plan.steps)} steps are done, and they stay"
+            self._events.add(EventKind.FAILED, f"{plan.origin}: {problem}; {done}")
+        else:
+            is_now = ratio_of(self._hands.members())
+            split = is_now if is_now == began_as else f"{began_as} to {is_now}"
+            self._events.add(EventKind.CHANGED, f"{plan.origin}: done: {split}")
+
+    def _as_it_is(self) -> ServingConfig:
+        """After a failure: as before, with the devices that the workers there are make."""
+        devices: dict[RoleName, int] = dict.fromkeys(ROLES, 0)
+        for member in self._hands.members():
+            devices[member.role] += 0 if member.is_draining else member.tp_size
+        return _with_devices(self._before, devices)
+
+
+def _with_devices(config: ServingConfig, devices: dict[RoleName, int]) -> ServingConfig:
+    roles = RolesSection(*(replace(config.role(role), devices=devices[role]) for role in ROLES))
+    return replace(config, roles=roles)
+
+
+def _num_devices(config: ServingConfig) -> int:
+    return sum(config.role(role).devices for role in ROLES)
+
+
+def _fits(config: ServingConfig, name: RoleName) -> bool:
+    """Its devices make whole workers, and enough of them."""
+    role = config.role(name)
+    return role.devices % role.tensor_parallel == 0 and role.num_workers >= role.min_workers
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,146 @@
+"""Keeps one thing that serves (a worker's group of ranks, or the router) running until it is told to stop.
+
+    STARTING ──► READY ──► BACKING_OFF ──► STARTING …
+        └──────────────────────┴──► FAILED        STOPPED is reachable from every state
+
+How a group is started and what it is made of is behind `Launch`; whether it is started again is for
+`controller.restart_policy` to say. Runs in one asyncio loop and knows no Ray, so tests drive it with groups of their
+own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
+from typing import Any, Protocol
+
+from controller.restart_policy import GiveUp, Restart, RestartPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class StartFailed(Exception):
+    """A group did not come up; `is_mistake` when the configuration or the checkpoint is to blame."""
+
+    def __init__(self, message: str, *, is_mistake: bool = False) -> None:
+        super().__init__(message)
+        self.message = message
+        self.is_mistake = is_mistake
+
+
+class RunningProcesses(Protocol):
+    """A group that serves."""
+
+    @property
+    def card(self) -> Mapping[str, Any]:
+        """What it said when it was ready, such as its address."""
+        ...
+
+    async def ended(self) -> str:
+        """Waits for the first of its processes to end, and says why; a group lives and dies as one."""
+        ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks for a clean end, waits at most `grace_s`, then kills."""
+        ...
+
+    async def kill(self) -> None:
+        """Ends every process at once."""
+        ...
+
+
+Launch = Callable[[], Awaitable[RunningProcesses]]
+"""Starts a group afresh; raises StartFailed, and leaves no process behind when it raises or is cancelled."""
+
+
+class SupervisorState(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    BACKING_OFF = "backing off"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+class Supervisor:
+    """`run` until `stop`; `changed` is called with the supervisor after each change of state."""
+
+    def __init__(
+        self,
+        name: str,
+        launch: Launch,
+        changed: Callable[[Supervisor], None],
+        policy: RestartPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.name = name
+        self.state = SupervisorState.STARTING
+        self.why = ""
+        """Why the last life ended, or could not begin."""
+        self.is_mistake = False
+        self.num_starts = 0
+        self._launch = launch
+        self._changed = changed
+        self._policy = policy or RestartPolicy()
+        self._clock = clock
+        self._running: RunningProcesses | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def card(self) -> Mapping[str, Any]:
+        """The card of the group that serves now; empty when none does."""
+        return self._running.card if self._running is not None else {}
+
+    def run(self) -> None:
+        """Begins; call once, inside the loop."""
+        self._task = asyncio.create_task(self._supervise(), name=f"supervise-{self.name}")
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends supervision first, so that nothing is started again, then the group."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        running, self._running = self._running, None
+        if running is not None:
+            await running.stop(grace_s)
+        self._enter(SupervisorState.STOPPED)
+
+    def _enter(self, state: SupervisorState) -> None:
+        self.state = state
+        self._changed(self)
+
+    async def _supervise(self) -> None:
+        while True:
+            self.num_starts += 1
+            self._enter(SupervisorState.STARTING)
+            verdict = await self._live_once()
+            if isinstance(verdict, GiveUp):
+                self.why, self.is_mistake = verdict.why, verdict.is_mistake
+                self._enter(SupervisorState.FAILED)
+                return
+            if self.state is not SupervisorState.BACKING_OFF:
+                self._enter(SupervisorState.BACKING_OFF)
+            await asyncio.sleep(verdict.delay_s)
+
+    async def _live_once(self) -> Restart | GiveUp:
+        """One life of the group, from its launch to the policy's verdict on its end."""
+        try:
+            running = self._running = await self._launch()
+        except StartFailed as failure:
+            self.why = failure.message
+            return self._policy.ended(self._clock(), self.why, is_mistake=failure.is_mistake)
+        except Exception as error:
+            # A fault of the launcher itself must not end supervision unseen.
+            logger.exception("%s could not be launched", self.name)
+            self.why = f"{type(error).__name__}: {error}"
+            return self._policy.ended(self._clock(), self.why)
+        self._policy.started(self._clock())
+        self._enter(SupervisorState.READY)
+        self.why = await running.ended()
+        # Told first, so that nothing is sent to what is left of the group while that is killed.
+        self._enter(SupervisorState.BACKING_OFF)
+        await running.kill()
+        self._running = None
+        return self._policy.ended(self._clock(), self.why)

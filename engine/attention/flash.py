@@ -1,0 +1,180 @@
+"""FlashAttention on CUDA: the flash-attn package, and torch's own `varlen_attn`.
+
+Both read pages through a block table when the pool's block_size is a multiple of 256 (their kernels' requirement) and
+its heads are not rounded; else the keys of the batch are gathered first. What torch's function takes and can do depends
+on its version, so its signature is read and pages are tried once. `*_backend` return a reason where they can't run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.attention.interface import Attention, AttentionBatch, PagedBatch
+from engine.kv.pool import is_rounded
+from engine.step_input import SequenceSlice, build_step
+
+_PAGE_MULTIPLE = 256
+
+
+def flash_attn_backend(device: torch.device) -> Attention | str:
+    """The flash-attn package's backend, or why there is none."""
+    try:
+        module = importlib.import_module("flash_attn")
+    except ImportError as error:
+        return f"flash-attn cannot be imported ({error})"
+    return FlashAttention(module.flash_attn_varlen_func)
+
+
+def varlen_backend(device: torch.device) -> Attention | str:
+    """The backend over torch's varlen_attn, or why there is none."""
+    try:
+        module = importlib.import_module("torch.nn.attention.varlen")
+    except ImportError as error:
+        return f"this torch has no varlen_attn ({error})"
+    if "window_size" not in inspect.signature(module.varlen_attn).parameters:
+        return f"varlen_attn of torch {torch.__version__} takes no window_size; install torch 2.11 or newer"
+    return VarlenAttention(module.varlen_attn, device)
+
+
+class FlashAttention:
+    """`flash_attn.flash_attn_varlen_func`."""
+
+    name = "flash_attn"
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
+        return _page_obstacle(block_size, kv_dtype)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
+        if not self.static_obstacle(batch.block_size, k.dtype):
+            return self._call(q, k, v, batch.paged, block_table=batch.paged.block_table, **options)
+        outs = [
+            self._call(q[rows], part.gather(k, q.dtype), part.gather(v, q.dtype), part.paged, **options)
+            for rows, part in batch.parts
+        ]
+        return torch.cat(outs)
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: PagedBatch, **options: Any
+    ) -> torch.Tensor:
+        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
+        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
+        return out
+
+
+class VarlenAttention:
+    """`torch.nn.attention.varlen.varlen_attn`, called with the arguments that its version has."""
+
+    name = "varlen"
+
+    def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
+        self._function = function
+        parameters = inspect.signature(function).parameters
+        self._has_gqa = "enable_gqa" in parameters
+        self._has_splits = "num_splits" in parameters
+        self._paging_obstacle = "its varlen_attn takes no block_table"
+        if {"block_table", "seqused_k"} <= parameters.keys():
+            self._paging_obstacle = self._try_pages(device)
+
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
+        if self._paging_obstacle:
+            return f"torch {torch.__version__} cannot read pages in place: {self._paging_obstacle}"
+        return _page_obstacle(block_size, kv_dtype)
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        window = (window_size[0], 0 if causal else window_size[1])
+        if not self.static_obstacle(batch.block_size, k.dtype):
+            return self._attend_pages(q, k, v, batch.paged, softmax_scale, window)
+        outs = []
+        for rows, part in batch.parts:
+            keys, values = part.gather(k, q.dtype), part.gather(v, q.dtype)
+            if not self._has_gqa and q.shape[1] != keys.shape[1]:
+                keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (keys, values))
+            outs.append(self._call(q[rows], keys, values, part.paged, scale=softmax_scale, window_size=window))
+        return torch.cat(outs)
+
+    def _attend_pages(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        paged: PagedBatch,
+        softmax_scale: float,
+        window: tuple[int, int],
+    ) -> torch.Tensor:
+        options: dict[str, Any] = {"block_table": paged.block_table, "seqused_k": paged.seqlens_k}
+        if paged.max_seqlen_q == 1 and window == (-1, 0) and q.shape[1] > k.shape[2]:
+            # The last token sees all keys, causal or not. Told so, the kernel takes query heads that share a KV head
+            # for rows of one sequence, and may then split the keys of long sequences over the whole GPU.
+            window = (-1, -1)
+        elif self._has_splits:
+            # Split in any other case, rows of later sequences stay unwritten: github.com/pytorch/pytorch/issues/194167
+            options["num_splits"] = 1
+        return self._call(q, k, v, paged, scale=softmax_scale, window_size=window, **options)
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: PagedBatch, **options: Any
+    ) -> torch.Tensor:
+        if self._has_gqa:
+            options["enable_gqa"] = True
+        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
+        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
+        return out
+
+    def _try_pages(self, device: torch.device) -> str:
+        """Why pages cannot be read through a table, empty if they can: some versions know the argument and refuse it.
+
+        Two sequences in two pages, laid out in reverse: what is read in place must equal what is read after a copy.
+        """
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(shape, generator=generator).to(device, torch.bfloat16)
+            for shape in ((2, 4, 64), (2, _PAGE_MULTIPLE, 2, 64), (2, _PAGE_MULTIPLE, 2, 64))
+        )
+        step = build_step([SequenceSlice((0,), 99, (1,), True), SequenceSlice((0,), 199, (0,), True)], _PAGE_MULTIPLE)
+        batch = AttentionBatch(step, _PAGE_MULTIPLE, device)
+        self._paging_obstacle = "not tried yet"
+        copied = self(q, k, v, batch, softmax_scale=0.125)
+        try:
+            in_place = self._attend_pages(q, k, v, batch.paged, 0.125, (-1, 0))
+        except (RuntimeError, ValueError, TypeError) as error:
+            return str(error).partition("\n")[0]
+        difference = (in_place.float() - copied.float()).abs().max().item()
+        return "" if difference < 0.02 else f"it is off by {difference:.2g} in a trial"
+
+
+def _page_obstacle(block_size: int, kv_dtype: torch.dtype) -> str:
+    """Why such pages cannot be read in place; empty if they can."""
+    if is_rounded(kv_dtype):
+        return "a rounded KV cache is gathered and unpacked before attention; set kv_cache_dtype to auto"
+    if block_size % _PAGE_MULTIPLE:
+        return f"blocks of {block_size} tokens are gathered before attention; set block_size to {_PAGE_MULTIPLE}"
+    return ""

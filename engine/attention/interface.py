@@ -1,0 +1,198 @@
+"""Attention of a ragged batch over paged KV: one interface in flash-attn's terms, and the choice of who computes it.
+
+`PagedBatch` is what `flash_attn_varlen_func` takes beside the tensors, `AttentionBatch` makes it from a step; a backend
+derives what else it needs once a step (`once`) and reuses it in every layer. The new tokens' KV is in the pages before
+a backend is called. Causal masks and windows align bottom-right: query i of Q sees key j of K when
+i + K - Q - window_size[0] <= j <= i + K - Q + window_size[1], a bound of -1 being none, and causal a right bound of 0.
+
+Legend: S sequences, T query tokens, B blocks in the longest table, N blocks of the pool, K block_size,
+Hq/H query/KV heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+import torch
+
+from cluster.errors import ConfigError
+from engine.kv.pool import decode, is_rounded
+from engine.native import Native
+from engine.step_input import IntArray, StepInput
+
+Derived = TypeVar("Derived")
+_MOST_GATHERED = 1 << 16
+"""Keys that are gathered at a time: some 300 MB of an 8B model's."""
+ATTENTION_NAMES = ("auto", "flash_attn", "varlen", "cpu")
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What `flash_attn_varlen_func` takes beside the tensors: on the device, but for the two bounds."""
+
+    cu_seqlens_q: torch.Tensor  # int32 [S+1]
+    cu_seqlens_k: torch.Tensor  # int32 [S+1]
+    seqlens_k: torch.Tensor  # int32 [S]
+    block_table: torch.Tensor  # int32 [S, B]
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's sequences, and what backends derive from them.
+
+    With `fixed`, which `engine.cuda_graphs` gives, the step says no more than how many sequences there are: the rest is
+    in device memory that changes from step to step, and backends with a `static_obstacle` must not be called.
+    """
+
+    step: StepInput
+    block_size: int
+    device: torch.device
+    fixed: PagedBatch | None = None
+    _derived: dict[Hashable, object] = field(default_factory=dict, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
+        """What `make` returned the first time this step; `key` must tell one backend's values from another's."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(Derived, self._derived[key])
+
+    def to_device(self, array: np.typing.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    @cached_property
+    def seqlens_q(self) -> IntArray:
+        return np.diff(self.step.cu_seqlens_q)
+
+    @cached_property
+    def host_cu_seqlens_k(self) -> IntArray:
+        return np.concatenate([[0], np.cumsum(self.step.seqlens_k)]).astype(np.int32)
+
+    @cached_property
+    def paged(self) -> PagedBatch:
+        """Copies, since arrays that came as bytes cannot be written and torch would warn."""
+        if self.fixed is not None:
+            return self.fixed
+        return PagedBatch(
+            cu_seqlens_q=self.to_device(self.step.cu_seqlens_q.copy()),
+            cu_seqlens_k=self.to_device(self.host_cu_seqlens_k),
+            seqlens_k=self.to_device(self.step.seqlens_k.copy()),
+            block_table=self.to_device(self.step.block_tables.copy()),
+            max_seqlen_q=int(self.seqlens_q.max()),
+            max_seqlen_k=int(self.step.seqlens_k.max()),
+        )
+
+    @cached_property
+    def key_slots(self) -> torch.Tensor:
+        """int64 [sum of seqlens_k]: the slot of every key of every sequence, for backends that cannot read pages."""
+        lengths = self.step.seqlens_k
+        sequence = np.repeat(np.arange(len(lengths)), lengths)
+        position = np.arange(lengths.sum()) - self.host_cu_seqlens_k[sequence]
+        blocks = self.step.block_tables[sequence, position // self.block_size].astype(np.int64)
+        return self.to_device(blocks * self.block_size + position % self.block_size)
+
+    def gather(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Pages to [sum of seqlens_k, H, D] of a floating type: sequences one after another, as flash-attn wants."""
+        cells = pages.flatten(0, 1).index_select(0, self.key_slots)
+        return decode(cells, dtype) if is_rounded(cells.dtype) else cells
+
+    @cached_property
+    def parts(self) -> list[tuple[slice, AttentionBatch]]:
+        """Rows and sequences that follow one another and can be gathered together; more would take too much memory."""
+        parts: list[tuple[slice, AttentionBatch]] = []
+        ends, first, keys = self.step.cu_seqlens_q.tolist(), 0, 0
+        lengths = self.step.seqlens_k.tolist()
+        for sequence, length in enumerate(lengths):
+            keys += length
+            if sequence + 1 == len(lengths) or keys + lengths[sequence + 1] > _MOST_GATHERED:
+                rows, sequences = slice(ends[first], ends[sequence + 1]), slice(first, sequence + 1)
+                parts.append((rows, AttentionBatch(_part(self.step, rows, sequences), self.block_size, self.device)))
+                first, keys = sequence + 1, 0
+        return parts
+
+
+class Attention(Protocol):
+    """A backend. Stateless: what belongs to a step is kept in its batch."""
+
+    @property
+    def name(self) -> str: ...
+
+    def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
+        """Why it cannot compute from a batch's `paged` alone, as a captured step must; empty if it can."""
+        ...
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch: AttentionBatch,
+        *,
+        softmax_scale: float,
+        causal: bool = True,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> torch.Tensor:
+        """[T, Hq, D] queries against [N, K, H, D] pages; returns [T, Hq, D]."""
+        ...
+
+
+def _part(step: StepInput, rows: slice, sequences: slice) -> StepInput:
+    """Some sequences of a step, as far as attention looks at it."""
+    return replace(
+        step,
+        token_ids=step.token_ids[rows],
+        positions=step.positions[rows],
+        slot_mapping=step.slot_mapping[rows],
+        cu_seqlens_q=step.cu_seqlens_q[sequences.start : sequences.stop + 1] - rows.start,
+        seqlens_k=step.seqlens_k[sequences],
+        block_tables=step.block_tables[sequences],
+    )
+
+
+def choose_attention(
+    wanted: str, device: torch.device, dtype: torch.dtype, kernels: Native | None = None
+) -> tuple[Attention, str]:
+    """A backend and, in a few words, why it is this one. `auto` takes the fastest that works here.
+
+    `kernels` as `engine.layers.ops.choose_native` gives them. Raises ConfigError when the wanted one cannot run, naming
+    why and what to use.
+    """
+    from engine.attention.cpu import CpuAttention
+    from engine.attention.flash import flash_attn_backend, varlen_backend
+
+    if wanted not in ATTENTION_NAMES:
+        raise ConfigError(f"attention: {wanted!r} is unknown; use {', '.join(ATTENTION_NAMES)}")
+    if wanted == "cpu":
+        return CpuAttention(kernels), "asked for"
+    obstacle = _flash_obstacle(device, dtype)
+    makers = {"flash_attn": flash_attn_backend, "varlen": varlen_backend}
+    if wanted in makers:
+        backend = obstacle or makers[wanted](device)
+        if isinstance(backend, str):
+            raise ConfigError(f"attention: {wanted} cannot run: {backend}; use auto or cpu")
+        return backend, "asked for"
+    if obstacle:
+        return CpuAttention(kernels), obstacle
+    reasons: list[str] = []
+    for make in makers.values():
+        backend = make(device)
+        if not isinstance(backend, str):
+            return backend, "; ".join([*reasons, "the fastest here"])
+        reasons.append(backend)
+    return CpuAttention(), "; ".join(reasons)
+
+
+def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no FlashAttention kernel can run on this device in this type; empty if one can."""
+    if device.type != "cuda":
+        return f"FlashAttention needs a CUDA device, this is {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention needs float16 or bfloat16, this is {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention needs compute capability 8.0 or newer"
+    return ""

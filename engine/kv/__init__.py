@@ -1,0 +1,1 @@
+"""The paged KV cache: who owns which block, and the tensor that holds them."""

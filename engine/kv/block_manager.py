@@ -1,0 +1,225 @@
+"""Owns which KV block belongs to whom: reference counts, the free list, and the prefix cache by keyed block hash.
+
+A block is free (content worthless), held (referenced by at least one owner) or cached (published, referenced by nobody,
+evicted least recently used first). Invariant, always: free + held + cached == total; `check` proves it.
+While a step runs (`begin_step` to `end_step`), what is released stays held: the step may still touch it.
+Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
+as well, so that equal digests mean equal KV. Who watches the cache is told which digests came and went.
+Knows nothing of tensors, requests or time. Used from one thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import KeysView, Sequence
+
+from cluster import prefix_hash
+from cluster.errors import BatonError, InternalError
+from engine.kv.cache_events import MOST_CHANGES, CacheChanges, CacheEvents
+
+
+class NoFreeBlocks(BatonError):
+    """The pool cannot give that many blocks now; the scheduler waits or preempts."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+    reason = "NO_FREE_BLOCKS"
+
+
+class BlockAccountingError(InternalError):
+    """An owner did what it may not (released twice, say), or an invariant is broken: a bug, never load."""
+
+
+class BlockManager:
+    """Hands out the block ids [0, num_blocks) of one KV pool."""
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_cache: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs at least 1 block of 1 token (got {num_blocks} of {block_size})")
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self._refcounts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: few blocks in use touch few pages of memory
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
+        self._published: dict[bytes, int] = {}
+        self._changes: CacheChanges | None = None  # None: nobody watches the cache
+        self._released_in_step: list[list[int]] | None = None  # None: no step is running
+
+    @property
+    def num_total(self) -> int:
+        return len(self._refcounts)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_total - self.num_free - self.num_cached
+
+    def refcount(self, block: int) -> int:
+        return self._refcounts[block]
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        return num_blocks <= self.num_free + self.num_cached
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Takes blocks of unspecified content, evicting cached ones once none is free. NoFreeBlocks: none was taken."""
+        if not self.can_allocate(num_blocks):
+            raise NoFreeBlocks(
+                f"{num_blocks} KV blocks wanted, but of {self.num_total} only {self.num_free} are free and "
+                f"{self.num_cached} evictable; wait for a request to end or preempt one"
+            )
+        while len(self._free) < num_blocks:
+            self._evict()
+        blocks = [self._free.pop() for _ in range(num_blocks)]
+        for block in blocks:
+            self._refcounts[block] = 1
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Adds one owner to each block, all of which are held."""
+        self._require_held(blocks, "share")
+        for block in blocks:
+            self._refcounts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops one owner of each block. A table given in order has its end evicted before its beginning."""
+        self._require_held(blocks, "release")
+        if self._released_in_step is not None:
+            self._released_in_step.append(list(blocks))
+            return
+        for block in reversed(blocks):
+            self._refcounts[block] -= 1
+            if self._refcounts[block] > 0:
+                continue
+            if self._is_published(block):
+                self._cached[block] = None
+            else:
+                self._digests.pop(block, None)
+                self._free.append(block)
+
+    def begin_step(self) -> None:
+        """A step that reads and writes held blocks has been launched."""
+        if self._released_in_step is not None:
+            raise BlockAccountingError("a step is running already; call end_step first")
+        self._released_in_step = []
+
+    def end_step(self) -> None:
+        """The step has ended: what was released while it ran is let go, in that order."""
+        if self._released_in_step is None:
+            raise BlockAccountingError("no step is running; call begin_step first")
+        released, self._released_in_step = self._released_in_step, None
+        for blocks in released:
+            self.release(blocks)
+
+    def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
+        """Finds the longest run of published blocks that `token_ids` starts with, and takes a reference on each.
+
+        The last token is never covered: computing it is what gives the logits of the next one.
+        """
+        matched: list[int] = []
+        if not self.enable_prefix_cache:
+            return matched
+        for digest in prefix_hash.prefix_hashes(token_ids, self.block_size, salt):
+            block = self._published.get(digest)
+            if block is None:
+                break
+            matched.append(block)
+        for block in matched:
+            self._cached.pop(block, None)
+            self._refcounts[block] += 1
+        return matched
+
+    def publish(self, token_ids: Sequence[int], block_table: Sequence[int], salt: bytes, num_computed: int) -> None:
+        """Makes the full blocks of a sequence findable, as far as the KV of its first `num_computed` tokens reaches.
+
+        Idempotent, and cheap when repeated: hashing goes on where an earlier call stopped. Where an equal block is
+        published already, this sequence's own stays private.
+        """
+        if not self.enable_prefix_cache:
+            return
+        num_full = min(num_computed, len(token_ids)) // self.block_size
+        if num_full > len(block_table):
+            raise BlockAccountingError(f"{num_full} full blocks to publish, but the table has {len(block_table)}")
+        self._require_held(block_table[:num_full], "publish")
+        start = num_full
+        while start > 0 and block_table[start - 1] not in self._digests:
+            start -= 1
+        if start == num_full:
+            return
+        key, size = prefix_hash.key_of(salt), self.block_size
+        while start < num_full:
+            first = start // prefix_hash.GROUP * prefix_hash.GROUP
+            end = min(first + prefix_hash.GROUP, num_full)
+            parent = self._digests[block_table[first - 1]] if first else prefix_hash.root_of(size)
+            digests = prefix_hash.block_hashes(parent, token_ids[first * size : end * size], size, key, start - first)
+            for block, digest in zip(block_table[start:end], digests, strict=True):
+                self._digests[block] = digest
+                if digest not in self._published:
+                    self._published[digest] = block
+                    if self._changes is not None:
+                        self._changes.store(digest)
+            start = end
+
+    @property
+    def cached_hashes(self) -> KeysView[bytes]:
+        """Digests of all blocks that `match_prefix` can find now, held or not; a live view."""
+        return self._published.keys()
+
+    def watch_cache(self, is_watched: bool, most_changes: int = MOST_CHANGES) -> None:
+        """From now on `take_cache_events` tells what changes, or nothing is noted any more."""
+        self._changes = CacheChanges(most_changes) if is_watched else None
+
+    def take_cache_events(self) -> CacheEvents | None:
+        """How `cached_hashes` has changed since this was last called, or the watch began; None when it has not.
+
+        All of them, as a snapshot, when more than `most_changes` changes had waited.
+        """
+        return self._changes.take(self._published) if self._changes is not None else None
+
+    def check(self) -> None:
+        """Raises BlockAccountingError naming every block whose books disagree. Reads the whole pool."""
+        free, cached = set(self._free), set(self._cached)
+        wrong = [] if len(free) == len(self._free) else [f"the free list names a block twice: {self._free}"]
+        for block, count in enumerate(self._refcounts):
+            places = (block in free) + (block in cached) + (count > 0)
+            if places != 1 or count < 0:
+                wrong.append(f"block {block}: free={block in free} cached={block in cached} refcount={count}")
+            if block in cached and not self._is_published(block):
+                wrong.append(f"block {block} is cached, but cannot be found by its hash")
+            if block in free and block in self._digests:
+                wrong.append(f"block {block} is free, but keeps a digest")
+        for digest, block in self._published.items():
+            if self._digests.get(block) != digest:
+                wrong.append(f"a published digest leads to block {block}, which has another")
+        if wrong:
+            raise BlockAccountingError(
+                f"books of {self.num_total} KV blocks (free {self.num_free}, held {self.num_held}, "
+                f"cached {self.num_cached}): " + "; ".join(wrong)
+            )
+
+    def _is_published(self, block: int) -> bool:
+        digest = self._digests.get(block)
+        return digest is not None and self._published.get(digest) == block
+
+    def _evict(self) -> None:
+        block, _ = self._cached.popitem(last=False)
+        digest = self._digests.pop(block)
+        del self._published[digest]
+        if self._changes is not None:
+            self._changes.evict(digest)
+        self._free.append(block)
+
+    def _require_held(self, blocks: Sequence[int], action: str) -> None:
+        for block, times in Counter(blocks).items():
+            owners = self._refcounts[block] if 0 <= block < self.num_total else 0
+            if owners < (times if action == "release" else 1):
+                raise BlockAccountingError(
+                    f"cannot {action} block {block} of {self.num_total} {times} times: it has {owners} owners; "
+                    "take a block with allocate, share or match_prefix and release it once for each"
+                )

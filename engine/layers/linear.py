@@ -1,0 +1,189 @@
+"""Megatron's tensor-parallel layers, each built from the slices of a checkpoint that its rank needs.
+
+Column-parallel layers split their outputs, row-parallel ones their inputs and sum afterwards; the embedding and the
+head split the vocabulary. Every parameter names the slices it consists of (`TensorSlice`), so sharding and fusing
+happen while reading. The group is an argument; these layers know neither models nor steps.
+
+Legend: T tokens, I inputs, O outputs of this rank, E hidden_size, V vocab_size, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.checkpoint import Checkpoint, TensorSlice
+from engine.layers.matmul import Matrix, make_matrix, make_quantized
+from engine.layers.ops import Ops
+from engine.native import Native
+from engine.quantization.packed import keep_codes, read_codes
+from engine.quantization.packing import Packing
+from engine.tp import TPGroup
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Makes parameters of one rank on its device from a checkpoint."""
+
+    checkpoint: Checkpoint
+    tp: TPGroup
+    device: torch.device
+    dtype: torch.dtype
+    ops: Ops
+    kernels: Native | None
+    quantization: str
+    packing: Packing | None
+    keeps_codes: bool
+    """Whether what is packed stays so where it can (`Packing.keeps_codes`)."""
+
+    def linear(self, parts: Sequence[TensorSlice]) -> Matrix:
+        """The matrix of all parts' outputs, one after another, whether a part is there as it is or packed."""
+        kept = self._keep(parts) if self.keeps_codes else None
+        return kept or self.matrix(self._join(parts, self._read_weight))
+
+    def stack(self, parts: Sequence[TensorSlice]) -> torch.Tensor:
+        """One tensor of all parts, one after another along dim 0."""
+        return self._join(parts, self.checkpoint.read)
+
+    def _keep(self, parts: Sequence[TensorSlice]) -> Matrix | None:
+        """None where a part is plain, or what is packed cannot be multiplied as it is."""
+        if self.packing is None or any(part.name in self.checkpoint for part in parts):
+            return None
+        found = keep_codes([read_codes(self.checkpoint, self.packing, part) for part in parts])
+        if found is None:
+            return None
+        weight, order = found
+        order = None if order is None else order.to(self.device)
+        return make_quantized(weight.to(self.device), self.kernels, order)
+
+    def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
+        if self.packing is None or part.name in self.checkpoint:
+            self.checkpoint.read(part, out)
+        else:
+            read_codes(self.checkpoint, self.packing, part).decode(out)
+
+    def _join(self, parts: Sequence[TensorSlice], read: Callable[[TensorSlice, torch.Tensor], None]) -> torch.Tensor:
+        rows = sum(part.local_shape[0] for part in parts)
+        out = torch.empty((rows, *parts[0].local_shape[1:]), dtype=self.dtype, device=self.device)
+        start = 0
+        for part in parts:
+            stop = start + part.local_shape[0]
+            read(part, out[start:stop])
+            start = stop
+        return out
+
+    def matrix(self, weight: torch.Tensor) -> Matrix:
+        """A weight that is multiplied with, in the form that this rank's machine multiplies fastest."""
+        return make_matrix(weight, self.kernels, self.quantization)
+
+    def equal_share(self, total: int) -> range:
+        """This rank's part of `total` columns or rows that the ranks divide evenly."""
+        count = total // self.tp.size
+        return range(self.tp.rank * count, (self.tp.rank + 1) * count)
+
+
+class RmsNorm:
+    """Root mean square normalisation over the last dimension (arXiv 1910.07467)."""
+
+    def __init__(self, loader: Loader, name: str, size: int, eps: float) -> None:
+        self.weight = loader.stack([TensorSlice(f"{name}.weight", (size,))])
+        self._eps = eps
+        self._ops = loader.ops
+
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+        """With `add`, x += add comes first, in place."""
+        return self._ops.rms_norm(x, self.weight, self._eps, add)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One of the matrices that a column-parallel layer fuses: `total` outputs, of which this rank computes `own`."""
+
+    name: str
+    total: int
+    own: range
+
+
+class Linear(Protocol):
+    """What the layers below have in common: a product, and what is added to it."""
+
+    matrix: Matrix
+    bias: torch.Tensor | None
+
+
+class ColumnParallelLinear:
+    """Several projections of the same input in one matrix product: [T, E] to [T, O], outputs in the given order."""
+
+    def __init__(self, loader: Loader, projections: Sequence[Projection], num_inputs: int, bias: bool) -> None:
+        parts = [
+            TensorSlice(f"{p.name}.weight", (p.total, num_inputs), 0, p.own.start, p.own.stop) for p in projections
+        ]
+        self.matrix = loader.linear(parts)
+        biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
+        self.bias = loader.stack(biases) if bias else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matrix(x, self.bias)
+
+
+class RowParallelLinear:
+    """[T, I] of this rank's inputs to [T, E], summed over the ranks; the first of them adds the bias."""
+
+    def __init__(self, loader: Loader, name: str, num_inputs: int, num_outputs: int, bias: bool) -> None:
+        own = loader.equal_share(num_inputs)
+        part = TensorSlice(f"{name}.weight", (num_outputs, num_inputs), 1, own.start, own.stop)
+        self.matrix = loader.linear([part])
+        self.bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
+        self._tp = loader.tp
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.matrix(x, self.bias if self._tp.rank == 0 else None)
+        self._tp.all_reduce(out)
+        return out
+
+
+class VocabShard:
+    """This rank's rows of a [V, E] matrix. Where the ranks do not divide V, the last ones hold fewer, or padding."""
+
+    def __init__(self, loader: Loader, name: str, vocab_size: int, hidden_size: int) -> None:
+        rows_each = -(-vocab_size // loader.tp.size)
+        self.start = min(loader.tp.rank * rows_each, vocab_size)
+        self.stop = min(self.start + rows_each, vocab_size)
+        self.weight = torch.zeros((rows_each, hidden_size), dtype=loader.dtype, device=loader.device)
+        part = TensorSlice(f"{name}.weight", (vocab_size, hidden_size), 0, self.start, self.stop)
+        loader.checkpoint.read(part, self.weight[: self.stop - self.start])
+
+
+class VocabParallelEmbedding:
+    """[T] token ids to [T, E]: each rank looks up its own ids, the sum over the ranks is the whole."""
+
+    def __init__(self, shard: VocabShard, tp: TPGroup) -> None:
+        self._shard = shard
+        self._tp = tp
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        if self._tp.size == 1:
+            return F.embedding(token_ids, self._shard.weight)
+        foreign = (token_ids < self._shard.start) | (token_ids >= self._shard.stop)
+        rows = (token_ids - self._shard.start).masked_fill_(foreign, 0)
+        out = F.embedding(rows, self._shard.weight).masked_fill_(foreign.unsqueeze(1), 0.0)
+        self._tp.all_reduce(out)
+        return out
+
+
+class VocabParallelHead:
+    """[R, E] to float32 logits [R, V], whole on every rank."""
+
+    def __init__(self, shard: VocabShard, vocab_size: int, loader: Loader) -> None:
+        self.matrix = loader.matrix(shard.weight)
+        self.bias: torch.Tensor | None = None
+        self._vocab_size = vocab_size
+        self._tp = loader.tp
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self.matrix(hidden, dtype=torch.float32)
+        return self._tp.all_gather(logits, dim=-1)[:, : self._vocab_size]

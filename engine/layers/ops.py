@@ -1,0 +1,130 @@
+"""What a decoder layer does between its matrix products and its attention: in plain torch, or by Baton's own kernels.
+
+Both keep transformers' order of rounding, so that a model in bfloat16 says what it would say there.
+
+Legend: T tokens, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, N blocks, K block_size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cluster.errors import ConfigError
+from engine.kv.pool import encode, is_rounded
+from engine.layers.rope import rotate
+from engine.native import DTYPES, MAX_HEAD_DIM, Native, native
+
+KERNELS_NAMES = ("auto", "native", "torch")
+Pages = tuple[Tensor, Tensor]
+"""Keys and values of a layer, [N, K, H, D] each, or [N, K, H, D + 4] where they are rounded."""
+
+
+class Ops(Protocol):
+    """The two ways."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        """x [T, E] over its root mean square (arXiv 1910.07467), times `weight`. With `add`: x += add first."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """SwiGLU's middle (arXiv 2002.05202): silu(gate) * up of [T, 2 W]."""
+        ...
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        head_norm: Tensor | None,
+        eps: float,
+        rope_rows: tuple[Tensor, Tensor],
+        slots: Tensor,
+        pages: Pages,
+        num_heads: int,
+    ) -> Tensor:
+        """Query heads [T, Hq, D] of [T, Hq + 2 H, D], normalised and turned; keys and values go to their slots.
+
+        `head_norm` is [Hq + H, D] or None, `rope_rows` cos and sin of [T, 1, D], `slots` int64 [T]. May change `qkv`.
+        """
+        ...
+
+
+class TorchOps:
+    """On any device, in any floating type."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+        if add is not None:
+            x.add_(add)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        width = gate_up.shape[1] // 2
+        return F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        head_norm: Tensor | None,
+        eps: float,
+        rope_rows: tuple[Tensor, Tensor],
+        slots: Tensor,
+        pages: Pages,
+        num_heads: int,
+    ) -> Tensor:
+        num_turned = (qkv.shape[1] + num_heads) // 2
+        qk = qkv[:, :num_turned]
+        if head_norm is not None:
+            qk = F.rms_norm(qk, (qk.shape[-1],), eps=eps) * head_norm
+        qk = rotate(qk, rope_rows)
+        for rows, new in zip(pages, (qk[:, num_heads:], qkv[:, num_turned:]), strict=True):
+            rows.flatten(0, 1).index_copy_(0, slots, encode(new, rows.dtype) if is_rounded(rows.dtype) else new)
+        return qk[:, :num_heads]
+
+
+class NativeOps:
+    """On the CPU, by `engine.native`."""
+
+    def __init__(self, kernels: Native) -> None:
+        self.rms_norm = kernels.rms_norm
+        self.silu_mul = kernels.silu_mul
+        self._rotate_and_store = kernels.rotate_and_store
+
+    def rotate_and_store(
+        self,
+        qkv: Tensor,
+        head_norm: Tensor | None,
+        eps: float,
+        rope_rows: tuple[Tensor, Tensor],
+        slots: Tensor,
+        pages: Pages,
+        num_heads: int,
+    ) -> Tensor:
+        self._rotate_and_store(qkv, head_norm, eps, rope_rows, slots, pages, num_heads)
+        return qkv[:, :num_heads]
+
+
+def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Native | None, str]:
+    """Baton's own kernels and where they come from; or None, and why they are not used.
+
+    `wanted` is `auto`, `native` or `torch`. Raises ConfigError when the wanted ones cannot be used, or are unknown.
+    """
+    if wanted not in KERNELS_NAMES:
+        raise ConfigError(f"kernels: {wanted!r} is unknown; use {', '.join(KERNELS_NAMES)}")
+    if wanted == "torch":
+        return None, "not wanted"
+    kernels, reason = _usable_native(device, dtype, head_dim)
+    if wanted == "native" and kernels is None:
+        raise ConfigError(f"kernels: native cannot be used: {reason}; or set kernels to auto")
+    return kernels, reason
+
+
+def _usable_native(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Native | None, str]:
+    if device.type != "cpu":
+        return None, f"they are for the CPU, this is {device.type}"
+    if dtype not in DTYPES:
+        return None, f"they compute in float32 and bfloat16, this is {str(dtype).removeprefix('torch.')}"
+    if head_dim > MAX_HEAD_DIM:
+        return None, f"heads of {head_dim} dimensions are too wide for them"
+    return native()

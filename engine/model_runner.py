@@ -1,0 +1,237 @@
+"""One tensor-parallel rank of a model, ready to run: weights, KV pool, attention backend, and one forward pass a step.
+
+Every rank of a group runs the same steps in the same order. Which step comes next, and whose blocks it names, is
+decided elsewhere; the runner trusts a step that `build_step` made.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from engine.attention.interface import AttentionBatch, choose_attention
+from engine.checkpoint import Checkpoint
+from engine.cuda_graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
+from engine.kv.pool import KvCache
+from engine.layers.linear import Loader
+from engine.layers.ops import NativeOps, Ops, TorchOps, choose_native
+from engine.layers.rope import RopeTable
+from engine.memory import choose_form, resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.models.config import ModelConfig
+from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
+from engine.native.decode_step import choose_decode_step
+from engine.sampling.prompt_logprobs import PromptScores, score_rows
+from engine.step_input import IntArray, StepInput
+from engine.tp import TPGroup
+
+
+class StepOutput(NamedTuple):
+    """What came of a step."""
+
+    logits: torch.Tensor
+    """Float32 [R, V]."""
+    scores: PromptScores | None = None
+    """None when no row is scored."""
+
+
+class ModelRunner:
+    """Loads at construction; raises CheckpointError or ConfigError when the folder or the sizes do not fit."""
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        *,
+        tp: TPGroup,
+        device: str,
+        dtype: str,
+        block_size: int,
+        num_blocks: int | None = None,
+        attention: str = "auto",
+        quantization: str = "none",
+        kv_cache_dtype: str = "auto",
+        kernels: str = "auto",
+        graphs_up_to: int = 0,
+        capture: Capture | None = None,
+        open_weights: Callable[[Path], Checkpoint] = Checkpoint,
+        report: Callable[[str], None] | None = None,
+    ) -> None:
+        """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
+        Without `num_blocks` there is no KV pool until `make_pool`.
+
+        `open_weights` says where weights come from, if not from the folder's files.
+        """
+        self.config = ModelConfig.from_folder(model_path)
+        self.config.check_tp_size(tp.size)
+        self.device = torch.device(resolve_device(device))
+        self.dtype = resolve_dtype(self.config, dtype, str(self.device))
+        """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
+        self.block_size = block_size
+        torch_dtype: torch.dtype = getattr(torch, self.dtype)
+        native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
+        """Where Baton's own kernels come from, or why they are not used."""
+        self._attention, _ = choose_attention(attention, self.device, torch_dtype, native)
+        packing = self.config.packing
+        self.weight_form = choose_form(
+            self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=native
+        )
+        """In which form the weights are kept."""
+        with open_weights(Path(model_path)) as checkpoint:
+            ops: Ops = TorchOps() if native is None else NativeOps(native)
+            keeps_codes = self.weight_form.keeps_codes
+            loader = Loader(checkpoint, tp, self.device, torch_dtype, ops, native, quantization, packing, keeps_codes)
+            self._model = Decoder(self.config, loader, report or (lambda line: None))
+            if packing is not None:
+                checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
+            ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
+            checkpoint.check_all_read(ignored)
+        self._native = native
+        self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
+        self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
+        if capture is None:
+            obstacle = self._attention.static_obstacle(block_size, self._kv_dtype)
+            capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
+        """Which decode steps are CUDA graphs, or why none are."""
+        self._capture_with, self._graphs_up_to = capture, graphs_up_to
+        self._graphs: DecodeGraphs | None = None
+        if num_blocks is not None:
+            self.make_pool(num_blocks)
+
+    def make_pool(self, num_blocks: int) -> None:
+        """Allocates the KV pool and captures decode steps over it: once, before the first step, by whoever gave no
+        `num_blocks` at construction."""
+        longest = min(self.config.max_position_embeddings, num_blocks * self.block_size)
+        capture = self._capture_with
+        self._allocate(self.config.num_hidden_layers, num_blocks, longest, has_scratch=capture is not None)
+        if capture is not None:
+            width = -(-longest // self.block_size)
+            self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
+
+    def rehearsal(self, num_blocks: int, length: int) -> ModelRunner:
+        """The same weights with one layer of each kind and a small pool of its own, for positions below `length`.
+
+        A step takes the memory there that it takes here, in a fraction of the time. What it computes says nothing.
+        """
+        first_of_kind: dict[int | None, int] = {}
+        for layer, window in enumerate(self.config.layer_windows):
+            first_of_kind.setdefault(window, layer)
+        layers = tuple(first_of_kind.values())
+        other = copy.copy(self)
+        other._model = self._model.only(layers)
+        other._graphs = None
+        other._allocate(layers[-1] + 1, num_blocks, length)
+        return other
+
+    def _allocate(self, num_layers: int, num_blocks: int, num_positions: int, has_scratch: bool = False) -> None:
+        """`has_scratch`: one block more, which belongs to no sequence."""
+        config, head_dim = self.config, self.config.head_dim
+        self._num_blocks = num_blocks
+        self._rope = RopeTable(config.rope, head_dim, num_positions, self.device, getattr(torch, self.dtype))
+        self._kv = KvCache(
+            num_layers,
+            num_blocks + has_scratch,
+            self.block_size,
+            self._num_kv_heads,
+            head_dim,
+            self._kv_dtype,
+            self.device,
+        )
+        self.decode_step, self.decode_reason = choose_decode_step(
+            self._native, self._model, config, self._kv, self._rope
+        )
+        """How decode steps are one call, or why they are not."""
+
+    @property
+    def attention_name(self) -> str:
+        return self._attention.name
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """The pool: [num_layers, 2, num_blocks, block_size, local_kv_heads, head_dim], as `engine.kv.pool` says.
+
+        Where decode steps are captured it has one block more, the last, which belongs to no sequence.
+        """
+        return self._kv.pool
+
+    def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """The logits alone of what `run` gives."""
+        return self.run(step, on_layer).logits
+
+    @torch.inference_mode()
+    def run(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+        """Copies blocks, writes the new tokens' KV, and returns logits and scores, equal on every rank.
+
+        `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
+        the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
+        """
+        assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
+        if self.decode_step is not None and on_layer is None and self.decode_step.takes(step):
+            return StepOutput(self.decode_step.run(step))
+        self._check_blocks(step)
+        if len(step.block_copies):
+            self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
+        if len(step.token_ids) == 0:
+            return StepOutput(torch.empty((0, self.config.vocab_size), device=self.device))
+        if self._graphs is not None and on_layer is None and self._graphs.takes(step):
+            return StepOutput(self._graphs.run(step))
+        hidden = self._compute(
+            self._to_device(step.token_ids, np.int32),
+            self._to_device(step.positions, np.int32),
+            self._to_device(step.slot_mapping, np.int64),
+            AttentionBatch(step, self.block_size, self.device),
+            on_layer,
+        )
+        logits = self._model.logits(hidden, self._to_device(step.logits_indices, np.int32))
+        if not len(step.scored):
+            return StepOutput(logits)
+        vocab_size = self.config.vocab_size
+        scores = score_rows(step.scored, lambda rows: self._model.logits(hidden, rows), vocab_size, self.device)
+        return StepOutput(logits, scores)
+
+    def _compute(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        batch: AttentionBatch,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The hidden state of every token, as `Decoder` gives it."""
+        context = StepContext(batch, slots, self._rope.at(positions), self._kv, self._attention, on_layer)
+        return self._model(token_ids, context)
+
+    @torch.inference_mode()
+    def _capture(self, capture: Capture, most: int, width: int) -> tuple[DecodeGraphs | None, str]:
+        def compute(inputs: DecodeInputs) -> torch.Tensor:
+            hidden = self._compute(inputs.token_ids, inputs.positions, inputs.slots.long(), inputs.batch)
+            return self._model.logits(hidden, inputs.logits_indices)
+
+        try:
+            graphs = DecodeGraphs(
+                compute,
+                capture,
+                most=most,
+                width=width,
+                block_size=self.block_size,
+                scratch_block=self._num_blocks,
+                vocab_size=self.config.vocab_size,
+                device=self.device,
+            )
+        except RuntimeError as error:  # of CUDA, out of memory included; without graphs everything still works
+            return None, f"capturing them failed: {error}"
+        return graphs, f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences"
+
+    def _check_blocks(self, step: StepInput) -> None:
+        """Kernels write where they are told: a block that is not there must not reach them."""
+        num_slots = self._num_blocks * self.block_size
+        for array, limit in ((step.block_tables, self._num_blocks), (step.slot_mapping, num_slots)):
+            if array.size and not 0 <= array.min() <= array.max() < limit:
+                raise IndexError(f"a step names block or slot {array.min()} to {array.max()}; there are {limit}")
+
+    def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
+        """A copy, since arrays that came as bytes cannot be written and torch would warn."""
+        return torch.from_numpy(array.astype(dtype)).to(self.device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""Model families, and what a checkpoint folder says about its model."""

@@ -1,0 +1,237 @@
+"""What a checkpoint folder says about its model: one frozen `ModelConfig` with Hugging Face's own field names.
+
+Reads config.json and generation_config.json as transformers 4 and 5 write them, and refuses what the decoder of
+`engine.model` would compute wrongly. It knows nothing of weights, devices or serving.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import CheckpointError, ConfigError
+from engine.models.json_fields import Fields
+from engine.quantization.packing import Packing, read_packing
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding: `rope_type` is one of ROPE_TYPES; fields that a type does not use keep their defaults."""
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only model. Sizes are of the whole model, not of one tensor-parallel rank."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Biases on the q, k and v projections."""
+    attention_output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm on each query and key head before rope (Qwen3)."""
+    layer_windows: tuple[int | None, ...]
+    """For each layer, how many tokens a token sees, itself included; None: all before it."""
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    packing: Packing | None = None
+    """How its linear layers are held, where they are not plain weights."""
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> ModelConfig:
+        """Raises CheckpointError naming the file, the field and the remedy."""
+        folder = Path(path)
+        fields = Fields(_read_json(folder / "config.json"), "config.json")
+        architecture = _architecture(fields)
+        biased = fields.flag("attention_bias")
+        num_layers = fields.size("num_hidden_layers")
+        num_heads = fields.size("num_attention_heads")
+        hidden_size = fields.size("hidden_size")
+        max_position_embeddings = fields.size("max_position_embeddings")
+        default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
+        config = cls(
+            architecture=architecture,
+            hidden_size=hidden_size,
+            intermediate_size=fields.size("intermediate_size"),
+            num_hidden_layers=num_layers,
+            num_attention_heads=num_heads,
+            num_key_value_heads=fields.size("num_key_value_heads", num_heads),
+            head_dim=fields.size("head_dim", default_head_dim),
+            vocab_size=fields.size("vocab_size"),
+            max_position_embeddings=max_position_embeddings,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=_rope(fields, max_position_embeddings),
+            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            attention_bias=architecture == "Qwen2ForCausalLM" or (biased and architecture != "MistralForCausalLM"),
+            attention_output_bias=biased and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
+            mlp_bias=fields.flag("mlp_bias") and architecture == "LlamaForCausalLM",
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            layer_windows=_layer_windows(fields, architecture, num_layers),
+            dtype=_dtype(fields),
+            eos_token_ids=_eos_token_ids(folder, fields),
+            packing=read_packing(fields),
+        )
+        config._check_heads()
+        return config
+
+    def _check_heads(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise CheckpointError(
+                f"config.json: num_key_value_heads {self.num_key_value_heads} does not divide "
+                f"num_attention_heads {self.num_attention_heads}"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"config.json: head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+
+    def allows_tp_size(self, tp_size: int) -> bool:
+        """Whether query heads and MLP columns split evenly, and KV heads split or replicate evenly."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        splits_kv = kv_heads % tp_size == 0 or tp_size % kv_heads == 0
+        return heads % tp_size == 0 and self.intermediate_size % tp_size == 0 and splits_kv
+
+    def check_tp_size(self, tp_size: int) -> None:
+        """Raises ConfigError naming the sizes that work."""
+        if self.allows_tp_size(tp_size):
+            return
+        sizes = [str(n) for n in range(1, self.num_attention_heads + 1) if self.allows_tp_size(n)]
+        choices = " or ".join([", ".join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)
+        raise ConfigError(
+            f"tensor_parallel: {tp_size} does not divide {self.num_attention_heads} attention heads, "
+            f"{self.num_key_value_heads} KV heads and intermediate_size {self.intermediate_size}; use {choices}"
+        )
+
+    def kv_head_range(self, tp_rank: int, tp_size: int) -> range:
+        """The KV heads that a rank holds: an equal slice, or one replicated head where ranks outnumber heads."""
+        kv_heads = self.num_key_value_heads
+        if tp_size > kv_heads:
+            head = tp_rank * kv_heads // tp_size
+            return range(head, head + 1)
+        count = kv_heads // tp_size
+        return range(tp_rank * count, (tp_rank + 1) * count)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object (got {type(value).__name__})")
+    return value
+
+
+def _architecture(fields: Fields) -> str:
+    names = fields.get("architectures") or []
+    name = names[0] if isinstance(names, list) and names else None
+    if name not in ARCHITECTURES:
+        raise CheckpointError(
+            f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(ARCHITECTURES)}"
+        )
+    if (activation := fields.get("hidden_act")) not in (None, "silu"):
+        raise CheckpointError(f"config.json: hidden_act {activation!r} is not supported; Baton computes 'silu'")
+    return str(name)
+
+
+def _layer_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
+    """Mistral slides on all layers or none, Llama never, Qwen on those that its config names."""
+    if architecture.startswith("Qwen"):
+        return _qwen_windows(fields, num_layers)
+    slides = architecture == "MistralForCausalLM" and fields.get("sliding_window") is not None
+    return (fields.size("sliding_window") if slides else None,) * num_layers
+
+
+def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
+    """Qwen names its layers' types, or (transformers 4) slides from layer max_window_layers on."""
+    if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
+        return (None,) * num_layers
+    window = fields.size("sliding_window")
+    types = fields.get("layer_types")
+    if types is None:
+        first = fields.get("max_window_layers")
+        first = 28 if first is None else first
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    by_type = {"sliding_attention": window, "full_attention": None}
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(by_type):
+        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(by_type)} (got {types!r})")
+    return tuple(by_type[name] for name in types)
+
+
+def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
+    """`rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4)."""
+    values = fields.within("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    rope_type = values.get("rope_type") or values.get("type") or "default"
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(
+            f"config.json: rope_type {rope_type!r} is not supported; Baton computes {', '.join(ROPE_TYPES)}"
+        )
+    for source in (fields, values):
+        if (partial := source.get("partial_rotary_factor")) not in (None, 1.0):
+            raise CheckpointError(f"config.json: partial_rotary_factor {partial!r} is not supported; only 1.0 is")
+    original = fields if fields.get("original_max_position_embeddings") is not None else values
+    scales = rope_type != "default"
+    derived = max_position_embeddings / original.size("original_max_position_embeddings", max_position_embeddings)
+    return RopeConfig(
+        rope_type=rope_type,
+        rope_theta=values.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        factor=values.number("factor", derived if rope_type == "yarn" else None) if scales else 1.0,
+        original_max_position_embeddings=original.size("original_max_position_embeddings", max_position_embeddings),
+        low_freq_factor=values.number("low_freq_factor", None if rope_type == "llama3" else 1.0),
+        high_freq_factor=values.number("high_freq_factor", None if rope_type == "llama3" else 4.0),
+        beta_fast=values.number("beta_fast", 32.0),
+        beta_slow=values.number("beta_slow", 1.0),
+        attention_factor=values.optional_number("attention_factor"),
+        mscale=values.optional_number("mscale"),
+        mscale_all_dim=values.optional_number("mscale_all_dim"),
+        truncate=values.flag("truncate", True),
+    )
+
+
+def _dtype(fields: Fields) -> str:
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in DTYPES:
+        raise CheckpointError(f"config.json: dtype {name!r} is not supported; Baton serves {', '.join(DTYPES)}")
+    return name
+
+
+def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
+    """generation_config.json's end-of-text ids if it names any, else config.json's."""
+    path = folder / "generation_config.json"
+    value = _read_json(path).get("eos_token_id") if path.exists() else None
+    if value is None:
+        value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(token) is not int or token < 0 for token in ids):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them (got {value!r})")
+    return tuple(ids)

@@ -1,0 +1,179 @@
+"""The decoder that Llama, Mistral, Qwen2 and Qwen3 have in common: what differs is in `ModelConfig`.
+
+Built straight from a checkpoint, sharded as it is read. It knows attention as a function and KV as pages to write;
+nothing of requests, schedules or serving. Weight names are Hugging Face's.
+
+Legend: T tokens, R rows with logits, E hidden_size, V vocab_size, Hq/H query/KV heads of this rank, D head_dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.interface import Attention, AttentionBatch
+from engine.kv.pool import KvCache
+from engine.layers.linear import (
+    ColumnParallelLinear,
+    Loader,
+    Projection,
+    RmsNorm,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    VocabShard,
+)
+from engine.models.config import ModelConfig
+
+Hidden = tuple[torch.Tensor, torch.Tensor | None]
+"""The residual [T, E] after the last layer, and what that layer still adds to it."""
+
+UNUSED_TENSORS = ("rotary_emb.inv_freq",)
+"""Endings of tensors that some checkpoints carry and that are computed here instead."""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """What all layers of one forward pass share."""
+
+    batch: AttentionBatch
+    slots: torch.Tensor  # int64 [T]
+    rope_rows: tuple[torch.Tensor, torch.Tensor]
+    kv: KvCache
+    attention: Attention
+    on_layer: Callable[[int], None] | None = None
+    """Told how many layers' keys and values of this pass are in the pages, after each layer."""
+
+
+class SelfAttention:
+    """Grouped-query attention with q, k and v in one projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        name = f"model.layers.{layer}.self_attn"
+        tp, self._head_dim = loader.tp, config.head_dim
+        heads = loader.equal_share(config.num_attention_heads)
+        kv_heads = config.kv_head_range(tp.rank, tp.size)
+        self.num_heads, self.num_kv_heads = len(heads), len(kv_heads)
+        self.qkv = ColumnParallelLinear(
+            loader,
+            [
+                self._projection(f"{name}.q_proj", config.num_attention_heads, heads),
+                self._projection(f"{name}.k_proj", config.num_key_value_heads, kv_heads),
+                self._projection(f"{name}.v_proj", config.num_key_value_heads, kv_heads),
+            ],
+            config.hidden_size,
+            config.attention_bias,
+        )
+        self.out = RowParallelLinear(
+            loader,
+            f"{name}.o_proj",
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            config.attention_output_bias,
+        )
+        self.head_norm = self._load_head_norm(config, name, loader) if config.qk_norm else None  # [Hq + H, D]
+        self._eps = config.rms_norm_eps
+        self._ops = loader.ops
+        self.layer = layer
+        window = config.layer_windows[layer]
+        self.window_size = (-1, -1) if window is None else (window - 1, 0)
+
+    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+        pages = context.kv.pages(self.layer)
+        qkv = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self._head_dim)
+        q = self._ops.rotate_and_store(
+            qkv, self.head_norm, self._eps, context.rope_rows, context.slots, pages, self.num_heads
+        )
+        if context.on_layer is not None:
+            context.on_layer(self.layer + 1)
+        out = context.attention(
+            q,
+            *pages,
+            context.batch,
+            softmax_scale=self._head_dim**-0.5,
+            window_size=self.window_size,
+        )
+        return self.out(out.reshape(x.shape[0], -1))
+
+    def _projection(self, name: str, total: int, heads: range) -> Projection:
+        size = self._head_dim
+        return Projection(name, total * size, range(heads.start * size, heads.stop * size))
+
+    def _load_head_norm(self, config: ModelConfig, name: str, loader: Loader) -> torch.Tensor:
+        """One row for each head, query heads first, so that both norms are one product."""
+        q, k = (RmsNorm(loader, f"{name}.{which}_norm", config.head_dim, config.rms_norm_eps).weight for which in "qk")
+        return torch.cat([q.expand(self.num_heads, -1), k.expand(self.num_kv_heads, -1)])
+
+
+class GatedMlp:
+    """SwiGLU (arXiv 2002.05202) with gate and up in one projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        name = f"model.layers.{layer}.mlp"
+        own = loader.equal_share(config.intermediate_size)
+        inner = [Projection(f"{name}.{which}_proj", config.intermediate_size, own) for which in ("gate", "up")]
+        self.gate_up = ColumnParallelLinear(loader, inner, config.hidden_size, config.mlp_bias)
+        self.down = RowParallelLinear(
+            loader, f"{name}.down_proj", config.intermediate_size, config.hidden_size, config.mlp_bias
+        )
+        self._ops = loader.ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self._ops.silu_mul(self.gate_up(x)))
+
+
+class DecoderLayer:
+    """Attention and MLP, each behind a norm and beside a residual; what one adds to it, the next norm takes in."""
+
+    def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
+        name = f"model.layers.{layer}"
+        self.input_norm = RmsNorm(loader, f"{name}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.attention = SelfAttention(config, layer, loader)
+        self.mlp_norm = RmsNorm(loader, f"{name}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mlp = GatedMlp(config, layer, loader)
+
+    def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
+        """Brings the residual [T, E] up to date by `add`, the layer's before; returns what is to be added next."""
+        add = self.attention(self.input_norm(residual, add), context)
+        return self.mlp(self.mlp_norm(residual, add))
+
+
+class Decoder:
+    """Token ids in, float32 logits of the rows that are asked for out."""
+
+    def __init__(self, config: ModelConfig, loader: Loader, report: Callable[[str], None]) -> None:
+        embedding = VocabShard(loader, "model.embed_tokens", config.vocab_size, config.hidden_size)
+        self.tp = loader.tp
+        self.embedding = embedding
+        self._embed = VocabParallelEmbedding(embedding, loader.tp)
+        self.layers = []
+        for layer in range(config.num_hidden_layers):
+            self.layers.append(DecoderLayer(config, layer, loader))
+            report(f"loading weights: {layer + 1} of {config.num_hidden_layers} layers")
+        self.norm = RmsNorm(loader, "model.norm", config.hidden_size, config.rms_norm_eps)
+        head = embedding
+        if not config.tie_word_embeddings:
+            head = VocabShard(loader, "lm_head", config.vocab_size, config.hidden_size)
+        self.head = VocabParallelHead(head, config.vocab_size, loader)
+
+    def only(self, layers: Sequence[int]) -> Decoder:
+        """This decoder without its other layers, sharing the weights."""
+        other = copy.copy(self)
+        other.layers = [self.layers[layer] for layer in layers]
+        return other
+
+    def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
+        """[T] ids through all layers, whose KV is then written."""
+        residual, add = self._embed(token_ids), None  # [T, E]
+        for layer in self.layers:
+            add = layer(residual, add, context)
+        return residual, add
+
+    def logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
+        """Of [R] rows of a step, [R, V]; `hidden` stays as it is."""
+        residual, add = hidden
+        last = residual.index_select(0, rows)
+        return self.head(self.norm(last, None if add is None else add.index_select(0, rows)))

@@ -1,0 +1,139 @@
+"""Decode steps as one call of Baton's own kernels, where they have all that the model needs.
+
+Between the layers of such a step there is no Python: with a few sequences that, and waiting for it, would take as long
+as reading the weights. What is computed, and in which order it is rounded, is what `engine.model` does.
+
+Legend: T sequences, each with one new token, V vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from engine.kv.pool import KvCache
+from engine.layers.linear import Linear
+from engine.layers.matmul import TiledMatrix
+from engine.layers.rope import RopeTable
+from engine.models.config import ModelConfig
+from engine.models.decoder import Decoder, DecoderLayer
+from engine.native import DECODE_PAGES, Native
+from engine.native.decode import DecodeBatch, DecodeModel, Layer, NativeMatrix
+from engine.step_input import StepInput, is_decode
+
+
+def choose_decode_step(
+    kernels: Native | None, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable
+) -> tuple[DecodeStep | None, str]:
+    """It, or None; and why."""
+    if kernels is None or not kernels.has_products:
+        return None, "Baton's kernels for products are not used"
+    if model.tp.size > 1:
+        return None, "tensor-parallel ranks meet between products"
+    if kv.pool.dtype not in DECODE_PAGES or rope.cos.dtype != torch.bfloat16:
+        return None, "the model or its KV is not in bfloat16"
+    if not all(_can_multiply(linear) for linear in _linears(model)):
+        return None, "some weights are not laid out for Baton's kernels"
+    return DecodeStep(kernels, model, config, kv, rope), "decode steps are one call"
+
+
+class DecodeStep:
+    """Over the weights and the pool that it was made for, which it keeps."""
+
+    def __init__(self, kernels: Native, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable) -> None:
+        self._kernels = kernels
+        self._owners = model, kv, rope
+        self._pages = kv.pool.dtype
+        self.spent_s = np.zeros(2)
+        """What products and attention have taken so far, in that order."""
+        self._spent_address = self.spent_s.ctypes.data
+        layers = (Layer * len(model.layers))(*[_layer(layer, kv) for layer in model.layers])
+        attention = model.layers[0].attention
+        self._model = DecodeModel(
+            layers=layers,
+            embedding=model.embedding.weight.data_ptr(),
+            norm=model.norm.weight.data_ptr(),
+            cos=rope.cos.data_ptr(),
+            sin=rope.sin.data_ptr(),
+            head=_matrix(model.head),
+            num_layers=len(layers),
+            hidden=config.hidden_size,
+            q_heads=attention.num_heads,
+            kv_heads=attention.num_kv_heads,
+            dim=config.head_dim,
+            block_size=kv.pool.shape[3],
+            num_tokens=config.vocab_size,
+            num_positions=rope.cos.shape[0],
+            num_blocks=kv.pool.shape[2],
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+        )
+
+    def takes(self, step: StepInput) -> bool:
+        """Whether it is a decode step and nothing else."""
+        return is_decode(step) and not len(step.block_copies)
+
+    def run(self, step: StepInput) -> torch.Tensor:
+        """Writes the new tokens' KV; the logits, float32 [T, V]. Raises IndexError for a token, position or block that
+        is not there."""
+        num_tokens = len(step.token_ids)
+        logits = torch.empty((num_tokens, self._model.num_tokens), dtype=torch.float32)
+        arrays = [
+            np.ascontiguousarray(array, dtype=np.int32)
+            for array in (step.token_ids, step.positions, step.slot_mapping, step.seqlens_k, step.block_tables)
+        ]
+        pointers = [array.ctypes.data for array in arrays]
+        batch = DecodeBatch(*pointers, logits.data_ptr(), self._spent_address, num_tokens, step.block_tables.shape[1])
+        if not self._kernels.decode(self._model, batch, self._pages):
+            raise IndexError(self._what_is_missing(step))
+        return logits
+
+    def _what_is_missing(self, step: StepInput) -> str:
+        num_slots = self._model.num_blocks * self._model.block_size
+        limits = {
+            "token": (step.token_ids, self._model.num_tokens),
+            "position": (step.positions, self._model.num_positions),
+            "slot": (step.slot_mapping, num_slots),
+            "block": (step.block_tables, self._model.num_blocks),
+            "length less one": (step.seqlens_k - 1, step.block_tables.shape[1] * self._model.block_size),
+        }
+        wrong = [
+            f"{what} {array.min()} to {array.max()}; there are {limit}"
+            for what, (array, limit) in limits.items()
+            if not 0 <= array.min() <= array.max() < limit
+        ]
+        return f"a step names {' and '.join(wrong)}"
+
+
+def _linears(model: Decoder) -> Iterator[Linear]:
+    for layer in model.layers:
+        yield from (layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down)
+    yield model.head
+
+
+def _can_multiply(linear: Linear) -> bool:
+    return isinstance(linear.matrix, TiledMatrix) and linear.matrix.order is None
+
+
+def _matrix(linear: Linear) -> NativeMatrix:
+    assert isinstance(linear.matrix, TiledMatrix), "a matrix is not tiled"
+    return NativeMatrix(weight=linear.matrix.tiles.weight, bias=None if linear.bias is None else linear.bias.data_ptr())
+
+
+def _layer(layer: DecoderLayer, kv: KvCache) -> Layer:
+    attention, mlp = layer.attention, layer.mlp
+    keys, values = kv.pages(attention.layer)
+    return Layer(
+        qkv=_matrix(attention.qkv),
+        out=_matrix(attention.out),
+        gate_up=_matrix(mlp.gate_up),
+        down=_matrix(mlp.down),
+        input_norm=layer.input_norm.weight.data_ptr(),
+        mlp_norm=layer.mlp_norm.weight.data_ptr(),
+        head_norm=None if attention.head_norm is None else attention.head_norm.data_ptr(),
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        window=attention.window_size[0],
+    )

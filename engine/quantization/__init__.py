@@ -1,0 +1,1 @@
+"""Weights in fewer bits: formats, and the checkpoints that hold them packed."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: parameters, rules, constraints, random numbers."""

@@ -1,0 +1,93 @@
+"""Owns the words of sampling: what a request asks for, what the sampler is given and answers, when a sequence ends.
+
+Plain values without tensors. Ranges are the router's to validate; here a value is taken at its word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from engine.sampling.constraint import Constraint
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Keep one object for a request's life: the sampler caches by identity."""
+
+    temperature: float = 1.0
+    """0: greedy."""
+    top_p: float = 1.0
+    """Smallest set of most likely tokens with at least this mass, counted within top_k; 1: off."""
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    """Least probability, as a fraction of the most likely token's; 0: off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time it is in the output."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that is in the output."""
+    repetition_penalty: float = 1.0
+    """Tokens of prompt and output: a positive logit is divided by it, a negative one multiplied (arXiv:1909.05858)."""
+    seed: int = 0
+    """Taken modulo 2**64."""
+    n: int = 1
+    """Sequences for one prompt."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: every token."""
+    max_output_tokens: int = 16
+    min_output_tokens: int = 0
+    """Until so many are there, no stop token is chosen (unless nothing else is allowed)."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Ends a sequence and is its last token; includes the end-of-sequence ids unless the client ignores them."""
+    top_logprobs: int | None = None
+    """None: no logprobs. 0: the chosen token's only."""
+    constraint: Constraint | None = None
+    """What the output must be; None: anything. Where it is whole, a stop token may follow, and maybe nothing else."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """The sequence behind one row of logits."""
+
+    params: SamplingParams
+    sequence_index: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+
+
+class SampledToken(NamedTuple):
+    """A chosen token, or one of a prompt.
+
+    Its logprob, its 1-based rank and the most likely tokens are the model's own, before any rule.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    """None unless the request asked for logprobs, and for the first token of a prompt; so is `rank`."""
+    rank: int | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    problem: str = ""
+    """Why there is no token, and the sequence cannot go on; empty where there is one."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Why a sequence ended, and at which stop token if at one."""
+
+    reason: Literal["stop", "length"]
+    stop_token_id: int | None = None
+
+
+def check_finish(params: SamplingParams, output_token_ids: Sequence[int]) -> Finish | None:
+    """Looks at the newest token only; call it after each one."""
+    num_tokens = len(output_token_ids)
+    if num_tokens > params.min_output_tokens and output_token_ids[-1] in params.stop_token_ids:
+        return Finish("stop", output_token_ids[-1])
+    return Finish("length") if num_tokens >= params.max_output_tokens else None

@@ -1,0 +1,310 @@
+"""Pairs whose two sides see the same slots: the sender gathers into them, the receiver scatters out of them.
+
+Which memory it is, and how it is shared by a file descriptor, is another module's business (`shm`, `cuda_ipc`). Here
+are the meeting of two processes of one host and the notes that they exchange, over a Unix socket of fixed-size packets:
+
+    sender                          receiver
+      HELLO + descriptor   ->                      what is shared; refused unless it is exactly what was expected
+                           <-   MAPPED
+      FILLED slot, bytes   ->                      for each send; a receive waits for it
+                           <-   RELEASED slot      the receiver has read the slot; a send waits for it
+
+The socket is the pair's life: a process that dies, however it dies, closes it, which wakes the other side at once.
+Nothing has a name in a file system, so nothing can be left behind. A ring serves one pair once: a process that was
+stopped and wakes up later finds its socket closed, and what it may still write goes where nobody reads any more.
+A note that makes no sense ends the pair.
+
+There is no thread here: whoever waits reads the notes, for the others that wait as well.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Protocol
+
+from torch import Tensor
+
+from kv_transfer.failures import TransferFailed
+from kv_transfer.transports.interface import Meeting, TransferWork, reason_of
+
+MAGIC = b"BtRg\x01"
+AT_ONCE_S, CALL_AGAIN_S = 0.1, 0.002
+"""How long nobody looks whether the pair is still wanted; how often a sender that is late is called."""
+
+_HELLO = struct.Struct("<5s11sIIQ")  # magic, kind of memory, slots, unused, bytes of a slot
+_NOTE = struct.Struct("<BxxxIQ")  # kind, slot, bytes
+_MAPPED, _FILLED, _RELEASED = 1, 2, 3
+_CREDENTIALS = struct.Struct("3i")
+
+
+class SharedMemory(Protocol):
+    """Memory that two processes of one host can both use. Both methods raise TransferFailed."""
+
+    kind: str
+    """Up to 11 letters: the name of the transport."""
+
+    def make(self, meeting: Meeting) -> tuple[list[Tensor], int]:
+        """New slots, and a file descriptor by which the other side maps them; the caller closes the latter."""
+        ...
+
+    def attach(self, meeting: Meeting, descriptor: int) -> list[Tensor]:
+        """The slots that a descriptor from the other side, which is not to be trusted, stands for."""
+        ...
+
+
+class RingPair:
+    """One side. The memory is given back with the last reference to a slot."""
+
+    def __init__(self, meeting: Meeting, memory: SharedMemory) -> None:
+        """Blocks until the other side is there. Raises TransferFailed."""
+        self.name = f"{memory.kind} pair {meeting.prefix}"
+        self._is_sender = meeting.is_sender
+        try:
+            meet = _offer if meeting.is_sender else _accept
+            self._socket, self.slots = meet(meeting, memory)
+        except (OSError, RuntimeError, struct.error) as error:
+            raise TransferFailed(f"{self.name} was not made: {reason_of(error)}") from error
+        except TransferFailed as error:
+            raise TransferFailed(f"{self.name} was not made: {error.message}") from error
+        self._changed = threading.Condition()
+        self._filled: dict[int, int] = {}  # slot -> bytes, of slots that are the receiver's
+        self._ended: str | None = None  # why
+        self._is_reading = self._is_closed = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def send(self, slot: int, num_bytes: int) -> TransferWork:
+        with self._changed:
+            self._filled[slot] = num_bytes
+            self._tell("send", _FILLED, slot, num_bytes)
+        return _RingWork(self, f"send on {self.name}", lambda: slot not in self._filled)
+
+    def receive(self, slot: int, num_bytes: int) -> TransferWork:
+        with self._changed:
+            self._check_alive("receive")
+
+        def has_landed() -> bool:
+            found = self._filled.get(slot)
+            if found not in (None, num_bytes):
+                raise TransferFailed(f"receive on {self.name} failed: {found} bytes came, {num_bytes} were expected")
+            return found is not None
+
+        return _RingWork(self, f"receive on {self.name}", has_landed)
+
+    def release(self, slot: int) -> None:
+        with self._changed:
+            self._filled.pop(slot, None)
+            self._tell("release", _RELEASED, slot, 0)
+
+    def close(self) -> None:
+        with self._changed:
+            self._ended = self._ended or "the pair was closed"
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+            with suppress(OSError):  # the other side has gone already
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads, here and there
+            self._changed.wait_for(lambda: not self._is_reading)
+            self._socket.close()
+            self.slots = []
+
+    def wait(self, name: str, is_done: Callable[[], bool], timeout_s: float) -> None:
+        """Waits until `is_done`, which is called with the lock held. Raises TransferFailed."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: is_done() or self._ended or not self._is_reading, max(0.0, deadline - time.monotonic())
+                )
+                if self._is_closed:
+                    raise TransferFailed(f"{name} failed: {self._ended}")
+                if is_done():
+                    return
+                if self._ended:
+                    raise TransferFailed(f"{name} failed: {self._ended}")
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TransferFailed(f"{name} failed: Timed out after {timeout_s:.1f} s")
+                self._is_reading = True
+            note, ended = b"", None
+            try:
+                if _is_readable(self._socket, left_s):
+                    note = self._socket.recv(_NOTE.size + 1, socket.MSG_DONTWAIT)
+                    ended = None if note else "the other side closed the pair or died"
+            except OSError as error:
+                ended = reason_of(error)
+            with self._changed:
+                self._is_reading = False
+                if note:
+                    ended = self._take(note)
+                self._ended = self._ended or ended
+                self._changed.notify_all()
+
+    def _take(self, packet: bytes) -> str | None:
+        """Notes what the other side says; returns what is wrong with it."""
+        if len(packet) != _NOTE.size:
+            return f"a note of {len(packet)} bytes came, which is none"
+        kind, slot, num_bytes = _NOTE.unpack(packet)
+        is_due = kind == (_RELEASED if self._is_sender else _FILLED) and slot < len(self.slots)
+        if not is_due or (slot in self._filled) is not self._is_sender:
+            return f"an unexpected note came: {kind} for slot {slot}"
+        if self._is_sender:
+            del self._filled[slot]
+        else:
+            self._filled[slot] = num_bytes
+        return None
+
+    def _tell(self, operation: str, kind: int, slot: int, num_bytes: int) -> None:
+        self._check_alive(operation)
+        try:
+            self._socket.send(_NOTE.pack(kind, slot, num_bytes), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except OSError as error:
+            self._ended = f"the other side cannot be told: {reason_of(error)}"
+            self._changed.notify_all()
+            raise TransferFailed(f"{operation} on {self.name} failed: {self._ended}") from error
+
+    def _check_alive(self, operation: str) -> None:
+        if self._is_closed:
+            raise TransferFailed(f"{self.name} is closed")
+        if self._ended:
+            raise TransferFailed(f"{operation} on {self.name} failed: {self._ended}")
+
+
+class _RingWork:
+    def __init__(self, pair: RingPair, name: str, is_done: Callable[[], bool]) -> None:
+        self._pair = pair
+        self._name = name
+        self._is_done = is_done
+
+    def wait(self, timeout_s: float) -> None:
+        self._pair.wait(self._name, self._is_done, timeout_s)
+
+
+def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:
+    """The sender's part of meeting: it shares what it has made with the first who calls."""
+    deadline = time.monotonic() + meeting.timeout_s
+    slots, descriptor = memory.make(meeting)
+    try:
+        with _new_socket() as listener:
+            listener.bind(_address(meeting))
+            listener.listen(1)
+            while not _is_readable(listener, AT_ONCE_S):
+                _check_time(meeting, deadline)
+            connection, _ = listener.accept()
+        try:
+            _check_peer(connection)
+            hello = _HELLO.pack(MAGIC, memory.kind.encode(), meeting.num_slots, 0, meeting.slot_bytes)
+            socket.send_fds(connection, [hello], [descriptor])
+            answer = _receive(meeting, connection, _NOTE.size, deadline)[0]
+            if len(answer) != _NOTE.size or _NOTE.unpack(answer)[0] != _MAPPED:
+                raise TransferFailed("the other side went away while the pair was made")
+        except BaseException:
+            connection.close()
+            raise
+    finally:
+        os.close(descriptor)
+    return connection, slots
+
+
+def _accept(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:
+    """The receiver's part: it maps what the sender shares, once it is what both have agreed on."""
+    deadline = time.monotonic() + meeting.timeout_s
+    connection = _call(meeting, deadline)
+    try:
+        _check_peer(connection)
+        descriptor = _receive_hello(connection, meeting, memory.kind, deadline)
+        try:
+            slots = memory.attach(meeting, descriptor)
+        finally:
+            os.close(descriptor)
+        connection.send(_NOTE.pack(_MAPPED, 0, 0), socket.MSG_NOSIGNAL)
+    except BaseException:
+        connection.close()
+        raise
+    return connection, slots
+
+
+def _call(meeting: Meeting, deadline: float) -> socket.socket:
+    """A connection to the sender, who may be later than this side is."""
+    while True:
+        connection = _new_socket()
+        try:
+            connection.connect(_address(meeting))
+            return connection
+        except ConnectionRefusedError:
+            connection.close()
+            _check_time(meeting, deadline)
+            time.sleep(CALL_AGAIN_S)
+        except BaseException:
+            connection.close()
+            raise
+
+
+def _receive_hello(connection: socket.socket, meeting: Meeting, kind: str, deadline: float) -> int:
+    """The descriptor that came with a hello as it should be."""
+    packet, descriptors = _receive(meeting, connection, _HELLO.size, deadline)
+    expected = _HELLO.pack(MAGIC, kind.encode(), meeting.num_slots, 0, meeting.slot_bytes)
+    if packet != expected or len(descriptors) != 1:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise TransferFailed(
+            f"the other side shares something else than {meeting.num_slots} {kind} slots of {meeting.slot_bytes} bytes"
+        )
+    return descriptors[0]
+
+
+def _receive(
+    meeting: Meeting, connection: socket.socket, num_bytes: int, deadline: float
+) -> tuple[bytes, array.array[int]]:
+    """A packet of up to one byte more than `num_bytes`, none for the end, and the descriptors that came with it."""
+    while not _is_readable(connection, AT_ONCE_S):
+        _check_time(meeting, deadline)
+    descriptors = array.array("i")
+    room = socket.CMSG_SPACE(2 * descriptors.itemsize)
+    # With this flag no program that this process starts meanwhile inherits a descriptor.
+    packet, ancillary, _, _ = connection.recvmsg(num_bytes + 1, room, socket.MSG_CMSG_CLOEXEC)
+    for level, what, data in ancillary:
+        if (level, what) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return packet, descriptors
+
+
+def _check_time(meeting: Meeting, deadline: float) -> None:
+    if not meeting.is_wanted():
+        raise TransferFailed("it is not wanted any more")
+    if time.monotonic() > deadline:
+        raise TransferFailed(f"Timed out after {meeting.timeout_s:.1f} s: the other side did not come, or said nothing")
+
+
+def _address(meeting: Meeting) -> str:
+    """Outside every file system, so it is gone with the socket. Nobody knows a pair's epoch but its two workers."""
+    name = blake2b(f"{meeting.store_address} {meeting.prefix}".encode(), digest_size=16).hexdigest()
+    return f"\0baton-{name}"
+
+
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _is_readable(connection: socket.socket, timeout_s: float) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
+
+
+def _check_peer(connection: socket.socket) -> None:
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(packed)
+    if uid != os.geteuid():
+        raise TransferFailed(f"the other side runs as user {uid}, this one as {os.geteuid()}")

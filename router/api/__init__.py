@@ -1,0 +1,1 @@
+"""The public API: the gRPC services, validation and tokenization of requests."""

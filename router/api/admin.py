@@ -1,0 +1,153 @@
+"""The view for operators (StatusService, both ports) and the controller's word on workers (ControlService, its port).
+
+Reads the dispatcher and its fleet; changes nothing but the set of workers and what requests should keep.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+
+from cluster.pb import admin_pb2
+from cluster.step_cost import usual_by_role
+from router.api.handlers import Context
+from router.api.violations import Violations
+from router.observe.metrics import OUTCOMES
+from router.routing.dispatcher import Dispatcher
+from router.routing.fleet import DECODE, PREFILL, WorkerAddress
+from router.routing.policies import Objectives
+from router.routing.worker_client import WorkerClient
+from router.routing.worker_rates import WorkerRates
+
+log = logging.getLogger(__name__)
+
+
+class StatusService:
+    """`router_address` is where clients reach this router, `metrics_address` where its page is, if it has one."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        control: ControlService,
+        *,
+        model: str,
+        router_address: str,
+        metrics_address: str = "",
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._control = control
+        self._model = model
+        self._router_address = router_address
+        self._metrics_address = metrics_address
+        self._started_at = time.monotonic()
+        self._rates = WorkerRates()
+
+    async def GetStatus(
+        self, request: admin_pb2.GetStatusRequest, context: Context | None
+    ) -> admin_pb2.GetStatusResponse:
+        return admin_pb2.GetStatusResponse(
+            model=self._model,
+            router_address=self._router_address,
+            workers=[self._worker_status(worker) for worker in self._dispatcher.fleet],
+            router=self._router_status(),
+            config_version=self._control.config_version,
+        )
+
+    async def GetActivity(
+        self, request: admin_pb2.GetActivityRequest, context: Context | None
+    ) -> admin_pb2.GetActivityResponse:
+        activity = self._dispatcher.metrics.activity.told(request, self._dispatcher.handing_over())
+        activity.rates.extend(self._rates.told())
+        return activity
+
+    async def keep_time(self) -> None:
+        """For ever: once a second, closes the second that runs."""
+        while True:
+            try:
+                self._tick()
+            except Exception:
+                # A fault of ours must not end the seconds unseen.
+                log.exception("a second of the activity could not be closed")
+            await asyncio.sleep(1.0)
+
+    def _tick(self) -> None:
+        dispatcher, now = self._dispatcher, time.monotonic()
+        ended = {outcome: getattr(dispatcher.counters, outcome) for outcome in OUTCOMES}
+        dispatcher.metrics.activity.tick(
+            now, time.time(), ended, num_queued=dispatcher.num_queued, num_running=dispatcher.num_running
+        )
+        self._rates.look(
+            now, [(w.info, w.stats) for w in dispatcher.fleet if w.info is not None and w.stats is not None]
+        )
+
+    def _worker_status(self, worker: WorkerClient) -> admin_pb2.WorkerStatus:
+        return admin_pb2.WorkerStatus(
+            worker_id=worker.worker_id,
+            address=worker.address,
+            state=worker.state,
+            info=worker.info,
+            stats=worker.stats,
+            role=worker.role,
+            is_draining=worker.is_draining,
+            num_requests=self._dispatcher.num_requests(worker),
+        )
+
+    def _router_status(self) -> admin_pb2.RouterStatus:
+        dispatcher, counters = self._dispatcher, self._dispatcher.counters
+        return admin_pb2.RouterStatus(
+            num_queued=dispatcher.num_queued,
+            max_queued=dispatcher.limits.max_queued_requests,
+            num_running=dispatcher.num_running,
+            num_finished=counters.finished,
+            num_cancelled=counters.cancelled,
+            num_failed=counters.failed,
+            num_rejected=counters.rejected,
+            num_orphaned=counters.orphaned,
+            pid=os.getpid(),
+            uptime_s=int(time.monotonic() - self._started_at),
+            metrics_address=self._metrics_address,
+        )
+
+
+class ControlService:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self.config_version = 0
+        """Of the configuration that workers were last named by."""
+        self.admin_address = ""
+        """Of the controller's AdminService; empty: there is no controller."""
+
+    async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, context: Context) -> admin_pb2.SetWorkersResponse:
+        wrong = Violations()
+        for index, worker in enumerate(request.workers):
+            if not worker.worker_id or not worker.address or worker.role not in (PREFILL, DECODE):
+                wrong.add(f"workers[{index}]", "must have a worker_id, an address and the role PREFILL or DECODE")
+        if len({worker.worker_id for worker in request.workers}) < len(request.workers):
+            wrong.add("workers", "name the same worker_id twice")
+        wrong.raise_if_any()
+        self.config_version = request.config_version
+        self.admin_address = request.admin_address or self.admin_address
+        if request.HasField("needs_prefill"):
+            self._dispatcher.fleet.needs_prefill = request.needs_prefill
+        if request.HasField("objectives"):
+            told = request.objectives
+            self._dispatcher.set_objectives(Objectives(told.ttft_ms / 1000, told.tpot_ms / 1000))
+        self._dispatcher.set_workers(
+            WorkerAddress(w.worker_id, w.address, w.role, w.is_draining) for w in request.workers
+        )
+        return admin_pb2.SetWorkersResponse()
+
+    async def GetDemand(self, request: admin_pb2.GetDemandRequest, context: Context) -> admin_pb2.GetDemandResponse:
+        dispatcher = self._dispatcher
+        costs = usual_by_role((w.role == PREFILL, w.step_cost) for w in dispatcher.fleet)
+        pools = [worker.kv_tokens for worker in dispatcher.fleet if worker.is_ready]
+        window_s, demand = dispatcher.demand_now()
+        return admin_pb2.GetDemandResponse(
+            window_s=window_s,
+            demand=demand.to_proto(),
+            prefill_cost=costs.prefill.to_proto() if costs else None,
+            decode_cost=costs.decode.to_proto() if costs else None,
+            kv_tokens=min(pools, default=0),
+        )

@@ -1,0 +1,128 @@
+"""The model's tokenizer: text and chats to ids, ids to text.
+
+Owns the folder's tokenizer.json, tokenizer_config.json and the choice of detokenizer. Knows nothing of requests.
+All of it may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from cluster.errors import CheckpointError
+from router.api.chat_template import ChatTemplate
+from router.api.served_model import read_json
+from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Ids, and for each the characters [start, end) of the text that it stands for."""
+
+    token_ids: tuple[int, ...]
+    offsets: tuple[tuple[int, int], ...]
+
+
+class Tokenizer:
+    """`sha256` names tokenizer.json's content."""
+
+    def __init__(self, definition: bytes, chat_template: ChatTemplate) -> None:
+        """Raises CheckpointError when `definition` is not a tokenizer.json."""
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(definition.decode("utf-8"))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"tokenizer.json is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self.chat_template = chat_template
+        self.sha256 = hashlib.sha256(definition).hexdigest()
+        self._is_byte_level = _is_byte_level(json.loads(definition).get("decoder"))
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._bytes_of: dict[int, bytes] = {}
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        path = folder / "tokenizer.json"
+        try:
+            definition = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror}); the router needs it") from error
+        config = read_json(folder / "tokenizer_config.json", required=False)
+        return cls(definition, ChatTemplate.from_folder(folder, config))
+
+    @property
+    def definition(self) -> str:
+        """A tokenizer.json of the same tokens."""
+        return str(self._tokenizer.to_str())
+
+    @property
+    def num_tokens(self) -> int:
+        """Added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return Encoded(tuple(encoding.ids), tuple(encoding.offsets))
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> Encoded:
+        """Renders and encodes; the template writes the special tokens itself. Errors of `ChatTemplate.render`."""
+        return self.encode(self.chat_template.render(messages, tools, kwargs), add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of the ids without special tokens."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def new_detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
+        """For one sequence that continues this prompt. Special tokens have no text in it."""
+        if self._is_byte_level:
+            return ByteDetokenizer(self._token_bytes)
+        return WindowDetokenizer(self.decode, prompt_token_ids[-CONTEXT_TOKENS:], self._special_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for by itself, in UTF-8 or a part of it; of a special one, its name."""
+        if token_id in self._special_ids or not self._is_byte_level:
+            piece = self._tokenizer.id_to_token(token_id) if token_id in self._special_ids else self.decode([token_id])
+            return (piece or "").encode("utf-8")
+        return self._token_bytes(token_id)
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        known = self._bytes_of.get(token_id)
+        if known is None:
+            piece = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
+            known = self._bytes_of[token_id] = b"" if piece is None else _piece_bytes(piece)
+        return known
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    if not isinstance(decoder, dict):
+        return False
+    if decoder.get("type") == "Sequence":
+        inner = decoder.get("decoders", [])
+        return len(inner) == 1 and _is_byte_level(inner[0])
+    return decoder.get("type") == "ByteLevel"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte: itself where printable, else the next code point from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _piece_bytes(piece: str) -> bytes:
+    """A piece with any character outside the alphabet is an added token, and stands for itself."""
+    values = [_BYTE_OF.get(character) for character in piece]
+    known = [value for value in values if value is not None]
+    return bytes(known) if len(known) == len(values) else piece.encode("utf-8")

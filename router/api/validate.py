@@ -1,0 +1,312 @@
+"""The one validation layer: a GenerationSpec in, a frozen ValidatedRequest with every default filled in out.
+
+Every front end comes through here. All violations of a request are collected and reported together. Pure: the prompt's
+encoding, a check of grammars and a fresh seed are passed in; it may run in any thread. Knows no worker, queue, stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.errors import FieldViolation, NotFound, NotServed, OutOfRange
+from cluster.pb import generation_pb2, worker_pb2
+from router.api.chat_input import Chat, read_chat
+from router.api.grammar import CheckGrammar, read_constraint
+from router.api.served_model import ServedModel
+from router.api.violations import Violations, invalid
+
+MOST_TEMPERATURE = 2.0
+MOST_PENALTY = 2.0
+MOST_REPETITION_PENALTY = 10.0
+MOST_BIAS = 100.0
+MOST_BIASED_TOKENS = 1024
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 256
+MOST_STOP_TOKENS = 64
+MOST_TOP_LOGPROBS = 20
+LARGEST_STARTED_BYTES = 4_000_000
+"""Of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB unless told otherwise."""
+LONGEST_NAME = 256
+"""Characters of request_id, cache_salt, session_id."""
+LONGEST_TIMEOUT_S = 24 * 3600.0
+MOST_PRIORITY = 10
+"""From -10 to 10; 0 unless the client says otherwise."""
+
+Prompt = str | Chat
+Encode = Callable[[Prompt], tuple[int, ...]]
+"""Token ids of a text or chat prompt; raises BatonError when the chat cannot be rendered."""
+
+
+@dataclass(frozen=True)
+class ValidatedRequest:
+    """What the rest of the router works with; `sampling` is never changed."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: worker_pb2.Sampling
+    stop: tuple[str, ...]
+    include_stop_in_output: bool
+    wants_text: bool
+    wants_token_ids: bool
+    wants_logprobs: bool
+    wants_timing: bool
+    stream_interval_tokens: int | None
+    """None: the router chooses."""
+    cache_salt: bytes
+    """Of the tenant and the client: who has another one shares no prefix cache."""
+    bypass_prefix_cache: bool
+    queue_timeout_s: float | None
+    """None: the router's own."""
+    priority: int
+    """Higher ones run first."""
+    prompt_logprobs: int | None
+    """Alternatives beside the logprob of each prompt token; None: no logprobs of the prompt."""
+    client_request_id: str
+    session_id: str = ""
+    """Empty: it belongs to no session."""
+
+
+def validate(
+    spec: generation_pb2.GenerationSpec,
+    model: ServedModel,
+    encode: Encode,
+    *,
+    check_grammar: CheckGrammar,
+    fresh_seed: int,
+    is_streaming: bool = True,
+    tenant: str = "",
+) -> ValidatedRequest:
+    """Raises NotFound (model), NotServed, InvalidRequest or OutOfRange (longer than the context), in this order.
+
+    `is_streaming`: what comes of it is told by GenerateStream, which can tell more than Generate.
+    `tenant`: whose request it is; empty where there are no tenants.
+    """
+    check_model("spec.model", spec.model, model)
+    _refuse_not_served(spec, is_streaming)
+    wrong = Violations("spec.")
+    too_long = Violations("spec.")
+    token_ids = _prompt(spec, model, encode, wrong, too_long)
+    sampling = _sampling(spec.sampling, model, wrong, fresh_seed)
+    _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
+    _constrain(spec, model, check_grammar, sampling, wrong)
+    _output(spec.output, sampling, len(token_ids), wrong)
+    queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
+    wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
+    names = ("request_id", spec.request_id), ("cache.cache_salt", spec.cache.cache_salt)
+    for field, text in (*names, ("scheduling.session_id", spec.scheduling.session_id)):
+        if len(text) > LONGEST_NAME:
+            wrong.add(field, f"must be at most {LONGEST_NAME} characters long (got {len(text)})")
+    if wrong.found:
+        raise invalid(wrong.found + too_long.found)
+    if too_long.found:
+        raise OutOfRange(invalid(too_long.found).message, violations=too_long.found)
+    output = spec.output
+    return ValidatedRequest(
+        prompt_token_ids=token_ids,
+        sampling=sampling,
+        stop=tuple(dict.fromkeys(spec.stopping.stop)),
+        include_stop_in_output=spec.stopping.include_stop_in_output,
+        wants_text=output.text if output.HasField("text") else True,
+        wants_token_ids=output.token_ids,
+        wants_logprobs=output.HasField("top_logprobs"),
+        wants_timing=output.include_timing,
+        stream_interval_tokens=output.stream_interval_tokens or None,
+        cache_salt=salt_of(tenant, spec.cache.cache_salt),
+        bypass_prefix_cache=spec.cache.bypass_prefix_cache,
+        queue_timeout_s=queue_timeout_s,
+        priority=spec.scheduling.priority,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
+        client_request_id=spec.request_id,
+        session_id=spec.scheduling.session_id,
+    )
+
+
+def salt_of(tenant: str, client_salt: str) -> bytes:
+    """What keeps prefix caches apart. No two pairs have the same: a name of a tenant holds no zero byte."""
+    own = client_salt.encode("utf-8")
+    return b"\0" + tenant.encode("utf-8") + b"\0" + own if tenant else own
+
+
+def check_model(field: str, name: str, model: ServedModel) -> None:
+    """An empty name means the served model; raises NotFound for any other than its own."""
+    if name and name != model.name:
+        shown = name if len(name) <= 100 else name[:100] + "…"
+        raise NotFound(
+            f"model {shown!r} is not served here; this router serves {model.name!r}",
+            violations=(FieldViolation(field, f"must be empty or {model.name!r}"),),
+        )
+
+
+def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) -> None:
+    given = {
+        "sampling.bad_words": bool(spec.sampling.bad_words),
+        "extensions": spec.HasField("extensions"),
+    }
+    not_yet = "is not served yet; leave it unset"
+    violations = [FieldViolation(f"spec.{field}", not_yet) for field, is_given in given.items() if is_given]
+    if spec.output.HasField("prompt_logprobs") and not is_streaming:
+        why = "is not served by Generate, whose answer has no field for it; use GenerateStream"
+        violations.append(FieldViolation("spec.output.prompt_logprobs", why))
+    if violations:
+        raise NotServed("; ".join(f"{v.field} {v.description}" for v in violations), violations=tuple(violations))
+
+
+def _prompt(
+    spec: generation_pb2.GenerationSpec, model: ServedModel, encode: Encode, wrong: Violations, too_long: Violations
+) -> tuple[int, ...]:
+    """The prompt's ids; empty when it is wrong, and `wrong` or `too_long` says so."""
+    kind = spec.WhichOneof("prompt")
+    if kind is None:
+        wrong.add("prompt", "exactly one of text, token_ids or chat must be set (none is)")
+        return ()
+    num_wrong = len(wrong.found)
+    prompt: Prompt = spec.text
+    if kind == "chat":
+        prompt = read_chat(spec.chat, wrong, "chat")
+    elif kind == "token_ids" and len(spec.token_ids.ids) < model.max_model_len:
+        wrong.token_ids("token_ids.ids", spec.token_ids.ids, model.vocab_size)
+    if len(wrong.found) > num_wrong:
+        return ()
+    if kind == "token_ids":
+        length = len(spec.token_ids.ids)
+        token_ids = tuple(spec.token_ids.ids) if length < model.max_model_len else ()
+    else:
+        token_ids = encode(prompt) if prompt else ()
+        length = len(token_ids)
+    if length == 0:
+        wrong.add(kind, "the prompt must hold at least one token (it is empty)")
+    elif length >= model.max_model_len:
+        most = model.max_model_len - 1
+        too_long.add(kind, f"the prompt has {length} tokens, the context of {model.max_model_len} allows {most}")
+        return ()
+    return token_ids
+
+
+def _sampling(
+    params: generation_pb2.SamplingParams, model: ServedModel, wrong: Violations, fresh_seed: int
+) -> worker_pb2.Sampling:
+    defaults = model.defaults
+    sampling = worker_pb2.Sampling(
+        temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
+        top_p=params.top_p if params.HasField("top_p") else defaults.top_p,
+        top_k=params.top_k if params.HasField("top_k") else defaults.top_k,
+        min_p=params.min_p if params.HasField("min_p") else defaults.min_p,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        repetition_penalty=(
+            params.repetition_penalty if params.HasField("repetition_penalty") else defaults.repetition_penalty
+        ),
+        seed=params.seed if params.HasField("seed") else fresh_seed,
+        n=params.n if params.HasField("n") else 1,
+    )
+    wrong.number("sampling.temperature", sampling.temperature, 0, MOST_TEMPERATURE)
+    wrong.number("sampling.top_p", sampling.top_p, 0, 1, above=True)
+    wrong.number("sampling.min_p", sampling.min_p, 0, 1)
+    wrong.number("sampling.frequency_penalty", sampling.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
+    wrong.number("sampling.presence_penalty", sampling.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
+    wrong.number("sampling.repetition_penalty", sampling.repetition_penalty, 0, MOST_REPETITION_PENALTY, above=True)
+    wrong.number("sampling.n", sampling.n, 1, model.max_sequences)
+    if sampling.top_k < -1:
+        wrong.add("sampling.top_k", f"must be at least 1, or 0 or -1 for off (got {sampling.top_k})")
+    sampling.top_k = max(0, min(sampling.top_k, model.vocab_size))
+    if wrong.at_most("sampling.logit_bias", params.logit_bias, MOST_BIASED_TOKENS, "entries"):
+        wrong.token_ids("sampling.logit_bias", params.logit_bias, model.vocab_size)
+        for token_id, bias in params.logit_bias.items():
+            wrong.number(f"sampling.logit_bias[{token_id}]", bias, -MOST_BIAS, MOST_BIAS)
+        sampling.logit_bias.update(params.logit_bias)
+    if wrong.at_most("sampling.allowed_token_ids", params.allowed_token_ids, model.vocab_size, "ids"):
+        wrong.token_ids("sampling.allowed_token_ids", params.allowed_token_ids, model.vocab_size)
+        sampling.allowed_token_ids.extend(sorted(set(params.allowed_token_ids)))
+    return sampling
+
+
+def _stopping(
+    criteria: generation_pb2.StoppingCriteria,
+    model: ServedModel,
+    num_prompt_tokens: int,
+    sampling: worker_pb2.Sampling,
+    wrong: Violations,
+    too_long: Violations,
+) -> None:
+    """Fills in what ends a sequence. Without `max_output_tokens` it is the rest of the context."""
+    room = model.max_model_len - num_prompt_tokens
+    if criteria.HasField("max_output_tokens"):
+        most = criteria.max_output_tokens
+        if most < 1:
+            wrong.add("stopping.max_output_tokens", f"must be at least 1 (got {most})")
+        if most > room:
+            what = f"{num_prompt_tokens} prompt tokens and {most} output tokens exceed the context of"
+            too_long.add("stopping.max_output_tokens", f"{what} {model.max_model_len}; at most {room} fit")
+    else:
+        most = min(room, model.defaults.max_new_tokens or room)
+    if criteria.min_output_tokens > most:
+        text = f"must be at most spec.stopping.max_output_tokens, {most} (got {criteria.min_output_tokens})"
+        wrong.add("stopping.min_output_tokens", text)
+    _stops(criteria, model, wrong)
+    sampling.max_output_tokens = most
+    sampling.min_output_tokens = criteria.min_output_tokens
+    eos = () if criteria.ignore_eos else model.eos_token_ids
+    sampling.stop_token_ids.extend(sorted({*eos, *criteria.stop_token_ids[:MOST_STOP_TOKENS]}))
+
+
+def _stops(criteria: generation_pb2.StoppingCriteria, model: ServedModel, wrong: Violations) -> None:
+    if wrong.at_most("stopping.stop", criteria.stop, MOST_STOP_STRINGS, "stop strings"):
+        for index, stop in enumerate(criteria.stop):
+            if not 1 <= len(stop) <= LONGEST_STOP_STRING:
+                text = f"must be 1 to {LONGEST_STOP_STRING} characters long (got {len(stop)})"
+                wrong.add(f"stopping.stop[{index}]", text)
+    if wrong.at_most("stopping.stop_token_ids", criteria.stop_token_ids, MOST_STOP_TOKENS, "ids"):
+        wrong.token_ids("stopping.stop_token_ids", criteria.stop_token_ids, model.vocab_size)
+
+
+def _constrain(
+    spec: generation_pb2.GenerationSpec,
+    model: ServedModel,
+    check_grammar: CheckGrammar,
+    sampling: worker_pb2.Sampling,
+    wrong: Violations,
+) -> None:
+    """Fills in the grammar; a constrained output ends by an end-of-sequence token, once it is whole."""
+    sampling.grammar = read_constraint(spec.sampling, check_grammar, wrong)
+    if not sampling.grammar:
+        return
+    field = f"sampling.{spec.sampling.WhichOneof('constraint')}"
+    if not model.eos_token_ids:
+        wrong.add(field, "needs a model with an end-of-sequence token, and this one names none")
+    if spec.stopping.ignore_eos:
+        wrong.add("stopping.ignore_eos", f"cannot be set with {field}, whose output ends by such a token")
+    if sampling.allowed_token_ids:
+        wrong.add("sampling.allowed_token_ids", f"cannot be set with {field}, which says what is allowed")
+
+
+def _output(
+    output: generation_pb2.OutputOptions, sampling: worker_pb2.Sampling, num_prompt_tokens: int, wrong: Violations
+) -> None:
+    if output.HasField("top_logprobs"):
+        wrong.number("output.top_logprobs", output.top_logprobs, 0, MOST_TOP_LOGPROBS)
+        sampling.top_logprobs = output.top_logprobs
+    if output.HasField("prompt_logprobs"):
+        wrong.number("output.prompt_logprobs", output.prompt_logprobs, 0, MOST_TOP_LOGPROBS)
+        most = most_prompt_logprobs(num_prompt_tokens)
+        if most < output.prompt_logprobs <= MOST_TOP_LOGPROBS:
+            remedy = f"ask for at most {most}" if most >= 0 else "leave it unset"
+            what = f"{output.prompt_logprobs} for each of {num_prompt_tokens} prompt tokens do not fit in one message"
+            wrong.add("output.prompt_logprobs", f"{what}; {remedy}")
+    if output.HasField("stream_interval_tokens") and output.stream_interval_tokens < 1:
+        wrong.add("output.stream_interval_tokens", "must be at least 1 (got 0)")
+
+
+def most_prompt_logprobs(num_prompt_tokens: int) -> int:
+    """How many alternatives for each prompt token LARGEST_STARTED_BYTES hold; -1: not even the tokens' own logprobs.
+
+    A TokenLogprob takes at most 23 bytes, and 13 more for each alternative.
+    """
+    return max(-1, (LARGEST_STARTED_BYTES // max(1, num_prompt_tokens) - 23) // 13)
+
+
+def _queue_timeout(scheduling: generation_pb2.SchedulingOptions, wrong: Violations) -> float | None:
+    if not scheduling.HasField("queue_timeout"):
+        return None
+    timeout_s = scheduling.queue_timeout.seconds + scheduling.queue_timeout.nanos / 1e9
+    wrong.number("scheduling.queue_timeout", timeout_s, 0, LONGEST_TIMEOUT_S)
+    return timeout_s

@@ -1,0 +1,203 @@
+"""What became of requests lately: each of the last seconds, the lives of the last requests, hand-offs between workers.
+
+    first_token / next_tokens / over -> the second that runs -> `tick`, once a second -> the ring -> GetActivity
+
+Bounded, whatever comes: KEPT_SECONDS seconds and KEPT_REQUESTS requests. Holds no prompt and no output. Pure: the time
+is an argument.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from cluster.lifecycle import RequestState
+from cluster.pb import admin_pb2
+from router.observe.sketch import Sketch
+
+if TYPE_CHECKING:
+    from router.stream.request import LiveRequest
+
+KEPT_SECONDS = 300
+KEPT_REQUESTS = 100
+WINDOW_SECONDS = 60
+_KEPT_PHASES = 32
+"""Of one request: the newest. Only one that moved again and again has more."""
+_OUTCOMES = ("finished", "cancelled", "failed", "rejected")
+_SUMMED = (*(f"num_{outcome}" for outcome in _OUTCOMES), "num_prompt_tokens", "num_output_tokens", "duration_s")
+
+Pair = tuple[str, str]
+"""Worker ids: prefill, decode."""
+
+
+@dataclass
+class _HandOffs:
+    """Of one pair."""
+
+    count: int = 0
+    num_prompt_tokens: int = 0
+    seconds: Sketch = field(default_factory=Sketch)
+
+    def add(self, other: _HandOffs) -> None:
+        self.count += other.count
+        self.num_prompt_tokens += other.num_prompt_tokens
+        self.seconds.merge(other.seconds)
+
+
+@dataclass
+class _Second:
+    """`told` is complete once the second is over."""
+
+    told: admin_pb2.ActivitySecond = field(default_factory=admin_pb2.ActivitySecond)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    ttft: Sketch = field(default_factory=Sketch)
+    itl: Sketch = field(default_factory=Sketch)
+    pairs: dict[Pair, _HandOffs] = field(default_factory=dict)
+
+
+class Activity:
+    """Of one router; `tick` it once a second. A `Latencies`."""
+
+    def __init__(self) -> None:
+        self.life = secrets.token_hex(8)
+        self._second = _Second()
+        self._seconds: deque[_Second] = deque(maxlen=KEPT_SECONDS)
+        self._requests: deque[admin_pb2.RequestLife] = deque(maxlen=KEPT_REQUESTS)
+        self._num_requests = 0
+        self._last: tuple[float, Mapping[str, int]] | None = None
+        """When the last second ended, and what had ended by then."""
+        self._minute: tuple[admin_pb2.ActivitySecond, dict[Pair, _HandOffs]] | None = None
+        """Summed up for the first who asks in a second."""
+
+    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        self._second.ttft.add(seconds)
+        self._second.num_prompt_tokens += num_prompt_tokens
+
+    def next_tokens(self, seconds: float | None, count: int) -> None:
+        """Of tokens that come together, their share of the time, once; as in the metrics."""
+        self._second.num_output_tokens += count
+        if seconds is not None:
+            self._second.itl.add(seconds / count)
+
+    def over(self, live: LiveRequest) -> None:
+        self._num_requests += 1
+        self._requests.append(_life_of(live, self._num_requests))
+        placement, story = live.placement, live.lifecycle
+        begin, end = (story.instant(s, last=True) for s in (RequestState.TRANSFERRING, RequestState.DECODING))
+        if placement is None or placement.prefill_id is None or begin is None or end is None or end < begin:
+            return
+        pair = placement.prefill_id, placement.decode_id
+        hand_offs = self._second.pairs.setdefault(pair, _HandOffs())
+        hand_offs.count += 1
+        hand_offs.num_prompt_tokens += len(live.request.prompt_token_ids)
+        hand_offs.seconds.add(end - begin)
+
+    def tick(self, now: float, wall_s: float, ended: Mapping[str, int], *, num_queued: int, num_running: int) -> None:
+        """Closes the second that runs. `ended`: requests since the start, by outcome. The first call only begins."""
+        last, self._last = self._last, (now, dict(ended))
+        if last is None:
+            self._second = _Second()
+            return
+        done, self._second = self._second, _Second()
+        number = self._seconds[-1].told.number + 1 if self._seconds else 1
+        done.told = admin_pb2.ActivitySecond(
+            number=number,
+            time=wall_s,
+            duration_s=now - last[0],
+            num_prompt_tokens=done.num_prompt_tokens,
+            num_output_tokens=done.num_output_tokens,
+            num_queued=num_queued,
+            num_running=num_running,
+            ttft=done.ttft.to_proto(),
+            itl=done.itl.to_proto(),
+            **{f"num_{outcome}": ended[outcome] - last[1][outcome] for outcome in _OUTCOMES},
+        )
+        self._seconds.append(done)
+        self._minute = None
+
+    def told(self, request: admin_pb2.GetActivityRequest, now_by_pair: Counter[Pair]) -> admin_pb2.GetActivityResponse:
+        """All but the rates of workers. `now_by_pair`: requests between two workers."""
+        is_same = request.life == self.life
+        after_second, after_request = (request.after_second, request.after_request) if is_same else (0, 0)
+        if self._minute is None:
+            last = list(islice(self._seconds, max(0, len(self._seconds) - WINDOW_SECONDS), None))
+            self._minute = _window(last), _by_pair(last)
+        window, by_pair = self._minute
+        return admin_pb2.GetActivityResponse(
+            life=self.life,
+            seconds=[second.told for second in self._seconds if second.told.number > after_second],
+            requests=[life for life in self._requests if life.number > after_request],
+            pairs=_pairs(by_pair, now_by_pair),
+            window=window,
+        )
+
+
+def _life_of(live: LiveRequest, number: int) -> admin_pb2.RequestLife:
+    entries, begin = live.lifecycle.history, live.arrived_at
+    placement = live.placement
+    first_s = None if live.first_token_at is None else live.first_token_at - begin
+    return admin_pb2.RequestLife(
+        number=number,
+        generation_id=live.key.request_id,
+        request_id=live.request.client_request_id,
+        tenant=live.caller.tenant,
+        outcome=entries[-1].state.value,
+        arrival_time=live.arrival_time_s,
+        phases=[
+            admin_pb2.LifePhase(state=entry.state.value, at_s=entry.at - begin, why=entry.why)
+            for entry in entries[-_KEPT_PHASES:]
+        ],
+        first_token_s=first_s,
+        num_prompt_tokens=len(live.request.prompt_token_ids),
+        num_cached_tokens=live.num_cached_tokens,
+        num_output_tokens=live.num_tokens,
+        prefill_id="" if placement is None or placement.prefill_id is None else placement.prefill_id,
+        decode_id="" if placement is None else placement.decode_id,
+        placement="not placed" if placement is None else placement.reason,
+        num_moves=live.num_moves,
+    )
+
+
+def _window(seconds: Iterable[_Second]) -> admin_pb2.ActivitySecond:
+    """The sum; what is told of the end of a second is that of the last one."""
+    whole, ttft, itl = admin_pb2.ActivitySecond(), Sketch(), Sketch()
+    for second in seconds:
+        sums = {name: getattr(whole, name) + getattr(second.told, name) for name in _SUMMED}
+        ttft.merge(second.ttft)
+        itl.merge(second.itl)
+        whole.CopyFrom(second.told)
+        for name, value in sums.items():
+            setattr(whole, name, value)
+    whole.ttft.CopyFrom(ttft.to_proto())
+    whole.itl.CopyFrom(itl.to_proto())
+    return whole
+
+
+def _by_pair(seconds: Iterable[_Second]) -> dict[Pair, _HandOffs]:
+    sums: dict[Pair, _HandOffs] = {}
+    for second in seconds:
+        for pair, hand_offs in second.pairs.items():
+            sums.setdefault(pair, _HandOffs()).add(hand_offs)
+    return sums
+
+
+def _pairs(by_pair: Mapping[Pair, _HandOffs], now_by_pair: Counter[Pair]) -> list[admin_pb2.PairActivity]:
+    """Those with something between them now or in the last minute."""
+    idle = _HandOffs()
+    sums = {pair: by_pair.get(pair, idle) for pair in {*by_pair, *now_by_pair}}
+    return [
+        admin_pb2.PairActivity(
+            prefill_id=pair[0],
+            decode_id=pair[1],
+            num_now=now_by_pair[pair],
+            num_handed_over=total.count,
+            num_prompt_tokens=total.num_prompt_tokens,
+            kv_transfer=total.seconds.to_proto(),
+        )
+        for pair, total in sorted(sums.items())
+    ]

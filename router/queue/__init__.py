@@ -1,0 +1,1 @@
+"""Admission and the waiting queue: limits, fairness between tenants, quotas."""

@@ -1,0 +1,1 @@
+"""Which workers run a request: the fleet, its load and prefix caches, the policies, and the dispatcher."""

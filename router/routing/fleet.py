@@ -1,0 +1,137 @@
+"""The workers that the router knows, and which of them may get new work.
+
+Owns their clients and the reconciliation with the complete set that the controller names. A worker that is no longer
+named gets nothing new and is let go when its last request has ended. Knows no request but their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from cluster.errors import ConfigError
+from cluster.pb import worker_pb2
+from cluster.tls import ClientTls
+from router.routing.prefix_index import Holders
+from router.routing.worker_client import WorkerClient, WorkerListener
+
+PREFILL = worker_pb2.ROLE_PREFILL
+DECODE = worker_pb2.ROLE_DECODE
+_ROLES = {"prefill": PREFILL, "decode": DECODE}
+
+
+@dataclass(frozen=True)
+class WorkerAddress:
+    """Where a worker listens and which kind of new work it gets."""
+
+    worker_id: str
+    address: str
+    role: worker_pb2.Role
+    is_draining: bool = False
+    """It gets nothing new; what is on it ends there or moves away."""
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerAddress:
+        """From `prefill:ID=HOST:PORT`; raises ConfigError."""
+        role, colon, rest = text.partition(":")
+        worker_id, equals, address = rest.partition("=")
+        if role not in _ROLES or not (colon and equals and worker_id and address):
+            raise ConfigError(f"workers: {text!r} is not of the form prefill:ID=HOST:PORT or decode:ID=HOST:PORT")
+        return cls(worker_id, address, _ROLES[role])
+
+
+class Fleet:
+    """`num_requests(worker)` tells how many requests are on a worker now; one silent for `dead_after_s` is lost."""
+
+    def __init__(
+        self,
+        listener: WorkerListener,
+        num_requests: Callable[[WorkerClient], int],
+        dead_after_s: float,
+        *,
+        needs_prefill: bool = True,
+    ) -> None:
+        self.tls: ClientTls | None = None
+        """With which workers are called that are named from now on."""
+        self.needs_prefill = needs_prefill
+        self.has_served = False
+        """A request has run here."""
+        self._listener = listener
+        self._dead_after_s = dead_after_s
+        self._holders = Holders()
+        self._num_requests = num_requests
+        self._workers: dict[str, WorkerClient] = {}
+        self._leaving: set[WorkerClient] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[WorkerClient]:
+        """Named workers, by id."""
+        return iter(sorted(self._workers.values(), key=lambda worker: worker.worker_id))
+
+    def __getitem__(self, worker_id: str) -> WorkerClient:
+        return self._workers[worker_id]
+
+    def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
+        """Those that may get new work of a role."""
+        return [w for w in self._workers.values() if w.role == role and w.can_take_work]
+
+    def who_can(self) -> tuple[list[WorkerClient], list[WorkerClient]]:
+        """(Prefill, decode): who may get new work of each kind now.
+
+        A role is a label: while no decode worker is ready, prefill workers do both. Not before something has run here:
+        while a cluster starts, its decode workers are still to come.
+        """
+        prefill, decode = self.ready(PREFILL), self.ready(DECODE)
+        return (prefill, decode) if decode or not self.has_served else ([], prefill)
+
+    @property
+    def can_serve(self) -> bool:
+        """A decode worker is ready, and a prefill worker where one is needed; or one that stands in for it."""
+        if not self.ready(DECODE):
+            return self.has_served and bool(self.ready(PREFILL))
+        return bool(self.ready(PREFILL)) or not self.needs_prefill
+
+    def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
+        """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""
+        wanted = {address.worker_id: address for address in addresses}
+        for worker in list(self._workers.values()):
+            address = wanted.get(worker.worker_id)
+            if address is None or address.address != worker.address:
+                self._leaving.add(self._workers.pop(worker.worker_id))
+            else:
+                worker.role, worker.is_draining = address.role, address.is_draining
+        for address in wanted.values():
+            if address.worker_id not in self._workers:
+                worker = WorkerClient(
+                    address.worker_id,
+                    address.address,
+                    address.role,
+                    self._listener,
+                    self._dead_after_s,
+                    self._holders,
+                    self.tls,
+                )
+                worker.is_draining = address.is_draining
+                self._workers[address.worker_id] = worker
+                worker.start()
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Closes the connections of leaving workers that have no request any more."""
+        for worker in [w for w in self._leaving if not self._num_requests(w)]:
+            self._leaving.discard(worker)
+            self._close(worker)
+
+    async def close(self) -> None:
+        """Ends every session."""
+        for worker in [*self._workers.values(), *self._leaving]:
+            self._close(worker)
+        self._workers.clear()
+        self._leaving.clear()
+        await asyncio.gather(*self._closing)
+
+    def _close(self, worker: WorkerClient) -> None:
+        task = asyncio.create_task(worker.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

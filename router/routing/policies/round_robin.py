@@ -1,0 +1,27 @@
+"""Each worker of a role in its turn, by id, whatever it has to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.routing.load_tracker import Placement
+from router.routing.policies.interface import Candidate, Policy, RoutingRequest, disaggregated, local
+
+
+class RoundRobin(Policy):
+    """The next one is the first after the last one, so that a worker that comes or goes does not shift the others."""
+
+    def __init__(self) -> None:
+        self._last_prefill = self._last_decode = ""
+
+    def choose(self, request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+        self._last_decode = _next(self._last_decode, decode)
+        if not prefill:
+            return local(self._last_decode)
+        self._last_prefill = _next(self._last_prefill, prefill)
+        return disaggregated(self._last_prefill, self._last_decode, "in turn")
+
+
+def _next(last: str, candidates: Sequence[Candidate]) -> str:
+    ids = sorted(c.worker_id for c in candidates)
+    return next((i for i in ids if i > last), ids[0])

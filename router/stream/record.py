@@ -1,0 +1,156 @@
+"""What is written down of one generation, and read again: pure, between a live request and journal entries.
+
+A record goes on from scratch: the validated request with its seed, and every token that its client may have been told.
+Tokens are those of one history however often they are computed, so entries may overlap; only a gap ends what counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from cluster.pb import generation_pb2, worker_pb2
+from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
+from router.stream.request import LiveRequest
+
+_CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of a generation there is, or is written down."""
+
+    num_tokens: tuple[int, ...]
+    """Of each sequence."""
+    has_ended: tuple[bool, ...]
+    has_prompt_logprobs: bool
+
+    @classmethod
+    def of(cls, live: LiveRequest) -> Extent:
+        ends = tuple(s.end is not None and s.end.finish_reason != _CANCELLED for s in live.sequences)
+        has_prompt = live.request.prompt_logprobs is not None and live.prompt_logprobs.is_complete
+        return cls(tuple(s.num_tokens for s in live.sequences), ends, has_prompt)
+
+    @classmethod
+    def nothing(cls, num_sequences: int) -> Extent:
+        return cls((0,) * num_sequences, (False,) * num_sequences, False)
+
+
+@dataclass
+class GenerationRecord:
+    """What a row of entries adds up to."""
+
+    origin: JournalOrigin
+    tokens: list[worker_pb2.Tokens] = field(default_factory=list)
+    """Of each sequence, from the first on."""
+    prompt_logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    first_token_after_s: float | None = None
+    num_moves: int = 0
+
+
+def digest_of(spec: generation_pb2.GenerationSpec) -> bytes:
+    """Of everything that decides what is generated and told: not the client's own name for it."""
+    bare = generation_pb2.GenerationSpec()
+    bare.CopyFrom(spec)
+    bare.ClearField("resume")
+    bare.ClearField("request_id")
+    return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
+
+
+def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_revision: str) -> JournalOrigin:
+    """`spec`: as the client sent it."""
+    origin = JournalOrigin(
+        spec=spec,
+        sampling=live.request.sampling,
+        tenant=live.caller.tenant,
+        weights_revision=weights_revision,
+        arrival_time_s=live.arrival_time_s,
+        spec_digest=digest_of(spec),
+        traceparent="" if live.trace is None else live.trace.traceparent,
+    )
+    origin.spec.ClearField("resume")
+    origin.spec.token_ids.ids[:] = live.request.prompt_token_ids
+    origin.spec.sampling.seed = live.request.sampling.seed
+    origin.spec.model = live.model
+    return origin
+
+
+def entry_since(live: LiveRequest, extent: Extent) -> JournalEntry:
+    """What is known now and was not at `extent`. Empty when there is nothing."""
+    now = Extent.of(live)
+    entry = JournalEntry()
+    for index, sequence in enumerate(live.sequences):
+        first = extent.num_tokens[index]
+        if now.num_tokens[index] > first or (now.has_ended[index] and not extent.has_ended[index]):
+            tokens = sequence.known(first)
+            if not now.has_ended[index]:
+                tokens.ClearField("finish_reason")
+            entry.tokens.append(tokens)
+    if now.has_prompt_logprobs and not extent.has_prompt_logprobs:
+        entry.prompt_logprobs.extend(live.prompt_logprobs.take(is_kept=True))
+    if entry.ByteSize():
+        entry.num_cached_tokens, entry.num_moves = live.num_cached_tokens, live.num_moves
+        if live.first_token_at is not None:
+            entry.first_token_after_s = live.first_token_at - live.arrived_at
+    return entry
+
+
+def whole_entry(live: LiveRequest, origin: JournalOrigin) -> JournalEntry:
+    """The whole record in one entry."""
+    entry = entry_since(live, Extent.nothing(len(live.sequences)))
+    entry.origin.CopyFrom(origin)
+    entry.num_moves = live.num_moves
+    return entry
+
+
+def read_record(entries: Sequence[bytes]) -> GenerationRecord | None:
+    """None for what is not a record."""
+    try:
+        parsed = [JournalEntry.FromString(data) for data in entries]
+    except DecodeError:
+        return None
+    if not parsed or not parsed[0].HasField("origin"):
+        return None
+    origin = parsed[0].origin
+    record = GenerationRecord(origin, [worker_pb2.Tokens(sequence_index=i) for i in range(origin.sampling.n)])
+    for entry in parsed:
+        record.prompt_logprobs = list(entry.prompt_logprobs) or record.prompt_logprobs
+        record.num_cached_tokens = entry.num_cached_tokens or record.num_cached_tokens
+        record.num_moves = max(record.num_moves, entry.num_moves)
+        if entry.HasField("first_token_after_s"):
+            record.first_token_after_s = entry.first_token_after_s
+        for tokens in entry.tokens:
+            if tokens.sequence_index < len(record.tokens):
+                _extend(record.tokens[tokens.sequence_index], tokens)
+    return record
+
+
+def _extend(known: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
+    """Tokens that begin behind a gap do not count."""
+    num_doubled = len(known.token_ids) - more.first_token_index
+    if num_doubled < 0 or known.finish_reason:
+        return
+    known.token_ids.extend(more.token_ids[num_doubled:])
+    known.logprobs.extend(more.logprobs[num_doubled:])
+    if more.finish_reason:
+        known.finish_reason = more.finish_reason
+        if more.HasField("stop_token_id"):
+            known.stop_token_id = more.stop_token_id
+
+
+def restore(live: LiveRequest, record: GenerationRecord, first_wanted: int, *, is_streaming: bool) -> None:
+    """Fills a new live request with what is known of it, for a client that holds the tokens before `first_wanted` of
+    each sequence. Only before it is submitted."""
+    for sequence, tokens in zip(live.sequences, record.tokens, strict=True):
+        sequence.want_from(first_wanted)
+        sequence.add(tokens)
+    live.tell_anew(is_streaming=is_streaming)
+    live.prompt_logprobs.restore(record.prompt_logprobs)
+    live.num_cached_tokens = record.num_cached_tokens
+    live.num_moves = record.num_moves + 1
+    if record.first_token_after_s is not None:
+        live.first_token_at = live.arrived_at + record.first_token_after_s

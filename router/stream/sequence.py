@@ -1,0 +1,201 @@
+"""One sequence of a request: its tokens in order and exactly once, its text, and where it ends.
+
+The first token comes from the prefill worker and the rest from the decode worker over another stream, so tokens that
+come early wait until those before them are here, and tokens that came before are dropped. What the client has not taken
+merges into one delta: memory is bounded by the sequence's length, however slow the client. Knows no clock, no stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.pb import generation_pb2, worker_pb2
+from router.api.validate import ValidatedRequest
+from router.stream.detokenizer import Detokenizer
+from router.stream.stop_strings import StopMatcher
+
+_STOP = generation_pb2.FINISH_REASON_STOP
+_OPEN = generation_pb2.FINISH_REASON_UNSPECIFIED
+
+
+class SequenceOutput:
+    """`end` is set once; after that nothing is added."""
+
+    def __init__(
+        self,
+        index: int,
+        request: ValidatedRequest,
+        detokenizer: Detokenizer,
+        *,
+        first_wanted: int = 0,
+        is_kept: bool = False,
+    ) -> None:
+        """`first_wanted`: the client holds the tokens before, and their text. `is_kept`: logprobs stay when told."""
+        self.index = index
+        self.num_tokens = 0
+        """Tokens of this sequence that are here and in order."""
+        self.known_ids: list[int] = []
+        """Those tokens: what another attempt must not change any more."""
+        self.last_token_at: float | None = None
+        """When its last token came; kept by the request, which knows the time."""
+        self.end: generation_pb2.SequenceEnd | None = None
+        self._request = request
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
+        self._min_tokens = request.sampling.min_output_tokens
+        self._early: dict[int, worker_pb2.Tokens] = {}
+        self._num_taken = first_wanted
+        """The first token that the client does not hold; may be ahead of what is here."""
+        self._kept_logprobs: list[generation_pb2.TokenLogprob] | None = [] if is_kept else None
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._logprobs: list[generation_pb2.TokenLogprob] = []
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the client has not been given yet."""
+        return max(0, self.num_tokens - self._num_taken)
+
+    @property
+    def is_due(self) -> bool:
+        """Something should go to the client now: the first token, an interval's worth, or the rest at the end."""
+        num_pending = self.num_pending
+        if self.end is not None:
+            return bool(num_pending or self._texts)
+        return num_pending > 0 and (self._num_taken == 0 or num_pending >= (self._request.stream_interval_tokens or 1))
+
+    def add(self, tokens: worker_pb2.Tokens) -> bool:
+        """Takes tokens from a worker; True when a stop string ended the sequence, which no worker knows."""
+        if self.end is not None:
+            return False
+        if tokens.first_token_index > self.num_tokens:
+            self._early[tokens.first_token_index] = tokens
+            return False
+        is_stopped = self._append(tokens)
+        while self.end is None and self.num_tokens in self._early:
+            is_stopped = self._append(self._early.pop(self.num_tokens))
+        if self.end is not None:
+            self._early.clear()
+        return is_stopped
+
+    def take(self) -> generation_pb2.SequenceDelta | None:
+        """Everything pending as one delta; None when there is nothing."""
+        text = "".join(self._texts)
+        if not self.num_pending and not text:
+            return None
+        delta = generation_pb2.SequenceDelta(
+            index=self.index,
+            first_token_index=self._num_taken,
+            token_count=self.num_pending,
+            token_ids=self._token_ids,
+            text=text,
+            logprobs=self._logprobs,
+        )
+        self._num_taken = max(self._num_taken, self.num_tokens)
+        self._token_ids, self._texts, self._logprobs = [], [], []
+        return delta
+
+    def restart(self) -> None:
+        """Another attempt goes on from the tokens that are known: what came early from the last one is void."""
+        self._early.clear()
+
+    def want_from(self, first_wanted: int) -> None:
+        """The client holds the tokens before, and their text. Only while none is here."""
+        assert not self.num_tokens, "what is here was read for a client that holds nothing"
+        self._num_taken = first_wanted
+
+    def known(self, first_token_index: int = 0) -> worker_pb2.Tokens:
+        """The tokens from there on, and the end, as a worker would have told them. Of a kept sequence only."""
+        assert self._kept_logprobs is not None, "this sequence keeps nothing"
+        tokens = worker_pb2.Tokens(
+            sequence_index=self.index,
+            first_token_index=first_token_index,
+            token_ids=self.known_ids[first_token_index:],
+            logprobs=self._kept_logprobs[first_token_index:],
+        )
+        if self.end is not None and self.end.WhichOneof("matched_stop") != "stop_string":
+            tokens.finish_reason = self.end.finish_reason
+            if self.end.HasField("stop_token_id"):
+                tokens.stop_token_id = self.end.stop_token_id
+        return tokens
+
+    def rewound(self, first_wanted: int, detokenizer: Detokenizer) -> SequenceOutput:
+        """The same sequence for a client that holds its tokens before `first_wanted`, and their text.
+
+        Text that only the end sets free belongs to the last token.
+        """
+        fresh = SequenceOutput(self.index, self._request, detokenizer, first_wanted=first_wanted, is_kept=True)
+        fresh.add(self.known())
+        fresh._early, fresh.last_token_at = self._early, self.last_token_at
+        return fresh
+
+    def close(self, reason: generation_pb2.FinishReason) -> None:
+        """Ends it from outside, by a cancel; no effect on one that has ended."""
+        if self.end is None:
+            self._early.clear()
+            self._finish(reason)
+
+    def _append(self, tokens: worker_pb2.Tokens) -> bool:
+        """Tokens that begin at or before the next index."""
+        num_known = self.num_tokens - tokens.first_token_index
+        token_ids = tokens.token_ids[num_known:]
+        is_last = tokens.finish_reason != _OPEN
+        is_stop_token = is_last and tokens.HasField("stop_token_id") and not self._request.include_stop_in_output
+        with_text = token_ids[:-1] if is_stop_token else token_ids
+        num_held = min(len(token_ids), max(0, self._num_taken - self.num_tokens))
+        num_kept, stop = self._read(with_text, num_held)
+        if stop is None:
+            num_kept = len(token_ids)
+        self.num_tokens += num_kept
+        self.known_ids.extend(token_ids[:num_kept])
+        if self._request.wants_token_ids:
+            self._token_ids.extend(token_ids[num_held:num_kept])
+        if self._request.wants_logprobs:
+            logprobs = tokens.logprobs[num_known : num_known + num_kept]
+            self._logprobs.extend(logprobs[num_held:])
+            if self._kept_logprobs is not None:
+                self._kept_logprobs.extend(logprobs)
+        if stop is not None:
+            self.end = self._make_end(_STOP)
+            self.end.stop_string = stop
+            return not is_last
+        if is_last:
+            self._finish(tokens.finish_reason, is_held=0 < len(token_ids) == num_held)
+            if tokens.HasField("stop_token_id") and self.end is not None:
+                self.end.stop_token_id = tokens.stop_token_id
+        return False
+
+    def _read(self, token_ids: Sequence[int], num_held: int) -> tuple[int, str | None]:
+        """Turns tokens into text; (how many count, the stop string that ended the sequence at the last of them).
+
+        The client holds the text of the first `num_held` already.
+        """
+        if self._matcher is None:
+            if self._request.wants_text:
+                if num_held:
+                    self._detokenizer.push(token_ids[:num_held])
+                self._texts.append(self._detokenizer.push(token_ids[num_held:]))
+            return len(token_ids), None
+        for count, token_id in enumerate(token_ids, start=1):
+            piece = self._detokenizer.push((token_id,))
+            fed = self._matcher.feed(piece, can_stop=self.num_tokens + count >= self._min_tokens)
+            if count > num_held:
+                self._add_text(fed.text)
+            if fed.stop is not None:
+                return count, fed.stop
+        return len(token_ids), None
+
+    def _finish(self, reason: generation_pb2.FinishReason, *, is_held: bool = False) -> None:
+        """`is_held`: the client has the last token, and with it the text that was held back."""
+        if not is_held:
+            if self._matcher is not None:
+                self._add_text(self._matcher.flush())
+            self._add_text(self._detokenizer.flush())
+        self.end = self._make_end(reason)
+
+    def _make_end(self, reason: generation_pb2.FinishReason) -> generation_pb2.SequenceEnd:
+        return generation_pb2.SequenceEnd(index=self.index, finish_reason=reason, token_count=self.num_tokens)
+
+    def _add_text(self, text: str) -> None:
+        if text and self._request.wants_text:
+            self._texts.append(text)

@@ -1,0 +1,55 @@
+"""What a controller is to its AdminService, without processes: a door over a real file, whose workers are words."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from admin_world import FILE, DoorStage
+
+from cluster.config import ServingConfig
+from cluster.pb import admin_pb2
+from controller.config_file import ConfigFile
+from controller.reconfigurer import Keep
+from controller.supervisor import Supervisor
+from controller.worker_pool import WorkerPool
+
+
+class Desk:
+    """What the controller is to the service, over a copy of the shipped file that says 1:3."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "models").symlink_to(FILE.parent / "models")
+        shutil.copy(FILE, folder / "cluster.yaml")
+        self.file = ConfigFile(folder / "cluster.yaml")
+        self.edit("decode:\n        devices: 1", "decode:\n        devices: 3")
+        self.stage = DoorStage(self.file.load())
+        self.door, self.events = self.stage.door, self.stage.events
+        self.crew = WorkerPool(self._no_launcher, lambda _: None)
+        self.routers = [Supervisor("router", self._no_launch, lambda _: None)]
+        self.auto = None
+        self.config_path = str(self.file.path)
+        self.metrics_address = "127.0.0.1:9000"
+        self.address = ""
+
+    @property
+    def keep(self) -> Keep | None:
+        return self.file.keep
+
+    def parse(self, text: str, filename: str) -> ServingConfig:
+        return self.file.parse(text, filename)
+
+    async def router_status(self) -> admin_pb2.GetStatusResponse | None:
+        return None
+
+    def edit(self, old: str, new: str) -> None:
+        text = self.file.path.read_text(encoding="utf-8")
+        assert old in text
+        self.file.path.write_text(text.replace(old, new, 1), encoding="utf-8")
+
+    def _no_launcher(self, plan: Any) -> Any:
+        raise AssertionError("no worker is started here")
+
+    async def _no_launch(self) -> Any:
+        raise AssertionError("no router is started here")

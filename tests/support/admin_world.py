@@ -1,0 +1,70 @@
+"""A controller without processes: the door with workers that are only words, and a file that is a real one.
+
+A step is carried out when the test says so (or at once), and what the router would be told is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from cluster.config import ModelSection, RoleSection, RolesSection, ServingConfig
+from controller.change_plan import Member, Step, apply_step
+from controller.change_steps import StepFailed
+from controller.event_log import ClusterEvent, EventKind, EventLog
+from controller.reconfigurer import Reconfigurer
+
+FILE = Path(__file__).resolve().parents[2] / "cluster.yaml"
+
+
+def config_of(prefill: int = 1, decode: int = 3) -> ServingConfig:
+    return ServingConfig(
+        model=ModelSection(path="models/m"),
+        roles=RolesSection(RoleSection(devices=prefill), RoleSection(devices=decode)),
+    )
+
+
+class WordyHands:
+    """Workers by name only. `gate`: steps wait for it. `broken`: the step with this text fails."""
+
+    def __init__(self, config: ServingConfig) -> None:
+        self.workers = [
+            Member(f"{role}-{number}", role, config.role(role).tensor_parallel)  # type: ignore[arg-type]
+            for role in ("prefill", "decode")
+            for number in range(config.role(role).num_workers)  # type: ignore[arg-type]
+        ]
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.broken = ""
+        self.num_told = 0
+
+    def members(self) -> list[Member]:
+        return list(self.workers)
+
+    async def tell(self) -> None:
+        self.num_told += 1
+
+    async def carry_out(self, step: Step, config: ServingConfig) -> None:
+        await self.gate.wait()
+        if str(step) == self.broken:
+            raise StepFailed(f"{step.worker_id} did not")
+        self.workers = apply_step(self.workers, step)
+
+
+class DoorStage:
+    """A door over wordy hands, and what it told."""
+
+    def __init__(self, config: ServingConfig | None = None, max_devices: int | None = None) -> None:
+        config = config or config_of()
+        self.told: list[ClusterEvent] = []
+        self.events = EventLog(self.told.append)
+        self.hands = WordyHands(config)
+        num_devices = None if max_devices is None else lambda: max_devices
+        self.door = Reconfigurer(config, self.hands, self.events, num_devices)
+
+    def kinds(self) -> list[EventKind]:
+        return [event.kind for event in self.told]
+
+    def split(self) -> tuple[int, int]:
+        roles = [worker.role for worker in self.hands.workers]
+        return roles.count("prefill"), roles.count("decode")

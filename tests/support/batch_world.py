@@ -1,0 +1,140 @@
+"""A batch store and what its runners were asked, for tests of batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from router.batches.idle import IdleCapacity
+from router.batches.input_lines import Line
+from router.batches.records import CANCELLING, Batch, StoredFile
+from router.batches.runner import BatchRunner, TriedClaim
+from router.batches.store import BatchStore, StoredRecord
+from router.queue.admission import Admission
+
+ENDPOINT = "/v1/completions"
+OK = TriedClaim(
+    200, {"usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}}
+)
+LEASE_S = 0.3
+
+
+class World:
+    """A store, and what was asked of its runners."""
+
+    def __init__(self, store: BatchStore) -> None:
+        self.store = store
+        self.most = 4
+        self.runs: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
+        self.holds: set[str] = set()
+        """Prompts that get no answer until they are freed."""
+        self._freed = asyncio.Event()
+        self.replies: dict[str, list[TriedClaim]] = {}
+        self.began = asyncio.Event()
+        self.num_at_once = 0
+
+    def runner(self, **given: Any) -> BatchRunner:
+        idle = IdleCapacity(lambda num_running: num_running < self.most)
+        limits = {"most_line_bytes": 1000, "lease_s": LEASE_S} | given
+        return BatchRunner(self.store, idle, self.answer, self.counts, **limits)
+
+    @contextlib.asynccontextmanager
+    async def running(self, **given: Any) -> AsyncIterator[BatchRunner]:
+        runner = self.runner(**given)
+        runner.start()
+        try:
+            yield runner
+        finally:
+            await runner.stop()
+
+    async def answer(self, batch: Batch, line: Line, request_id: str) -> TriedClaim:
+        prompt = line.body["prompt"]
+        self.runs[prompt] += 1
+        self.began.set()
+        self.num_at_once = max(self.num_at_once, len(self.holds))
+        while prompt in self.holds:
+            self._freed.clear()
+            await self._freed.wait()
+        await asyncio.sleep(0)
+        return self.replies[prompt].pop(0) if self.replies.get(prompt) else OK
+
+    def free(self, *prompts: str) -> None:
+        """Without any: all."""
+        self.holds -= set(prompts) or self.holds
+        self._freed.set()
+
+    async def add(
+        self, *prompts: str, batch_id: str = "batch_1", tenant: str = "acme", raw: bytes | None = None, **fields: Any
+    ) -> None:
+        now = int(time.time())
+        lines = [
+            {"custom_id": f"c-{prompt}", "method": "POST", "url": ENDPOINT, "body": {"prompt": prompt}}
+            for prompt in prompts
+        ]
+        data = "\n".join(map(json.dumps, lines)).encode() if raw is None else raw
+        half, file_id = len(data) // 2, f"file-{batch_id}"
+        for number, piece in enumerate((data[:half], data[half:])):
+            await self.store.put_piece(file_id, number, piece)
+        file = StoredFile(file_id, tenant, "in.jsonl", "batch", len(data), 2, now, now + 999)
+        await self.store.add(StoredRecord("file", file_id, tenant, file.to_json(), now + 999))
+        given = {"created_at": now, "expires_at": now + 999} | fields
+        batch = Batch(batch_id, tenant, "key", file_id, ENDPOINT, "24h", **given)
+        await self.store.add(StoredRecord("batch", batch_id, tenant, batch.to_json(), now + 9999))
+
+    async def batch(self, batch_id: str = "batch_1", tenant: str = "acme") -> Batch:
+        record = await self.store.find("batch", tenant, batch_id)
+        assert record is not None
+        return Batch.from_json(record.data)
+
+    async def until(self, condition: Callable[[Batch], bool], *where: str) -> Batch:
+        async with asyncio.timeout(20):
+            while not condition(batch := await self.batch(*where)):
+                await asyncio.sleep(0.005)
+        return batch
+
+    async def over(self, *where: str) -> Batch:
+        """`where`: id and tenant."""
+        return await self.until(lambda batch: batch.is_over, *where)
+
+    async def cancel(self) -> None:
+        record = await self.store.find("batch", "acme", "batch_1")
+        assert record is not None
+        cancelling = Batch.from_json(record.data).to(CANCELLING, time.time())
+        assert await self.store.replace(replace(record, data=cancelling.to_json()))
+
+    async def lines(self, file_id: str | None) -> list[dict[str, Any]]:
+        """Of a result."""
+        assert file_id is not None
+        record = await self.store.find("file", "acme", file_id)
+        assert record is not None
+        file = StoredFile.from_json(record.data)
+        pieces = [await self.store.piece(file_id, number) for number in range(file.num_pieces)]
+        data = b"".join(piece for piece in pieces if piece is not None)
+        assert len(data) == file.size_bytes and data.endswith(b"\n")
+        return [json.loads(line) for line in data.splitlines()]
+
+
+async def until_refused(admission: Admission, times: int) -> None:
+    """So often a line has asked whether there is capacity to spare, and there was none."""
+    has_spare, refused = admission.has_spare, asyncio.Semaphore(0)
+
+    def ask(num_running: int, now: float) -> bool:
+        is_spare = has_spare(num_running, now)
+        if not is_spare:
+            refused.release()
+        return is_spare
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "has_spare", ask)
+        async with asyncio.timeout(20):
+            for _ in range(times):
+                await refused.acquire()

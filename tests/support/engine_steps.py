@@ -1,0 +1,113 @@
+"""Drives a `ModelRunner` by hand in tests: one or more sequences, in chunks, over scattered blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from engine.cuda_graphs import Capture
+from engine.model_runner import ModelRunner
+from engine.step_input import SequenceSlice, StepInput, build_step
+from engine.tp import SingleGroup, ThreadGroup, TPGroup
+
+Result = TypeVar("Result")
+
+
+def make_runner(
+    path: Path,
+    *,
+    tp: TPGroup | None = None,
+    num_blocks: int = 32,
+    block_size: int = 16,
+    device: str = "cpu",
+    dtype: str = "float32",
+    attention: str = "auto",
+    kernels: str = "auto",
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+    graphs_up_to: int = 0,
+    capture: Capture | None = None,
+) -> ModelRunner:
+    return ModelRunner(
+        path,
+        tp=tp or SingleGroup(),
+        device=device,
+        dtype=dtype,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        attention=attention,
+        kernels=kernels,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        graphs_up_to=graphs_up_to,
+        capture=capture,
+    )
+
+
+def scattered_table(runner: ModelRunner, num_tokens: int, seed: int = 0) -> tuple[int, ...]:
+    """Blocks for `num_tokens` in no particular order."""
+    order = np.random.default_rng(seed).permutation(runner.kv.shape[2])
+    return tuple(int(block) for block in order[: -(-num_tokens // runner.block_size)])
+
+
+def with_all_logits(step: StepInput) -> StepInput:
+    return replace(step, logits_indices=np.arange(len(step.token_ids), dtype=np.int32))
+
+
+def run_in_chunks(
+    runner: ModelRunner, token_ids: Sequence[int], chunks: Iterable[int], table: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Logits of every position of one sequence, computed `chunks` tokens at a time."""
+    table = table or scattered_table(runner, len(token_ids))
+    rows, start = [], 0
+    for size in chunks:
+        piece = SequenceSlice(tuple(token_ids[start : start + size]), start, table, wants_logits=True)
+        rows.append(runner.forward(with_all_logits(build_step([piece], runner.block_size))))
+        start += size
+    assert start == len(token_ids)
+    return torch.cat(rows)
+
+
+def on_each_rank(size: int, work: Callable[[TPGroup], Result]) -> list[Result]:
+    """Runs `work` on each rank of a `ThreadGroup` at once; raises what a rank raised."""
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(group: ThreadGroup) -> None:
+        try:
+            results[group.rank] = work(group)
+        except BaseException as error:
+            errors.append(error)
+            group.abort()
+
+    threads = [threading.Thread(target=run, args=(group,)) for group in ThreadGroup.create(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+def held_bytes(runner: ModelRunner) -> int:
+    """Of a runner's weights, counted and not computed. A tensor packed by oneDNN does not say its bytes."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in _tensors_of(runner._model, {}))
+
+
+def _tensors_of(thing: Any, seen: dict[int, torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Each tensor that an object of the engine holds, once."""
+    if isinstance(thing, torch.Tensor):
+        seen[id(thing)] = thing
+    elif isinstance(thing, list | tuple):
+        for part in thing:
+            _tensors_of(part, seen)
+    elif type(thing).__module__.startswith("engine.") and hasattr(thing, "__dict__"):
+        _tensors_of(list(vars(thing).values()), seen)
+    return seen.values()

@@ -1,0 +1,110 @@
+"""Schemathesis at the HTTP API of a running cluster, by what its /openapi.json says: `make test-schema`.
+
+It makes up calls, good ones and bad ones, one alone and several that build on each other, for SECONDS, and every answer
+must be what the document says: its status, its content type, its headers, each field of its body. None may be a 5xx.
+Two things are added to the document before, so that calls get past the first check: the served model's name, and the
+ids of files and of a batch that are there. Schemathesis has an environment of its own, .venv-schema.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import openai
+from cluster_fixture import BUNDLED_MODEL, PlainCluster
+from nursery import close_nursery
+from workers import ROOT
+
+SCHEMATHESIS = ROOT / ".venv-schema" / "bin" / "schemathesis"
+MODEL = BUNDLED_MODEL.name
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_headers_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+    "use_after_free",
+    "ensure_resource_availability",
+)
+"""Not positive_data_acceptance: `router.api.validate` and the chat template refuse more than JSON Schema can say."""
+MESSAGES = [{"role": "user", "content": "Good morrow."}]
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "plain": {"model": MODEL, "prompt": ["ROMEO:", "JULIET:"], "max_tokens": 8, "n": 2, "logprobs": 2},
+        "streamed": {"model": MODEL, "prompt": [5, 6], "max_tokens": 8, "stream": True, "seed": 3},
+        "constrained": {"model": MODEL, "prompt": "a", "structured_outputs": {"choice": ["yes", "no"]}},
+    },
+    "/v1/chat/completions": {
+        "plain": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "top_logprobs": 2},
+        "streamed": {"model": MODEL, "messages": MESSAGES, "max_tokens": 8, "stream": True},
+        "stopped": {"model": MODEL, "messages": MESSAGES, "max_tokens": 40, "stop": ["\n", "e"], "temperature": 0},
+    },
+    "/tokenize": {"chat": {"model": MODEL, "messages": MESSAGES}, "text": {"prompt": "Good morrow."}},
+    "/detokenize": {"tokens": {"model": MODEL, "tokens": [5, 6, 7]}},
+}
+
+
+def document(base: str, input_file_id: str, file_id: str, batch_id: str) -> dict[str, Any]:
+    """What the router tells, with values that are good here."""
+    with urllib.request.urlopen(f"{base}/openapi.json", timeout=60) as page:
+        told: dict[str, Any] = json.load(page)
+    good = {"model": MODEL, "file_id": file_id, "batch_id": batch_id}
+    for name in ("ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody"):
+        told["components"]["schemas"][name]["properties"]["model"] = {"enum": [MODEL]}
+    told["components"]["schemas"]["BatchBody"]["properties"]["input_file_id"] = {"enum": [input_file_id]}
+    for path, methods in told["paths"].items():
+        for operation in methods.values():
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":
+                    parameter["example"] = good[parameter["name"]]
+        if path in EXAMPLES:
+            examples = {name: {"value": value} for name, value in EXAMPLES[path].items()}
+            methods["post"]["requestBody"]["content"]["application/json"]["examples"] = examples
+    return told
+
+
+def begin(base: str) -> tuple[str, str, str]:
+    """Ids of a file for batches, of one that may be deleted, and of a batch."""
+    body = {"model": MODEL, "prompt": "ROMEO:", "max_tokens": 4}
+    line = json.dumps({"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}).encode()
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="none", timeout=60) as client:
+        file, other = (client.files.create(file=("lines.jsonl", line), purpose="batch") for _ in range(2))
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    return file.id, other.id, batch.id
+
+
+def try_all(seconds: str, more: list[str], folder: Path) -> int:
+    """Schemathesis' exit code."""
+    with PlainCluster(BUNDLED_MODEL, folder, router={"http_port": 0}) as cluster:
+        base = f"http://{cluster.http_address}"
+        file = folder / "openapi.json"
+        file.write_text(json.dumps(document(base, *begin(base))), encoding="utf-8")
+        given = ["--url", base, "--max-time", seconds, "--checks", ",".join(CHECKS), "--request-timeout", "60"]
+        quiet = ["--continue-on-failure", "--suppress-health-check", "all", "--generation-database", "none"]
+        return subprocess.run([SCHEMATHESIS, "run", file, *given, *quiet, *more], cwd=folder, check=False).returncode
+
+
+def main(arguments: list[str]) -> int:
+    """`arguments`: more for Schemathesis."""
+    if not SCHEMATHESIS.exists():
+        print(f"error: {SCHEMATHESIS} is not there; `make test-schema` installs it", file=sys.stderr)
+        return 2
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return try_all(os.environ.get("SECONDS", "600"), arguments, Path(folder))
+    finally:
+        close_nursery()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,203 @@
+"""Two workers' links over real gRPC in one loop: what each was told, and a relay that can be cut or go silent."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import socket
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+
+from cluster import rpc
+from cluster.failure_detector import FailureTimeouts
+from cluster.pb import handoff_pb2, handoff_pb2_grpc
+from kv_transfer.layout import KvLayout
+from worker.handshake import Handshake
+from worker.links import LinkServer
+
+LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", tp_size=1, block_size=16, model="m@1")
+TIMING = FailureTimeouts(heartbeat_s=0.04, suspect_after_s=0.25, dead_after_s=0.6)
+SOON_S = 10.0
+
+
+def terms(name: str, **changes: Any) -> Handshake:
+    base = Handshake(
+        worker_id=name,
+        incarnation=f"{name}-life",
+        layout=LAYOUT,
+        store_address="127.0.0.1:1",
+        transports=("shm", "gloo"),
+        host_id="here",
+        wire_format="native",
+        chunk_tokens=256,
+        num_slots=4,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def abort(reason: str) -> handoff_pb2.Abort:
+    return handoff_pb2.Abort(reason=reason)
+
+
+class End(handoff_pb2_grpc.HandoffServiceServicer):
+    """One worker's links, and what was posted about them."""
+
+    def __init__(self, own: Handshake, timing: FailureTimeouts = TIMING) -> None:
+        self.terms = own
+        self.timing = timing
+        self.links = LinkServer(own, timing, self, self._post)  # type: ignore[arg-type]
+        self.events: list[tuple[str, tuple[Any, ...], float]] = []
+        self._changed = asyncio.Event()
+        self.is_beating = True
+        self.num_ticks = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Any handler of a listener: its name, which `_post` notes."""
+        if name.startswith("link_"):
+            return name
+        raise AttributeError(name)
+
+    def _post(self, handler: Any, *arguments: Any) -> None:
+        self.events.append((handler, arguments, time.monotonic()))
+        self._changed.set()
+
+    def said(self, name: str) -> list[tuple[Any, ...]]:
+        return [arguments for handler, arguments, _ in self.events if handler == name]
+
+    def heard(self) -> list[str]:
+        return [message.abort.reason for _, message in self.said("link_heard")]
+
+    def time_of(self, name: str) -> float:
+        return next(when for handler, _, when in self.events if handler == name)
+
+    async def wait_for(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(SOON_S):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def wait_until_said(self, name: str) -> tuple[Any, ...]:
+        await self.wait_for(lambda: self.said(name))
+        return self.said(name)[0]
+
+    async def wait_for_tick(self) -> None:
+        last = self.num_ticks
+        await self.wait_for(lambda: self.num_ticks > last)
+
+    async def serve(self, port: int = 0) -> str:
+        self.server, bound = rpc.create_server("127.0.0.1", port)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self, self.server)
+        await self.server.start()
+        self.start_beating()
+        return f"127.0.0.1:{bound}"
+
+    def start_beating(self) -> None:
+        self.heart = asyncio.create_task(self._beat())
+
+    async def close(self) -> None:
+        self.heart.cancel()
+        await self.links.close_all()
+        if hasattr(self, "server"):
+            await self.server.stop(None)
+
+    async def _beat(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(self.timing.tick_s)
+            now = time.monotonic()
+            if self.is_beating:
+                self.links.tick(now - before)
+                self.num_ticks += 1
+                self._changed.set()
+            before = now
+
+    async def Connect(
+        self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[handoff_pb2.ReceiverMessage]:
+        async for message in self.links.serve(request_iterator, context):
+            yield message
+
+
+class Relay:
+    """A TCP port in front of another that passes bytes on until it is told not to."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target.rpartition(":")[::2]
+        self._is_passing = asyncio.Event()
+        self._is_passing.set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.num_bytes_held = 0
+
+    async def listen(self) -> str:
+        self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
+        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def hold(self) -> None:
+        """From now on both sides hear nothing; the connections stay up."""
+        self._is_passing.clear()
+
+    def release(self) -> None:
+        self._is_passing.set()
+
+    def reset(self) -> None:
+        """Ends every connection with a RST."""
+        for writer in self._writers:
+            if writer.is_closing():
+                continue
+            sock: socket.socket = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        self._server.close()
+        self.reset()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there_reader, there_writer = await asyncio.open_connection(self._target[0], int(self._target[1]))
+        self._writers += [writer, there_writer]
+        for source, target in ((reader, there_writer), (there_reader, writer)):
+            task = asyncio.create_task(self._pass(source, target))
+            self._tasks.add(task)
+
+    async def _pass(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                if not self._is_passing.is_set():
+                    self.num_bytes_held += len(data)
+                    await self._is_passing.wait()
+                target.write(data)
+            target.close()
+        except OSError:
+            target.transport.abort()
+
+
+@asynccontextmanager
+async def two_ends(
+    sender: Handshake | None = None, receiver: Handshake | None = None, timing: FailureTimeouts = TIMING
+) -> AsyncIterator[tuple[End, End, str]]:
+    """A sender, a receiver that serves, and its address."""
+    async with AsyncExitStack() as stack:
+        p, d = End(sender or terms("p"), timing), End(receiver or terms("d"), timing)
+        address = await d.serve()
+        p.start_beating()
+        stack.push_async_callback(d.close)
+        stack.push_async_callback(p.close)
+        yield p, d, address
+
+
+@asynccontextmanager
+async def relayed(address: str) -> AsyncIterator[tuple[Relay, str]]:
+    relay = Relay(address)
+    try:
+        yield relay, await relay.listen()
+    finally:
+        await relay.close()

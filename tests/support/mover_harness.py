@@ -1,0 +1,249 @@
+"""Whole workers' ranks in one process, over real sockets: what tests of the mover share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_transfer.actions import Range
+from kv_transfer.failures import TransferFailed
+from kv_transfer.fault_injection import Faults
+from kv_transfer.layout import KvLayout, Route, routes
+from kv_transfer.transfer_engine import Landing, PairSpec, SlotRange, TransferEngine
+
+HOST = "127.0.0.1"
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS, HEADS, DIM, TOKENS = 2, 4, 3, 45
+POISON = -77.0
+QUICK_S = 5.0  # on a busy machine; what it is held against takes 10 s and more
+TP_SIZES = (1, 2, 4, 8)
+HOST_TRANSPORTS = ("shm", "gloo")
+
+# Epoch, store, transport. Opens a pair as its sender, gathers a chunk and, told "send", posts it.
+PEER = """
+import sys, torch
+from kv_transfer.actions import Range
+from kv_transfer.layout import KvLayout
+from kv_transfer.transfer_engine import KvMover, PairSpec, SlotRange
+layout = KvLayout(num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", tp_size=1, block_size=4, model="m")
+mover = KvMover(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
+mover.open_pair(PairSpec(sys.argv[1], sys.argv[2], True, layout, sys.argv[3], "native", 16, 2))
+what = SlotRange(sys.argv[1], 0, 0, Range(0, 16, 0, 2))
+mover.gather(what, range(4))
+print("open", flush=True)
+for line in sys.stdin:
+    if line == "send\\n":
+        sending = mover.send(sys.argv[1], 0)
+        print("sent", flush=True)
+"""
+
+
+@dataclass
+class Worker:
+    """The ranks of one worker, each with a poisoned cache of its own; all use one block table."""
+
+    layout: KvLayout
+    timeout_s: float = 10.0
+    num_slots: int = 2
+    chunk_tokens: int = 16
+    digest: str = "on"
+    faults: Faults | None = None
+    table: list[int] = field(default_factory=list)
+    caches: list[torch.Tensor] = field(default_factory=list)
+    movers: list[TransferEngine] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        size = self.layout.block_size
+        used = -(-TOKENS // size)
+        order = torch.randperm(used + 3, generator=torch.Generator().manual_seed(self.layout.tp_size * size)).tolist()
+        self.table = order[:used]
+        shape = (LAYERS, 2, used + 3, size, self.layout.num_local_heads, DIM)
+        for rank in range(self.layout.tp_size):
+            cache = torch.full(shape, POISON, dtype=getattr(torch, self.layout.dtype))
+            self.caches.append(cache)
+            self.movers.append(
+                TransferEngine(
+                    cache,
+                    self.layout,
+                    rank,
+                    timeout_s=self.timeout_s,
+                    host=HOST,
+                    digest=self.digest,
+                    faults=self.faults,
+                )
+            )
+
+    @property
+    def mover(self) -> TransferEngine:
+        """The only rank's."""
+        (mover,) = self.movers
+        return mover
+
+    def mover_routes(self, receiver: KvLayout) -> tuple[Route, ...]:
+        """Every route of all ranks to a receiver."""
+        return routes(self.layout, receiver)
+
+    def fill(self, truth: torch.Tensor, start: int, end: int, layers: range = range(LAYERS)) -> list[torch.Tensor]:
+        """What each rank's cache holds with the range of `truth` [L, 2, T, H, D] in it, the rest as it is."""
+        filled = []
+        for rank, cache in enumerate(self.caches):
+            heads = self.layout.head_range(rank)
+            expected = cache.clone()
+            for t in range(start, end):
+                block, offset = self.table[t // self.layout.block_size], t % self.layout.block_size
+                for layer in layers:
+                    expected[layer, :, block, offset] = truth[layer, :, t, heads.start : heads.stop]
+            filled.append(expected)
+        return filled
+
+    def load(self, truth: torch.Tensor) -> None:
+        for cache, filled in zip(self.caches, self.fill(truth, 0, TOKENS), strict=True):
+            cache.copy_(filled)
+
+    def close(self) -> None:
+        for mover in self.movers:
+            mover.close()
+
+    def spec(self, epoch: str, address: str, remote: KvLayout, *, is_sender: bool, transport: str = "shm") -> PairSpec:
+        return PairSpec(
+            pair_epoch=epoch,
+            store_address=address,
+            is_sender=is_sender,
+            remote=remote,
+            transport=transport,
+            wire_format="native",
+            chunk_tokens=self.chunk_tokens,
+            num_slots=self.num_slots,
+        )
+
+
+def make_layout(tp_size: int = 1, block_size: int = 4, dtype: str = "float32", model: str = "m") -> KvLayout:
+    return KvLayout(
+        num_layers=LAYERS,
+        num_kv_heads=HEADS,
+        head_dim=DIM,
+        dtype=dtype,
+        tp_size=tp_size,
+        block_size=block_size,
+        model=model,
+    )
+
+
+def make_truth(dtype: str = "float32") -> torch.Tensor:
+    return torch.randn(LAYERS, 2, TOKENS, HEADS, DIM, generator=torch.Generator().manual_seed(7)).to(
+        getattr(torch, dtype)
+    )
+
+
+def chunk(
+    epoch: str, slot: int, start: int, end: int, layers: tuple[int, int] = (0, LAYERS), tag: int = 0
+) -> SlotRange:
+    return SlotRange(epoch, slot, tag, Range(start, end, *layers))
+
+
+def run_all(jobs: Sequence[Callable[[], object]]) -> list[object]:
+    """Every rank has its own thread; the first error is raised."""
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return [future.result(60) for future in [pool.submit(job) for job in jobs]]
+
+
+def open_both(sender: Worker, receiver: Worker, epoch: str, address: str, transport: str = "shm") -> None:
+    outgoing = sender.spec(epoch, address, receiver.layout, is_sender=True, transport=transport)
+    incoming = receiver.spec(epoch, address, sender.layout, is_sender=False, transport=transport)
+    run_all(
+        [lambda m=m: m.open_pair(outgoing) for m in sender.movers]
+        + [lambda m=m: m.open_pair(incoming) for m in receiver.movers]
+    )
+
+
+def move(
+    sender: Worker, receiver: Worker, epoch: str, chunks: Sequence[tuple[int, ...]], tag: int = 0
+) -> tuple[int, int]:
+    """Moves chunks (token start, end and, unless all, layer start, end) one after another, slots in turn.
+
+    Returns the bytes gathered and those received.
+    """
+    ranges = [Range(*piece) if len(piece) == 4 else Range(*piece, 0, LAYERS) for piece in chunks]
+    numbered = [SlotRange(epoch, i % sender.num_slots, tag + i, piece) for i, piece in enumerate(ranges)]
+
+    def send(mover: TransferEngine) -> int:
+        gathered = 0
+        for what in numbered:
+            gathered += mover.gather(what, sender.table)
+            mover.complete_send(mover.send(epoch, what.slot))
+        return gathered
+
+    def receive(mover: TransferEngine) -> int:
+        return sum(mover.complete_receive(mover.post_receive(what, receiver.table)) for what in numbered)
+
+    jobs: list[Callable[[], int]] = [lambda m=m: send(m) for m in sender.movers]  # type: ignore[misc]
+    jobs += [lambda m=m: receive(m) for m in receiver.movers]  # type: ignore[misc]
+    done = [size for size in run_all(jobs) if isinstance(size, int)]
+    return sum(done[: len(sender.movers)]), sum(done[len(sender.movers) :])
+
+
+def make_workers(workers: list[Worker], receiver_timeout_s: float = 10.0, tp_size: int = 1) -> tuple[Worker, Worker]:
+    sender, receiver = Worker(make_layout()), Worker(make_layout(tp_size), timeout_s=receiver_timeout_s)
+    workers += [sender, receiver]
+    sender.load(make_truth())
+    return sender, receiver
+
+
+@contextmanager
+def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that has opened a pair towards the receiver and gathered a chunk for it."""
+    command = [sys.executable, "-c", PEER, epoch, address, transport]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        try:
+            receiver.mover.open_pair(receiver.spec(epoch, address, make_layout(), is_sender=False, transport=transport))
+            assert peer.stdout is not None and peer.stdout.readline() == "open\n"
+            yield peer
+        finally:
+            peer.kill()
+
+
+class Completing:
+    """Completes a landing on a thread of its own."""
+
+    def __init__(self, mover: TransferEngine, landing: Landing) -> None:
+        self._pool = ThreadPoolExecutor(1)
+        self._is_waiting = threading.Event()
+        self._future = self._pool.submit(self._complete, mover, landing)
+        assert self._is_waiting.wait(5)
+
+    def failure(self) -> tuple[TransferFailed, float]:
+        """The failure, and when it was raised."""
+        try:
+            return self._future.result(60)
+        finally:
+            self._pool.shutdown()
+
+    def _complete(self, mover: TransferEngine, landing: Landing) -> tuple[TransferFailed, float]:
+        self._is_waiting.set()
+        with pytest.raises(TransferFailed) as caught:
+            mover.complete_receive(landing)
+        return caught.value, time.monotonic()
+
+
+def assert_untouched(worker: Worker) -> None:
+    assert not any(cache.ne(POISON).any() for cache in worker.caches)
+
+
+def assert_nothing_is_held(*workers: Worker) -> None:
+    for worker in workers:
+        for mover in worker.movers:
+            assert (mover.quarantined_bytes, mover.num_quarantined_slots) == (0, 0)
+
+
+def mapped_rings() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:baton-kv")

@@ -1,0 +1,191 @@
+"""One step at a time, with supervisors over groups made here and a router that is only its word."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from admin_world import config_of
+
+from cluster.pb import admin_pb2, worker_pb2
+from controller import change_steps as steps_module
+from controller.change_plan import Flip, Start, Stop
+from controller.change_steps import StepFailed, Steps
+from controller.plan import WorkerPlan, plan_cluster
+from controller.supervisor import StartFailed, Supervisor, SupervisorState
+from controller.worker_pool import WorkerPool
+
+
+class Group:
+    def __init__(self, plan: WorkerPlan) -> None:
+        self.plan = plan
+        self.card: Mapping[str, Any] = {"address": f"127.0.0.1:{hash(plan.worker_id) % 1000 + 1}"}
+        self.is_stopped = False
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def stop(self, grace_s: float) -> None:
+        self.is_stopped = True
+
+    async def kill(self) -> None:
+        self.is_stopped = True
+
+
+class GroupLauncher:
+    """Groups that are ready at once; a worker in `broken` never starts."""
+
+    def __init__(self, plan: WorkerPlan, stage: Stage) -> None:
+        self.plan = plan
+        self.placing_limit_s: float | None = None
+        self._stage = stage
+
+    async def launch(self) -> Group:
+        if self.plan.worker_id in self._stage.broken:
+            raise StartFailed("no room", is_mistake=True)
+        group = Group(self.plan)
+        self._stage.groups.append(group)
+        return group
+
+    def close(self) -> None:
+        self._stage.closed.append(self.plan.worker_id)
+
+
+class Router:
+    """What several ones say together; they believe what they were told last. `busy`: requests on a worker; `blind`:
+    workers that one of them does not reach."""
+
+    def __init__(self, crew: WorkerPool) -> None:
+        self.crew = crew
+        self.told: list[list[admin_pb2.WorkerAddress]] = []
+        self.busy: dict[str, int] = {}
+        self.blind: set[str] = set()
+
+    async def tell(self) -> None:
+        self.told.append(self.crew.addresses())
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        states = admin_pb2.WorkerStatus
+        await self.tell()
+        return admin_pb2.GetStatusResponse(
+            workers=[
+                states(
+                    worker_id=w.worker_id,
+                    role=w.role,
+                    is_draining=w.is_draining,
+                    state=states.STATE_LOST if w.worker_id in self.blind else states.STATE_READY,
+                    num_requests=self.busy.get(w.worker_id, 0),
+                )
+                for w in self.told[-1]
+            ]
+        )
+
+    def last(self) -> dict[str, tuple[int, bool]]:
+        return {w.worker_id: (w.role, w.is_draining) for w in self.told[-1]}
+
+
+class Stage:
+    def __init__(self) -> None:
+        self.config = config_of(1, 2)
+        self.groups: list[Group] = []
+        self.closed: list[str] = []
+        self.broken: set[str] = set()
+        self.crew = WorkerPool(lambda plan: GroupLauncher(plan, self), self._changed)
+        self.crew.add(plan_cluster(self.config, num_gpus=0, num_cores=4).workers)
+        self.router = Router(self.crew)
+        link: Any = self.router
+        self.steps = Steps(self.crew, link, device="cpu", threads=1)
+
+    async def come_up(self) -> None:
+        self.crew.run()
+        while not all(member.is_ready for member in self.crew):
+            await asyncio.sleep(0)
+
+    def _changed(self, supervisor: Supervisor) -> None:
+        assert isinstance(supervisor.state, SupervisorState)
+
+
+@pytest.fixture
+async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
+    monkeypatch.setattr(steps_module, "LOOK_EVERY_S", 0.0)
+    made = Stage()
+    await made.come_up()
+    yield made
+    await made.crew.stop(0.0)
+
+
+async def test_a_flip_changes_the_label_and_nothing_else(stage: Stage) -> None:
+    groups = list(stage.groups)
+    before = stage.crew["decode-1"].plan
+    await stage.steps.carry_out(Flip("decode-1", "prefill"), config_of(2, 1))
+    assert stage.router.last()["decode-1"] == (worker_pb2.ROLE_PREFILL, False)
+    assert stage.groups == groups, "something was started"
+    assert not any(group.is_stopped for group in groups)
+    after = stage.crew["decode-1"].plan
+    assert (after.worker_id, after.role, after.ranks[0].role) == ("decode-1", "prefill", "prefill")
+    assert (after.ranks[0].worker_id, after.ranks[0].step_log) == ("decode-1", before.ranks[0].step_log)
+
+
+async def test_a_worker_that_restarts_after_a_flip_starts_with_its_new_role(stage: Stage) -> None:
+    await stage.steps.carry_out(Flip("decode-1", "prefill"), config_of(2, 1))
+    group = await stage.crew["decode-1"].launcher.launch()
+    assert isinstance(group, Group)
+    assert {rank.role for rank in group.plan.ranks} == {"prefill"}
+
+
+async def test_a_worker_does_not_flip_before_its_role_can_spare_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "_FLIP_S", 0.01)
+    stage.router.blind = {"decode-0"}
+    with pytest.raises(StepFailed, match="decode-1 cannot be spared: fewer than 1 other decode workers are ready"):
+        await stage.steps.carry_out(Flip("decode-1", "prefill"), config_of(2, 1))
+    assert stage.router.last()["decode-1"] == (worker_pb2.ROLE_DECODE, False)
+
+
+async def test_a_started_worker_counts_when_the_router_sees_it(stage: Stage) -> None:
+    stage.router.blind = {"decode-2"}
+    starting = asyncio.create_task(stage.steps.carry_out(Start("decode-2", "decode", 1), config_of(1, 3)))
+    while not any("decode-2" in {w.worker_id for w in told} for told in stage.router.told):
+        await asyncio.sleep(0)
+    assert not starting.done()
+    stage.router.blind = set()
+    await starting
+    assert [member.worker_id for member in stage.steps.members()] == ["prefill-0", "decode-0", "decode-1", "decode-2"]
+
+
+async def test_a_worker_that_does_not_start_is_removed_and_says_why(stage: Stage) -> None:
+    stage.broken = {"decode-2"}
+    with pytest.raises(StepFailed, match="decode-2 did not start: no room"):
+        await stage.steps.carry_out(Start("decode-2", "decode", 1), config_of(1, 3))
+    assert len(stage.crew) == 3
+    assert stage.closed == ["decode-2"]
+
+
+@pytest.mark.parametrize("blind", [set(), {"decode-1"}], ids=["all reach it", "one router does not"])
+async def test_a_worker_drains_before_it_ends(stage: Stage, blind: set[str]) -> None:
+    stage.router.busy, stage.router.blind = {"decode-1": 2}, blind
+    stopping = asyncio.create_task(stage.steps.carry_out(Stop("decode-1"), config_of(1, 1)))
+    while not stage.router.told or not stage.router.last()["decode-1"][1]:
+        await asyncio.sleep(0)
+    group = next(g for g in stage.groups if g.plan.worker_id == "decode-1")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not group.is_stopped and not stopping.done()
+    stage.router.busy = {}
+    await stopping
+    assert group.is_stopped
+    assert set(stage.router.last()) == {"prefill-0", "decode-0"}
+    assert stage.closed == ["decode-1"]
+
+
+async def test_a_worker_that_keeps_its_requests_too_long_ends_all_the_same(stage: Stage) -> None:
+    config = config_of(1, 1)
+    config = replace(config, rebalance=replace(config.rebalance, drain_timeout_s=0.01))
+    stage.router.busy = {"decode-1": 1}
+    await stage.steps.carry_out(Stop("decode-1"), config)
+    assert {member.worker_id for member in stage.steps.members()} == {"prefill-0", "decode-0"}

@@ -1,0 +1,200 @@
+"""A worker's start on Ray as the launcher orders it; what Ray would host is made here.
+
+Ray is imported when a test runs and not before: a private Ray of other tests must come before the import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from admin_world import config_of
+
+from cluster.pb import admin_pb2
+from cluster.settings import RouterSettings
+from controller import change_steps
+from controller.change_plan import Start
+from controller.change_steps import StepFailed, Steps
+from controller.plan import WorkerPlan, plan_worker
+from controller.worker_pool import WorkerPool
+
+if TYPE_CHECKING:
+    from controller.launchers import WorkerLauncher
+    from controller.ray_actors import NodePlacement
+
+
+class Host:
+    """A process that Ray places when there is room, and that then loads until it is `loaded`."""
+
+    def __init__(self) -> None:
+        self.has_room = asyncio.Event()
+        self.is_loading = asyncio.Event()
+        self.loaded = asyncio.Event()
+        self.is_killed = False
+
+    async def locate(self) -> NodePlacement:
+        from controller.ray_actors import NodePlacement
+
+        await self.has_room.wait()
+        return NodePlacement("127.0.0.1", 1)
+
+    async def prepare(self, settings_json: str) -> str:
+        return '{"rank_address": "127.0.0.1:1"}'
+
+    async def start(self) -> str:
+        self.is_loading.set()
+        await self.loaded.wait()
+        return '{"address": "127.0.0.1:2"}'
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def stop(self, grace_s: float) -> None:
+        self.is_killed = True
+
+    async def kill(self) -> None:
+        self.is_killed = True
+
+
+class Cluster:
+    """A crew without workers, over one host, and a router that sees who is ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from controller import capacity, launchers
+
+        self.host = Host()
+        self.groups: list[Any] = []
+        self.lines: list[str] = []
+        monkeypatch.setattr(capacity, "placement_group", self._book)
+        monkeypatch.setattr(launchers, "remove_placement_group", self.groups.remove)
+        monkeypatch.setattr(launchers.WorkerLauncher, "_host", lambda *_: self.host)
+        monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
+        monkeypatch.setattr(change_steps, "LOOK_EVERY_S", 0.0)
+        self.selectors: list[Any] = []
+        self.crew = WorkerPool(self._launcher, lambda _: None)
+        link: Any = self
+        self.steps = Steps(self.crew, link, device="cpu", threads=1)
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        ready = self.crew.addresses()
+        states = admin_pb2.WorkerStatus
+        return admin_pb2.GetStatusResponse(
+            workers=[states(worker_id=w.worker_id, role=w.role, state=states.STATE_READY) for w in ready]
+        )
+
+    def _book(self, bundles: list[Mapping[str, float]], strategy: str, bundle_label_selector: Any) -> Any:
+        self.selectors.append(bundle_label_selector)
+        self.groups.append(object())
+        return self.groups[-1]
+
+    def _launcher(self, plan: WorkerPlan) -> WorkerLauncher:
+        from controller.capacity import Capacity
+        from controller.launchers import WorkerLauncher
+
+        return WorkerLauncher(plan, "worker.program", None, self.lines.append, Capacity(lambda: plan.bundles))
+
+
+START = Start("decode-3", "decode", 1)
+
+
+async def test_a_worker_that_ray_cannot_place_is_taken_back_and_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    monkeypatch.setattr(change_steps, "_PLACE_S", 0.0)
+    with pytest.raises(StepFailed, match=r"decode-3 did not start: Ray has not found a node with room for 1 × "):
+        await cluster.steps.carry_out(START, config_of(1, 4))
+    assert len(cluster.crew) == 0
+    assert cluster.host.is_killed and not cluster.groups
+
+
+async def test_a_worker_that_is_placed_loads_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    limits: list[asyncio.Timeout] = []
+
+    def limit(delay_s: float | None) -> asyncio.Timeout:
+        limits.append(asyncio.Timeout(None if delay_s is None else asyncio.get_running_loop().time() + delay_s))
+        return limits[-1]
+
+    monkeypatch.setattr(asyncio, "timeout", limit)
+    cluster.host.has_room.set()
+    starting = asyncio.create_task(cluster.steps.carry_out(START, config_of(1, 4)))
+    await cluster.host.is_loading.wait()
+    assert len(limits) == 1 and limits[0].when() is not None
+    with pytest.raises(RuntimeError, match="finished"):
+        limits[0].reschedule(0.0)  # only one that still holds can be put off
+    cluster.host.loaded.set()
+    await starting
+    assert cluster.crew["decode-3"].launcher.placing_limit_s is None
+    await cluster.crew.stop(0.0)
+
+
+async def test_without_a_limit_a_worker_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.crew.add([plan_worker(config_of(1, 4), "decode", 3)])
+    cluster.crew.run()
+    while not cluster.lines:
+        await asyncio.sleep(0)
+    assert cluster.lines[0].startswith("waiting for Ray to find a node with room for 1 × ")
+    cluster.host.has_room.set()
+    cluster.host.loaded.set()
+    while not cluster.crew["decode-3"].is_ready:
+        await asyncio.sleep(0)
+    await cluster.crew.stop(0.0)
+
+
+async def test_a_worker_is_placed_on_a_node_with_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    plan = replace(plan_worker(config_of(1, 4), "decode", 3), labels=(("zone", "in(a,b)"),))
+    cluster.crew.add([plan])
+    cluster.crew.run()
+    while not cluster.lines:
+        await asyncio.sleep(0)
+    assert cluster.selectors == [[{"zone": "in(a,b)"}]]
+    assert cluster.lines[0].endswith(", zone=in(a,b)")
+    await cluster.crew.stop(0.0)
+
+
+class Hosted(Host):
+    """A router's process, as the launcher asks Ray for it; what it was asked for."""
+
+    def __init__(self, *_: object, strategy: Any, **__: object) -> None:
+        super().__init__()
+        self.strategy = strategy
+        self.settings = RouterSettings("")
+        self.loaded.set()
+
+    async def prepare(self, settings_json: str) -> str:
+        self.settings = RouterSettings.from_json(settings_json)
+        return "{}"
+
+
+async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    from controller import capacity, launchers
+
+    booked: list[tuple[int, str]] = []
+
+    def book(bundles: list[Mapping[str, float]], strategy: str) -> object:
+        booked.append((len(bundles), strategy))
+        return booked
+
+    monkeypatch.setattr(capacity, "placement_group", book)
+    monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
+    hosts: list[Hosted] = []
+    monkeypatch.setattr(launchers, "HostedProcess", lambda *a, **b: hosts.append(Hosted(*a, **b)) or hosts[-1])
+    places, lines = launchers.RouterPlaces(2, are_spread=True), list[str]()
+    routers = [
+        launchers.RouterLauncher(name, RouterSettings("m", port=5), "router.program", None, lines.append, i, places)
+        for i, name in enumerate(("router", "router-1"))
+    ]
+    starting = [asyncio.create_task(router.launch()) for router in routers]
+    while len(lines) < 2:
+        await asyncio.sleep(0)
+    for host in hosts:
+        host.has_room.set()
+    await asyncio.gather(*starting)
+    assert (booked, set(lines)) == ([(2, "STRICT_SPREAD")], {"waiting for Ray to find a node for each of 2 routers"})
+    assert [host.strategy.placement_group_bundle_index for host in hosts] == [0, 1]
+    assert [(host.settings.node_host, host.settings.port) for host in hosts] == [("127.0.0.1", 5)] * 2

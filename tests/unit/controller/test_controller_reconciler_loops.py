@@ -1,0 +1,105 @@
+"""The controller's loops: a fault in one round does not end them. Nothing is started here.
+
+Ray is imported when a test runs and not before: a private Ray of other tests must come before the import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from admin_world import FILE
+
+from cluster.pb import admin_pb2
+from controller.config_file import ConfigFile
+from controller.plan import plan_cluster
+
+if TYPE_CHECKING:
+    from controller.reconciler import Controller
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
+    """Of a copy of the shipped file."""
+    from controller import reconciler as controller_module
+
+    monkeypatch.setattr(controller_module, "die_with_parent", lambda: None)
+    monkeypatch.setattr(controller_module, "send_logs_to", lambda *_: None)
+    for name in ("_RETRY_S", "_LOOK_S"):
+        monkeypatch.setattr(controller_module, name, 0.0)
+    (tmp_path / "models").symlink_to(FILE.parent / "models")
+    shutil.copy(FILE, tmp_path / "cluster.yaml")
+    file = ConfigFile(tmp_path / "cluster.yaml")
+    config = file.load()
+    plan, programs = plan_cluster(config, num_gpus=0, num_cores=2), controller_module.Programs()
+    return controller_module.Controller(config, plan, programs, file)
+
+
+class Link:
+    """Routers that are up. `answers`: what comes of telling them, one after another; an exception is raised."""
+
+    is_up = True
+    are_all_up = True
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self.answers = list(answers)
+        self.workers: list[admin_pb2.WorkerStatus] = []
+
+    async def try_to_tell(self) -> bool:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def status(self) -> admin_pb2.GetStatusResponse:
+        return admin_pb2.GetStatusResponse(workers=self.workers)
+
+
+async def until(condition: Callable[[], bool], task: asyncio.Task[None]) -> None:
+    """While `task` runs; it is ended then."""
+    while not condition():
+        assert not task.done(), task
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.wait([task])
+
+
+async def test_a_fault_while_routers_are_told_is_told_again(controller: Controller) -> None:
+    link: Any = Link(KeyError("control_address"), False, True)
+    controller._link = link
+    controller._changed.set()
+    task = asyncio.create_task(controller._announce())
+    await until(lambda: not link.answers, task)
+
+
+async def test_a_fault_while_the_file_is_looked_at_does_not_end_the_watch(controller: Controller) -> None:
+    watch: Any = type("FaultyWatch", (), {"num_looks": 0})()
+
+    def look() -> None:
+        watch.num_looks += 1
+        raise RuntimeError("a fault")
+
+    watch.look = look
+    task = asyncio.create_task(controller._look_at_file(watch))
+    await until(lambda: watch.num_looks > 2, task)
+
+
+async def test_a_router_that_has_just_gone_is_not_announced_as_serving(controller: Controller) -> None:
+    ready = admin_pb2.WorkerStatus.STATE_READY
+    link: Any = Link()
+    link.workers = [admin_pb2.WorkerStatus(worker_id=m.plan.worker_id, state=ready) for m in controller.crew]
+    controller._link = link
+    assert not controller.routers[0].card
+    serving = asyncio.create_task(controller._first_served())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not serving.done() and not controller._has_served
+    controller._changed.set()
+    await serving
+    assert not controller._has_served
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(controller.notices(), 0.01)

@@ -1,0 +1,183 @@
+"""A client whose stream breaks: it calls again, and its reader sees one stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_router import Event, ScriptedRouter, baton, completed, delta, end, started
+
+from cluster.errors import Aborted, NotFound, NotReachable, Unavailable
+from cluster.pb import generation_pb2 as pb
+from tools import resuming_stream
+from tools.client import BatonClient, make_spec
+from tools.resuming_stream import ResumingStream, StreamProgress
+from tools.transcript import Transcript
+
+LOST = Unavailable("the connection was lost")
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming_stream, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(resuming_stream, "LONGEST_PAUSE_S", 0.0)
+
+
+def text_of(index: int, first: int, upto: int) -> str:
+    """Some tokens have no character, some have two."""
+    return "".join("" if token % 3 == 1 else f"{index}{token}" if token % 3 else "." for token in range(first, upto))
+
+
+def told_from(lengths: list[int], index: int, sizes: st.DataObject) -> Iterator[Event]:
+    """What a router tells from a token on, in messages of any size."""
+    yield started()
+    at = [min(index, length) for length in lengths]
+    todo = set(range(len(lengths)))
+    while todo:
+        sequence = sizes.draw(st.sampled_from(sorted(todo)))
+        length = lengths[sequence]
+        upto = min(length, at[sequence] + sizes.draw(st.integers(1, 4)))
+        if upto > at[sequence]:
+            yield delta(text_of(sequence, at[sequence], upto), at[sequence], upto - at[sequence], sequence)
+        at[sequence] = upto
+        if upto == length:
+            todo.discard(sequence)
+            yield end(length, sequence)
+    yield completed()
+
+
+@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=3), data=st.data())
+def test_however_often_it_breaks_the_reader_sees_one_stream(lengths: list[int], data: st.DataObject) -> None:
+    progress, transcript = StreamProgress(len(lengths)), Transcript()
+    spec = make_spec("x", n=len(lengths))
+    num_started = 0
+    while not progress.is_complete:
+        asked = progress.next_spec(spec)
+        left = data.draw(st.integers(0, 12), label="messages until it breaks") or 100
+        for event in told_from(lengths, asked.resume.next_token_index, data):
+            if not left:
+                break
+            left -= 1
+            new = progress.take(event)
+            if new is not None:
+                num_started += new.HasField("started")
+                transcript.add(new)
+    assert num_started == 1 and progress.generation_id == "gen-1"
+    assert [sequence.text for sequence in transcript.sequences] == [text_of(i, 0, n) for i, n in enumerate(lengths)]
+    assert [sequence.token_ids for sequence in transcript.sequences] == [list(range(n)) for n in lengths]
+
+
+class Calls:
+    """Each call brings what is listed, up to an error."""
+
+    def __init__(self, *calls: list[Event | Exception]) -> None:
+        self._calls = [iter(call) for call in calls]
+        self.specs: list[pb.GenerationSpec] = []
+        self.cancelled: list[str] = []
+
+    def open(self, spec: pb.GenerationSpec, timeout_s: float | None, *, is_again: bool) -> Calls:
+        assert is_again == bool(self.specs)
+        self.specs.append(spec)
+        self._now = self._calls.pop(0)
+        return self
+
+    def __next__(self) -> Event:
+        event = next(self._now)
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def cancel(self) -> None:
+        return
+
+    def stream(self, *, patience_s: float = 30.0) -> ResumingStream:
+        return ResumingStream(self.open, self.cancelled.append, make_spec("x"), patience_s=patience_s)
+
+
+def test_the_first_call_says_that_it_may_come_back_and_the_next_what_is_missing() -> None:
+    calls = Calls([started(), delta("a", 0), LOST], [LOST], [started(), delta("b", 1), end(2), completed()])
+    with calls.stream() as stream:
+        kinds = [event.WhichOneof("event") for event in stream]
+    assert kinds == ["started", "delta", "delta", "sequence_end", "completed"]
+    first, *later = calls.specs
+    assert first.HasField("resume") and not first.resume.generation_id and first.text == "x"
+    assert later == [pb.GenerationSpec(resume=pb.ResumeFrom(generation_id="gen-1", next_token_index=1))] * 2
+    assert calls.cancelled == []
+
+
+def test_one_that_had_no_name_yet_is_asked_for_again() -> None:
+    calls = Calls([Event(heartbeat=pb.Heartbeat()), LOST], [started(), delta("a", 0), end(1), completed()])
+    assert len(list(calls.stream())) == 5
+    assert calls.specs[0] == calls.specs[1]
+
+
+@pytest.mark.parametrize("error", [NotReachable("nobody"), Unavailable("no worker")])
+def test_a_call_that_never_began_is_not_repeated(error: Unavailable) -> None:
+    calls = Calls([error])
+    with pytest.raises(type(error)) as raised:
+        next(calls.stream())
+    assert raised.value is error and len(calls.specs) == 1
+
+
+def test_a_broken_stream_is_given_up_when_patience_ends() -> None:
+    calls = Calls([started(), LOST], [LOST])
+    stream = calls.stream(patience_s=-1.0)
+    next(stream)
+    with pytest.raises(Unavailable):
+        next(stream)
+    assert len(calls.specs) == 1
+
+
+def test_what_is_not_known_any_more_and_what_another_reads_ends_it() -> None:
+    for error, expected in ((NotFound("not known"), Unavailable), (Aborted("taken over"), Aborted)):
+        stream = Calls([started(), LOST], [error]).stream()
+        next(stream)
+        with pytest.raises(expected):
+            next(stream)
+
+
+def test_leaving_cancels_what_has_not_ended_at_the_server() -> None:
+    calls = Calls([started(), delta("a", 0), LOST])
+    with calls.stream() as stream:
+        next(stream)
+    assert calls.cancelled == ["gen-1"]
+    with pytest.raises(Unavailable):
+        list(stream)
+
+
+async def lost_once(spec: pb.GenerationSpec) -> AsyncIterator[Event]:
+    if not spec.resume.generation_id:
+        yield started()
+        yield delta("Hello", 0)
+        raise LOST
+    yield started()
+    for event in (delta(" world", 1), end(2), completed()):
+        yield event
+
+
+def test_generate_and_chat_go_on_by_themselves(router: ScriptedRouter) -> None:
+    router.script = lost_once
+    done = baton("generate", "Say hello", "--address", router.address)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "Hello world\n", "")
+    assert router.specs[1].resume == pb.ResumeFrom(generation_id="gen-1", next_token_index=1)
+    talked = baton("chat", "--address", router.address, stdin="hi\n")
+    assert (talked.exit_code, talked.stdout) == (0, "Hello world\n")
+
+
+@pytest.mark.parametrize("command", [["generate", "x"], ["chat"]])
+def test_no_resume_gives_up(router: ScriptedRouter, command: list[str]) -> None:
+    router.script = lost_once
+    done = baton(*command, "--no-resume", "--address", router.address, stdin="hi\n")
+    assert done.exit_code != 0 and done.stdout == "Hello\n"
+    assert len(router.specs) == 1 and not router.specs[0].HasField("resume")
+
+
+def test_a_client_resumes_over_a_real_connection(router: ScriptedRouter) -> None:
+    router.script = lost_once
+    with BatonClient(router.address) as client, client.resuming_stream(make_spec("x"), timeout_s=30) as stream:
+        transcript = Transcript()
+        for event in stream:
+            transcript.add(event)
+    assert transcript.sequences[0].text == "Hello world"

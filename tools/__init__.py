@@ -1,0 +1,1 @@
+"""What people use around a cluster: the Python client, `baton doctor`, `baton bench`."""

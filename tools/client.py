@@ -1,0 +1,239 @@
+"""A small blocking Python client over gRPC: the CLI, the tests and the benchmarks use it.
+
+Errors of the server come back as the exceptions of `cluster.errors`; nobody answering is NotReachable. Thread-safe: one
+client serves many threads. A call happens once; only `resuming_stream` calls again when its stream breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, cast
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from cluster.errors import InvalidRequest, NotReachable, Unavailable
+from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from cluster.pb import generation_pb2 as pb
+from cluster.rpc import create_blocking_channel, from_rpc_error
+from cluster.tls import ClientTls
+from tools.resuming_stream import ResumingStream
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+"""Text, token ids, or chat messages such as `{"role": "user", "content": "..."}`."""
+
+
+def make_spec(
+    prompt: Prompt,
+    *,
+    model: str = "",
+    max_output_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    n: int | None = None,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+    top_logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    token_ids: bool = False,
+    include_timing: bool = False,
+    request_id: str = "",
+) -> pb.GenerationSpec:
+    """None leaves a field to the server. Raises InvalidRequest for a value that no message can carry."""
+    try:
+        spec = pb.GenerationSpec(
+            model=model,
+            sampling=pb.SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, n=n),
+            stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop, ignore_eos=ignore_eos),
+            output=pb.OutputOptions(
+                token_ids=token_ids,
+                top_logprobs=top_logprobs,
+                prompt_logprobs=prompt_logprobs,
+                include_timing=include_timing,
+            ),
+            request_id=request_id,
+        )
+        _set_prompt(spec, prompt)
+    except UnicodeError as error:
+        raise InvalidRequest("the prompt or a stop string is not valid Unicode text") from error
+    except ValueError as error:
+        raise InvalidRequest(f"a number does not fit its field: {error}") from error
+    return spec
+
+
+def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        spec.text = prompt
+    elif prompt and isinstance(prompt[0], Mapping):
+        for message in cast(Sequence[Message], prompt):
+            spec.chat.messages.add().update(message)
+    else:
+        spec.token_ids.SetInParent()
+        spec.token_ids.ids.extend(cast(Sequence[int], prompt))
+
+
+def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """What goes along with each call. Raises InvalidRequest for a key that no header can carry."""
+    if api_key is None:
+        return ()
+    if not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("the API key holds characters that no key has; was it copied whole?")
+    return (("authorization", f"Bearer {api_key}"),)
+
+
+class GenerationStream:
+    """The events of one generation; leaving it (as a context manager) cancels what has not ended."""
+
+    def __init__(self, call: Any, address: str, channel: grpc.Channel | None = None) -> None:
+        """`channel`: its own, closed with it; None: others use it as well."""
+        self._call = call
+        self._address = address
+        self._channel = channel
+        self._has_begun = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> pb.GenerateStreamResponse:
+        with as_baton_errors(self._address, has_begun=self._has_begun):
+            event: pb.GenerateStreamResponse = next(self._call)
+        self._has_begun = True
+        return event
+
+    def cancel(self) -> None:
+        """Ends the generation at the server; from any thread; harmless when it has ended."""
+        self._call.cancel()
+        if self._channel is not None:
+            self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+
+class ClientConnection:
+    """To a server; it connects at the first call."""
+
+    def __init__(
+        self, address: str, *, api_key: str | None = None, tls: ClientTls | None = None, call_s: float = 30.0
+    ) -> None:
+        """`api_key`: sent with each call. `call_s`: that a call may take which has no limit of its own. Raises
+        InvalidRequest for a key that no header can carry, and ConfigError for files of `tls` that cannot be used."""
+        self.address = address
+        self._tls = tls
+        self._call_s = call_s
+        self._metadata = key_metadata(api_key)
+        self._channel = create_blocking_channel(address, tls=tls)
+
+    def close(self) -> None:
+        """Cancels what is running."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, method: Any, request: Any) -> Any:
+        with as_baton_errors(self.address):
+            return method(request, timeout=self._call_s, metadata=self._metadata)
+
+
+class BatonClient(ClientConnection):
+    """Of a router. `timeout_s` of a call is its gRPC deadline."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        call_s: float = 30.0,
+    ) -> None:
+        super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._generation = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        self._admin = admin_pb2_grpc.StatusServiceStub(self._channel)
+
+    def stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> GenerationStream:
+        """Errors, NotReachable included, are raised by iterating."""
+        request = pb.GenerateStreamRequest(spec=spec)
+        call = self._generation.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        return GenerationStream(call, self.address)
+
+    def resuming_stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> ResumingStream:
+        """The same, going on where it was when the connection or the router is lost in the middle."""
+        return ResumingStream(self._open, self.cancel, spec, timeout_s=timeout_s)
+
+    def _open(self, spec: pb.GenerationSpec, timeout_s: float | None, *, is_again: bool) -> GenerationStream:
+        """One that is opened again gets a connection of its own: the shared one waits after each failure to connect,
+        and may be slow to notice that the router is back."""
+        if not is_again:
+            return self.stream(spec, timeout_s=timeout_s)
+        channel = create_blocking_channel(self.address, tls=self._tls, is_alone=True)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        request = pb.GenerateStreamRequest(spec=spec)
+        call = stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
+        return GenerationStream(call, self.address, channel)
+
+    def generate(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> pb.GenerateResponse:
+        request = pb.GenerateRequest(spec=spec)
+        with as_baton_errors(self.address):
+            response: pb.GenerateResponse = self._generation.Generate(
+                request, timeout=timeout_s, metadata=self._metadata
+            )
+        return response
+
+    def cancel(self, *generation_ids: str) -> pb.CancelGenerationResponse:
+        request = pb.CancelGenerationRequest(generation_ids=generation_ids)
+        response: pb.CancelGenerationResponse = self._call(self._generation.CancelGeneration, request)
+        return response
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        request = pb.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._call(self._generation.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int]) -> str:
+        text: str = self._call(self._generation.Detokenize, pb.DetokenizeRequest(token_ids=token_ids)).text
+        return text
+
+    def models(self) -> list[pb.Model]:
+        return list(self._call(self._generation.ListModels, pb.ListModelsRequest()).models)
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        response: admin_pb2.GetStatusResponse = self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
+        return response
+
+    def activity(self, since: admin_pb2.GetActivityRequest | None = None) -> admin_pb2.GetActivityResponse:
+        """What became of requests in the last minutes, of that router; None: all that it keeps."""
+        request = admin_pb2.GetActivityRequest() if since is None else since
+        response: admin_pb2.GetActivityResponse = self._call(self._admin.GetActivity, request)
+        return response
+
+    def health(self) -> str:
+        """SERVING or NOT_SERVING."""
+        answer = self._call(self._health.Check, health_pb2.HealthCheckRequest())
+        return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+@contextmanager
+def as_baton_errors(address: str, *, has_begun: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raised = from_rpc_error(error)
+        if isinstance(raised, NotReachable) and has_begun:
+            raised = Unavailable(f"the connection to {address} was lost: {raised.message}")
+        elif isinstance(raised, NotReachable):
+            raised = NotReachable(f"nobody answers at {address}: {raised.message}")
+        raise raised from error

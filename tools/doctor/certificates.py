@@ -1,0 +1,148 @@
+"""Checks of the files of `tls` and `internal_tls`: whether two ends that use them would understand one another.
+
+Nobody reads a certificate here but OpenSSL: a client and a server of this process shake hands in memory, with the files
+as Baton uses them, and what the client says of the server is the finding. A second handshake, which believes the
+certificate itself and looks at no clock, tells for whom and until when it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.errors import ConfigError
+from cluster.tls import INTERNAL_NAME, ClientTls, ServerTls, internal_tls_of, public_tls_of
+from tools.doctor.findings import Finding, ok, problem, warning
+from tools.doctor.subject import Subject
+
+_SOON_S = 14 * 86_400.0
+_NO_CHECK_TIME = 0x200000
+"""X509_V_FLAG_NO_CHECK_TIME of OpenSSL, which Python has no name for."""
+_MAKE_NEW = "make a new one as docs/security.md has it, and restart what shows it"
+
+
+def certificates(subject: Subject) -> Iterator[Finding]:
+    config = subject.serving
+    tls = config.tls
+    inside = config.internal_tls
+    public = public_tls_of(tls.cert, tls.key, tls.client_ca)
+    internal = internal_tls_of(_Files(inside.cert, inside.key, inside.ca))
+    if public is None and internal is None:
+        yield ok("tls and internal_tls are null: nothing is encrypted")
+    if public is not None:
+        client = subject.asked.tls
+        shown = public if client is not None and client.cert is not None else ServerTls(public.cert, public.key)
+        yield from _examine("tls", shown, client, _names(config.router.host))
+    if internal is not None:
+        yield from _examine("internal_tls", internal.server, internal.client, (INTERNAL_NAME,))
+
+
+def _examine(section: str, server: ServerTls, client: ClientTls | None, names: tuple[str, ...]) -> Iterator[Finding]:
+    """`client` None: nobody has said which authority clients believe, so only names and dates are looked at."""
+    try:
+        told = _read(server)
+        wrong = "" if client is None else _handshake(server.context(), client.context())
+    except ConfigError as error:
+        yield problem(f"{section}: {error.message}", "name files in PEM that belong together; docs/security.md")
+        return
+    except ssl.SSLError as error:
+        yield problem(f"{section}: {server.cert} cannot be used: {error.reason or error}", _MAKE_NEW)
+        return
+    found = f"{section}: {server.cert}"
+    subjects = [value for kind, value in told.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    left_s = ssl.cert_time_to_seconds(told["notAfter"]) - time.time()
+    values = {"names": subjects, "not_after": told["notAfter"]}
+    if left_s < 0:
+        yield problem(f"{found} has expired: it was good until {told['notAfter']}", _MAKE_NEW, **values)
+    elif ssl.cert_time_to_seconds(told["notBefore"]) > time.time():
+        remedy = f"set this machine's clock right, or {_MAKE_NEW}"
+        yield problem(f"{found} is not good yet: it begins on {told['notBefore']}", remedy, **values)
+    elif names and not any(_matches(name, subjects) for name in names):
+        yield problem(
+            f"{found} is for {', '.join(subjects) or 'nobody'}, not for {names[0]}",
+            f"{_MAKE_NEW}, with subjectAltName {names[0]}",
+            **values,
+        )
+    elif wrong:
+        yield problem(f"{found} is refused by the other side: {wrong}", f"sign it by the named authority: {_MAKE_NEW}")
+    elif left_s < _SOON_S:
+        yield warning(f"{found} expires on {told['notAfter']}", f"{_MAKE_NEW} before", **values)
+    else:
+        yield ok(f"{found} is for {', '.join(subjects)}, good until {told['notAfter']}", **values)
+
+
+class _Files:
+    """As settings have them."""
+
+    def __init__(self, cert: str | None, key: str | None, ca: str | None) -> None:
+        self.internal_tls_cert, self.internal_tls_key, self.internal_tls_ca = cert, key, ca
+
+
+def _names(host: str) -> tuple[str, ...]:
+    """That clients may call a listener by; none can be known of one that listens everywhere."""
+    if host in ("0.0.0.0", "::"):
+        return ()
+    return ("127.0.0.1", "localhost") if host in ("127.0.0.1", "localhost") else (host,)
+
+
+def _matches(name: str, subjects: list[str]) -> bool:
+    """As far as `_handshake` does not say it: a wildcard stands for one label."""
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(name)
+        return any(_is_address(subject, address) for subject in subjects)
+    return name in subjects or any(
+        subject.startswith("*.") and name.partition(".")[2] == subject.removeprefix("*.") for subject in subjects
+    )
+
+
+def _is_address(subject: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """However it is written: OpenSSL writes IPv6 out in full."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(subject) == address
+    return False
+
+
+def _read(server: ServerTls) -> Mapping[str, Any]:
+    """What the certificate says of itself. Raises ConfigError and ssl.SSLError."""
+    shown = ServerTls(server.cert, server.key).context()
+    believing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    believing.check_hostname = False
+    believing.load_verify_locations(server.cert)
+    believing.verify_flags = ssl.VerifyFlags(
+        believing.verify_flags | ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    )
+    return _shake(shown, believing) or {}
+
+
+def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
+    """Why one of them refuses the other; empty: neither does. The certificate's names and dates are found out apart."""
+    client.check_hostname = False
+    try:
+        _shake(server, client)
+    except ssl.SSLCertVerificationError as error:
+        return error.verify_message
+    except ssl.SSLError as error:
+        return str(error.reason or error)
+    return ""
+
+
+def _shake(server: ssl.SSLContext, client: ssl.SSLContext) -> Mapping[str, Any] | None:
+    """Both ends of a TLS connection in memory; returns what the client has read of the server's certificate."""
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [
+        client.wrap_bio(to_client, to_server),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    ]
+    waiting = list(ends)
+    while waiting:
+        for end in list(waiting):
+            try:
+                end.do_handshake()
+                waiting.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+    return ends[0].getpeercert()

@@ -1,0 +1,240 @@
+"""Checks of this machine as workers would find it: GPUs, NCCL, attention, kernels, memory, shared memory.
+
+What torch says comes from `worker.examine`; here it is judged by what the configuration asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.units import count_of, format_bytes
+from controller.local_ray import OBJECT_STORE_BYTES
+from controller.plan import ROLES
+from tools.doctor.findings import Finding, ok, problem, skipped, warning
+from tools.doctor.programs import Part
+from tools.doctor.subject import Subject
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+SHARED_MEMORY = Path("/dev/shm")
+_NCCL_SHM_BYTES = 1_000_000_000
+"""Ranks of one machine that cannot reach one another directly talk through it."""
+_CPU_TORCH = "install a torch with CUDA and its driver: `make setup EXTRAS=dev,cuda`"
+
+
+def device(subject: Subject) -> Iterator[Finding]:
+    """GPUs that are there against those that are asked for."""
+    torch, gpus = subject.machine("torch"), subject.machine("gpus")
+    for part in (torch, gpus):
+        if "refused" in part:
+            yield problem(f"torch cannot look at this machine: {part['refused']}", _CPU_TORCH)
+            return
+    wanted, found = subject.serving.engine.device, gpus["found"]
+    build = f"torch {torch['found']['version']}"
+    needed = sum(subject.serving.role(role).devices for role in ROLES)
+    if not found and wanted == "cuda":
+        yield problem(
+            f"engine.device is cuda, and {build} sees no GPU here",
+            f"set engine.device: cpu, or {_CPU_TORCH}, and check that nvidia-smi lists the GPU",
+        )
+    elif not found and _has_driver():
+        yield warning(f"there is an NVIDIA driver here, but {build} sees no GPU: the CPU computes", _CPU_TORCH)
+    elif not found or wanted == "cpu":
+        beside = f"; {count_of(len(found), 'GPU')} not used" if found else ""
+        yield ok(f"the CPU computes (engine.device: {wanted}), with {build}, {count_of(_num_cores(), 'core')}{beside}")
+    elif len(found) < needed:
+        yield warning(
+            f"the roles name {count_of(needed, 'device')}, and this machine has {count_of(len(found), 'GPU')}",
+            f"set devices of both roles to {len(found)} together, or join machines with the other GPUs by `ray up`",
+        )
+    else:
+        names = ", ".join(f"{g['name']} ({format_bytes(g['free_bytes'])} free)" for g in found)
+        yield ok(f"{count_of(len(found), 'GPU')} for {count_of(needed, 'device')}: {names}; {build}", gpus=found)
+
+
+def nccl(subject: Subject) -> Iterator[Finding]:
+    """Needed between GPUs of different machines, and by tensor parallelism on GPUs."""
+    if not uses_gpu(subject):
+        yield skipped("no worker computes on a GPU, so nobody uses NCCL")
+        return
+    config = subject.serving
+    part = subject.machine("nccl")
+    told = part.get("found", {}).get("version")
+    if told is not None:
+        yield ok(f"NCCL {told}")
+        return
+    reason = part.get("refused", "this build of torch has no NCCL")
+    groups = [role for role in ROLES if config.role(role).num_workers and config.role(role).tensor_parallel > 1]
+    if config.transfer.transport == "nccl" or groups:
+        by = "transfer.transport is nccl" if not groups else f"{groups[0]} has tensor_parallel above 1"
+        yield problem(f"{reason}, and {by}", _CPU_TORCH)
+    else:
+        yield warning(f"{reason}: KV between machines travels through host memory (gloo)", _CPU_TORCH)
+
+
+def flash_attn(subject: Subject) -> Iterator[Finding]:
+    """The package; which attention a worker takes is the next check."""
+    config, part = subject.serving, subject.machine("flash_attn")
+    is_wanted = config.engine.attention == "flash_attn"
+    if not uses_gpu(subject) and not is_wanted:
+        yield skipped("no worker computes on a GPU, so nobody uses flash-attn")
+    elif "refused" in part:
+        build = subject.machine("torch").get("found", {}).get("version", "of unknown version")
+        remedy = f"build it against torch {build}: pip install --force-reinstall --no-build-isolation flash-attn"
+        yield (problem if is_wanted else warning)(str(part["refused"]), remedy)
+    elif part["found"]["version"] is None:
+        remedy = "pip install --no-build-isolation flash-attn, or `make setup EXTRAS=dev,cuda`"
+        if is_wanted:
+            yield problem("engine.attention is flash_attn, and flash-attn is not installed", remedy + ", or use auto")
+        else:
+            yield warning("flash-attn is not installed: torch's own kernels compute attention", remedy)
+    else:
+        yield ok(f"flash-attn {part['found']['version']}")
+
+
+def attention(subject: Subject) -> Iterator[Finding]:
+    if _has_no_device(subject):
+        yield skipped("there is no device to compute on; see `device`")
+        return
+    for role, part in subject.workers("attention"):
+        if "refused" in part:
+            yield problem(f"{role}: {part['refused']}", "set engine.attention: auto")
+            continue
+        told = part["found"]
+        found = f"{role}: {told['name']} ({told['why']})"
+        if told["name"] == "cpu" and uses_gpu(subject):
+            yield warning(f"{found}, on a GPU", "set model.dtype: bfloat16, or install torch 2.11 or newer")
+        else:
+            yield ok(found)
+
+
+def kernels(subject: Subject) -> Iterator[Finding]:
+    """Baton's own on a CPU. May compile them, as a worker's start would."""
+    if _has_no_device(subject):
+        yield skipped("there is no device to compute on; see `device`")
+        return
+    for role, part in subject.workers("kernels"):
+        if "refused" in part:
+            yield problem(f"{role}: {part['refused']}", "install a C++ compiler (Debian: g++), or set kernels: auto")
+            continue
+        told = part["found"]
+        if told["are_native"] or uses_gpu(subject) or subject.serving.engine.kernels == "torch":
+            yield ok(f"{role}: {'native' if told['are_native'] else 'torch'} ({told['why']})")
+        else:
+            remedy = "install a C++ compiler (Debian: apt install g++)"
+            yield warning(f"{role}: torch alone computes, which is slower ({told['why']})", remedy)
+
+
+def transport(subject: Subject) -> Iterator[Finding]:
+    """What could carry KV from this machine."""
+    for role, part in subject.workers("transports"):
+        if "refused" in part:
+            yield problem(f"{role}: {part['refused']}", "set transfer.transport: auto")
+        elif not part["found"]:
+            yield problem(f"{role}: no transport can be used here", "set transfer.transport: gloo")
+        else:
+            yield ok(f"{role}: {', '.join(part['found'])}, best first", transports=part["found"])
+
+
+def memory(subject: Subject) -> Iterator[Finding]:
+    """Whether each worker's weights and KV pool fit, and all of them together on one machine's CPUs."""
+    if _has_no_device(subject):
+        yield skipped("there is no device to compute on; see `device`")
+        return
+    if _runs(subject):
+        yield skipped(f"the cluster runs, at {subject.contact.address}, and has its memory; see `kv-pools`")
+        return
+    pools = 0
+    for role, part in subject.workers("memory"):
+        if "refused" in part:
+            remedy = "see `baton config explain`; lower kv_cache_tokens, or raise tensor_parallel"
+            yield problem(f"{role}: {part['refused']}", remedy)
+            continue
+        told, of = part["found"], subject.serving
+        num_ranks = of.roles.prefill.devices if role == "prefill" else of.roles.decode.devices
+        takes = told["weight_bytes"] + told["activation_bytes"] + told["pool_bytes"]
+        pools += num_ranks * takes
+        tokens = told["num_blocks"] * told["block_size"]
+        yield ok(
+            f"{role}: {count_of(num_ranks, 'rank')} of {format_bytes(takes)}, with a KV pool of {tokens:,} tokens each",
+            rank_bytes=takes,
+            pool_tokens=tokens,
+        )
+    free = _available_bytes()
+    if pools > free and not uses_gpu(subject):
+        yield warning(
+            f"all workers take {format_bytes(pools)} together, and this machine has {format_bytes(free)} free",
+            "name fewer devices, lower engine.kv_cache_tokens, or join more machines",
+        )
+
+
+def shared_memory(subject: Subject) -> Iterator[Finding]:
+    """/dev/shm, which Ray's object store and NCCL use, and memory for the slots of hand-offs, which lie elsewhere."""
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError as error:
+        remedy = f"mount it: mount -t tmpfs tmpfs {SHARED_MEMORY}"
+        yield problem(f"{SHARED_MEMORY} cannot be used: {error.strerror}", remedy)
+        return
+    needed = OBJECT_STORE_BYTES + (_NCCL_SHM_BYTES if uses_gpu(subject) else 0)
+    found = f"{SHARED_MEMORY}: {format_bytes(usage.free)} free of {format_bytes(usage.total)}"
+    if usage.free < needed:
+        whose = "Ray's object store and NCCL need" if uses_gpu(subject) else "Ray's object store needs"
+        yield problem(
+            f"{found}; {whose} {format_bytes(needed)}",
+            f"remove what was left in {SHARED_MEMORY}, or enlarge it: docker run --shm-size=2g, or "
+            f"mount -o remount,size=2G {SHARED_MEMORY}",
+            free_bytes=usage.free,
+        )
+    else:
+        yield ok(found, free_bytes=usage.free)
+    yield from _slots(subject)
+
+
+def uses_gpu(subject: Subject) -> bool:
+    """Whether workers would compute on a GPU here, or are asked to."""
+    wanted = subject.serving.engine.device
+    return wanted == "cuda" or (wanted == "auto" and bool(subject.machine("torch").get("found", {}).get("sees_gpu")))
+
+
+def _has_no_device(subject: Subject) -> bool:
+    return any("refused" in part for _, part in subject.workers("device"))
+
+
+def _runs(subject: Subject) -> bool:
+    """What is free now is then not what its workers found."""
+    return not subject.contact.why_not and subject.contact.is_configured
+
+
+def _slots(subject: Subject) -> Iterator[Finding]:
+    """The senders': each holds slots for every pair that it keeps open."""
+    parts: dict[str, Part] = dict(subject.workers("memory"))
+    told = parts.get("prefill", {}).get("found")
+    if told is None or uses_gpu(subject) or _runs(subject):
+        return
+    config = subject.serving
+    num_pairs = min(config.transfer.max_pairs, config.roles.decode.num_workers)
+    size = told["slot_bytes_per_pair"] * num_pairs * config.roles.prefill.devices
+    free = _available_bytes()
+    if size > free:
+        yield problem(
+            f"slots of all hand-offs take {format_bytes(size)}, and {format_bytes(free)} are free",
+            "lower transfer.chunk_tokens, num_slots or max_pairs",
+        )
+    else:
+        yield ok(f"slots of all hand-offs: {format_bytes(size)} of {format_bytes(free)} free", slot_bytes=size)
+
+
+def _has_driver() -> bool:
+    return NVIDIA_DRIVER.exists()
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _available_bytes() -> int:
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        return next(int(line.split()[1]) * 1024 for line in meminfo if line.startswith("MemAvailable:"))
