@@ -7,7 +7,6 @@ for and written down.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from cluster.config import ServingConfig
 from cluster.errors import ConfigError, InternalError
-from cluster.program import ExitCode
+from cluster.program import ExitCode, child_environment
 from cluster.units import count_of, format_bytes
 from controller.plan import ROLES, plan_worker
 
@@ -80,13 +79,11 @@ def _pool_note(of: Explained) -> str:
 
 
 def _ask(question: dict[str, Any]) -> list[Explained]:
-    """Runs the program where this package lies, and raises what it raised."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    """Runs the program and raises what it raised."""
     done = subprocess.run(
         [sys.executable, "-m", PROGRAM],
         input=json.dumps(question),
-        env={**os.environ, "PYTHONPATH": path},
+        env=child_environment(),
         capture_output=True,
         text=True,
         check=False,

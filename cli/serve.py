@@ -23,6 +23,7 @@ from cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
 from cli.signals import StopSignals
 from cluster.address import format_address
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
+from cluster.program import SOURCE_ROOT
 from controller.ports import listen_error
 
 if TYPE_CHECKING:
@@ -126,8 +127,8 @@ def _file(
 
 def default_config() -> Path:
     """./cluster.yaml, else the one beside the source, else the one that was installed."""
-    source, installed = Path(__file__).resolve().parents[2], Path(sys.prefix) / "share" / "baton"
-    candidates = [folder / "cluster.yaml" for folder in (Path.cwd(), source, installed)]
+    installed = Path(sys.prefix) / "share" / "baton"
+    candidates = [folder / "cluster.yaml" for folder in (Path.cwd(), SOURCE_ROOT, installed)]
     found = next((path for path in candidates if path.is_file()), None)
     if found is None:
         raise ConfigError("there is no cluster.yaml here; name one with --config")

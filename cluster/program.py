@@ -7,9 +7,11 @@ A program package (`worker`, `router`) offers `program.create(settings_json, rep
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
@@ -17,6 +19,8 @@ from cluster.signals import Signals
 
 Report = Callable[[str], None]
 """Called with one line of progress at a time, such as `loading weights: 3 of 8 files`."""
+SOURCE_ROOT = Path(__file__).resolve().parents[1]
+"""The folder that holds Baton's packages."""
 
 
 class Program(Protocol):
@@ -48,6 +52,12 @@ class ExitCode:
     USAGE = 2
     BAD_CONFIG = 3
     NOT_REACHABLE = 4
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, with Baton's packages on PYTHONPATH: `python -m worker` works from any folder."""
+    path = os.pathsep.join(filter(None, [str(SOURCE_ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) -> int:

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cluster.errors import BatonError
+from cluster.program import child_environment
 
-ROOT = str(Path(__file__).resolve().parents[2])
-"""Where this package lies: the programs come from there, too."""
 Part = Mapping[str, Any]
 """`{"found": ...}` or `{"refused": "why"}`."""
 
@@ -39,14 +36,13 @@ class Question:
         self._limit_s = limit_s
         self._until = time.monotonic() + limit_s
         self.name = f"python -m {module}"
-        path = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
         self._lock = threading.Lock()
         self._answer: Any = None
         self._failure = ""
         self._is_read = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
-            env={**os.environ, "PYTHONPATH": path},
+            env=child_environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

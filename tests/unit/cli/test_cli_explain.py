@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,8 @@ def test_a_mean_that_no_request_can_have_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_program_that_breaks_is_told_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+    def broken(*_: Any, env: dict[str, str], **__: Any) -> subprocess.CompletedProcess[str]:
+        assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT), "it runs from any folder"
         return subprocess.CompletedProcess([], 1, stdout="", stderr="ModuleNotFoundError: No module named 'torch'\n")
 
     monkeypatch.setattr(explain.subprocess, "run", broken)

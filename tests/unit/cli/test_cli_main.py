@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from scripted_router import ROOT, ScriptedRouter, baton, contents, start_baton
 
+from cli.serve import default_config
 from cluster.errors import (
     BatonError,
     InvalidRequest,
@@ -97,6 +98,16 @@ def test_config_validate_says_what_it_found() -> None:
     assert done.exit_code == 0
     expected = "1 prefill + 1 decode worker, tiny-shakespeare in float32 on cpu, gRPC on 127.0.0.1:50051"
     assert done.stdout == f"{ROOT / 'cluster.yaml'}: valid: {expected}\n"
+
+
+def test_the_file_beside_the_source_is_used_from_a_folder_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert default_config() == ROOT / "cluster.yaml"
+    own = tmp_path / "cluster.yaml"
+    own.touch()
+    assert default_config() == own
 
 
 def test_config_validate_reports_the_mistakes_with_exit_code_3(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_the_table_shows_each_check_and_the_remedy_below_what_was_found(
 
 def test_a_torch_that_cannot_be_loaded_is_named_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')\n")
-    monkeypatch.setattr("tools.doctor.programs.ROOT", str(tmp_path))
+    monkeypatch.setattr("cluster.program.SOURCE_ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     outcomes = ask(write_config(tmp_path), "programs", "model", "device", "attention", "tokenizer")
     assert "libcudart.so.13: cannot open shared object file" in the_problem(outcomes["programs"]).found
@@ -123,7 +123,7 @@ def test_a_torch_that_hangs_is_killed_when_its_time_is_up(tmp_path: Path, monkey
     (tmp_path / "torch.py").write_text(
         f"import os, time\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n"
     )
-    monkeypatch.setattr("tools.doctor.programs.ROOT", str(tmp_path))
+    monkeypatch.setattr("cluster.program.SOURCE_ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     began = time.monotonic()
     outcomes = ask(write_config(tmp_path), "programs", "device", limit_s=2.0)
