@@ -345,7 +345,7 @@ class _View:
         self._console.print("stopped")
 
     def _banner(self, address: str) -> None:
-        from cli.config import describe
+        from cluster.config import describe_config
 
         port = int(address.rpartition(":")[2])
         serving = replace(self._serving, router=replace(self._serving.router, port=port))
@@ -359,7 +359,7 @@ class _View:
         page = f", or {site}" if site else ""
         edit = f", or edit {os.path.relpath(self._file.path)}" if self._file.is_own else ""
         self._console.print(
-            f"\nBaton is serving: {describe(serving)}\n\n"
+            f"\nBaton is serving: {describe_config(serving)}\n\n"
             f"  gRPC    {address}\n"
             f"{http}"
             f'  try     {baton} generate{option} "ROMEO:"\n'

@@ -6,7 +6,7 @@ Ray checks, and starts nothing.
 
 from __future__ import annotations
 
-from cluster.config.load import load_config, parse_config
+from cluster.config.load import describe_config, load_config, parse_config
 from cluster.config.schema import (
     AdminSection,
     AuthSection,
@@ -39,6 +39,7 @@ __all__ = [
     "ServingConfig",
     "TlsSection",
     "TransferSection",
+    "describe_config",
     "load_config",
     "parse_config",
 ]

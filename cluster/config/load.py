@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import yaml
 
+from cluster.address import format_address
 from cluster.config.checks import ConfigFinding, check
 from cluster.config.compose import compose, read_text
 from cluster.config.read import ConfigReader, entries, join, nearest, place_of, report_doubled_keys
@@ -116,3 +117,19 @@ def _nearest_place(reader: ConfigReader, keys: list[str]) -> SourcePosition | No
     parts = keys[0].split(".")
     parents = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
     return next((reader.places[key] for key in (*keys, *parents) if key in reader.places), None)
+
+
+def describe_config(config: ServingConfig) -> str:
+    """One line: `1 prefill + 2 decode workers (tensor parallel 1 + 2), tiny-shakespeare in float32 on cpu, gRPC on ...`."""
+    prefill, decode = config.roles.prefill, config.roles.decode
+    split = f"{prefill.num_workers} prefill + " if prefill.num_workers else ""
+    workers = "worker" if decode.num_workers == 1 else "workers"
+    parallel = ""
+    if (prefill.tensor_parallel, decode.tensor_parallel) != (1, 1):
+        parallel = f" (tensor parallel {prefill.tensor_parallel} + {decode.tensor_parallel})"
+    name = config.model.name or Path(config.model.path).name
+    address = format_address(config.router.host, config.router.port)
+    return (
+        f"{split}{decode.num_workers} decode {workers}{parallel}, {name} in "
+        f"{config.model.dtype} on {config.engine.device}, gRPC on {address}"
+    )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from cli.config import describe
 from cluster.api_keys import load_keys
+from cluster.config import describe_config
 from cluster.errors import ConfigError
 from cluster.units import count_of, format_bytes
 from controller.local_ray import base_folder
@@ -33,7 +33,7 @@ def configuration(subject: Subject) -> Iterator[Finding]:
         remedy = "correct the file at the line and column named; docs/configuration.md explains each key"
         yield problem(subject.mistake, remedy)
     else:
-        yield ok(f"{subject.asked.path}: {describe(subject.config)}")
+        yield ok(f"{subject.asked.path}: {describe_config(subject.config)}")
 
 
 def packages(subject: Subject) -> Iterator[Finding]:
