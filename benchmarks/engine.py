@@ -38,7 +38,8 @@ from engine.layers import matmul
 from engine.memory import kv_bytes_per_token, multiplied_bytes
 from engine.model_runner import ModelRunner
 from engine.native.decode_step import DecodeStep
-from engine.sampling.sampler import Sampler, SampleRow, SamplingParams
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
 from engine.tp import SingleGroup
 

@@ -17,7 +17,7 @@ from cluster.request_key import RequestKey
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import BlockCopies, DecodeScheduler
 from engine.kv.block_manager import BlockManager
-from engine.sampling.sampler import SampledToken, check_finish
+from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import (
     Request,
     ScheduledSequence,
@@ -53,9 +53,9 @@ class Carrier(Protocol):
 
 @dataclass
 class DecodeTask:
-    """A job of this role: first one sequence for the prompt and the output's known start, then `n` that decode."""
+    """A request of this role: first one sequence for the prompt and the output's known start, then `n` that decode."""
 
-    job: Request
+    request: Request
     prompt: Sequence
     spare: list[int] = field(default_factory=list)
     """Blocks reserved beyond the prompt's: head-room for the first token of each sequence."""
@@ -102,17 +102,17 @@ class DecodeRole:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
-    def admit(self, job: Request, expect_handoff: bool, dropped: Iterable[int] = ()) -> None:
+    def admit(self, request: Request, expect_handoff: bool, dropped: Iterable[int] = ()) -> None:
         """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
-        if job.key.attempt > 1 and any(key.request_id == job.key.request_id for key in self._tasks):
-            self._held_back[job.key] = job, expect_handoff, set(dropped)
+        if request.key.attempt > 1 and any(key.request_id == request.key.request_id for key in self._tasks):
+            self._held_back[request.key] = request, expect_handoff, set(dropped)
             return
-        sequence = Sequence.root(job, next(self._arrivals))
-        self._tasks[job.key] = DecodeTask(job, sequence, dropped=set(dropped))
+        sequence = Sequence.root(request, next(self._arrivals))
+        self._tasks[request.key] = DecodeTask(request, sequence, dropped=set(dropped))
         if expect_handoff:
-            self._carry_out(self._receiver.announce(job.key, sequence.num_tokens))
+            self._carry_out(self._receiver.announce(request.key, sequence.num_tokens))
         else:
-            self._tasks[job.key].live[0] = sequence
+            self._tasks[request.key].live[0] = sequence
             self._scheduler.add(sequence)
 
     def cancel(self, key: RequestKey, reason: str, sequence_index: int | None = None) -> None:
@@ -165,40 +165,42 @@ class DecodeRole:
 
     def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence], BlockCopies]:
         """Shares of the next step, who was preempted for it, and the page copies it makes first."""
-        planned, preempted = self._scheduler.plan(budget)
+        scheduled, preempted = self._scheduler.plan(budget)
         self._reserve_waiting()
         started = self._scheduler.admit()
         for sequence in started:
             if sequence.is_fresh:
-                self._tell_phase(sequence.job.key, generation_pb2.Heartbeat.PHASE_PREFILL, sequence.num_cached_tokens)
+                self._tell_phase(
+                    sequence.request.key, generation_pb2.Heartbeat.PHASE_PREFILL, sequence.num_cached_tokens
+                )
         if started:
-            planned, more = self._scheduler.plan(budget)
+            scheduled, more = self._scheduler.plan(budget)
             preempted += more
-        return planned, preempted, self._scheduler.take_copies()
+        return scheduled, preempted, self._scheduler.take_copies()
 
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
-    def absorb(self, planned: ScheduledSequence, sampled: list[SampledToken], scores: Seq[SampledToken] = ()) -> None:
+    def absorb(self, scheduled: ScheduledSequence, sampled: list[SampledToken], scores: Seq[SampledToken] = ()) -> None:
         """A share of the step has run; `sampled` holds the next token (of each sequence born by it), `scores` the
         logprobs of prompt tokens that it was to score.
 
         A sequence that was given up while the step ran is passed over.
         """
-        sequence = planned.sequence
-        task = self._tasks.get(sequence.job.key)
+        sequence = scheduled.sequence
+        task = self._tasks.get(sequence.request.key)
         if task is None or task.live.get(sequence.index) is not sequence:
             return
         before = sequence.num_computed_tokens
-        sequence.num_computed_tokens += planned.num_tokens
+        sequence.num_computed_tokens += scheduled.num_tokens
         publish_blocks(sequence, self._blocks, before)
         if sequence.must_score:
             self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         if not sampled:
             return
         if sequence.is_fresh:
-            self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
-        born = [sequence] + [Sequence(task.job, i, sequence.arrival) for i in range(1, sequence.fan_out)]
+            self._tell_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
+        born = [sequence] + [Sequence(task.request, i, sequence.arrival) for i in range(1, sequence.fan_out)]
         sequence.fan_out = 1
         for child, token in zip(born, sampled, strict=True):
             self._append(child, token)
@@ -207,7 +209,9 @@ class DecodeRole:
             task.live.update({c.index: c for c in children})
             self._scheduler.fork(sequence, children, [])
         for child in born:
-            is_over = child.index in task.dropped or check_finish(task.job.params, child.output_token_ids) is not None
+            is_over = (
+                child.index in task.dropped or check_finish(task.request.params, child.output_token_ids) is not None
+            )
             if child.index in task.live and is_over:
                 self._end_sequence(task, child)
 
@@ -243,13 +247,13 @@ class DecodeRole:
         """Reserves for announced hand-offs, in their order, while places and blocks last."""
         while self._to_reserve:
             task = self._tasks[self._to_reserve[0]]
-            if not self._scheduler.has_room(task.job.params.n) or not self._reserve(task):
+            if not self._scheduler.has_room(task.request.params.n) or not self._reserve(task):
                 return
             self._to_reserve.popleft()
-            self._carry_out(self._receiver.reserved(task.job.key, task.prompt.num_cached_tokens))
+            self._carry_out(self._receiver.reserved(task.request.key, task.prompt.num_cached_tokens))
 
     def _reserve(self, task: DecodeTask) -> bool:
-        n, num_tokens = task.job.params.n, task.prompt.num_tokens
+        n, num_tokens = task.request.params.n, task.prompt.num_tokens
         num_spare = n - 1 if num_tokens % self._blocks.block_size else n
         if not claim_blocks(task.prompt, self._blocks):
             return False
@@ -262,10 +266,10 @@ class DecodeRole:
         return True
 
     def _drop_reservation(self, task: DecodeTask, num_kept_tokens: int) -> None:
-        if task.job.key in self._to_reserve:
-            self._to_reserve.remove(task.job.key)
+        if task.request.key in self._to_reserve:
+            self._to_reserve.remove(task.request.key)
         if task.is_reserved:
-            self._scheduler.num_reserved_seqs -= task.job.params.n
+            self._scheduler.num_reserved_seqs -= task.request.params.n
             keep_blocks(task.prompt, self._blocks, num_kept_tokens)
             release_blocks(task.prompt, self._blocks)
         self._close(task)
@@ -274,15 +278,15 @@ class DecodeRole:
         prompt, before = task.prompt, task.prompt.num_computed_tokens
         prompt.num_computed_tokens = prompt.num_tokens
         publish_blocks(prompt, self._blocks, before)
-        self._scheduler.num_reserved_seqs -= task.job.params.n
+        self._scheduler.num_reserved_seqs -= task.request.params.n
         born = []
         for first in first_tokens:
             if not first.is_finished and first.sequence_index not in task.dropped:
-                output = task.job.first_output(first.sequence_index, first.token_id)
-                child = Sequence(task.job, first.sequence_index, prompt.arrival, output_token_ids=output)
+                output = task.request.first_output(first.sequence_index, first.token_id)
+                child = Sequence(task.request, first.sequence_index, prompt.arrival, output_token_ids=output)
                 born.append(child)
         if born:
-            self._tell_phase(task.job.key, generation_pb2.Heartbeat.PHASE_DECODE)
+            self._tell_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
             self._adopt(task, born)
         release_blocks(prompt, self._blocks)
         self._blocks.release(task.spare)
@@ -317,16 +321,16 @@ class DecodeRole:
     def _close(self, task: DecodeTask) -> None:
         self._blocks.release(task.spare)
         task.spare = []
-        del self._tasks[task.job.key]
-        self._reporter.close_request(task.job.key)
-        for key in [k for k in self._held_back if k.request_id == task.job.key.request_id]:
+        del self._tasks[task.request.key]
+        self._reporter.close_request(task.request.key)
+        for key in [k for k in self._held_back if k.request_id == task.request.key.request_id]:
             self.admit(*self._held_back.pop(key))
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
         """The next token of a sequence, which is told; or all that the client has from an earlier attempt, untold: the
         next step computes those together, as if they were a prompt's."""
         position = len(sequence.output_token_ids)
-        known = sequence.job.known_tokens.get(sequence.index, ())[position:]
+        known = sequence.request.known_tokens.get(sequence.index, ())[position:]
         sequence.output_token_ids.extend(known or (sampled.token_id,))
         if not known:
             self._reporter.emit_tokens(sequence, sampled, position)

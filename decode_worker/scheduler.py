@@ -75,11 +75,11 @@ class DecodeScheduler:
     def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Shares of the next step, which begins with this, and who was preempted to make room."""
         preempted = self._make_room()
-        planned = [ScheduledSequence(s, 1) for s in budget.decode([s for s in self._running if s.num_remaining == 1])]
+        scheduled = [ScheduledSequence(s, 1) for s in budget.decode([s for s in self._running if s.num_remaining == 1])]
         for sequence in self._running:
             if sequence.num_remaining > 1 and (num_tokens := budget.prompt(sequence)):
-                planned.append(ScheduledSequence(sequence, num_tokens))
-        return planned, preempted
+                scheduled.append(ScheduledSequence(sequence, num_tokens))
+        return scheduled, preempted
 
     def fork(self, parent: Sequence, children: list[Sequence], spare: list[int]) -> None:
         """Lets children share the parent's prompt blocks; a partly filled last block is copied for each.

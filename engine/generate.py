@@ -15,7 +15,8 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.kv.block_manager import BlockManager
-from engine.sampling.sampler import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
+from engine.sampling.params import Finish, SampledToken, SampleRow, SamplingParams, check_finish
+from engine.sampling.sampler import Sampler
 from engine.sequence import blocks_for
 from engine.step_input import SequenceSlice, StepInput, build_step
 

@@ -18,7 +18,8 @@ import torch
 from engine.memory import layer_elements
 from engine.memory_plan import Activations, MemoryDemand, StepLimits, estimate_activations, estimate_bytes
 from engine.model_runner import ModelRunner
-from engine.sampling.sampler import Sampler, SampleRow, SamplingParams
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 
 _MOST_CONTEXT_ON_CPU = 16_384

@@ -1,9 +1,9 @@
-"""How much one step may compute: so many tokens, and beside sequences that decode no more than their pace allows.
+"""How much one step may compute: a number of tokens, and beside decoding sequences no more than their TPOT allows.
 
-A sequence that decodes gets its next token when the step ends, so the tokens of prompts that a step computes beside it
-are bounded by time as well: by what the worker has learned of its own steps, the step ends within the time that a
-token may take. Where an output is to go on that was begun before, on a worker that is lost or until it was preempted,
-somebody waits for its next token too: for those a step may take as long as a few tokens. Pure: knows no clock.
+A decoding sequence gets its next token when the step ends, so the prompt tokens computed beside it are bounded by time
+as well: by the step costs that the worker has learned, the step must end within the time that one token may take.
+The client of a sequence that was preempted, or that another worker began, waits for its next token too: beside such a
+prompt a step may take as long as a few tokens. Pure: knows no clock.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from cluster.step_cost import PACE_SHARE, StepCost, StepSize
 from engine.sequence import Sequence
 
 LEAST_PROMPT_TOKENS = 16
-"""Of a step, however slow: prompts must not stand still."""
+"""Prompt tokens that every step computes, however slow, so that prompts make progress."""
 BEGUN_PACES = 4
-"""So many times the time of one token a step may take for outputs that were begun before."""
+"""How many times the time of one token a step may take for outputs that were begun before."""
 
 
 class StepBudget:
-    """Of one step: `decode` says who decodes and begins it afresh, `prompt` hands out what is left."""
+    """The budget of one step: `decode` begins a new one, `prompt` hands out what is left of it."""
 
     def __init__(
         self, num_tokens: int, tpot_s: float = math.inf, learned: Callable[[], StepCost | None] = lambda: None
     ) -> None:
-        """`tpot_s`: seconds that one token may take. `learned` is asked when a prompt runs beside sequences that
-        decode; while it knows nothing, time bounds nothing."""
+        """`tpot_s`: seconds that one token may take. `learned` is called when a prompt runs beside decoding sequences;
+        while it returns None, time is not bounded."""
         self._num_tokens = num_tokens
         self._most_s = PACE_SHARE * tpot_s
         self._learned = learned
         self.decode([])
 
     def decode(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        """Those of them that get their next token, in their order."""
+        """Begins a step; returns the sequences that get their next token, in their order."""
         self._decoding = list(sequences[: self._num_tokens])
         self._tokens_left = self._num_tokens - len(self._decoding)
         self._least_left = LEAST_PROMPT_TOKENS
@@ -45,7 +45,7 @@ class StepBudget:
         return self._decoding
 
     def prompt(self, sequence: Sequence) -> int:
-        """How many of a sequence's tokens the step computes; they are taken from what is left."""
+        """Returns how many of a sequence's tokens the step computes, and takes them from what is left."""
         if self._decoding and self._cost is None:
             self._bound_time()
         num_before, num_tokens = sequence.num_computed_tokens, min(sequence.num_remaining, self._tokens_left)
@@ -67,7 +67,7 @@ class StepBudget:
             self._cost = replace(cost, fixed_s=0.0)  # is paid already
 
     def _in_time(self, cost: StepCost, num_before: int, seconds_left: float) -> int:
-        """Tokens after so many others of their prompt that the time left is enough for."""
+        """How many tokens, after `num_before` others of their prompt, the time left is enough for."""
         if seconds_left <= 0:
             return 0
         # n tokens take n * linear + n * n * square; the positive root is the most that fits.

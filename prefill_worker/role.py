@@ -1,4 +1,4 @@
-"""Prefill work on one worker: admits jobs, plans their chunks, and carries out what the sender machine decides.
+"""Prefill work on one worker: admits requests, plans their chunks, and carries out what the sender machine decides.
 
 Owns the sequences it computes and their blocks until the sender releases them. The prefix cache keeps the prompt after.
 """
@@ -13,7 +13,7 @@ from typing import Protocol
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager
-from engine.sampling.sampler import SampledToken, check_finish
+from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import Request, ScheduledSequence, Sequence, publish_blocks, release_blocks
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, Tell, Transmit
@@ -47,9 +47,9 @@ class Carrier(Protocol):
 
 @dataclass
 class PrefillTask:
-    """A job of this role. The sequence exists once the decode worker has reserved."""
+    """A request of this role. The sequence exists once the decode worker has reserved."""
 
-    job: Request
+    request: Request
     epoch: str
     sequence: Sequence | None = None
 
@@ -78,11 +78,11 @@ class PrefillRole:
     def num_running(self) -> int:
         return self._scheduler.num_running
 
-    def admit(self, job: Request, epoch: str) -> None:
+    def admit(self, request: Request, epoch: str) -> None:
         """The router gave this worker a prompt, to be handed over on the link `epoch`."""
-        self._tasks[job.key] = PrefillTask(job, epoch)
-        num_tokens = len(job.prompt_token_ids) + len(job.known_start)
-        self._carry_out(self._sender.open(job.key, epoch, num_tokens))
+        self._tasks[request.key] = PrefillTask(request, epoch)
+        num_tokens = len(request.prompt_token_ids) + len(request.known_start)
+        self._carry_out(self._sender.open(request.key, epoch, num_tokens))
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """Computes no further at once; what a gather still reads is released when it is done."""
@@ -132,7 +132,7 @@ class PrefillRole:
     def plan(self, budget: StepBudget, last_step: int) -> list[ScheduledSequence]:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
         for sequence in self._scheduler.admit():
-            key = sequence.job.key
+            key = sequence.request.key
             phase = worker_pb2.PhaseChanged(
                 key=key.to_proto(),
                 phase=generation_pb2.Heartbeat.PHASE_PREFILL,
@@ -142,29 +142,29 @@ class PrefillRole:
             self._carry_out(self._sender.computed(key, sequence.num_computed_tokens, last_step))
         return self._scheduler.plan(budget)
 
-    def launching(self, planned: ScheduledSequence, step: int) -> None:
+    def launching(self, scheduled: ScheduledSequence, step: int) -> None:
         """The share is part of step number `step`, next in the log: a prompt's last share is sent while computed."""
-        sequence = planned.sequence
-        if planned.num_tokens == sequence.num_remaining:
-            self._carry_out(self._sender.computing(sequence.job.key, sequence.num_tokens, step))
+        sequence = scheduled.sequence
+        if scheduled.num_tokens == sequence.num_remaining:
+            self._carry_out(self._sender.computing(sequence.request.key, sequence.num_tokens, step))
 
     def absorb(
-        self, planned: ScheduledSequence, sampled: list[SampledToken], step: int, scores: Seq[SampledToken] = ()
+        self, scheduled: ScheduledSequence, sampled: list[SampledToken], step: int, scores: Seq[SampledToken] = ()
     ) -> None:
         """The share has run; `sampled` holds the first tokens when it reached the prompt's end, `scores` the logprobs
         of prompt tokens that it was to score.
 
         A prompt that was given up while the step ran is passed over.
         """
-        sequence = planned.sequence
+        sequence = scheduled.sequence
         if not self._scheduler.is_running(sequence):
             return
         before = sequence.num_computed_tokens
-        sequence.num_computed_tokens += planned.num_tokens
+        sequence.num_computed_tokens += scheduled.num_tokens
         publish_blocks(sequence, self._blocks, before)
         if sequence.must_score:
             self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
-        self._carry_out(self._sender.computed(sequence.job.key, sequence.num_computed_tokens, step))
+        self._carry_out(self._sender.computed(sequence.request.key, sequence.num_computed_tokens, step))
         if sampled:
             self._finish_prompt(sequence, sampled)
 
@@ -175,15 +175,15 @@ class PrefillRole:
 
     def _finish_prompt(self, sequence: Sequence, sampled: list[SampledToken]) -> None:
         self._scheduler.remove(sequence)
-        job, key, num_before = sequence.job, sequence.job.key, len(sequence.output_token_ids)
+        request, key, num_before = sequence.request, sequence.request.key, len(sequence.output_token_ids)
         first_tokens: list[handoff_pb2.FirstToken] = []
         is_open = False
         for index, token in enumerate(sampled):
-            output = job.first_output(index, token.token_id)
-            is_finished = check_finish(job.params, output) is not None
+            output = request.first_output(index, token.token_id)
+            is_finished = check_finish(request.params, output) is not None
             is_open = is_open or not is_finished
-            if job.params.n == 1 or not job.known_tokens.get(index):
-                born = Sequence(job, index, sequence.arrival, output_token_ids=output)
+            if request.params.n == 1 or not request.known_tokens.get(index):
+                born = Sequence(request, index, sequence.arrival, output_token_ids=output)
                 self._reporter.emit_tokens(born, token, num_before)
             first = handoff_pb2.FirstToken(sequence_index=index, token_id=output[num_before], is_finished=is_finished)
             first_tokens.append(first)
@@ -214,14 +214,14 @@ class PrefillRole:
                     self._release(action.key)
 
     def _begin(self, task: PrefillTask) -> None:
-        task.sequence = Sequence.root(task.job, next(self._arrivals))
+        task.sequence = Sequence.root(task.request, next(self._arrivals))
         self._scheduler.add(task.sequence)
 
     def _fail(self, action: Fail) -> None:
         task = self._tasks.get(action.key)
         sequence = task.sequence if task is not None else None
         num_kept_tokens = 0
-        if sequence is not None and sequence.job.use_prefix_cache:
+        if sequence is not None and sequence.request.use_prefix_cache:
             num_kept_tokens = sequence.num_computed_tokens // self._blocks.block_size * self._blocks.block_size
         failed = worker_pb2.Failed(
             key=action.key.to_proto(),

@@ -30,6 +30,17 @@ MAY_IMPORT = {
     "cluster": set[str](),
 }
 WITHOUT_TORCH = ("cli", "tools", "router", "controller", "cluster")
+DECIDES = (
+    "prefill_worker",
+    "decode_worker",
+    "engine/sequence.py",
+    "engine/step_budget.py",
+    "engine/step_input.py",
+    "engine/kv/block_manager.py",
+    "engine/sampling/constraint.py",
+    "engine/sampling/params.py",
+)
+"""What chooses what runs next; decisions are tested without torch."""
 RAY_ONLY_IN = (
     "controller/ray_actors.py",
     "controller/reconciler.py",
@@ -145,6 +156,13 @@ def test_importing_every_module_of_a_light_package_does_not_load_torch(package: 
     code = (
         f"import importlib, sys\nfor n in {names!r}: importlib.import_module(n)\nassert 'torch' not in sys.modules, n"
     )
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_decides_does_not_load_torch() -> None:
+    paths = [path for place in DECIDES for path in (sources(place) or [ROOT / place])]
+    code = "".join(f"import {module_name(path)}\n" for path in paths) + "import sys\nassert 'torch' not in sys.modules"
     result = run_python(code)
     assert result.returncode == 0, result.stderr
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from cluster.pb import worker_pb2
-from engine.kv.block_manager import BlockManager
-from engine.kv.cache_events import CacheEvents
+from engine.kv.block_manager import BlockManager, CacheEvents
 from worker.reporter import Reporter
 
 MOST_HASHES = 2048

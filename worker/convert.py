@@ -5,7 +5,7 @@ from __future__ import annotations
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from engine.sampling.constraint import Constrainer
-from engine.sampling.sampler import Finish, SampledToken, SamplingParams
+from engine.sampling.params import Finish, SampledToken, SamplingParams
 from engine.sequence import Request
 
 _FINISH_REASONS = {
@@ -14,7 +14,7 @@ _FINISH_REASONS = {
 }
 
 
-def job_of(admit: worker_pb2.Admit, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Request:
+def request_of(admit: worker_pb2.Admit, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Request:
     """Raises ValueError for a grammar that cannot be followed here."""
     return Request(
         key=RequestKey.of(admit.key),

@@ -27,13 +27,14 @@ from decode_worker.role import DecodeRole
 from decode_worker.scheduler import BlockCopies
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constrainer
-from engine.sampling.sampler import SampledToken, Sampler
+from engine.sampling.params import SampledToken
+from engine.sampling.sampler import Sampler
 from engine.sequence import Request, ScheduledSequence, Sequence
 from engine.step_budget import StepBudget
 from engine.step_input import build_step
 from prefill_worker.role import PrefillRole
 from worker.cache_reporter import CacheReporter
-from worker.convert import job_of
+from worker.convert import request_of
 from worker.handoff_connection import Carrier, PeerLinks
 from worker.metrics import HandoffMetrics, HeldResources
 from worker.ranks import Launched, Ranks
@@ -58,7 +59,7 @@ class Speaker(Voice, PeerLinks, Protocol):
 
 @dataclass
 class Flight:
-    """A step that has been launched, and what it was planned from."""
+    """A step that has been launched, and what it was scheduled from."""
 
     launched: Launched
     decoding: list[ScheduledSequence]
@@ -180,23 +181,23 @@ class Core:
         budget = StepBudget(self._max_num_batched_tokens, self._tpot_s, self._learned_cost)
         decoding, preempted, copies = self.decode.plan(budget)
         prefilling = self.prefill.plan(budget, last_step)
-        planned = decoding + prefilling
-        if not planned:
+        scheduled = decoding + prefilling
+        if not scheduled:
             self._step_clock.rests()
             self.decode.copied(copies)
             return None
-        slices = [p.sequence.slice(p.num_tokens) for p in planned]
+        slices = [p.sequence.slice(p.num_tokens) for p in scheduled]
         step = build_step(slices, self.blocks.block_size, copies)
         for p in prefilling:
             self.prefill.launching(p, last_step + 1)
-        ends = [p for p in planned if p.num_tokens == p.sequence.num_remaining]
+        ends = [p for p in scheduled if p.num_tokens == p.sequence.num_remaining]
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
-        has_prompt = len(step.token_ids) > len(planned)
+        has_prompt = len(step.token_ids) > len(scheduled)
         if has_prompt or self.reporter.is_pressing:  # nothing waits for a long step; who starts now is known before it
             self.reporter.flush()
         now = self._clock()
-        self._step_clock.begins(now, _size_of(planned) if self._step_clock.wants(has_prompt) else None)
+        self._step_clock.begins(now, _size_of(scheduled) if self._step_clock.wants(has_prompt) else None)
         if self.meter is not None:
             self.meter.launched(step, now)
         launched = self._ranks.launch(step)
@@ -209,9 +210,9 @@ class Core:
         """Takes in what a step that has ended led to."""
         flight, self._flight = self._flight, None
         assert flight is not None
-        planned = flight.decoding + flight.prefilling
+        scheduled = flight.decoding + flight.prefilling
         output = flight.launched.result()
-        sampled = self._sample(output.logits, planned, flight.ends)
+        sampled = self._sample(output.logits, scheduled, flight.ends)
         now = self._clock()
         self._step_clock.ends(now)
         if self.meter is not None:
@@ -219,26 +220,26 @@ class Core:
         scores: dict[int, list[SampledToken]] = {}
         if output.scores is not None:
             tokens = iter(output.scores.tokens())
-            scores = {id(p): list(islice(tokens, n)) for p, n in zip(planned, flight.num_scored, strict=True)}
+            scores = {id(p): list(islice(tokens, n)) for p, n in zip(scheduled, flight.num_scored, strict=True)}
         self.blocks.end_step()
         self.carrier.last_step = self._ranks.num_steps
         self.decode.copied(flight.copies)
-        self._count(planned, len(flight.decoding))
+        self._count(scheduled, len(flight.decoding))
         for p in flight.ends:
             problem = next((token.problem for token in sampled[id(p)] if token.problem), "")
             if problem:
-                self._give_up(p.sequence.job.key, f"the output cannot be constrained any further: {problem}")
+                self._give_up(p.sequence.request.key, f"the output cannot be constrained any further: {problem}")
         for p in flight.decoding:
             self.decode.absorb(p, sampled[id(p)], scores.get(id(p), ()))
         for p in flight.prefilling:
             self.prefill.absorb(p, sampled[id(p)], self.carrier.last_step, scores.get(id(p), ()))
-        self._step_log.write(self._stats.num_steps, planned, flight.preempted, self.blocks)
+        self._step_log.write(self._stats.num_steps, scheduled, flight.preempted, self.blocks)
 
     def _sample(
-        self, logits: torch.Tensor, planned: list[ScheduledSequence], ends: list[ScheduledSequence]
+        self, logits: torch.Tensor, scheduled: list[ScheduledSequence], ends: list[ScheduledSequence]
     ) -> dict[int, list[SampledToken]]:
         """The tokens each share of the step leads to, none for one that ends inside its prompt."""
-        sampled: dict[int, list[SampledToken]] = {id(p): [] for p in planned}
+        sampled: dict[int, list[SampledToken]] = {id(p): [] for p in scheduled}
         if not ends:
             return sampled
         rows = [p.sequence.sample_rows() for p in ends]
@@ -249,9 +250,9 @@ class Core:
             sampled[id(p)] = [next(tokens) for _ in of_one]
         return sampled
 
-    def _count(self, planned: list[ScheduledSequence], num_decoding: int) -> None:
+    def _count(self, scheduled: list[ScheduledSequence], num_decoding: int) -> None:
         self._stats.num_steps += 1
-        for i, p in enumerate(planned):
+        for i, p in enumerate(scheduled):
             if i < num_decoding and p.num_tokens == 1:
                 self._stats.num_decode_tokens += 1
             else:
@@ -283,8 +284,8 @@ class Core:
 
     def _admit(self, session: str, admit: worker_pb2.Admit) -> None:
         try:
-            job = job_of(admit, self._enable_prefix_cache, self._constrainer)
-            problem = self._problem_of(job)
+            request = request_of(admit, self._enable_prefix_cache, self._constrainer)
+            problem = self._problem_of(request)
         except ValueError as error:
             problem = str(error)
         if problem:
@@ -292,18 +293,18 @@ class Core:
             failed = worker_pb2.Failed(key=admit.key, reason=reason, message=problem)
             self.reporter.tell(session, worker_pb2.Event(failed=failed))
             return
-        self.reporter.open_request(job.key, session, tell_each_token=admit.tell_each_token)
+        self.reporter.open_request(request.key, session, tell_each_token=admit.tell_each_token)
         if admit.role == worker_pb2.ROLE_DECODE:
-            self.decode.admit(job, admit.expect_handoff)
+            self.decode.admit(request, admit.expect_handoff)
             return
-        self.prefill.admit(job, self.carrier.link_to(admit.decode_peer))
+        self.prefill.admit(request, self.carrier.link_to(admit.decode_peer))
 
-    def _problem_of(self, job: Request) -> str:
-        """Why a job cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
-        num_prompt_tokens, max_output_tokens = len(job.prompt_token_ids), job.params.max_output_tokens
-        known = [token_id for token_ids in job.known_tokens.values() for token_id in token_ids]
-        ids = (*job.prompt_token_ids, *known, *job.params.logit_bias, *job.params.allowed_token_ids)
-        if job.key in self.reporter or job.key in self.prefill or job.key in self.decode:
+    def _problem_of(self, request: Request) -> str:
+        """Why a request cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
+        num_prompt_tokens, max_output_tokens = len(request.prompt_token_ids), request.params.max_output_tokens
+        known = [token_id for token_ids in request.known_tokens.values() for token_id in token_ids]
+        ids = (*request.prompt_token_ids, *known, *request.params.logit_bias, *request.params.allowed_token_ids)
+        if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
             return "this worker already holds a request of this id and attempt"
         if num_prompt_tokens == 0:
             return "the prompt is empty"
@@ -312,8 +313,8 @@ class Core:
         if num_prompt_tokens + max_output_tokens > self._max_model_len:
             total = f"{num_prompt_tokens} prompt + {max_output_tokens} output tokens"
             return f"{total} exceed max_model_len {self._max_model_len}"
-        if len(job.known_start) >= max_output_tokens:
-            return f"{len(job.known_start)} output tokens are known, and {max_output_tokens} are the most"
+        if len(request.known_start) >= max_output_tokens:
+            return f"{len(request.known_start)} output tokens are known, and {max_output_tokens} are the most"
         return ""
 
     def _cancel(self, key: RequestKey, reason: str, sequence_index: int | None) -> None:
@@ -376,11 +377,11 @@ class Core:
         return stats
 
 
-def _size_of(planned: list[ScheduledSequence]) -> StepSize:
+def _size_of(scheduled: list[ScheduledSequence]) -> StepSize:
     """One token of a sequence is its next one; more are a prompt's, or computed like those."""
-    held = [p.sequence.num_computed_tokens + 1 for p in planned if p.num_tokens == 1]
+    held = [p.sequence.num_computed_tokens + 1 for p in scheduled if p.num_tokens == 1]
     size = StepSize(num_sequences=len(held), num_kv_tokens=sum(held))
-    for p in planned:
+    for p in scheduled:
         if p.num_tokens > 1:
             size += StepSize.of_prompt(p.num_tokens, p.sequence.num_computed_tokens)
     return size

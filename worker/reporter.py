@@ -11,7 +11,7 @@ from typing import Protocol
 
 from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
-from engine.sampling.sampler import SampledToken, check_finish
+from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import Sequence
 from worker.convert import finish_to_proto, logprob_to_proto
 
@@ -84,34 +84,34 @@ class Reporter:
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         """Tells the router token `index` of a sequence's output, and whether it ended the sequence."""
-        job, of_sequence = sequence.job, (sequence.job.key, sequence.index)
-        finish = check_finish(job.params, sequence.output_token_ids or [sampled.token_id])
-        is_pressing = index == 0 or finish is not None or job.key in self._told_each
+        request, of_sequence = sequence.request, (sequence.request.key, sequence.index)
+        finish = check_finish(request.params, sequence.output_token_ids or [sampled.token_id])
+        is_pressing = index == 0 or finish is not None or request.key in self._told_each
         tokens = self._tokens.get(of_sequence)
         if tokens is None or index != tokens.first_token_index + len(tokens.token_ids):
             event = worker_pb2.Event()
             tokens = event.tokens
-            tokens.key.CopyFrom(job.key.to_proto())
+            tokens.key.CopyFrom(request.key.to_proto())
             tokens.sequence_index, tokens.first_token_index = sequence.index, index
             self._tokens[of_sequence] = tokens
-            self.emit(job.key, event, can_wait=True)
+            self.emit(request.key, event, can_wait=True)
         self.is_pressing |= is_pressing
         tokens.token_ids.append(sampled.token_id)
-        if job.params.top_logprobs is not None:
+        if request.params.top_logprobs is not None:
             tokens.logprobs.append(logprob_to_proto(sampled))
         if finish is not None:
             finish_to_proto(finish, tokens)
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None:
         """Tells the router the logprobs of the prompt's tokens that this sequence was scored for last."""
-        job, begin = sequence.job, sequence.num_scored_tokens - len(scores)
+        request, begin = sequence.request, sequence.num_scored_tokens - len(scores)
         for start in range(0, len(scores), PROMPT_TOKENS_EACH):
             told = worker_pb2.PromptLogprobs(
-                key=job.key.to_proto(),
+                key=request.key.to_proto(),
                 first_token_index=begin + start,
                 logprobs=[logprob_to_proto(score) for score in scores[start : start + PROMPT_TOKENS_EACH]],
             )
-            self.emit(job.key, worker_pb2.Event(prompt_logprobs=told))
+            self.emit(request.key, worker_pb2.Event(prompt_logprobs=told))
 
     def flush(self) -> None:
         """Hands what was gathered to the speaking side."""

@@ -30,16 +30,16 @@ class StepLog:
             self._cancelled.add(key.request_id)
 
     def write(
-        self, number: int, planned: Seq[ScheduledSequence], preempted: Seq[Sequence], blocks: BlockManager
+        self, number: int, scheduled: Seq[ScheduledSequence], preempted: Seq[Sequence], blocks: BlockManager
     ) -> None:
         """Records a step that has just run; a sequence has left when it is not in the next step."""
         if self._file is None:
             return
-        running = {_name(p.sequence) for p in planned}
+        running = {_name(p.sequence) for p in scheduled}
         line = {
             "step": number,
             "time": time.time(),
-            "tokens": sum(p.num_tokens for p in planned),
+            "tokens": sum(p.num_tokens for p in scheduled),
             "running": len(running),
             "joined": sorted(running - self._running),
             "left": sorted(self._running - running),
@@ -57,4 +57,4 @@ class StepLog:
 
 
 def _name(sequence: Sequence) -> str:
-    return f"{sequence.job.key.request_id}/{sequence.index}"
+    return f"{sequence.request.key.request_id}/{sequence.index}"

@@ -4,18 +4,22 @@ A block is free (content worthless), held (referenced by at least one owner) or 
 evicted least recently used first). Invariant, always: free + held + cached == total; `check` proves it.
 While a step runs (`begin_step` to `end_step`), what is released stays held: the step may still touch it.
 Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
-as well, so that equal digests mean equal KV. Who watches the cache is told which digests came and went.
+as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its digests: what waits
+to be taken is bounded by the pool and by `MOST_CHANGES`, beyond which a snapshot takes the place of the changes.
 Knows nothing of tensors, requests or time. Used from one thread.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import KeysView, Sequence
+from collections.abc import Collection, KeysView, Sequence
+from dataclasses import dataclass
 
 from cluster import prefix_hash
 from cluster.errors import BatonError, InternalError
-from engine.kv.cache_events import MOST_CHANGES, CacheChanges, CacheEvents
+
+MOST_CHANGES = 16_384
+"""Hashes that wait to be taken, at most; a megabyte or so."""
 
 
 class NoFreeBlocks(BatonError):
@@ -27,6 +31,54 @@ class NoFreeBlocks(BatonError):
 
 class BlockAccountingError(InternalError):
     """An owner did what it may not (released twice, say), or an invariant is broken: a bug, never load."""
+
+
+@dataclass(frozen=True)
+class CacheEvents:
+    """Hashes that the prefix cache serves from now on, and those that it serves no longer; none is in both."""
+
+    stored: list[bytes]
+    evicted: list[bytes]
+    is_snapshot: bool = False
+    """`stored` is all there is and replaces every earlier report."""
+
+
+class CacheChanges:
+    """Gathers what `take` returns. A hash that is stored is not served already, one that is evicted is."""
+
+    def __init__(self, most: int = MOST_CHANGES) -> None:
+        self._most = most
+        self._stored: dict[bytes, None] = {}
+        self._evicted: dict[bytes, None] = {}
+        self._has_overflowed = False
+
+    def store(self, block_hash: bytes) -> None:
+        self._note(block_hash, self._stored, self._evicted)
+
+    def evict(self, block_hash: bytes) -> None:
+        self._note(block_hash, self._evicted, self._stored)
+
+    def take(self, served: Collection[bytes]) -> CacheEvents | None:
+        """The changes since the last take; all that is `served` now when too many had piled up; None without any."""
+        if self._has_overflowed:
+            self._has_overflowed = False
+            return CacheEvents(list(served), [], is_snapshot=True)
+        if not self._stored and not self._evicted:
+            return None
+        events = CacheEvents(list(self._stored), list(self._evicted))
+        self._stored, self._evicted = {}, {}
+        return events
+
+    def _note(self, block_hash: bytes, here: dict[bytes, None], there: dict[bytes, None]) -> None:
+        if self._has_overflowed:
+            return
+        if block_hash in there:
+            del there[block_hash]
+            return
+        here[block_hash] = None
+        if len(here) + len(there) > self._most:
+            self._stored, self._evicted = {}, {}
+            self._has_overflowed = True
 
 
 class BlockManager:

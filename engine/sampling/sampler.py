@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.sampling.logit_rules import LogitRules
-from engine.sampling.params import Finish, SampledToken, SampleRow, SamplingParams, check_finish
+from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.rng import gumbel, row_keys
-
-__all__ = ["Finish", "SampleRow", "SampledToken", "Sampler", "SamplingParams", "check_finish"]
 
 
 class Sampler:

@@ -22,7 +22,7 @@ from cluster import rpc
 from cluster.pb import generation_pb2 as pb
 from cluster.program import ExitCode
 from cluster.settings import WorkerSettings
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 VOCAB_SIZE, CONTEXT = 1024, 2048

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cluster_fixture import BUNDLED_MODEL, DECODE, PREFILL, PlainCluster, Step, Stream, single_process, token_spec
 
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 
 NUM_STREAMS = 64
 STARTED_OVER_S = 2.0

@@ -15,7 +15,7 @@ from cluster_fixture import BUNDLED_MODEL, DECODE, PREFILL, PlainCluster, Step, 
 
 from cluster.errors import BatonError, Cancelled, DeadlineExceeded
 from cluster.pb import generation_pb2
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from tools.client import BatonClient
 
 WAYS = ("cancels its call", "disconnects", "CancelGeneration", "deadline")

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from cluster.errors import InvalidRequest
 from cluster.pb import generation_pb2 as pb
 from engine.sampling.constraint import Constrainer
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from router.api.grammar import read_constraint
 from router.api.violations import Violations
 

@@ -16,7 +16,7 @@ from cluster.request_key import RequestKey
 from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.tp import SingleGroup
 
 MODEL = ROOT / "models" / "tiny-shakespeare"

@@ -15,7 +15,7 @@ from workers import ROOT, Worker, hand_off, merged, running, sampling
 from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.tp import SingleGroup
 from kv_transfer.codec import HEADER_BYTES
 

@@ -17,7 +17,7 @@ from workers import Worker, running
 from cluster import rpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from router.server import RouterServer

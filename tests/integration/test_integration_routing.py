@@ -8,7 +8,7 @@ from pathlib import Path
 from cluster_fixture import BUNDLED_MODEL, DECODE, PREFILL, PlainCluster, Stream, single_process, token_spec
 
 from cluster.pb import generation_pb2
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 
 NUM_TOKENS = 8
 

@@ -16,7 +16,7 @@ from workers import Process, Worker, hand_off, merged, running, sampling
 
 from cluster.errors import NotReachable
 from cluster.tls import INTERNAL_NAME, InternalTls
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from tools.client import BatonClient
 
 PROMPT = [(i * 37) % 1000 + 5 for i in range(101)]

@@ -14,7 +14,7 @@ from cluster.request_key import RequestKey
 from engine.generate import Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.tp import SingleGroup
 
 _NUM_BLOCKS, _BLOCK_SIZE = 512, 16

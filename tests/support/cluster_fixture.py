@@ -27,7 +27,7 @@ from cluster.tls import ClientTls
 from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.tp import SingleGroup
 from tools.client import BatonClient, make_spec
 

@@ -89,11 +89,11 @@ class Step:
             self._ranks.pages.copy_block(source, target)
         flight = node.core._flight
         assert flight is not None
-        for row, planned in enumerate(flight.decoding + flight.prefilling):
-            sequence, length = planned.sequence, int(step.seqlens_k[row])
+        for row, scheduled in enumerate(flight.decoding + flight.prefilling):
+            sequence, length = scheduled.sequence, int(step.seqlens_k[row])
             places = self._ranks.pages.places(step.block_tables[row].tolist(), 0, length)
-            mine = node.world.mark_of(sequence.job.key).cells(sequence.tokens(0, length))
-            self._rows.append((places, mine, f"a step of {node.name} for {sequence.job.key}"))
+            mine = node.world.mark_of(sequence.request.key).cells(sequence.tokens(0, length))
+            self._rows.append((places, mine, f"a step of {node.name} for {sequence.request.key}"))
         self._context = [[] for _ in self._rows]
 
 

@@ -8,7 +8,7 @@ from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from decode_worker.role import DecodeRole
 from engine.kv.block_manager import BlockManager
-from engine.sampling.sampler import SampledToken, SamplingParams
+from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
@@ -64,7 +64,7 @@ class Surroundings:
         return [r.num_cached_tokens for r in told if RequestKey.of(r.key) == key]
 
 
-def job(key: RequestKey, *, use_prefix_cache: bool = True) -> Request:
+def request(key: RequestKey, *, use_prefix_cache: bool = True) -> Request:
     return Request(key, PROMPT, SamplingParams(max_output_tokens=4), use_prefix_cache=use_prefix_cache)
 
 
@@ -72,7 +72,7 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
     for use_prefix_cache in (True, False):
         around = Surroundings()
         role = around.role
-        role.admit(job(FIRST, use_prefix_cache=use_prefix_cache), expect_handoff=True)
+        role.admit(request(FIRST, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(FIRST, "one")
         role.plan(StepBudget(100))
         for index in range(2):
@@ -80,7 +80,7 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
         landed, under_way = around.landings
         role.landed(landed, "", PEER_LOST)
         role.link_down("one", PEER_LOST, "gone")
-        role.admit(job(SECOND, use_prefix_cache=use_prefix_cache), expect_handoff=True)
+        role.admit(request(SECOND, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(SECOND, "two")
         role.plan(StepBudget(100))
         assert around.reserved(SECOND) == [], "a transfer of the first attempt may still write its pages"
@@ -95,11 +95,11 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
 def test_an_attempt_that_is_held_back_can_be_cancelled() -> None:
     around = Surroundings()
     role = around.role
-    role.admit(job(FIRST), expect_handoff=True)
+    role.admit(request(FIRST), expect_handoff=True)
     around.open(FIRST, "one")
     role.plan(StepBudget(100))
     around.offer(FIRST, "one", 0, 0, 8)
-    role.admit(job(SECOND), expect_handoff=False)
+    role.admit(request(SECOND), expect_handoff=False)
     assert SECOND in role
     role.cancel(SECOND, "cancelled")
     assert SECOND not in role
@@ -112,7 +112,7 @@ def test_an_attempt_that_is_held_back_can_be_cancelled() -> None:
 def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
     around = Surroundings()
     role = around.role
-    role.admit(job(FIRST, use_prefix_cache=False), expect_handoff=True)
+    role.admit(request(FIRST, use_prefix_cache=False), expect_handoff=True)
     around.open(FIRST, "one")
     role.plan(StepBudget(100))
     around.offer(FIRST, "one", 0, 0, 8)
@@ -120,7 +120,7 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
     role.link_down("one", PEER_LOST, "gone")
     other = RequestKey("other", 2)
     for key, use_prefix_cache in ((other, True), (RequestKey("third", 2), False)):
-        role.admit(job(key, use_prefix_cache=use_prefix_cache), expect_handoff=True)
+        role.admit(request(key, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(key, f"link of {key.request_id}")
         role.plan(StepBudget(100))
         assert around.reserved(key) == [0]
@@ -128,14 +128,14 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
 
 def run_step(role: DecodeRole, *sampled: int) -> list[tuple[int, int]]:
     """One step, whose shares that reach their end lead to these tokens in turn; (sequence, tokens) of each share."""
-    planned, _, copies = role.plan(StepBudget(100))
+    scheduled, _, copies = role.plan(StepBudget(100))
     role.copied(copies)
     tokens = iter(sampled)
-    for p in planned:
+    for p in scheduled:
         is_end = p.num_tokens == p.sequence.num_remaining
         born = p.sequence.fan_out if is_end else 0
         role.absorb(p, [SampledToken(next(tokens)) for _ in range(born)])
-    return [(p.sequence.index, p.num_tokens) for p in planned]
+    return [(p.sequence.index, p.num_tokens) for p in scheduled]
 
 
 def test_tokens_that_are_known_are_computed_in_one_step_and_told_no_more() -> None:
@@ -201,8 +201,8 @@ def test_the_known_output_of_one_sequence_is_handed_over_with_its_prompt(num_kno
 
 def test_a_hand_off_without_what_is_known_is_refused() -> None:
     around = Surroundings()
-    job = Request(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens={0: (5,)})
-    around.role.admit(job, expect_handoff=True)
+    request = Request(SECOND, PROMPT, SamplingParams(max_output_tokens=8), known_tokens={0: (5,)})
+    around.role.admit(request, expect_handoff=True)
     hand_over(around, SECOND, "two", len(PROMPT), {0: 5})
     (failed,) = [event.failed for event in around.heard if event.HasField("failed")]
     assert failed.reason == worker_pb2.Failed.REASON_TRANSFER_FAILED and failed.num_kept_tokens == len(PROMPT)
@@ -212,8 +212,8 @@ def test_a_hand_off_without_what_is_known_is_refused() -> None:
 def test_the_known_output_of_one_sequence_is_computed_here_with_its_prompt() -> None:
     around = Surroundings()
     role = around.role
-    job = Request(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens={0: (5, 6, 7)})
-    role.admit(job, expect_handoff=False)
+    request = Request(SECOND, PROMPT, SamplingParams(max_output_tokens=6), known_tokens={0: (5, 6, 7)})
+    role.admit(request, expect_handoff=False)
     assert run_step(role, 70) == [(0, len(PROMPT) + 3)]
     assert around.tokens == [(0, 3, 70)]
     phases = [event.phase.phase for event in around.heard]

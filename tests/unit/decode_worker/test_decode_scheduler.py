@@ -5,15 +5,15 @@ from __future__ import annotations
 from cluster.request_key import RequestKey
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.block_manager import BlockManager
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 
 
 def running(scheduler: DecodeScheduler, blocks: BlockManager, length: int, arrival: int) -> Sequence:
     """A sequence whose prompt is computed, with its first token sampled."""
-    job = Request(RequestKey(f"r{arrival}", 1), tuple(range(length)), SamplingParams(), use_prefix_cache=False)
-    sequence = Sequence(job, 0, arrival, output_token_ids=[1])
+    request = Request(RequestKey(f"r{arrival}", 1), tuple(range(length)), SamplingParams(), use_prefix_cache=False)
+    sequence = Sequence(request, 0, arrival, output_token_ids=[1])
     sequence.block_table = blocks.allocate(-(-length // blocks.block_size))
     sequence.num_computed_tokens = length
     scheduler.join(sequence)
@@ -25,16 +25,16 @@ def test_every_running_sequence_gets_one_token_a_step() -> None:
     scheduler = DecodeScheduler(blocks, 8)
     for arrival in range(3):
         running(scheduler, blocks, 5, arrival)
-    planned, preempted = scheduler.plan(StepBudget(100))
-    assert [p.num_tokens for p in planned] == [1, 1, 1] and not preempted
+    scheduled, preempted = scheduler.plan(StepBudget(100))
+    assert [p.num_tokens for p in scheduled] == [1, 1, 1] and not preempted
 
 
 def test_the_youngest_gives_way_when_the_pool_is_full() -> None:
     blocks = BlockManager(3, 4)
     scheduler = DecodeScheduler(blocks, 8)
     old, _, young = (running(scheduler, blocks, 4, arrival) for arrival in range(3))
-    planned, preempted = scheduler.plan(StepBudget(100))
-    assert preempted[0] is young and planned[0].sequence is old
+    scheduled, preempted = scheduler.plan(StepBudget(100))
+    assert preempted[0] is young and scheduled[0].sequence is old
     assert young.block_table == [] and young.num_computed_tokens == 0
     assert scheduler.num_waiting == len(preempted) == scheduler.num_preemptions
 
@@ -44,8 +44,8 @@ def test_the_oldest_alone_takes_the_whole_pool() -> None:
     scheduler = DecodeScheduler(blocks, 8)
     old = running(scheduler, blocks, 4, 0)
     running(scheduler, blocks, 4, 1)
-    planned, _ = scheduler.plan(StepBudget(100))
-    assert [p.sequence for p in planned] == [old] and len(old.block_table) == 2
+    scheduled, _ = scheduler.plan(StepBudget(100))
+    assert [p.sequence for p in scheduled] == [old] and len(old.block_table) == 2
 
 
 def test_newcomers_wait_while_a_preempted_sequence_does() -> None:
@@ -65,8 +65,8 @@ def test_a_preempted_sequence_is_computed_again_before_its_next_token() -> None:
     scheduler.plan(StepBudget(100))
     scheduler.remove(old)
     assert scheduler.admit() == [young]
-    (planned,), _ = scheduler.plan(StepBudget(3))
-    assert planned.num_tokens == 3 and young.num_remaining == 5
+    (scheduled,), _ = scheduler.plan(StepBudget(3))
+    assert scheduled.num_tokens == 3 and young.num_remaining == 5
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
@@ -81,7 +81,7 @@ def test_a_fork_shares_full_blocks_and_copies_the_partial_one() -> None:
     blocks = BlockManager(16, 4)
     scheduler = DecodeScheduler(blocks, 8)
     parent = running(scheduler, blocks, 6, 0)
-    child = Sequence(parent.job, 1, 0, output_token_ids=[2])
+    child = Sequence(parent.request, 1, 0, output_token_ids=[2])
     scheduler.fork(parent, [child], [])
     assert child.block_table[0] == parent.block_table[0] and child.block_table[1] != parent.block_table[1]
     assert scheduler.take_copies() == [(parent.block_table[1], child.block_table[1])]
@@ -91,7 +91,7 @@ def test_a_page_waits_to_be_copied_even_when_both_sequences_have_left() -> None:
     blocks = BlockManager(4, 4)
     scheduler = DecodeScheduler(blocks, 8)
     parent = running(scheduler, blocks, 6, 0)
-    child = Sequence(parent.job, 1, 0, output_token_ids=[2])
+    child = Sequence(parent.request, 1, 0, output_token_ids=[2])
     scheduler.fork(parent, [child], [])
     scheduler.remove(parent)
     scheduler.remove(child)

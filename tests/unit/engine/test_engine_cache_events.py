@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from engine.kv.block_manager import BlockManager
-from engine.kv.cache_events import CacheEvents
+from engine.kv.block_manager import BlockManager, CacheEvents
 
 
 def watched(num_blocks: int = 8, most_changes: int = 100) -> BlockManager:

@@ -13,7 +13,8 @@ from llguidance import grammar_from
 from tokenizers import Tokenizer
 
 from engine.sampling.constraint import MOST_GRAMMARS, Constrainer, ConstraintFailed
-from engine.sampling.sampler import Sampler, SampleRow, SamplingParams
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 
 VOCAB, EOS = 1024, 0
 TOKENIZER = Tokenizer.from_file(str(BUNDLED_MODEL / "tokenizer.json"))

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager, NoFreeBlocks
 from engine.model_runner import ModelRunner
-from engine.sampling.sampler import Finish, Sampler, SampleRow, SamplingParams, check_finish
+from engine.sampling.params import Finish, SampleRow, SamplingParams, check_finish
+from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from engine.tp import SingleGroup
 

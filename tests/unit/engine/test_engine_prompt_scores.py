@@ -16,8 +16,8 @@ from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling import prompt_logprobs
+from engine.sampling.params import SampledToken, SamplingParams
 from engine.sampling.prompt_logprobs import score_rows
-from engine.sampling.sampler import SampledToken, SamplingParams
 from engine.sequence import Request, claim_blocks, publish_blocks, release_blocks
 from engine.sequence import Sequence as EngineSequence
 from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
@@ -45,8 +45,8 @@ def expected(folder: Path) -> torch.Tensor:
 
 
 def a_sequence(prompt: Sequence[int] = PROMPT, *, prompt_logprobs: int | None = NUM_TOP) -> EngineSequence:
-    job = Request(RequestKey("r", 1), tuple(prompt), SamplingParams(), prompt_logprobs=prompt_logprobs)
-    return EngineSequence(job, 0, 0)
+    request = Request(RequestKey("r", 1), tuple(prompt), SamplingParams(), prompt_logprobs=prompt_logprobs)
+    return EngineSequence(request, 0, 0)
 
 
 def score_in_chunks(runner: ModelRunner, chunks: Sequence[int]) -> list[SampledToken]:
@@ -177,5 +177,5 @@ def test_what_was_told_before_a_preemption_is_neither_told_nor_computed_again() 
 
 def test_a_sequence_that_is_computed_again_after_its_prompt_was_done_is_not_scored() -> None:
     """A child of another, or one that came from a prefill worker: its prompt's logprobs are told."""
-    sequence = EngineSequence(a_sequence().job, 1, 0, output_token_ids=[5])
+    sequence = EngineSequence(a_sequence().request, 1, 0, output_token_ids=[5])
     assert not sequence.must_score and sequence.slice(NUM_TOKENS).scored is None

@@ -14,8 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.sampling.params import Finish, SampledToken, SampleRow, SamplingParams, check_finish
 from engine.sampling.rng import gumbel, row_keys
-from engine.sampling.sampler import Finish, SampledToken, Sampler, SampleRow, SamplingParams, check_finish
+from engine.sampling.sampler import Sampler
 
 FloatArray = npt.NDArray[np.float64]
 

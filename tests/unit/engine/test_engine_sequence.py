@@ -11,7 +11,7 @@ from engine.sequence import Request
 
 @pytest.mark.parametrize("request_id", ["r1", "", "\u00ff", "attempts of r1"])
 def test_no_client_can_set_the_salt_of_anothers_attempts(request_id: str) -> None:
-    job = Request(RequestKey(request_id, 1), (1, 2), SamplingParams(max_output_tokens=1))
-    assert job.private_salt.endswith(request_id.encode())
+    request = Request(RequestKey(request_id, 1), (1, 2), SamplingParams(max_output_tokens=1))
+    assert request.private_salt.endswith(request_id.encode())
     with pytest.raises(UnicodeDecodeError):  # a client's salt is the UTF-8 of a string
-        job.private_salt.decode()
+        request.private_salt.decode()

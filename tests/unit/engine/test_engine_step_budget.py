@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.request_key import RequestKey
 from cluster.step_cost import PACE_SHARE, StepCost, StepSize
-from engine.sampling.sampler import SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import LEAST_PROMPT_TOKENS, StepBudget
 
@@ -17,8 +17,8 @@ TPOT_S = 0.1
 
 
 def prompt(num_tokens: int, num_computed_tokens: int = 0) -> Sequence:
-    job = Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(), use_prefix_cache=False)
-    return Sequence(job, 0, 0, num_computed_tokens=num_computed_tokens)
+    request = Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(), use_prefix_cache=False)
+    return Sequence(request, 0, 0, num_computed_tokens=num_computed_tokens)
 
 
 def decoding(num_computed_tokens: int = 8) -> Sequence:
@@ -52,8 +52,8 @@ def test_prompts_move_on_however_late_the_others_are() -> None:
 def begun(num_tokens: int, *, told: bool) -> Sequence:
     """One whose client has tokens: as this worker gave them and then preempted it, or as another attempt told them."""
     known = {} if told else {0: (1,), 1: (2, 3)}
-    job = Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(n=2), known_tokens=known)
-    return Sequence(job, 0, 0, output_token_ids=[1] if told else [])
+    request = Request(RequestKey("r", 1), tuple(range(num_tokens)), SamplingParams(n=2), known_tokens=known)
+    return Sequence(request, 0, 0, output_token_ids=[1] if told else [])
 
 
 @pytest.mark.parametrize("told", [True, False])

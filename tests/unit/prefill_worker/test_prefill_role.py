@@ -9,7 +9,7 @@ import pytest
 from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager
-from engine.sampling.sampler import SampledToken, SamplingParams
+from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
@@ -53,17 +53,17 @@ class Surroundings:
 
     def transmit(self, chunk: Chunk) -> None: ...
 
-    def begin(self, job: Request) -> None:
+    def begin(self, request: Request) -> None:
         """The hand-off is reserved and its link is up."""
         self.role.link_up(EPOCH, 8, 2)
-        self.role.admit(job, EPOCH)
-        reserved = handoff_pb2.Reserved(key=job.key.to_proto())
+        self.role.admit(request, EPOCH)
+        reserved = handoff_pb2.Reserved(key=request.key.to_proto())
         self.role.hear(EPOCH, handoff_pb2.ReceiverMessage(reserved=reserved))
 
     def step(self, budget: int, sampled: list[SampledToken]) -> None:
-        (planned,) = self.role.plan(StepBudget(budget), 0)
-        self.role.launching(planned, 1)
-        self.role.absorb(planned, sampled, 1)
+        (scheduled,) = self.role.plan(StepBudget(budget), 0)
+        self.role.launching(scheduled, 1)
+        self.role.absorb(scheduled, sampled, 1)
 
     def gathered(self) -> None:
         while self.gathers:
@@ -103,9 +103,9 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
 def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
     around = Surroundings()
     around.begin(Request(KEY, PROMPT, SamplingParams()))
-    (planned,) = around.role.plan(StepBudget(40), 0)
+    (scheduled,) = around.role.plan(StepBudget(40), 0)
     around.role.cancel(KEY, "cancelled")
-    around.role.absorb(planned, [SampledToken(3)], 1)
+    around.role.absorb(scheduled, [SampledToken(3)], 1)
     assert not around.tokens and not around.gathers
     assert around.blocks.num_held == 0
 
@@ -124,8 +124,8 @@ def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> N
 
 def test_tokens_that_the_client_has_are_handed_over_and_not_told_again() -> None:
     around = Surroundings()
-    job = Request(RequestKey("r", 2), PROMPT[:8], SamplingParams(n=2), known_tokens={1: (77,)})
-    around.begin(job)
+    request = Request(RequestKey("r", 2), PROMPT[:8], SamplingParams(n=2), known_tokens={1: (77,)})
+    around.begin(request)
     around.step(8, [SampledToken(3), SampledToken(4)])
     around.gathered()
     commit = around.told[-1].commit
@@ -135,8 +135,8 @@ def test_tokens_that_the_client_has_are_handed_over_and_not_told_again() -> None
 
 def test_the_known_output_of_one_sequence_is_part_of_what_is_handed_over() -> None:
     around = Surroundings()
-    job = Request(RequestKey("r", 2), PROMPT[:8], SamplingParams(max_output_tokens=4), known_tokens={0: (77, 78)})
-    around.begin(job)
+    request = Request(RequestKey("r", 2), PROMPT[:8], SamplingParams(max_output_tokens=4), known_tokens={0: (77, 78)})
+    around.begin(request)
     assert around.told[-1].open.num_tokens == 10
     around.step(10, [SampledToken(3)])
     assert [(c.range.token_start, c.range.token_end) for c, _ in around.gathers] == [(0, 8), (8, 10)]
