@@ -67,14 +67,14 @@ IPC_SENDER = """
 import sys, threading, queue, torch
 from kv_transfer.actions import Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import KvMover, PairSpec, SlotRange
+from kv_transfer.transfer_engine import TransferEngine, PairSpec, SlotRange
 layers, tokens, chunk, slots = map(int, sys.argv[1:5])
 layout = KvLayout(
     num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
 )
 kv = torch.arange(layers * 2 * tokens * 8 * 128, device="cuda", dtype=torch.int32).view(torch.int16)[::2]
 kv = kv.contiguous().view(torch.bfloat16).view(layers, 2, tokens // 16, 16, 8, 128)
-mover = KvMover(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
+mover = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
 mover.open_pair(PairSpec("e1", sys.argv[5], True, layout, "cuda_ipc", "native", chunk, slots))
 print("open", flush=True)
 table = range(tokens // 16)

@@ -32,7 +32,7 @@ from controller.config_file import ConfigFile
 from controller.plan import plan_cluster
 from tools.admin_client import AdminClient
 
-TESTS = Path(__file__).resolve().parents[1]
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 WAIT_S = 60.0
 
 
@@ -49,7 +49,7 @@ def config_of(model_path: str = "models/fake") -> ServingConfig:
 @pytest.fixture(scope="module")
 def ray_folder() -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(TESTS), str(TESTS.parent)]))
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
     with local_ray.started(num_cpus=1) as folder:
         yield folder
     patch.undo()

@@ -1,6 +1,6 @@
 """A Ray head with Ray's own autoscaler, whose nodes are further raylets on this machine.
 
-`python tests/autoscaled_ray.py ADDRESS CPUS` is somebody else in that cluster, who holds so many of its CPUs for as
+`python tests/support/autoscaled_ray.py ADDRESS CPUS` is somebody else in that cluster, who holds so many of its CPUs for as
 long as his standard input is open.
 """
 

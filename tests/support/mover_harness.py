@@ -34,9 +34,9 @@ PEER = """
 import sys, torch
 from kv_transfer.actions import Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import KvMover, PairSpec, SlotRange
+from kv_transfer.transfer_engine import TransferEngine, PairSpec, SlotRange
 layout = KvLayout(num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", tp_size=1, block_size=4, model="m")
-mover = KvMover(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
+mover = TransferEngine(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
 mover.open_pair(PairSpec(sys.argv[1], sys.argv[2], True, layout, sys.argv[3], "native", 16, 2))
 what = SlotRange(sys.argv[1], 0, 0, Range(0, 16, 0, 2))
 mover.gather(what, range(4))

@@ -107,7 +107,7 @@ class Peer:
 
 @contextmanager
 def running_peer(transport: str, address: str, prefix: str = "e1/0-0") -> Iterator[Peer]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
     command = [sys.executable, "-c", PEER, transport, address, prefix]
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

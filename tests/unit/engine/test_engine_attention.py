@@ -184,7 +184,7 @@ def test_gpu_backends_hand_their_kernels_the_right_keys(
 def test_gpu_backends_unpack_rounded_pages_of_a_few_sequences_at_a_time(
     name: str, lengths: str, kv_dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.attention._MOST_GATHERED", limit)
+    monkeypatch.setattr("engine.attention.interface._MOST_GATHERED", limit)
     problem = _problem(BATCHES[lengths], 256)
     cells = [encode(pages, kv_dtype) for pages in (problem.k, problem.v)]
     stored = replace(problem, k=decode(cells[0], torch.float32), v=decode(cells[1], torch.float32))
