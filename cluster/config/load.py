@@ -120,7 +120,7 @@ def _nearest_place(reader: ConfigReader, keys: list[str]) -> SourcePosition | No
 
 
 def describe_config(config: ServingConfig) -> str:
-    """One line: `1 prefill + 2 decode workers (tensor parallel 1 + 2), tiny-shakespeare in float32 on cpu, gRPC on ...`."""
+    """`1 prefill + 2 decode workers (tensor parallel 1 + 2), tiny-shakespeare in float32 on cpu, gRPC on ...`."""
     prefill, decode = config.roles.prefill, config.roles.decode
     split = f"{prefill.num_workers} prefill + " if prefill.num_workers else ""
     workers = "worker" if decode.num_workers == 1 else "workers"

@@ -1,7 +1,6 @@
 """A Ray head with Ray's own autoscaler, whose nodes are further raylets on this machine.
 
-`python tests/support/autoscaled_ray.py ADDRESS CPUS` is somebody else in that cluster, who holds so many of its CPUs for as
-long as his standard input is open.
+`python tests/support/autoscaled_ray.py ADDRESS CPUS` holds that many CPUs of the cluster until its standard input ends.
 """
 
 from __future__ import annotations
