@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 
@@ -22,28 +22,6 @@ _SCHEME = "bearer"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
-
-
-class HasMetadata(Protocol):
-    """A call, over gRPC or HTTP."""
-
-    def invocation_metadata(self) -> Metadata | None: ...
-
-
-class DeferredCall:
-    """What a client has asked for before, with the API key of this id, and has not waited for: a line of a batch."""
-
-    def __init__(self, key_id: str) -> None:
-        self.key_id = key_id
-
-    def invocation_metadata(self) -> Metadata:
-        return ()
-
-    def time_remaining(self) -> float | None:
-        return None
-
-    async def write(self, message: Any) -> None:
-        raise NotImplementedError("nobody reads a stream of it")
 
 
 class KeyRing:
@@ -78,13 +56,21 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         self._scopes = dict(scopes)
         self._open = frozenset(open_services)
 
-    def key_of(self, call: HasMetadata) -> ApiKey | None:
+    def key_of(self, metadata: Metadata) -> ApiKey | None:
         """None where none is needed. Raises Unauthenticated, also for one revoked since its call was let through."""
+        return None if self._keys is None else self._find(self._keys, metadata)
+
+    def key_of_id(self, key_id: str) -> ApiKey | None:
+        """The key on whose behalf a client asked for work earlier and has not waited for it: a line of a batch. None
+        where none is needed. Raises Unauthenticated, or PermissionDenied."""
         if self._keys is None:
             return None
-        if isinstance(call, DeferredCall):
-            return self._of_id(self._keys, call.key_id)
-        return self._find(self._keys, call.invocation_metadata() or ())
+        key = self._keys.of_id(key_id)
+        if key is None:
+            raise Unauthenticated("the API key with which this was asked for is not known here any more")
+        if "generate" not in key.scopes:
+            raise PermissionDenied(f"API key {key.id} does not have the scope generate any more")
+        return key
 
     def check(self, metadata: Metadata, service: str) -> None:
         """Whether a call of this service may go on. Raises Unauthenticated or PermissionDenied."""
@@ -110,15 +96,6 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
                 f"API key {key.id} does not have the scope {needed}, which {service} needs: it has "
                 f"{', '.join(sorted(key.scopes))}"
             )
-
-    @staticmethod
-    def _of_id(keys: KeyRing, key_id: str) -> ApiKey:
-        key = keys.of_id(key_id)
-        if key is None:
-            raise Unauthenticated("the API key with which this was asked for is not known here any more")
-        if "generate" not in key.scopes:
-            raise PermissionDenied(f"API key {key.id} does not have the scope generate any more")
-        return key
 
     @staticmethod
     def _find(keys: KeyRing, metadata: Metadata) -> ApiKey:

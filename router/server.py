@@ -26,9 +26,9 @@ from cluster.program import Report
 from cluster.settings import RouterSettings
 from cluster.state import Store, open_store
 from cluster.tls import internal_tls_of, public_tls_of
-from router.api.admin import ControlService, StatusService
+from router.api.admin import HEALTH, ControlService, HealthService, StatusService, reflection_handler
 from router.api.handlers import service_handler
-from router.api.health import HEALTH, HealthService, reflection_handler
+from router.api.model_service import ModelService
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.api.tokenizer import Tokenizer
@@ -110,13 +110,17 @@ class RouterServer:
             self.dispatcher,
             self._executor,
             MessageRate(settings.stream_messages_per_s),
-            self._gate,
             open_store(settings.state) if store is None else store,
             self._traces,
             resume_window_s=settings.resume_window_s,
             stalled_client_timeout_s=settings.stalled_client_timeout_s,
         )
-        self._batching = Batching(settings, self.generation, self.dispatcher, self._gate, self._tokenizer.token_bytes)
+        self._models = ModelService(
+            self._model, self._tokenizer, self._executor, lambda: self.dispatcher.fleet.weights_revision
+        )
+        self._batching = Batching(
+            settings, self.generation.Generate, self.dispatcher, self._gate, self._tokenizer.token_bytes
+        )
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
@@ -221,7 +225,9 @@ class RouterServer:
         knows_callers = self.keys is not None or settings.tls_client_ca is not None
         page = StatusPage(status, self._controller, self._gate, host=settings.host, knows_callers=knows_callers)
         front = OpenAiApp(
-            self.generation,
+            self.generation.Generate,
+            self.generation.GenerateStream,
+            self._models,
             self._gate,
             self._tokenizer.token_bytes,
             (registry, VllmNames(registry, self._model.name).registry),
@@ -253,7 +259,7 @@ class RouterServer:
         limit = self._settings.max_message_bytes
         server.add_generic_rpc_handlers(
             (
-                service_handler(GENERATION, self.generation, max_message_bytes=limit),
+                service_handler(GENERATION, self.generation, self._models, max_message_bytes=limit, gate=self._gate),
                 service_handler(STATUS, status, max_message_bytes=limit),
                 service_handler(HEALTH, self._health, max_message_bytes=limit),
                 reflection_handler((GENERATION.full_name, STATUS.full_name, HEALTH.full_name)),

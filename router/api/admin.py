@@ -1,6 +1,9 @@
-"""The view for operators (StatusService, both ports) and the controller's word on workers (ControlService, its port).
+"""The services beside generation: StatusService for operators, ControlService for the controller, health, reflection.
 
-Reads the dispatcher and its fleet; changes nothing but the set of workers and what requests should keep.
+They read the dispatcher and its fleet, and change nothing but the set of workers and the latency objectives. The
+libraries' own health and reflection services take bytes that are no message for a fault of the server, and health stops
+watching for every client as soon as one of them leaves. Here health is an ordinary service of ours, and reflection
+reads such bytes as an empty question, which it answers with an error of its own.
 """
 
 from __future__ import annotations
@@ -9,10 +12,18 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Iterable
 
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from cluster.errors import NotFound
 from cluster.pb import admin_pb2
 from cluster.step_cost import usual_by_role
-from router.api.handlers import Context
+from router.api.call import Call
 from router.api.violations import Violations
 from router.observe.metrics import OUTCOMES
 from router.routing.dispatcher import Dispatcher
@@ -22,6 +33,9 @@ from router.routing.worker_client import WorkerClient
 from router.routing.worker_rates import WorkerRates
 
 log = logging.getLogger(__name__)
+
+HEALTH: ServiceDescriptor = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_STATUS = health_pb2.HealthCheckResponse
 
 
 class StatusService:
@@ -44,9 +58,7 @@ class StatusService:
         self._started_at = time.monotonic()
         self._rates = WorkerRates()
 
-    async def GetStatus(
-        self, request: admin_pb2.GetStatusRequest, context: Context | None
-    ) -> admin_pb2.GetStatusResponse:
+    async def GetStatus(self, request: admin_pb2.GetStatusRequest, call: Call) -> admin_pb2.GetStatusResponse:
         return admin_pb2.GetStatusResponse(
             model=self._model,
             router_address=self._router_address,
@@ -55,9 +67,7 @@ class StatusService:
             config_version=self._control.config_version,
         )
 
-    async def GetActivity(
-        self, request: admin_pb2.GetActivityRequest, context: Context | None
-    ) -> admin_pb2.GetActivityResponse:
+    async def GetActivity(self, request: admin_pb2.GetActivityRequest, call: Call) -> admin_pb2.GetActivityResponse:
         activity = self._dispatcher.metrics.activity.told(request, self._dispatcher.handing_over())
         activity.rates.extend(self._rates.told())
         return activity
@@ -119,7 +129,7 @@ class ControlService:
         self.admin_address = ""
         """Of the controller's AdminService; empty: there is no controller."""
 
-    async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, context: Context) -> admin_pb2.SetWorkersResponse:
+    async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, call: Call) -> admin_pb2.SetWorkersResponse:
         wrong = Violations()
         for index, worker in enumerate(request.workers):
             if not worker.worker_id or not worker.address or worker.role not in (PREFILL, DECODE):
@@ -139,7 +149,7 @@ class ControlService:
         )
         return admin_pb2.SetWorkersResponse()
 
-    async def GetDemand(self, request: admin_pb2.GetDemandRequest, context: Context) -> admin_pb2.GetDemandResponse:
+    async def GetDemand(self, request: admin_pb2.GetDemandRequest, call: Call) -> admin_pb2.GetDemandResponse:
         dispatcher = self._dispatcher
         costs = usual_by_role((w.role == PREFILL, w.step_cost) for w in dispatcher.fleet)
         pools = [worker.kv_tokens for worker in dispatcher.fleet if worker.is_ready]
@@ -151,3 +161,56 @@ class ControlService:
             decode_cost=costs.decode.to_proto() if costs else None,
             kv_tokens=min(pools, default=0),
         )
+
+
+class HealthService:
+    """One state for all services of `names`; watchers are sent each change."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._is_serving = False
+        self._changed = asyncio.Event()
+
+    def set(self, *, is_serving: bool) -> None:
+        if is_serving is not self._is_serving:
+            self._is_serving = is_serving
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def Check(self, request: health_pb2.HealthCheckRequest, call: Call) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._names:
+            raise NotFound("no such service here; ask for the health of the whole server with an empty name")
+        return _STATUS(status=self._status(request.service))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
+        """Until the client leaves or the server stops. The protocol lets clients watch what is not there."""
+        sent = None
+        while True:
+            changed, status = self._changed, self._status(request.service)
+            if status != sent:
+                await call.write(_STATUS(status=status))
+                sent = status
+            await changed.wait()
+
+    def _status(self, name: str) -> int:
+        if name not in self._names:
+            return int(_STATUS.SERVICE_UNKNOWN)
+        return int(_STATUS.SERVING if self._is_serving else _STATUS.NOT_SERVING)
+
+
+def reflection_handler(names: Iterable[str]) -> grpc.GenericRpcHandler:  # type: ignore[type-arg]  # in the stubs only
+    """Lists these services, by their full names, and reflection itself."""
+    servicer = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=_question,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(reflection.SERVICE_NAME, {"ServerReflectionInfo": method})
+
+
+def _question(data: bytes) -> reflection_pb2.ServerReflectionRequest:
+    try:
+        return reflection_pb2.ServerReflectionRequest.FromString(data)
+    except DecodeError:
+        return reflection_pb2.ServerReflectionRequest()

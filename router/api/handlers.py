@@ -1,6 +1,8 @@
 """How a service of ours becomes gRPC handlers: safe decoding before each method, a typed status after a failed one.
 
-Owns the boundary where exceptions turn into statuses; nothing else in the router touches a context's status.
+Owns the boundary where bytes turn into messages and exceptions into statuses; nothing else in the router touches a
+context's status. protobuf by itself silently keeps the last of two exclusive fields, and refuses text that is not UTF-8
+without naming the field. Here both become field violations.
 """
 
 from __future__ import annotations
@@ -8,65 +10,67 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf import message_factory
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
-from google.protobuf.message import Message
+from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
 
 from cluster import rpc
-from cluster.errors import BatonError, InternalError, Overloaded
-from router.api.message_parser import Malformed, decoder
+from cluster.auth import Gate
+from cluster.errors import BatonError, FieldViolation, InternalError
+from router.api.call import Call, ClientStalled, principal_of
 from router.api.violations import invalid
 
 log = logging.getLogger(__name__)
 
-_FAREWELL_S = 1.0
+_STATUS_TIMEOUT_S = 1.0
 """A client that does not read is not waited for any longer to take its status."""
-
-
-class ClientStalled(Overloaded):
-    """The client does not take what is written to it."""
-
-    reason = "CLIENT_STALLED"
-
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_MOST_FIELDS = 20_000
+"""A scan ends after this many fields, so that a hostile message delays nobody else's request."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
-Method = Callable[[Any, Context], Awaitable[Message | None]]
+Method = Callable[[Any, Call], Awaitable[Message | None]]
 
 
 def service_handler(
-    service: ServiceDescriptor, servicer: object, *, max_message_bytes: int
+    service: ServiceDescriptor, *servicers: object, max_message_bytes: int, gate: Gate | None = None
 ) -> grpc.GenericRpcHandler[Any, Any]:
-    """Handlers for every method of `service`, each an async method of `servicer` with the same name.
+    """Handlers for every method of `service`, each an async method with the same name of one of `servicers`.
 
-    A unary method returns its response; a streaming one writes to the context and returns None. Both may raise
-    BatonError.
+    A unary method returns its response; a streaming one writes to the call and returns None. Both may raise BatonError.
+    `gate`: says whose call it is; without it that is anyone's.
     """
+    names = {name: servicer for servicer in servicers for name in vars(type(servicer))}
     methods = {
-        method.name: _method_handler(method, getattr(servicer, method.name), max_message_bytes)
+        method.name: _method_handler(method, getattr(names[method.name], method.name), max_message_bytes, gate)
         for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _method_handler(method: MethodDescriptor, implementation: Method, max_message_bytes: int) -> Any:
+def _method_handler(method: MethodDescriptor, implementation: Method, max_bytes: int, gate: Gate | None) -> Any:
     request = message_factory.GetMessageClass(method.input_type)
     response = message_factory.GetMessageClass(method.output_type)
     make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-    guarded: Any = _guarded(method.full_name, implementation)
-    decode = decoder(request, max_message_bytes)
-    return make(guarded, request_deserializer=decode, response_serializer=response.SerializeToString)
+    guarded: Any = _guarded(method.full_name, implementation, gate)
+    return make(
+        guarded, request_deserializer=decoder(request, max_bytes), response_serializer=response.SerializeToString
+    )
 
 
-def _guarded(name: str, implementation: Method) -> Method:
-    async def call(request: Message | Malformed, context: Context) -> Message | None:
+def _guarded(name: str, implementation: Method, gate: Gate | None) -> Callable[[Any, Context], Awaitable[Any]]:
+    async def run(request: Message | Malformed, context: Context) -> Message | None:
         try:
             if isinstance(request, Malformed):
                 raise invalid(request.violations)
-            return await implementation(request, context)
+            metadata = context.invocation_metadata() or ()
+            principal = principal_of(None if gate is None else gate.key_of(metadata))
+            return await implementation(request, Call(principal, metadata, context.time_remaining, context.write))
         except BatonError as error:
             failure = error
         except Exception:
@@ -75,8 +79,123 @@ def _guarded(name: str, implementation: Method) -> Method:
         if not isinstance(failure, ClientStalled):
             await rpc.abort(context, failure)
         with contextlib.suppress(TimeoutError):  # gRPC keeps the status for when the client reads
-            async with asyncio.timeout(_FAREWELL_S):
+            async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 await rpc.abort(context, failure)
         return None
 
-    return call
+    return run
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """Bytes that are not a request."""
+
+    violations: tuple[FieldViolation, ...]
+
+
+def decoder(kind: type[Message], max_bytes: int) -> Callable[[bytes], Message | Malformed]:
+    """A request deserializer that never raises. More than `max_bytes` are refused unread."""
+    descriptor: Any = kind.DESCRIPTOR
+
+    def decode(data: bytes) -> Message | Malformed:
+        if len(data) > max_bytes:
+            too_large = f"a message of {len(data)} bytes is too large: at most {max_bytes} are accepted"
+            return Malformed((FieldViolation("request", too_large),))
+        doubled = tuple(_Scan(data, for_text=False).violations(descriptor))
+        if doubled:
+            return Malformed(doubled)
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            found = tuple(_Scan(data, for_text=True).violations(descriptor))
+            unreadable = FieldViolation("request", f"its bytes are not a {descriptor.full_name}")
+            return Malformed(found or (unreadable,))
+
+    return decode
+
+
+class _Scan:
+    """One walk over the wire format, led by descriptors. Bytes it cannot follow end it: the parser judges those."""
+
+    def __init__(self, data: bytes, *, for_text: bool) -> None:
+        self._data = data
+        self._for_text = for_text
+        self._fields_left = _MOST_FIELDS
+
+    def violations(self, descriptor: Descriptor) -> Iterator[FieldViolation]:
+        try:
+            yield from self._message(descriptor, 0, len(self._data), "")
+        except IndexError:
+            return
+
+    def _message(self, descriptor: Descriptor, at: int, end: int, path: str) -> Iterator[FieldViolation]:
+        """Raises IndexError where the bytes cannot be followed."""
+        chosen: dict[str, str] = {}
+        counts: dict[str, int] = {}
+        while at < end and self._fields_left:
+            self._fields_left -= 1
+            tag, at = self._varint(at)
+            start, at = self._value(tag & 7, at, end)
+            field = descriptor.fields_by_number.get(tag >> 3)
+            if field is None:
+                continue
+            name = f"{path}.{field.name}" if path else field.name
+            if field.is_repeated:
+                counts[name] = index = counts.get(name, -1) + 1
+                name = f"{name}[{index}]"
+            if field.containing_oneof is not None:
+                other = chosen.setdefault(field.containing_oneof.name, name)
+                if other != name:
+                    yield FieldViolation(name, f"excludes {other}: set exactly one of them")
+            yield from self._inside(field, start, at, name)
+
+    def _inside(self, field: FieldDescriptor, start: int, end: int, name: str) -> Iterator[FieldViolation]:
+        if field.type == FieldDescriptor.TYPE_STRING:
+            if self._for_text and not _is_utf8(self._data[start:end]):
+                yield FieldViolation(name, "is not valid UTF-8")
+        elif field.type == FieldDescriptor.TYPE_MESSAGE:
+            is_ours = field.message_type.file.package.startswith("baton.") and not _is_map_entry(field)
+            if is_ours:
+                yield from self._message(field.message_type, start, end, name)
+            elif self._for_text:  # a Struct, say: the client knows it as one value
+                for found in self._message(field.message_type, start, end, name):
+                    yield FieldViolation(name, found.description)
+
+    def _varint(self, at: int) -> tuple[int, int]:
+        value = shift = 0
+        while True:
+            byte = self._data[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value, at
+            shift += 7
+            if shift > 63:
+                raise IndexError("a varint has at most ten bytes")
+
+    def _value(self, wire_type: int, at: int, end: int) -> tuple[int, int]:
+        """(where the value's content starts, where it ends)."""
+        if wire_type == _VARINT:
+            start, stop = at, self._varint(at)[1]
+        elif wire_type == _BYTES:
+            length, start = self._varint(at)
+            stop = start + length
+        elif wire_type in (_FIXED64, _FIXED32):
+            start, stop = at, at + (8 if wire_type == _FIXED64 else 4)
+        else:
+            raise IndexError(f"wire type {wire_type} is not used here")
+        if stop > end:
+            raise IndexError("a field ends behind its message")
+        return start, stop
+
+
+def _is_map_entry(field: FieldDescriptor) -> bool:
+    return bool(field.message_type.GetOptions().map_entry)
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import CheckpointError, ConfigError
+from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
 
 MOST_SEQUENCES = 16
 """Largest `n` of a request, however many sequences a worker can hold."""
@@ -58,6 +58,15 @@ class ServedModel:
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             defaults=_defaults(generation),
         )
+
+    def check_name(self, field: str, name: str) -> None:
+        """An empty name means the served model. Raises NotFound for any other than its own."""
+        if name and name != self.name:
+            shown = name if len(name) <= 100 else name[:100] + "…"
+            raise NotFound(
+                f"model {shown!r} is not served here; this router serves {self.name!r}",
+                violations=(FieldViolation(field, f"must be empty or {self.name!r}"),),
+            )
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:

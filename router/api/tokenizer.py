@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from cluster.errors import CheckpointError
-from router.api.chat_template import ChatTemplate
+from router.api.chat import ChatTemplate, Prompt
 from router.api.served_model import read_json
 from router.stream.detokenizer import CONTEXT_TOKENS, ByteDetokenizer, Detokenizer, WindowDetokenizer
 
@@ -71,11 +71,13 @@ class Tokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return Encoded(tuple(encoding.ids), tuple(encoding.offsets))
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
-    ) -> Encoded:
-        """Renders and encodes; the template writes the special tokens itself. Errors of `ChatTemplate.render`."""
-        return self.encode(self.chat_template.render(messages, tools, kwargs), add_special_tokens=False)
+    def encode_prompt(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Encoded:
+        """Encodes a text, or renders a chat and encodes that; the template writes the special tokens itself. Raises the
+        errors of `ChatTemplate.render`."""
+        if isinstance(prompt, str):
+            return self.encode(prompt, add_special_tokens=add_special_tokens)
+        text = self.chat_template.render(prompt.messages, prompt.tools, prompt.template_kwargs)
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of the ids without special tokens."""

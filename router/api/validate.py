@@ -7,11 +7,11 @@ encoding, a check of grammars and a fresh seed are passed in; it may run in any 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from cluster.errors import FieldViolation, NotFound, NotServed, OutOfRange
+from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.chat_input import Chat, read_chat
+from router.api.call import ValidatedRequest
+from router.api.chat import Prompt, read_chat
 from router.api.grammar import CheckGrammar, read_constraint
 from router.api.served_model import ServedModel
 from router.api.violations import Violations, invalid
@@ -33,37 +33,8 @@ LONGEST_TIMEOUT_S = 24 * 3600.0
 MOST_PRIORITY = 10
 """From -10 to 10; 0 unless the client says otherwise."""
 
-Prompt = str | Chat
 Encode = Callable[[Prompt], tuple[int, ...]]
 """Token ids of a text or chat prompt; raises BatonError when the chat cannot be rendered."""
-
-
-@dataclass(frozen=True)
-class ValidatedRequest:
-    """What the rest of the router works with; `sampling` is never changed."""
-
-    prompt_token_ids: tuple[int, ...]
-    sampling: worker_pb2.Sampling
-    stop: tuple[str, ...]
-    include_stop_in_output: bool
-    wants_text: bool
-    wants_token_ids: bool
-    wants_logprobs: bool
-    wants_timing: bool
-    stream_interval_tokens: int | None
-    """None: the router chooses."""
-    cache_salt: bytes
-    """Of the tenant and the client: who has another one shares no prefix cache."""
-    bypass_prefix_cache: bool
-    queue_timeout_s: float | None
-    """None: the router's own."""
-    priority: int
-    """Higher ones run first."""
-    prompt_logprobs: int | None
-    """Alternatives beside the logprob of each prompt token; None: no logprobs of the prompt."""
-    client_request_id: str
-    session_id: str = ""
-    """Empty: it belongs to no session."""
 
 
 def validate(
@@ -81,7 +52,7 @@ def validate(
     `is_streaming`: what comes of it is told by GenerateStream, which can tell more than Generate.
     `tenant`: whose request it is; empty where there are no tenants.
     """
-    check_model("spec.model", spec.model, model)
+    model.check_name("spec.model", spec.model)
     _refuse_not_served(spec, is_streaming)
     wrong = Violations("spec.")
     too_long = Violations("spec.")
@@ -125,16 +96,6 @@ def salt_of(tenant: str, client_salt: str) -> bytes:
     """What keeps prefix caches apart. No two pairs have the same: a name of a tenant holds no zero byte."""
     own = client_salt.encode("utf-8")
     return b"\0" + tenant.encode("utf-8") + b"\0" + own if tenant else own
-
-
-def check_model(field: str, name: str, model: ServedModel) -> None:
-    """An empty name means the served model; raises NotFound for any other than its own."""
-    if name and name != model.name:
-        shown = name if len(name) <= 100 else name[:100] + "…"
-        raise NotFound(
-            f"model {shown!r} is not served here; this router serves {model.name!r}",
-            violations=(FieldViolation(field, f"must be empty or {model.name!r}"),),
-        )
 
 
 def _refuse_not_served(spec: generation_pb2.GenerationSpec, is_streaming: bool) -> None:

@@ -8,13 +8,13 @@ from starlette.routing import Route
 from cluster.auth import Gate
 from cluster.errors import NotServed
 from cluster.settings import RouterSettings
-from router.api.service import GenerationService
+from router.api.call import principal_of
 from router.batches.idle import IdleCapacity
 from router.batches.runner import BatchRunner
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore
 from router.openai.answers import TokenBytes
-from router.openai.app import Answer
+from router.openai.app import Answer, Generate
 from router.openai.batches import BatchRoutes
 from router.openai.files import FileRoutes, route
 from router.openai.line import LineAnswerer
@@ -30,7 +30,7 @@ class Batching:
     def __init__(
         self,
         settings: RouterSettings,
-        service: GenerationService,
+        generate: Generate,
         dispatcher: Dispatcher,
         gate: Gate,
         token_bytes: TokenBytes,
@@ -38,7 +38,7 @@ class Batching:
         self._store = open_batch_store(settings.batch_store)
         most_bytes, stalled_client_s = settings.max_message_bytes, settings.stalled_client_timeout_s
         idle = IdleCapacity(lambda num_running: dispatcher.admission.has_spare(num_running, dispatcher.clock()))
-        answerer = LineAnswerer(service, token_bytes, most_bytes)
+        answerer = LineAnswerer(generate, lambda key_id: principal_of(gate.key_of_id(key_id)), token_bytes, most_bytes)
         counts, most_line_bytes = dispatcher.counters.batch_lines, most_bytes + _AROUND_A_BODY
         self._runner = BatchRunner(self._store, idle, answerer.answer, counts, most_line_bytes=most_line_bytes)
         files = FileRoutes(self._store, gate, most_bytes=settings.max_file_bytes, stalled_client_s=stalled_client_s)

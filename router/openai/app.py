@@ -10,10 +10,11 @@ import asyncio
 import functools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
@@ -28,13 +29,13 @@ from cluster.auth import Gate
 from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from router.api.service import INLINE_BYTES, GenerationService
+from router.api.call import INLINE_BYTES, Call, principal_of
+from router.api.model_service import ModelService
 from router.api.validate import LONGEST_NAME
 from router.api.violations import invalid
 from router.openai import specs
 from router.openai.answers import Form, TokenBytes
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from router.openai.call import HttpCall
 from router.openai.errors import HttpFailure, body_of, failure_of
 from router.openai.exchange import OnEvent, StreamedAnswer, WholeAnswer, failed, log
 from router.openai.json_text import read_json
@@ -45,6 +46,8 @@ STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 Body = TypeVar("Body", bound=BaseModel)
 Wanted = TypeVar("Wanted")
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
+Generate = Callable[[pb.GenerateRequest, Call], Coroutine[Any, Any, pb.GenerateResponse]]
+GenerateStream = Callable[[pb.GenerateStreamRequest, Call], Coroutine[Any, Any, None]]
 Handler = Callable[[Request, str], Awaitable[Answer]]
 """Of a request with its id."""
 
@@ -54,7 +57,9 @@ class OpenAiApp:
 
     def __init__(
         self,
-        service: GenerationService,
+        generate: Generate,
+        generate_stream: GenerateStream,
+        models: ModelService,
         gate: Gate,
         token_bytes: TokenBytes,
         registries: Sequence[CollectorRegistry],
@@ -66,7 +71,9 @@ class OpenAiApp:
     ) -> None:
         """`stalled_client_s`: a client that sends nothing more of its body for so long is given up. `more_routes`: of
         other parts of the door."""
-        self._service = service
+        self._generate_one = generate
+        self._generate_streamed = generate_stream
+        self._model_service = models
         self._gate = gate
         self._token_bytes = token_bytes
         self._registries = registries
@@ -112,22 +119,22 @@ class OpenAiApp:
         return StreamedAnswer(form, streams, request_id)
 
     async def _generate(self, spec: pb.GenerationSpec, headers: tuple[tuple[str, str], ...]) -> pb.GenerateResponse:
-        return await self._service.Generate(pb.GenerateRequest(spec=spec), HttpCall(headers))
+        return await self._generate_one(pb.GenerateRequest(spec=spec), self._call(headers))
 
     async def _generate_stream(
         self, spec: pb.GenerationSpec, headers: tuple[tuple[str, str], ...], on_event: OnEvent
     ) -> None:
-        await self._service.GenerateStream(pb.GenerateStreamRequest(spec=spec), HttpCall(headers, on_event))
+        await self._generate_streamed(pb.GenerateStreamRequest(spec=spec), replace(self._call(headers), write=on_event))
 
     async def _models(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
-        told = await self._service.ListModels(pb.ListModelsRequest(), HttpCall(headers_of(request)))
+        told = await self._model_service.ListModels(pb.ListModelsRequest(), Call())
         return JSONResponse({"object": "list", "data": [self._card(model) for model in told.models]})
 
     async def _model(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
         wanted = pb.GetModelRequest(model=request.path_params["model"])
-        told = await self._service.GetModel(wanted, HttpCall(headers_of(request)))
+        told = await self._model_service.GetModel(wanted, Call())
         return JSONResponse(self._card(told.model))
 
     def _card(self, model: pb.Model) -> dict[str, object]:
@@ -137,14 +144,14 @@ class OpenAiApp:
     async def _tokenize(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
         _, wanted = await self._read(request, TokenizeBody, specs.tokenize_request)
-        told = await self._service.Tokenize(wanted, HttpCall(headers_of(request)))
+        told = await self._model_service.Tokenize(wanted, Call())
         tokens = list(told.token_ids)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": told.max_context_tokens})
 
     async def _detokenize(self, request: Request, request_id: str) -> Answer:
         self._check(request, GENERATION)
         _, wanted = await self._read(request, DetokenizeBody, specs.detokenize_request)
-        told = await self._service.Detokenize(wanted, HttpCall(headers_of(request)))
+        told = await self._model_service.Detokenize(wanted, Call())
         return JSONResponse({"prompt": told.text})
 
     async def _metrics(self, request: Request, request_id: str) -> Answer:
@@ -168,6 +175,10 @@ class OpenAiApp:
 
     async def _openapi(self, request: Request, request_id: str) -> Answer:
         return JSONResponse(openapi(version("baton")))
+
+    def _call(self, headers: tuple[tuple[str, str], ...]) -> Call:
+        """Raises Unauthenticated, also where the key was revoked while the body came."""
+        return Call(principal_of(self._gate.key_of(headers)), headers)
 
     def _check(self, request: Request, service: str) -> None:
         """Raises Unauthenticated or PermissionDenied."""

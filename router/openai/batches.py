@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse
 
 from cluster.auth import Gate
 from cluster.errors import FieldViolation, NotFound
-from router.api.principal import Principal
+from router.api.call import Principal
 from router.api.violations import Violations, invalid
 from router.batches.records import CANCELLING, DAY_S, KEPT_S, Batch, StoredFile, new_batch_id, told_batch
 from router.batches.runner import BatchRunner

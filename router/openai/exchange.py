@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, InternalError
 from cluster.pb import generation_pb2 as pb
-from router.api.handlers import ClientStalled
+from router.api.call import ClientStalled
 from router.openai.answers import Chunks, Form
 from router.openai.errors import HttpFailure, failure_of
 

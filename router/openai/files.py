@@ -12,13 +12,12 @@ from starlette.routing import Route
 from cluster.auth import Gate
 from cluster.errors import NotFound
 from cluster.state import StoreAway
-from router.api.principal import Principal, caller_of
+from router.api.call import Principal, principal_of
 from router.batches.records import Batch, StoredFile, new_file_id, told_file
 from router.batches.results import PIECE_BYTES, InputGone, pieces_of
 from router.batches.store import BatchStore, StoredRecord
 from router.openai import pages
 from router.openai.app import GENERATION, Answer, Handler, guarded, headers_of
-from router.openai.call import HttpCall
 from router.openai.errors import HttpFailure, body_of
 from router.openai.exchange import failed, log
 from router.openai.uploads import FileTooLarge, Upload, uploaded
@@ -182,7 +181,7 @@ def caller_for(gate: Gate, request: Request) -> Principal:
     """Raises Unauthenticated or PermissionDenied."""
     headers = headers_of(request)
     gate.check(headers, GENERATION)
-    return caller_of(gate.key_of(HttpCall(headers)))
+    return principal_of(gate.key_of(headers))
 
 
 async def find_file(store: BatchStore, caller: Principal, file_id: str) -> StoredFile | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
-from cluster.auth import DeferredCall
 from cluster.errors import BatonError, FieldViolation, InternalError
 from cluster.pb import generation_pb2 as pb
-from router.api.service import INLINE_BYTES, GenerationService
+from router.api.call import INLINE_BYTES, Call, Principal
 from router.api.validate import MOST_PRIORITY
 from router.api.violations import invalid
 from router.batches.input_lines import Line
@@ -21,7 +21,7 @@ from router.batches.records import Batch
 from router.batches.runner import TriedClaim
 from router.openai import specs
 from router.openai.answers import TokenBytes
-from router.openai.app import checked, form_of, too_large
+from router.openai.app import Generate, checked, form_of, too_large
 from router.openai.bodies import ChatBody, CompletionBody
 from router.openai.errors import failure_of
 from router.openai.exchange import first_of, log
@@ -32,10 +32,18 @@ _Asked = tuple[CompletionBody | ChatBody, list[pb.GenerationSpec]]
 
 
 class LineAnswerer:
-    """`max_body_bytes`: that the same body may have over HTTP."""
+    """`principal_of_id`: the owner of an API key, by its id. `max_body_bytes`: the limit for the same body over
+    HTTP."""
 
-    def __init__(self, service: GenerationService, token_bytes: TokenBytes, max_body_bytes: int) -> None:
-        self._service = service
+    def __init__(
+        self,
+        generate: Generate,
+        principal_of_id: Callable[[str], Principal],
+        token_bytes: TokenBytes,
+        max_body_bytes: int,
+    ) -> None:
+        self._generate_one = generate
+        self._principal_of_id = principal_of_id
         self._token_bytes = token_bytes
         self._max_body_bytes = max_body_bytes
 
@@ -60,11 +68,11 @@ class LineAnswerer:
         is_short, read = line.size_bytes <= INLINE_BYTES, (batch.endpoint, line.body, request_id)
         body, wanted = _read(*read) if is_short else await asyncio.to_thread(_read, *read)
         form = form_of(body, wanted, self._token_bytes)
-        call = DeferredCall(batch.key_id)
+        call = Call(self._principal_of_id(batch.key_id))
         try:
             async with asyncio.TaskGroup() as group:
                 asked = [pb.GenerateRequest(spec=spec) for spec in wanted]
-                tasks = [group.create_task(self._service.Generate(each, call)) for each in asked]
+                tasks = [group.create_task(self._generate_one(each, call)) for each in asked]
         except BaseExceptionGroup as failures:
             raise first_of(failures) from failures
         return form.whole([task.result() for task in tasks])

@@ -7,7 +7,7 @@ that says what is wrong with a request. Pure.
 from __future__ import annotations
 
 from cluster.pb import generation_pb2 as pb
-from router.api.principal import Principal
+from router.api.call import Principal
 from router.api.served_model import ServedModel
 from router.api.validate import MOST_PRIORITY
 from router.queue.admission import AdmissionRequest

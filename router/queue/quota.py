@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from router.api.principal import Principal, Quota
+from router.api.call import Principal, Quota
 
 UNLIMITED = Quota()
 BUSY_S = 1.0

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from router.api.principal import Principal
+from router.api.call import Principal
 from router.queue.fair_order import FairOrder
 from router.stream.request import LiveRequest
 from router.stream.retry import RetryState

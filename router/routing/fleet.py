@@ -92,6 +92,11 @@ class Fleet:
             return self.has_served and bool(self.ready(PREFILL))
         return bool(self.ready(PREFILL)) or not self.needs_prefill
 
+    @property
+    def weights_revision(self) -> str:
+        """What the workers report; empty while none has connected."""
+        return next((worker.info.weights_revision for worker in self if worker.info is not None), "")
+
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""
         wanted = {address.worker_id: address for address in addresses}

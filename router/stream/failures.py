@@ -19,7 +19,7 @@ from cluster.errors import (
     Unavailable,
 )
 from cluster.pb import worker_pb2
-from router.api.principal import Principal
+from router.api.call import Principal
 from router.queue.quota import Exceeded
 
 RETRY_AFTER_S = 1.0

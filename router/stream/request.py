@@ -19,8 +19,7 @@ from cluster.errors import BatonError, Cancelled, InternalError
 from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from router.api.principal import ANYONE, Principal
-from router.api.validate import ValidatedRequest
+from router.api.call import ANYONE, Principal, ValidatedRequest
 from router.observe.latencies import Latencies, Trace
 from router.observe.timing import timing_of
 from router.routing.load_tracker import Placement, RequestLoad

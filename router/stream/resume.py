@@ -30,7 +30,7 @@ from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2
 from cluster.pb.journal_pb2 import JournalOrigin
 from cluster.state import Store, StoreAway
-from router.api.principal import Principal
+from router.api.call import Principal
 from router.api.violations import invalid
 from router.routing.dispatcher import Dispatcher
 from router.stream.detokenizer import Detokenizer
@@ -112,7 +112,7 @@ class Resumables:
 
     def keep(self, live: LiveRequest, spec: generation_pb2.GenerationSpec) -> StreamReader:
         """A new generation that may be resumed."""
-        return self._add(live, origin_of(live, spec, self._weights_revision()), epoch=1)
+        return self._add(live, origin_of(live, spec, self._dispatcher.fleet.weights_revision), epoch=1)
 
     async def before_telling(self, reader: StreamReader) -> None:
         """Has what was taken of the generation in the journal. Raises Aborted when it is not to be told any more."""
@@ -283,12 +283,8 @@ class Resumables:
         why = "by CancelGeneration" if is_cancelled else "another router has taken it over"
         self._dispatcher.cancel(generation_id, why)
 
-    def _weights_revision(self) -> str:
-        """Of the workers; empty while none has said who it is."""
-        return next((w.info.weights_revision for w in self._dispatcher.fleet if w.info is not None), "")
-
     def _check_weights(self, origin: JournalOrigin) -> None:
-        here = self._weights_revision()
+        here = self._dispatcher.fleet.weights_revision
         if here and origin.weights_revision and here != origin.weights_revision:
             raise FailedPrecondition("the model's weights have changed since this generation began; ask anew")
 

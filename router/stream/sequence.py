@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.validate import ValidatedRequest
+from router.api.call import ValidatedRequest
 from router.stream.detokenizer import Detokenizer
 from router.stream.stop_strings import StopMatcher
 

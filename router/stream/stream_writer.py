@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 
 from cluster.pb import generation_pb2 as pb
-from router.api.call_context import CallContext
-from router.api.handlers import ClientStalled
+from router.api.call import Call, ClientStalled
 from router.stream.request import LiveRequest
 
 MOST_PENDING_BYTES = 128 * 1024
@@ -25,8 +24,8 @@ _LOGPROB_BYTES, _ALTERNATIVE_BYTES = 64, 32
 class StreamWriter:
     """Of one stream. `timeout_s`: how long one message may take."""
 
-    def __init__(self, context: CallContext, live: LiveRequest, timeout_s: float) -> None:
-        self._context = context
+    def __init__(self, call: Call, live: LiveRequest, timeout_s: float) -> None:
+        self._call = call
         self._live = live
         self._timeout_s = timeout_s
         sampling, bytes_per_token = live.request.sampling, _TOKEN_BYTES
@@ -42,7 +41,7 @@ class StreamWriter:
             async with asyncio.timeout(self._timeout_s) as limit:
                 self._timer = loop.call_later(LOOK_S, self._look, limit, loop)
                 try:
-                    await self._context.write(message)
+                    await self._call.write(message)
                 finally:
                     self._timer.cancel()
         except TimeoutError:

@@ -21,6 +21,7 @@ from cluster.auth import Gate
 from cluster.errors import BatonError, FieldViolation, InvalidRequest, OutOfRange, PermissionDenied
 from cluster.pb import admin_pb2
 from router.api.admin import StatusService
+from router.api.call import Call
 from router.api.violations import invalid
 from router.observe.page import document
 from router.observe.page.controller_link import ControllerLink
@@ -78,8 +79,8 @@ class StatusPage:
             after_second=_number(query, "second"),
             after_request=_number(query, "request"),
         )
-        status = await self._status.GetStatus(admin_pb2.GetStatusRequest(), None)
-        activity = await self._status.GetActivity(since, None)
+        status = await self._status.GetStatus(admin_pb2.GetStatusRequest(), Call())
+        activity = await self._status.GetActivity(since, Call())
         why_not = self._why_not()
         controller, problem = await self._ask_controller(request)
         told = {

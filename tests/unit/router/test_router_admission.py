@@ -11,7 +11,7 @@ from wired_router import Client, ManualClock, WiredRouter, logged, run
 
 from cluster.errors import BatonError, DeadlineExceeded, OutOfRange, Overloaded, QuotaExceeded
 from cluster.lifecycle import RequestState
-from router.api.principal import Principal, Quota
+from router.api.call import Principal, Quota
 from router.queue.limits import Limits
 
 SERVICE_S = 0.4

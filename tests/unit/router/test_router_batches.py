@@ -21,7 +21,7 @@ from router_harness import ids
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
-from router.api.call_context import CallContext
+from router.api.call import ANYONE, Call
 from router.batches.input_lines import Line
 from router.batches.records import Batch
 from router.openai.bodies import BatchBody
@@ -350,7 +350,7 @@ class Service:
     def __init__(self) -> None:
         self.specs: list[pb.GenerationSpec] = []
 
-    async def Generate(self, request: pb.GenerateRequest, context: CallContext) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         self.specs.append(request.spec)
         raise Overloaded("no", retry_after_s=2.5)
 
@@ -358,7 +358,7 @@ class Service:
 @pytest.mark.parametrize(("given", "runs_at"), [(None, -10), (10, -10), (-3, -10), (11, 11)])
 async def test_a_line_runs_at_the_lowest_priority_and_a_refusal_is_no_answer(given: int | None, runs_at: int) -> None:
     service: Any = Service()
-    answerer = LineAnswerer(service, lambda token_id: b"", 1000)
+    answerer = LineAnswerer(service.Generate, lambda key_id: ANYONE, lambda token_id: b"", 1000)
     batch = Batch("batch_1", "acme", "a", "file-1", "/v1/completions", "24h", 1, 2)
     line = Line(1, "a", {"model": "m", "prompt": "a", "priority": given}, 100)
     tried = await answerer.answer(batch, line, "id")

@@ -11,10 +11,11 @@ from cluster_fixture import BUNDLED_MODEL
 from cluster.errors import InvalidRequest
 from cluster.grammar import LONGEST_GRAMMAR, new_matcher, new_vocabulary
 from cluster.pb import generation_pb2 as pb
+from router.api.call import ValidatedRequest
 from router.api.grammar import MOST_CHOICES, Grammars
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
-from router.api.validate import ValidatedRequest, validate
+from router.api.validate import validate
 
 VOCAB_SIZE = 1024
 MODEL = ServedModel("m", VOCAB_SIZE, 256, 16, (0,))

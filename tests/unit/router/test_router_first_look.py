@@ -12,7 +12,7 @@ from router_harness import MAX_MODEL_LEN, refusal, running_router, text_spec
 
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
-from router.api.principal import ANYONE
+from router.api.call import ANYONE
 from router.api.served_model import ServedModel
 from router.queue.preadmission import least_of
 

@@ -25,7 +25,7 @@ from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
 from cluster.key_file import KeyFile
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from router.api.principal import ANYONE, Principal, Quota
+from router.api.call import ANYONE, Principal, Quota
 from router.api.validate import salt_of
 
 pytestmark = pytest.mark.asyncio

@@ -10,7 +10,7 @@ import pytest
 from router_harness import EOS, MAX_MODEL_LEN, ids, make_model_folder
 
 from cluster.errors import CheckpointError, ConfigError, FailedPrecondition, InvalidRequest
-from router.api.chat_template import ChatTemplate
+from router.api.chat import Chat, ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 
@@ -123,4 +123,4 @@ def test_without_a_template_chat_is_refused(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path, chat_template=None)
     assert json.loads((folder / "tokenizer_config.json").read_text()) == {"eos_token": "<|end|>"}
     with pytest.raises(FailedPrecondition, match="no chat template"):
-        Tokenizer.from_folder(folder).encode_chat(USER, [], {})
+        Tokenizer.from_folder(folder).encode_prompt(Chat(USER, [], {}))

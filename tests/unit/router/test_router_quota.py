@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.principal import ANYONE, Principal, Quota
+from router.api.call import ANYONE, Principal, Quota
 from router.queue.quota import LocalQuotas, TokenBucket
 
 

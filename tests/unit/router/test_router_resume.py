@@ -16,7 +16,7 @@ from cluster.errors import Aborted, Cancelled, InvalidRequest, NotFound, OutOfRa
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.state import MemoryStore, Outcome, Write
-from router.api.principal import Principal
+from router.api.call import Principal
 from router.routing.dispatcher import Dispatcher
 
 pytestmark = pytest.mark.asyncio

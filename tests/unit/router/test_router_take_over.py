@@ -13,8 +13,8 @@ from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.state import Claim, MemoryStore, Write
-from router.api.chat_template import ChatTemplate
-from router.api.principal import ANYONE, Principal, Quota
+from router.api.call import ANYONE, Principal, Quota
+from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate

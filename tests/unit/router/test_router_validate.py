@@ -11,8 +11,10 @@ from router_harness import EOS, MAX_MODEL_LEN, VOCAB_SIZE
 from cluster.errors import InvalidRequest, NotFound, NotServed, OutOfRange
 from cluster.pb import generation_pb2 as pb
 from cluster.rpc import PUBLIC_MESSAGE_BYTES
+from router.api.call import ValidatedRequest
+from router.api.chat import Prompt
 from router.api.served_model import SamplingDefaults, ServedModel
-from router.api.validate import LARGEST_STARTED_BYTES, Prompt, ValidatedRequest, most_prompt_logprobs, validate
+from router.api.validate import LARGEST_STARTED_BYTES, most_prompt_logprobs, validate
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 NAN, INFINITY = float("nan"), float("inf")

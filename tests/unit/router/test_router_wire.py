@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.pb import generation_pb2 as pb
-from router.api.message_parser import Malformed, decoder
+from router.api.handlers import Malformed, decoder
 
 MAX_BYTES = 1000
 decode = decoder(pb.GenerateRequest, MAX_BYTES)

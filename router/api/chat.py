@@ -1,32 +1,107 @@
-"""Renders chat messages with the model's own template, in a sandbox.
+"""Chats: a client's messages checked and rendered by the model's own template, in a sandbox.
 
-Owns finding the template (chat_template.jinja, or tokenizer_config.json) and the few names that templates of Hugging
-Face models expect. Templates come with the model, messages from clients: neither can reach Python from in here.
+Owns the path from google.protobuf.Struct to the values that a template reads, finding the template
+(chat_template.jinja, or tokenizer_config.json) and the few names that templates of Hugging Face models expect.
+Templates come with the model, messages from clients: neither can reach Python from in here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
+from google.protobuf import struct_pb2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, InvalidRequest
+from cluster.pb import generation_pb2
+from router.api.violations import Violations
 
-RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
+_RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
 """Names that a client's template_kwargs cannot set."""
 _LONGEST_REASON = 200
 
 
-class TemplateRefusal(jinja2.TemplateError):
-    """The template itself refused the messages with raise_exception(reason)."""
+@dataclass(frozen=True)
+class Chat:
+    """Plain values, as a template takes them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    template_kwargs: dict[str, Any]
+
+
+Prompt = str | Chat
+
+
+def read_chat(chat: generation_pb2.ChatInput, violations: Violations, field: str) -> Chat:
+    """Adds what is wrong with the chat to `violations`, below `field`."""
+    messages = [_to_dict(message) for message in chat.messages]
+    if not messages:
+        violations.add(f"{field}.messages", "must hold at least one message")
+    for index, message in enumerate(messages):
+        _check_message(message, violations, f"{field}.messages[{index}]")
+    kwargs = _to_dict(chat.template_kwargs)
+    for name in sorted(_RESERVED & kwargs.keys()):
+        violations.add(f"{field}.template_kwargs.{name}", "is set by the server and cannot be given")
+    return Chat(messages, [_to_dict(tool) for tool in chat.tools], kwargs)
+
+
+def _to_dict(struct: struct_pb2.Struct) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in struct.fields.items()}
+
+
+def _plain(value: struct_pb2.Value) -> Any:
+    """A number without a fraction becomes an int, as it was in the client's JSON."""
+    match value.WhichOneof("kind"):
+        case "struct_value":
+            return _to_dict(value.struct_value)
+        case "list_value":
+            return [_plain(item) for item in value.list_value.values]
+        case "number_value":
+            number = value.number_value
+            return int(number) if number.is_integer() else number
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+    return None
+
+
+def _check_message(message: dict[str, Any], violations: Violations, field: str) -> None:
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        violations.add(f"{field}.role", "must be a string such as `user`")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = _join_text_parts(content, violations, f"{field}.content")
+    elif content is None:
+        message["content"] = ""  # which a template would write as the word None
+    elif not isinstance(content, str):
+        violations.add(f"{field}.content", "must be a string or a list of text parts")
+
+
+def _join_text_parts(parts: list[Any], violations: Violations, field: str) -> str:
+    texts: list[str] = []
+    for index, part in enumerate(parts):
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            violations.add(f"{field}[{index}]", 'must be {"type": "text", "text": ...}: this model reads text only')
+    return "".join(texts)
+
+
+class _TemplateRefusal(jinja2.TemplateError):
+    """The template has refused the messages with raise_exception(reason)."""
 
 
 class ChatTemplate:
@@ -60,7 +135,7 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
     ) -> str:
-        """The prompt, with the beginning of the assistant's answer unless kwargs say otherwise.
+        """Returns the prompt, with the beginning of the assistant's answer unless kwargs say otherwise.
 
         Raises FailedPrecondition without a template, InvalidRequest when it cannot render these messages.
         """
@@ -70,7 +145,7 @@ class ChatTemplate:
         values = {"add_generation_prompt": True, **kwargs, **self._special_tokens}
         try:
             return self._templates[name].render(messages=messages, tools=list(tools) or None, **values)
-        except TemplateRefusal as error:
+        except _TemplateRefusal as error:
             raise _refused(f"the model's chat template refuses these messages: {error}"[:_LONGEST_REASON]) from error
         except Exception as error:  # a template is a program that runs on a client's data: any failure is that data's
             kind = type(error).__name__
@@ -103,7 +178,7 @@ class _GenerationBlock(Extension):
 
 
 def _raise_exception(reason: str) -> None:
-    raise TemplateRefusal(reason)
+    raise _TemplateRefusal(reason)
 
 
 def _strftime_now(form: str) -> str:

@@ -1,0 +1,117 @@
+"""One call of a client: on whose behalf it is made, how it is answered, and what it asks for once it is validated.
+
+The rest of the router sees requests as `ValidatedRequest` and clients as `Principal`. Pure values: who makes a `Call`
+(gRPC's handlers, the HTTP routes, the runner of batches) says whose it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from cluster.api_keys import ApiKey
+from cluster.auth import Metadata
+from cluster.errors import Overloaded
+from cluster.pb import worker_pb2
+
+T = TypeVar("T")
+
+INLINE_BYTES = 8 * 1024
+"""A request up to this size is read and tokenized in the event loop; a thread would cost more."""
+
+
+async def run_aside(is_long: bool, work: Callable[[], T], executor: Executor | None = None) -> T:
+    """Runs work that takes long on a thread, so that one client's prompt does not hold up another's tokens."""
+    if not is_long:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(executor, work)
+
+
+@dataclass(frozen=True)
+class Quota:
+    """Limits of one API key; None: no limit."""
+
+    requests_per_min: int | None = None
+    prompt_tokens_per_min: int | None = None
+    output_tokens_per_min: int | None = None
+    max_concurrent: int | None = None
+    """Requests that are queued or running at one time."""
+
+
+@dataclass(frozen=True)
+class Principal:
+    """The client that sent a request."""
+
+    key_id: str
+    """Id of its API key, by which quotas are counted; never the key itself."""
+    tenant: str
+    """Fairness is between tenants, and each tenant's prefix cache has its own salt."""
+    scopes: frozenset[str] = frozenset()
+    weight: float = 1.0
+    """Share of the cluster that the tenant gets beside others of weight 1 while there is not enough for all."""
+    quota: Quota = field(default_factory=Quota)
+
+
+ANYONE = Principal(key_id="", tenant="", scopes=frozenset({"generate", "admin"}))
+"""Every client, where no keys are configured."""
+
+
+def principal_of(key: ApiKey | None) -> Principal:
+    """The owner of an API key; None: keys are not needed."""
+    if key is None:
+        return ANYONE
+    return Principal(key.id, key.tenant, frozenset(key.scopes), key.weight, Quota(**vars(key.quota)))
+
+
+class ClientStalled(Overloaded):
+    """The client does not read what is written to it."""
+
+    reason = "CLIENT_STALLED"
+
+
+async def _write_nothing(message: Any) -> None:
+    raise NotImplementedError("a unary method writes nothing")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a method: over gRPC, over HTTP, or for a line of a batch."""
+
+    principal: Principal = ANYONE
+    metadata: Metadata = ()
+    """Headers as the client sent them."""
+    time_remaining: Callable[[], float | None] = lambda: None
+    """Seconds until the client's deadline; None without one, as over HTTP, where a client hangs up instead."""
+    write: Callable[[Any], Awaitable[None]] = _write_nothing
+    """Sends a message of a streaming method; returns when the next one may follow."""
+
+
+@dataclass(frozen=True)
+class ValidatedRequest:
+    """A request with every default filled in; `sampling` is never changed."""
+
+    prompt_token_ids: tuple[int, ...]
+    sampling: worker_pb2.Sampling
+    stop: tuple[str, ...]
+    include_stop_in_output: bool
+    wants_text: bool
+    wants_token_ids: bool
+    wants_logprobs: bool
+    wants_timing: bool
+    stream_interval_tokens: int | None
+    """None: the router chooses."""
+    cache_salt: bytes
+    """Made of the tenant and the client's own salt: requests with different salts share no prefix cache."""
+    bypass_prefix_cache: bool
+    queue_timeout_s: float | None
+    """None: the router's own."""
+    priority: int
+    """Higher ones run first."""
+    prompt_logprobs: int | None
+    """Alternatives beside the logprob of each prompt token; None: no logprobs of the prompt."""
+    client_request_id: str
+    session_id: str = ""
+    """Empty: it belongs to no session."""
