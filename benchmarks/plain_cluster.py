@@ -122,7 +122,7 @@ def running_router(settings: RouterSettings) -> Iterator[str]:
 
 def beside_others(settings: RouterSettings) -> RouterSettings:
     """With a free port, for gRPC alone, and without the batches that another cluster keeps in a file."""
-    return replace(settings, port=0, http_port=None, batch_store=None)
+    return settings.with_values(port=0, http_port=None, batch_store=None)
 
 
 def start_within(stack: contextlib.ExitStack, module: str, settings: JsonSettings) -> Program:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,7 +85,7 @@ class MortalRouter:
 
     def kill(self, **changes: Any) -> None:
         """SIGKILL, and a new one at once, with other settings where they are given."""
-        self._settings = replace(self._settings, **changes)
+        self._settings = self._settings.with_values(**changes)
         assert self._program is not None
         code = self._program.kill()
         assert code == -signal.SIGKILL, f"the router ended with {code}"
@@ -96,7 +96,7 @@ class MortalRouter:
     def _start(self) -> None:
         self._program = Program("router", self._settings)
         self.address = str(self._program.expect("ready")["address"])
-        self._settings = replace(self._settings, port=int(self.address.rpartition(":")[2]))
+        self._settings = self._settings.with_values(port=int(self.address.rpartition(":")[2]))
 
 
 def run_one(address: str, spec: pb.GenerationSpec) -> Outcome:
@@ -233,7 +233,7 @@ def main(
         specs = [spec_of(number, tokens) for number in range(requests)]
         plan = plan_cluster(load_config(config), num_gpus=0, num_cores=len(os.sched_getaffinity(0)))
         with running_redis() as redis, running_workers(plan.workers) as flags:
-            settings = replace(beside_others(plan.router), workers=flags, state=redis.url, resume_window_s=WINDOW_S)
+            settings = beside_others(plan.router).with_values(workers=flags, state=redis.url, resume_window_s=WINDOW_S)
             with MortalRouter(settings).running() as router:
                 found = measure(router, redis, specs, Arguments(seconds, every, stop_seconds, streams))
     tell(found, as_json, show)

@@ -94,8 +94,8 @@ def running(model: Path) -> Iterator[Bench]:
         flags = tuple(peers["workers"].expect("ready")["addresses"])
         echo = Served(str(peers["echo"].expect("ready")["addresses"][0]), peers["echo"].pid)
         clients = [start("benchmarks.router_peers", PeerSettings("load")) for _ in range(_NUM_CLIENTS)]
-        settings = RouterSettings(
-            str(model), port=0, workers=flags, max_num_seqs=1024, max_running_requests=1024, metrics_port=0
+        settings = RouterSettings.from_values(
+            model_path=str(model), port=0, workers=flags, max_num_seqs=1024, max_running_requests=1024, metrics_port=0
         )
         routers = []
         for program in [start("router", settings) for _ in range(2)]:

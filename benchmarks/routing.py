@@ -205,7 +205,7 @@ def measure(plan: ClusterPlan, args: Arguments) -> dict[str, Any]:
 
         def run(policy: str, what: str, sessions: list[Session], answers: Answers | None, seconds: float | None) -> Any:
             bar = progress.add_task(what, total=sum(len(s.turns) for s in sessions))
-            settings = replace(plan.router, workers=flags, policy=policy)
+            settings = plan.router.with_values(workers=flags, policy=policy)
             with running_router(settings) as address:
                 return asyncio.run(play(address, what, answers, sessions, seconds, lambda: progress.advance(bar)))
 

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -189,14 +189,13 @@ def running_pair(model: Path, max_model_len: int) -> Iterator[WorkerPair]:
     with contextlib.ExitStack() as stack:
         programs = {}
         for worker in plan.workers:
-            settings = replace(
-                worker.ranks[0],
+            settings = worker.ranks[0].with_values(
                 model_path=str(model),
-                model_name="",
+                model_name=None,
                 dtype="float32",
                 threads=1,
                 max_model_len=max_model_len,
-                kv_cache_tokens=2 * (max_model_len + worker.ranks[0].block_size),
+                kv_cache_tokens=2 * (max_model_len + worker.ranks[0].engine.block_size),
                 metrics_port=None,
             )
             program = programs[worker.role] = Program("worker", settings)

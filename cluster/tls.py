@@ -11,11 +11,12 @@ from __future__ import annotations
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import grpc
 
 from cluster.address import is_loopback
+from cluster.config.schema import InternalTlsSection, TlsSection
 from cluster.errors import ConfigError
 
 INTERNAL_NAME = "baton"
@@ -119,22 +120,9 @@ class InternalTls:
         return ServerTls(self.cert, self.key)
 
 
-class HasInternalTls(Protocol):
-    """Settings of a process."""
-
-    @property
-    def internal_tls_cert(self) -> str | None: ...
-
-    @property
-    def internal_tls_key(self) -> str | None: ...
-
-    @property
-    def internal_tls_ca(self) -> str | None: ...
-
-
-def internal_tls_of(settings: HasInternalTls) -> InternalTls | None:
+def internal_tls_of(section: InternalTlsSection) -> InternalTls | None:
     """None: between processes nothing is encrypted. Raises ConfigError when only a part is named."""
-    cert, key, ca = settings.internal_tls_cert, settings.internal_tls_key, settings.internal_tls_ca
+    cert, key, ca = section.cert, section.key, section.ca
     if cert is None and key is None and ca is None:
         return None
     if cert is None or key is None or ca is None:
@@ -142,8 +130,9 @@ def internal_tls_of(settings: HasInternalTls) -> InternalTls | None:
     return InternalTls(cert, key, ca)
 
 
-def public_tls_of(cert: str | None, key: str | None, client_ca: str | None) -> ServerTls | None:
+def public_tls_of(section: TlsSection) -> ServerTls | None:
     """None: the public port is not encrypted. Raises ConfigError when only a part is named."""
+    cert, key, client_ca = section.cert, section.key, section.client_ca
     if cert is None and key is None and client_ca is None:
         return None
     if cert is None or key is None:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.config import ServingConfig
+from cluster.config.schema import DeviceName, RoleName
 from cluster.pb import admin_pb2
 from controller.change_plan import Flip, Member, Start, Step, Stop
-from controller.plan import RoleName, WorkerPlan, plan_worker
+from controller.plan import WorkerPlan, plan_worker
 from controller.router_link import LOOK_EVERY_S, RouterLinks
 from controller.supervisor import SupervisorState
 from controller.worker_pool import ROLE_NUMBERS, WorkerPool
@@ -36,7 +37,7 @@ class StepFailed(Exception):
 class Steps:
     """`device` and `threads` are those that every worker here is started with."""
 
-    def __init__(self, crew: WorkerPool, link: RouterLinks, *, device: str, threads: int | None) -> None:
+    def __init__(self, crew: WorkerPool, link: RouterLinks, *, device: DeviceName, threads: int | None) -> None:
         self._crew = crew
         self._link = link
         self._device = device

@@ -174,9 +174,9 @@ class RouterLauncher:
         except BaseException:
             await router.kill()
             raise
-        self._settings = replace(self._settings, port=_port_of(card["address"]))
+        self._settings = self._settings.with_values(port=_port_of(card["address"]))
         if card.get("http_address"):
-            self._settings = replace(self._settings, http_port=_port_of(card["http_address"]))
+            self._settings = self._settings.with_values(http_port=_port_of(card["http_address"]))
         return RunningGroup([router], {**card, "pids": [place.pid]})
 
 

@@ -100,13 +100,13 @@ class Controller:
             self._on_change,
         )
         self.crew.add(plan.workers)
-        self._tls = internal_tls_of(plan.router)
+        self._tls = internal_tls_of(config.internal_tls)
         inside = None if self._tls is None else self._tls.client
         self._link = RouterLinks([RouterLink(router, self._compose, inside) for router in self.routers])
         first = plan.workers[0].ranks[0]
-        steps = Steps(self.crew, self._link, device=first.device, threads=first.threads)
+        steps = Steps(self.crew, self._link, device=first.engine.device, threads=first.engine.threads)
         self.events = EventLog(self._on_event)
-        self.door = Reconfigurer(config, steps, self.events, num_gpus if first.device == "cuda" else None)
+        self.door = Reconfigurer(config, steps, self.events, num_gpus if first.engine.device == "cuda" else None)
         self._pilot = Rebalancer(
             self._sight,
             self._split,
@@ -141,7 +141,7 @@ class Controller:
     async def _open_admin(self, config: ServingConfig) -> str:
         """With the router's keys and certificate. Raises ConfigError."""
         file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
-        tls = public_tls_of(config.tls.cert, config.tls.key, config.tls.client_ca)
+        tls = public_tls_of(config.tls)
         inside = None if self._tls is None else self._tls.server
         inner = AdminSection(port=0)
         if self._places.are_spread and (inside is not None or config.admin.insecure):

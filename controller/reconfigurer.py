@@ -19,11 +19,12 @@ from typing import Any, Protocol
 from cluster.config import RolesSection, ServingConfig
 from cluster.config.changes import differences, refuse_fixed
 from cluster.config.checks import check
+from cluster.config.schema import RoleName
 from cluster.errors import BatonError, FailedPrecondition
 from controller.change_plan import Member, Step, plan_ratio, ratio_of, wanted_of
 from controller.change_steps import StepFailed
 from controller.event_log import EventKind, EventLog
-from controller.plan import ROLES, RoleName
+from controller.plan import ROLES
 
 logger = logging.getLogger(__name__)
 

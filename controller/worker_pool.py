@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.config.schema import RoleName
 from cluster.pb import admin_pb2, worker_pb2
 from controller.change_plan import Member
-from controller.plan import RoleName, WorkerPlan
+from controller.plan import WorkerPlan
 from controller.supervisor import RunningProcesses, Supervisor, SupervisorState
 
 ROLE_NUMBERS: Mapping[RoleName, worker_pb2.Role] = {

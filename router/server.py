@@ -70,35 +70,35 @@ class RouterServer:
     ) -> None:
         """Reads the model folder; raises CheckpointError or ConfigError. `store`, `traces`: None for those of the
         settings."""
-        folder = Path(settings.model_path)
+        folder = Path(settings.model.path)
         self._settings = settings
         self._report = report
         self._workers = [WorkerAddress.parse(text) for text in settings.workers]
         self._model = ServedModel.from_folder(
             folder,
-            name=settings.model_name,
-            max_model_len=settings.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            name=settings.model.name or "",
+            max_model_len=settings.model.max_model_len,
+            max_num_seqs=settings.engine.max_num_seqs,
         )
         self._tokenizer = Tokenizer.from_folder(folder)
         self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")
-        self._tls = public_tls_of(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
-        self._internal_tls = internal_tls_of(settings)
-        self._key_file = KeyFile(settings.keys_file) if settings.keys_file is not None else None
+        self._tls = public_tls_of(settings.tls)
+        self._internal_tls = internal_tls_of(settings.internal_tls)
+        self._key_file = KeyFile(settings.auth.keys_file) if settings.auth.keys_file is not None else None
         self.keys = self._key_file.ring if self._key_file is not None else None
         self._gate = Gate(self.keys, _SCOPES, (HEALTH.full_name,))
         self._fleet_changed = asyncio.Event()
         limits = Limits(
-            settings.max_running_requests,
-            settings.max_queued_requests,
-            settings.queue_timeout_s,
-            settings.dead_after_s,
+            settings.router.max_running_requests,
+            settings.router.max_queued_requests,
+            settings.router.queue_timeout_s,
+            settings.transfer.dead_after_s,
             settings.needs_prefill,
-            settings.policy,
-            Objectives(settings.ttft_slo_s, settings.tpot_slo_s),
-            settings.max_running_tokens,
-            settings.max_queued_tokens,
-            settings.max_queue_wait_s,
+            settings.router.policy,
+            Objectives(settings.slo.ttft_ms / 1000, settings.slo.tpot_ms / 1000),
+            settings.router.max_running_tokens,
+            settings.router.max_queued_tokens,
+            settings.router.max_queue_wait_s,
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
@@ -109,11 +109,11 @@ class RouterServer:
             self._tokenizer,
             self.dispatcher,
             self._executor,
-            MessageRate(settings.stream_messages_per_s),
+            MessageRate(settings.router.stream_messages_per_s),
             open_store(settings.state) if store is None else store,
             self._traces,
-            resume_window_s=settings.resume_window_s,
-            stalled_client_timeout_s=settings.stalled_client_timeout_s,
+            resume_window_s=settings.router.resume_window_s,
+            stalled_client_timeout_s=settings.router.stalled_client_timeout_s,
         )
         self._models = ModelService(
             self._model, self._tokenizer, self._executor, lambda: self.dispatcher.fleet.weights_revision
@@ -133,18 +133,18 @@ class RouterServer:
         settings = self._settings
         self._serve_metrics()
         public, port = rpc.create_server(
-            settings.host,
-            settings.port,
-            insecure=settings.insecure,
+            settings.router.host,
+            settings.router.port,
+            insecure=settings.router.insecure,
             tls=self._tls,
-            max_message_bytes=min(_TRANSPORT_SLACK * settings.max_message_bytes, _MOST_MESSAGE_BYTES),
+            max_message_bytes=min(_TRANSPORT_SLACK * settings.router.max_message_bytes, _MOST_MESSAGE_BYTES),
             interceptors=() if self.keys is None else (self._gate,),
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
             settings.node_host or _LOOPBACK,
             settings.control_port,
-            insecure=settings.insecure,
+            insecure=settings.router.insecure,
             tls=None if self._internal_tls is None else self._internal_tls.server,
             max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES,
         )
@@ -209,21 +209,21 @@ class RouterServer:
     def _told_host(self) -> str:
         """Where others reach what listens on every address."""
         settings = self._settings
-        return settings.node_host if settings.node_host and settings.host in ANY_HOST else settings.host
+        return settings.node_host if settings.node_host and settings.router.host in ANY_HOST else settings.router.host
 
     def _told(self, address: str) -> str:
         host, port = parse_address(address)
-        return rpc.format_address(self._told_host if host == self._settings.host else host, port)
+        return rpc.format_address(self._told_host if host == self._settings.router.host else host, port)
 
     def _listen_to_http(self, status: StatusService) -> None:
         settings = self._settings
-        if settings.http_port is None:
+        if settings.router.http_port is None:
             return
         registry = self.dispatcher.metrics.registry
         inside = None if self._internal_tls is None else self._internal_tls.client
         self._controller = ControllerLink(self._control, inside)
-        knows_callers = self.keys is not None or settings.tls_client_ca is not None
-        page = StatusPage(status, self._controller, self._gate, host=settings.host, knows_callers=knows_callers)
+        knows_callers = self.keys is not None or settings.tls.client_ca is not None
+        page = StatusPage(status, self._controller, self._gate, host=settings.router.host, knows_callers=knows_callers)
         front = OpenAiApp(
             self.generation.Generate,
             self.generation.GenerateStream,
@@ -232,17 +232,17 @@ class RouterServer:
             self._tokenizer.token_bytes,
             (registry, VllmNames(registry, self._model.name).registry),
             lambda: self.dispatcher.fleet.can_serve,
-            max_body_bytes=settings.max_message_bytes,
-            stalled_client_s=settings.stalled_client_timeout_s,
+            max_body_bytes=settings.router.max_message_bytes,
+            stalled_client_s=settings.router.stalled_client_timeout_s,
             more_routes=[*page.routes, *self._batching.routes],
         )
         self._http = HttpListener(
             front.app,
-            settings.host,
-            settings.http_port,
-            insecure=settings.insecure,
+            settings.router.host,
+            settings.router.http_port,
+            insecure=settings.router.insecure,
             tls=self._tls,
-            stalled_client_s=settings.stalled_client_timeout_s,
+            stalled_client_s=settings.router.stalled_client_timeout_s,
         )
         self._http.start()
         self._batching.start()
@@ -253,10 +253,12 @@ class RouterServer:
         if settings.metrics_port is not None:
             tls = None if self._internal_tls is None else self._internal_tls.page
             registry, port = self.dispatcher.metrics.registry, settings.metrics_port
-            self._metrics_page = serve_beside(registry, settings.host, port, insecure=settings.insecure, tls=tls)
+            self._metrics_page = serve_beside(
+                registry, settings.router.host, port, insecure=settings.router.insecure, tls=tls
+            )
 
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
-        limit = self._settings.max_message_bytes
+        limit = self._settings.router.max_message_bytes
         server.add_generic_rpc_handlers(
             (
                 service_handler(GENERATION, self.generation, self._models, max_message_bytes=limit, gate=self._gate),

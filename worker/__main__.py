@@ -1,4 +1,4 @@
-"""`python -m worker`: one rank of one worker, without Ray. Its flags are the fields of `WorkerSettings`."""
+"""`python -m worker`: one rank of one worker, without Ray. Its flags are the values of `WorkerSettings`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import logging
 import os
 import sys
 
-from cluster.flags import parse_flags
 from cluster.niceness import import_behind
 from cluster.program import host_in_shell
-from cluster.settings import WorkerSettings
+from cluster.settings import WorkerSettings, parse_flags
 
 if __name__ == "__main__":
     settings = parse_flags(WorkerSettings, "python -m worker").to_json()

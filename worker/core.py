@@ -92,9 +92,9 @@ class Core:
         """`meter`: None where nobody reads it."""
         self.blocks = blocks
         self._sampler = sampler
-        self._max_num_batched_tokens = settings.max_num_batched_tokens
-        self._tpot_s = settings.tpot_slo_s
-        self._enable_prefix_cache = settings.enable_prefix_cache
+        self._max_num_batched_tokens = settings.engine.max_num_batched_tokens
+        self._tpot_s = settings.slo.tpot_ms / 1000
+        self._enable_prefix_cache = settings.engine.enable_prefix_cache
         self._max_model_len = max_model_len
         self._step_log = step_log
         self._constrainer = constrainer
@@ -114,11 +114,11 @@ class Core:
             settings.worker_id,
             self._stats,
             metrics,
-            max_pairs=settings.max_pairs,
-            answer_timeout_s=2 * settings.transfer_timeout_s,
+            max_pairs=settings.transfer.max_pairs,
+            answer_timeout_s=2 * settings.transfer.timeout_s,
         )
         self.prefill = PrefillRole(self.reporter, self.carrier, blocks, num_layers)
-        self.decode = DecodeRole(self.reporter, self.carrier, blocks, settings.max_num_seqs, num_layers)
+        self.decode = DecodeRole(self.reporter, self.carrier, blocks, settings.engine.max_num_seqs, num_layers)
         self.carrier.prefill, self.carrier.decode = self.prefill, self.decode
 
     def attach(self, ranks: Ranks, speaker: Speaker) -> None:

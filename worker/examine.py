@@ -37,7 +37,7 @@ Part = dict[str, Any]
 
 def examine(workers: list[WorkerSettings]) -> dict[str, Any]:
     """The whole answer."""
-    folder = Path(workers[0].model_path) if workers else None
+    folder = Path(workers[0].model.path) if workers else None
     return {
         "torch": _part(_torch),
         "gpus": _part(_gpus),
@@ -110,13 +110,13 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
 
 def _worker(settings: WorkerSettings) -> dict[str, Part]:
     """What rests on the device is refused as the device is."""
-    device = _part(lambda: resolve_device(settings.device))
+    device = _part(lambda: resolve_device(settings.engine.device))
     kind = device.get("found", "")
-    wanted = kind or ("cuda" if settings.device.startswith("cuda") else "cpu")
+    wanted = kind or ("cuda" if settings.engine.device.startswith("cuda") else "cpu")
     return {
         "device": device,
         "sizes": _part(lambda: _sizes(settings)),
-        "transports": _part(lambda: supported(wanted, settings.transport)),
+        "transports": _part(lambda: supported(wanted, settings.transfer.transport)),
         "attention": _part(lambda: _attention(settings, kind)) if kind else device,
         "kernels": _part(lambda: _kernels(settings, kind)) if kind else device,
         "memory": _part(lambda: _memory(settings)) if kind else device,
@@ -124,19 +124,19 @@ def _worker(settings: WorkerSettings) -> dict[str, Part]:
 
 
 def _sizes(settings: WorkerSettings) -> dict[str, Any]:
-    config = ModelConfig.from_folder(settings.model_path)
+    config = ModelConfig.from_folder(settings.model.path)
     config.check_tp_size(settings.tp_size)
     return {"architecture": config.architecture, "max_position_embeddings": config.max_position_embeddings}
 
 
 def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
-    backend, why = choose_attention(settings.attention, torch.device(device), _dtype(settings, device))
+    backend, why = choose_attention(settings.engine.attention, torch.device(device), _dtype(settings, device))
     return {"name": backend.name, "why": why}
 
 
 def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
-    head_dim = ModelConfig.from_folder(settings.model_path).head_dim
-    native, why = choose_native(settings.kernels, torch.device(device), _dtype(settings, device), head_dim)
+    head_dim = ModelConfig.from_folder(settings.model.path).head_dim
+    native, why = choose_native(settings.engine.kernels, torch.device(device), _dtype(settings, device), head_dim)
     return {"are_native": native is not None, "why": why}
 
 
@@ -144,13 +144,13 @@ def _memory(settings: WorkerSettings) -> dict[str, Any]:
     """Of each rank, and what its slots of hand-offs take for each pair."""
     resolved = resolve(settings)
     plan = expect_memory(resolved.demand)
-    slots = settings.num_slots * settings.chunk_tokens * plan.kv_bytes_per_token
+    slots = settings.transfer.num_slots * settings.transfer.chunk_tokens * plan.kv_bytes_per_token
     return {**dataclasses.asdict(plan), "pool_bytes": plan.pool_bytes, "slot_bytes_per_pair": slots}
 
 
 def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
-    config = ModelConfig.from_folder(settings.model_path)
-    dtype: torch.dtype = getattr(torch, resolve_dtype(config, settings.dtype, device))
+    config = ModelConfig.from_folder(settings.model.path)
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config, settings.model.dtype, device))
     return dtype
 
 

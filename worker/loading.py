@@ -61,8 +61,8 @@ class Resolved:
     @property
     def digest(self) -> str:
         """`on`, `sampled` or `off`."""
-        if self.settings.digest != "auto":
-            return self.settings.digest
+        if self.settings.transfer.digest != "auto":
+            return self.settings.transfer.digest
         return "on" if self.device == "cpu" else "sampled"
 
     @property
@@ -70,8 +70,8 @@ class Resolved:
         """In which form each rank keeps its weights; may compile Baton's kernels. Raises ConfigError without those
         that are wanted."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        native, _ = choose_native(self.settings.kernels, torch.device(self.device), dtype, self.config.head_dim)
-        quantization = self.settings.quantization
+        native, _ = choose_native(self.settings.engine.kernels, torch.device(self.device), dtype, self.config.head_dim)
+        quantization = self.settings.model.quantization
         return choose_form(self.config, dtype=self.dtype, device=self.device, quantization=quantization, kernels=native)
 
     @property
@@ -83,12 +83,12 @@ class Resolved:
             form=self.weight_form,
             tp_size=settings.tp_size,
             kv_dtype=self.kv_dtype,
-            block_size=settings.block_size,
-            kv_cache_tokens=settings.kv_cache_tokens,
+            block_size=settings.engine.block_size,
+            kv_cache_tokens=settings.engine.kv_cache_tokens,
             max_model_len=self.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=settings.max_num_batched_tokens,
-            memory_utilization=settings.memory_utilization,
+            max_num_seqs=settings.engine.max_num_seqs,
+            max_num_batched_tokens=settings.engine.max_num_batched_tokens,
+            memory_utilization=settings.engine.memory_utilization,
         )
 
     @property
@@ -100,38 +100,38 @@ class Resolved:
     def product_form(self) -> tuple[torch.dtype, str, Native | None]:
         """How weights are multiplied: the type computed in, what they are rounded to, and Baton's kernels, if used."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        native, _ = choose_native(self.settings.kernels, torch.device(self.device), dtype, self.config.head_dim)
-        return dtype, "int4" if self.weight_form.keeps_codes else self.settings.quantization, native
+        native, _ = choose_native(self.settings.engine.kernels, torch.device(self.device), dtype, self.config.head_dim)
+        return dtype, "int4" if self.weight_form.keeps_codes else self.settings.model.quantization, native
 
     @property
     def layout(self) -> KvLayout:
-        rounded = "" if self.settings.quantization == "none" else f"+{self.settings.quantization}"
+        rounded = "" if self.settings.model.quantization == "none" else f"+{self.settings.model.quantization}"
         return KvLayout(
             num_layers=self.config.num_hidden_layers,
             num_kv_heads=self.config.num_key_value_heads,
             head_dim=cell_size(self.config.head_dim, getattr(torch, self.kv_dtype)),
             dtype=self.kv_dtype,
             tp_size=self.settings.tp_size,
-            block_size=self.settings.block_size,
+            block_size=self.settings.engine.block_size,
             model=f"{self.model}@{self.weights_revision}{rounded}",
         )
 
 
 def resolve(settings: WorkerSettings) -> Resolved:
     """Raises ConfigError and CheckpointError for what could not be served; cheap, before any weight is read."""
-    device = resolve_device(settings.device)
-    config = ModelConfig.from_folder(settings.model_path)
-    dtype = resolve_dtype(config, settings.dtype, device)
+    device = resolve_device(settings.engine.device)
+    config = ModelConfig.from_folder(settings.model.path)
+    dtype = resolve_dtype(config, settings.model.dtype, device)
     return Resolved(
         settings=settings,
         config=config,
-        model=settings.model_name or Path(settings.model_path).resolve().name,
+        model=settings.model.name or Path(settings.model.path).resolve().name,
         device=f"cuda:{settings.tp_rank}" if device == "cuda" and torch.cuda.device_count() > 1 else device,
         dtype=dtype,
-        kv_dtype=resolve_kv_dtype(settings.kv_cache_dtype, dtype, device),
-        max_model_len=resolve_max_model_len(config, settings.max_model_len),
-        transports=supported(device, settings.transport),
-        weights_revision=weights_revision(Path(settings.model_path)),
+        kv_dtype=resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, device),
+        max_model_len=resolve_max_model_len(config, settings.model.max_model_len),
+        transports=supported(device, settings.transfer.transport),
+        weights_revision=weights_revision(Path(settings.model.path)),
     )
 
 
@@ -159,16 +159,16 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         store, settings.tp_rank, settings.tp_size, resolved.device, host=settings.host, timeout_s=RENDEZVOUS_TIMEOUT_S
     )
     runner = ModelRunner(
-        settings.model_path,
+        settings.model.path,
         tp=tp,
         device=resolved.device,
         dtype=resolved.dtype,
-        block_size=settings.block_size,
-        attention=settings.attention,
-        quantization=settings.quantization,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        kernels=settings.kernels,
-        graphs_up_to=0 if settings.enforce_eager else settings.max_num_seqs,
+        block_size=settings.engine.block_size,
+        attention=settings.engine.attention,
+        quantization=settings.model.quantization,
+        kv_cache_dtype=settings.engine.kv_cache_dtype,
+        kernels=settings.engine.kernels,
+        graphs_up_to=0 if settings.engine.enforce_eager else settings.engine.max_num_seqs,
         report=report,
     )
     plan = size_pool(resolved.demand, runner, tp)
@@ -177,7 +177,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         runner.kv,
         resolved.layout,
         settings.tp_rank,
-        timeout_s=settings.transfer_timeout_s,
+        timeout_s=settings.transfer.timeout_s,
         host=settings.host,
         digest=resolved.digest,
         faults=_faults_of(settings),
@@ -195,8 +195,8 @@ def ready_for_steps(resolved: Resolved) -> None:
 
 def threads_of(settings: WorkerSettings) -> int:
     """CPU threads of this rank: as set, else this machine's cores shared by the worker's ranks."""
-    if settings.threads is not None:
-        return settings.threads
+    if settings.engine.threads is not None:
+        return settings.engine.threads
     return max(1, len(os.sched_getaffinity(0)) // settings.tp_size)
 
 

@@ -89,7 +89,7 @@ class Leader(_Rank):
         self._settings = resolved.settings
         self._report = report
         self._incarnation = uuid.uuid4().hex[:12]
-        self._tls = internal_tls_of(self._settings)
+        self._tls = internal_tls_of(self._settings.internal_tls)
         self._listener: socket.socket | None = None
         self._core: Core | None = None
         self._group: RankGroup | None = None
@@ -194,14 +194,14 @@ class Leader(_Rank):
     def _make_core(self, plan: MemoryPlan) -> Core:
         settings, config = self._settings, self._resolved.config
         return Core(
-            BlockManager(plan.num_blocks, settings.block_size, settings.enable_prefix_cache),
+            BlockManager(plan.num_blocks, settings.engine.block_size, settings.engine.enable_prefix_cache),
             Sampler(config.vocab_size),
             self._metrics,
             settings,
             max_model_len=plan.max_model_len,
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
-            constrainer=Constrainer.from_folder(Path(settings.model_path), config.vocab_size),
+            constrainer=Constrainer.from_folder(Path(settings.model.path), config.vocab_size),
             meter=None if settings.metrics_port is None else StepMeter(self._resolved.work),
         )
 
@@ -232,9 +232,9 @@ class Leader(_Rank):
             store_address=store_address,
             transports=self._resolved.transports,
             host_id=host_id(),
-            wire_format=settings.wire_format,
-            chunk_tokens=settings.chunk_tokens,
-            num_slots=settings.num_slots,
+            wire_format=settings.transfer.wire_format,
+            chunk_tokens=settings.transfer.chunk_tokens,
+            num_slots=settings.transfer.num_slots,
         )
 
     def _info(self, plan: MemoryPlan, hellos: list[rank_pb2.RankHello], metrics_address: str) -> worker_pb2.WorkerInfo:
@@ -248,10 +248,10 @@ class Leader(_Rank):
             ranks=ranks,
             model=self._resolved.model,
             weights_revision=self._resolved.weights_revision,
-            block_size=settings.block_size,
+            block_size=settings.engine.block_size,
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=settings.engine.max_num_seqs,
             transport=",".join(self._resolved.transports),
             dtype=self._resolved.dtype,
             metrics_address=metrics_address,
@@ -296,14 +296,14 @@ class Follower(_Rank):
         settings = self._resolved.settings
         if settings.leader is None:
             raise InternalError(f"tensor-parallel rank {settings.tp_rank} needs --leader, rank 0's rank address")
-        sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S, internal_tls_of(settings))
+        sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S, internal_tls_of(settings.internal_tls))
         write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
         command = read_frame(sock, rank_pb2.RankCommand)
         loaded = load_rank(self._resolved, command.start, self._report)
         self._executor = RankExecutor(loaded.runner, loaded.mover, self._reply)
         threading.Thread(target=self._compute, name="engine", daemon=True).start()
         threading.Thread(target=self._listen, name="command-log", daemon=True).start()
-        threading.Thread(target=self._beat, args=(settings.heartbeat_s,), name="heart", daemon=True).start()
+        threading.Thread(target=self._beat, args=(settings.transfer.heartbeat_s,), name="heart", daemon=True).start()
         card = {"worker_id": settings.worker_id, "address": "", "tp_rank": settings.tp_rank, "pid": os.getpid()}
         return json.dumps(card)
 
@@ -363,13 +363,13 @@ class Follower(_Rank):
 def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
     """What the configuration says; else a GPU's is looked up, a CPU's measured by the engine thread between steps."""
     settings, device = resolved.settings, torch.device(resolved.device)
-    given = settings.peak_tflops, settings.peak_gb_per_s
+    given = settings.metrics.peak_tflops, settings.metrics.peak_gb_per_s
     known: Peak | None = None
     if None not in given:
         known = Peak(None, None, "")
     elif device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = peak_of_gpu(name, resolved.dtype, in_fp8=settings.quantization == "fp8")
+        known = peak_of_gpu(name, resolved.dtype, in_fp8=settings.model.quantization == "fp8")
         logger.info("MFU and MBU by %s", known.why)
     if known is not None:
         peak = overridden(known, *given)
@@ -382,4 +382,5 @@ def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
 
 
 def _timing_of(settings: WorkerSettings) -> FailureTimeouts:
-    return FailureTimeouts(settings.heartbeat_s, settings.suspect_after_s, settings.dead_after_s)
+    transfer = settings.transfer
+    return FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)

@@ -35,16 +35,17 @@ class Batching:
         gate: Gate,
         token_bytes: TokenBytes,
     ) -> None:
-        self._store = open_batch_store(settings.batch_store)
-        most_bytes, stalled_client_s = settings.max_message_bytes, settings.stalled_client_timeout_s
+        section = settings.router
+        self._store = open_batch_store(section.batch_store)
+        most_bytes, stalled_client_s = section.max_message_bytes, section.stalled_client_timeout_s
         idle = IdleCapacity(lambda num_running: dispatcher.admission.has_spare(num_running, dispatcher.clock()))
         answerer = LineAnswerer(generate, lambda key_id: principal_of(gate.key_of_id(key_id)), token_bytes, most_bytes)
         counts, most_line_bytes = dispatcher.counters.batch_lines, most_bytes + _AROUND_A_BODY
         self._runner = BatchRunner(self._store, idle, answerer.answer, counts, most_line_bytes=most_line_bytes)
-        files = FileRoutes(self._store, gate, most_bytes=settings.max_file_bytes, stalled_client_s=stalled_client_s)
+        files = FileRoutes(self._store, gate, most_bytes=section.max_file_bytes, stalled_client_s=stalled_client_s)
         batches = BatchRoutes(self._store, self._runner, gate, stalled_client_s=stalled_client_s)
         self.routes: list[Route] = [*files.routes, *batches.routes]
-        self._is_refused = settings.batch_store == ""
+        self._is_refused = section.batch_store == ""
         if self._is_refused:
             self.routes = [route(each.path, **dict.fromkeys(each.methods or (), _refuse)) for each in self.routes]
 
@@ -67,7 +68,7 @@ async def _refuse(request: Request, request_id: str) -> Answer:
 
 
 def open_batch_store(where: str | None) -> BatchStore:
-    """As `RouterSettings.batch_store` has it. Connects, or opens the file, at the first call."""
+    """As `RouterSettings.router` has it. Connects, or opens the file, at the first call."""
     if where is not None and where.startswith(("redis://", "rediss://")):
         from router.batches.redis_store import RedisBatchStore
 

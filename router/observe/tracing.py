@@ -49,7 +49,7 @@ class NoTraces:
 
 def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:
     """What the settings say. `counter` gets the outcome of each span. Raises ConfigError without the extra."""
-    if settings.trace_endpoint is None:
+    if settings.router.trace_endpoint is None:
         return NoTraces()
     try:
         from router.observe.otel import OtelTraces, exporter_to
@@ -58,4 +58,4 @@ def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:
             f"router.trace_endpoint: traces need OpenTelemetry's SDK, and {error.name} is not installed; install Baton "
             "with the extra otel (make setup EXTRAS=dev,otel), or set router.trace_endpoint: null"
         ) from error
-    return OtelTraces(exporter_to(settings.trace_endpoint), counter, sample=settings.trace_sample)
+    return OtelTraces(exporter_to(settings.router.trace_endpoint), counter, sample=settings.router.trace_sample)

@@ -21,15 +21,15 @@ from chaos_states import (
     unblock,
 )
 
+from cluster.config import TransferSection
 from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
-from cluster.settings import WorkerSettings
 
 pytestmark = pytest.mark.battery
 
 CLOSED_S = 0.1
 SILENT_S = 3.5
-TIMERS = WorkerSettings(worker_id="", role="", model_path="")
+TIMERS = TransferSection()
 PEER_LOST = worker_pb2.Failed.REASON_PEER_LOST
 
 

@@ -290,7 +290,8 @@ def test_the_small_methods_refuse_too(
 def refused_start(folder: Path, **settings: Any) -> str:
     """What a worker says that must end with the exit code of a bad configuration."""
     given = {"threads": 1, "device": "cpu", "dtype": "float32", "max_model_len": 256, **settings}
-    process = Process("worker", WorkerSettings("w", "decode", str(folder), **given).to_json())
+    settings = WorkerSettings.from_values(worker_id="w", role="decode", model_path=str(folder), **given)
+    process = Process("worker", settings.to_json())
     code = process.popen.wait(60)
     said = process.stderr()
     process.stop()

@@ -43,7 +43,7 @@ def test_a_started_worker_reports_the_explained_figures(name: str, tmp_path: Pat
     told: dict[str, Any] = json.loads(done.stdout)["roles"]["decode"]
     settings = plan_worker(load_config(str(file)), "decode").ranks[0]
 
-    with running(Worker(**{**settings.as_dict(), "metrics_port": None})) as (worker,):
+    with running(Worker(**{**vars(settings), "metrics_port": None})) as (worker,):
         info, said = worker.info, worker.ranks[0].stderr()
         worker.wait_for(lambda: worker.stats.blocks_total)
         assert worker.stats.blocks_total == info.num_blocks == told["num_blocks"]

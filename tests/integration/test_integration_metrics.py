@@ -152,8 +152,7 @@ def test_a_worker_without_a_metrics_port_names_no_page() -> None:
 def test_a_worker_whose_metrics_port_is_taken_does_not_start_and_says_what_to_do() -> None:
     with running(worker("decode")) as (decode,):
         port = int(decode.info.metrics_address.rpartition(":")[2])
-        settings = {**decode.settings.as_dict(), "worker_id": "decode-1", "metrics_port": port}
-        process = Process("worker", type(decode.settings)(**settings).to_json())
+        process = Process("worker", decode.settings.with_values(worker_id="decode-1", metrics_port=port).to_json())
         process.expect("prepared")
         assert process.popen.wait(60) == 3
         assert f"cannot serve metrics on 127.0.0.1:{port}" in process.stderr()

@@ -88,7 +88,7 @@ def name(dispatcher: Dispatcher, workers: Iterable[Worker], draining: str) -> No
 async def serving(workers: Sequence[Worker]) -> AsyncIterator[Router]:
     names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
     given: dict[str, Any] = HAND_OVER | PATIENT
-    settings = RouterSettings(str(BUNDLED_MODEL), port=0, workers=names, **given)
+    settings = RouterSettings.from_values(model_path=str(BUNDLED_MODEL), port=0, workers=names, **given)
     server = RouterServer(settings, lambda line: None)
     addresses = await server.start()
     try:

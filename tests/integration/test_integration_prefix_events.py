@@ -51,8 +51,8 @@ class Served:
 @asynccontextmanager
 async def serving(folder: Path, *workers: Worker) -> AsyncIterator[Served]:
     names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
-    settings = RouterSettings(
-        str(folder),
+    settings = RouterSettings.from_values(
+        model_path=str(folder),
         port=0,
         workers=names,
         max_model_len=MAX_MODEL_LEN,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import urllib.request
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, single_process,
 from workers import Process, Worker, hand_off, merged, running, sampling
 
 from cluster.errors import NotReachable
+from cluster.settings import WorkerSettings
 from cluster.tls import INTERNAL_NAME, InternalTls
 from engine.sampling.params import SamplingParams
 from tools.client import BatonClient
@@ -92,9 +92,9 @@ class LateWorker(Worker):
         super().__init__(**settings)
 
     def start_rank(self, settings_json: str) -> Process:
-        given = json.loads(settings_json)
-        if given["tp_rank"] == 1:
-            process = Process("worker", json.dumps({**given, **self._stranger}))
+        given = WorkerSettings.from_json(settings_json)
+        if given.tp_rank == 1:
+            process = Process("worker", given.with_values(**self._stranger).to_json())
             assert process.popen.wait(60) != 0
             self.stranger_said = process.stderr()
             process.stop()

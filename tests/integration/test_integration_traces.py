@@ -40,7 +40,7 @@ def workers() -> Iterator[list[Worker]]:
 async def serving(workers: Sequence[Worker], collector: Receiver) -> AsyncIterator[Router]:
     names = tuple(f"{w.settings.role}:{w.settings.worker_id}={w.address}" for w in workers)
     given: dict[str, Any] = HAND_OVER | PATIENT | {"trace_endpoint": collector.url, "workers": names}
-    server = RouterServer(RouterSettings(str(BUNDLED_MODEL), port=0, **given), lambda line: None)
+    server = RouterServer(RouterSettings.from_values(model_path=str(BUNDLED_MODEL), port=0, **given), lambda line: None)
     addresses = await server.start()
     try:
         async with rpc.create_channel(addresses[0]) as channel:

@@ -67,7 +67,7 @@ class ChaosWorker(Worker):
 
     def again(self) -> ChaosWorker:
         """Another life at the same address."""
-        return ChaosWorker(self.namespace, **{**self.settings.as_dict(), "port": self.port})
+        return ChaosWorker(self.namespace, **{**vars(self.settings), "port": self.port})
 
     @property
     def port(self) -> int:
@@ -218,7 +218,7 @@ class Fleet:
             given = {"port": 0, "model_path": str(MODEL), "workers": tuple(flags), **HAND_OVER}
             if "dead_after_s" in self.common:
                 given["dead_after_s"] = self.common["dead_after_s"]
-            self.router = Process("router", RouterSettings(**given).to_json())
+            self.router = Process("router", RouterSettings.from_values(**given).to_json())
             card = self.router.expect("ready")
             self.control_address = str(card["control_address"])
             self.client = BatonClient(str(card["address"]))

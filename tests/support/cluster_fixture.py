@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -92,7 +92,7 @@ class PlainCluster:
             flags = [f"{id.split('-')[0]}:{id}={self._ready(id)['address']}" for id in (PREFILL, DECODE)]
             given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **PATIENT, **self._router_settings}
             given["workers"] = tuple(flags)
-            self._router = RouterSettings(**given)
+            self._router = RouterSettings.from_values(**given)
             self._hear(self.add_router("router"))
             self._connect()
         except BaseException:
@@ -114,7 +114,7 @@ class PlainCluster:
 
     def add_router(self, name: str, **settings: Any) -> dict[str, Any]:
         """Beside the one that is there, unless it has the same name; its card. `settings`: that differ."""
-        self.processes[name] = Process("router", replace(self._router, **settings).to_json())
+        self.processes[name] = Process("router", self._router.with_values(**settings).to_json())
         return self.processes[name].expect("ready")
 
     def kill_router(self) -> None:
@@ -205,7 +205,7 @@ class PlainCluster:
         return steps
 
     def _worker_settings(self, worker_id: str, role: str) -> str:
-        return WorkerSettings(
+        return WorkerSettings.from_values(
             worker_id=worker_id,
             role=role,
             model_path=self._model_path,

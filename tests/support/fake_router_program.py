@@ -32,9 +32,9 @@ class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.StatusSer
     def start(self) -> str:
         admin_pb2_grpc.add_ControlServiceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"{self._settings.host}:{self._settings.port}")
+        port = self._server.add_insecure_port(f"{self._settings.router.host}:{self._settings.router.port}")
         self._server.start()
-        address = f"{self._settings.host}:{port}"
+        address = f"{self._settings.router.host}:{port}"
         return json.dumps({"address": address, "control_address": address, "pid": os.getpid()})
 
     def wait(self) -> None:

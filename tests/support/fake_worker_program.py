@@ -31,8 +31,8 @@ class FakeWorker:
     def start(self) -> str:
         settings = self._settings
         assert settings.leader == (None if settings.tp_rank == 0 else RANK_ADDRESS)
-        if settings.model_path.endswith("broken") or settings.block_size == 13:
-            raise CheckpointError(f"{settings.model_path}: model.safetensors is truncated")
+        if settings.model.path.endswith("broken") or settings.engine.block_size == 13:
+            raise CheckpointError(f"{settings.model.path}: model.safetensors is truncated")
         logging.getLogger(__name__).warning("a warning of %s", settings.worker_id)
         card = {
             "worker_id": settings.worker_id,

@@ -134,8 +134,8 @@ async def running_router(
         await worker.start()
     given = {"port": 0, "drain_timeout_s": 0.0, "workers": tuple(worker.flag for worker in workers)} | settings
     model_path = str(make_model_folder(folder, chat_template=chat_template))
-    complete = RouterSettings(model_path=model_path, **given)
-    internal = internal_tls_of(complete)
+    complete = RouterSettings.from_values(model_path=model_path, **given)
+    internal = internal_tls_of(complete.internal_tls)
     server = RouterServer(complete, lambda line: None, store, traces)
     address, control_address = await server.start()
     try:

@@ -68,7 +68,7 @@ class Node:
         self.num_slots, self.chunk_tokens = sizes["num_slots"], sizes["chunk_tokens"]
         self._has_worked = True
         pages = Pages(sizes["num_blocks"], sizes["block_size"], sizes["num_layers"], world.counts)
-        settings = WorkerSettings(
+        settings = WorkerSettings.from_values(
             worker_id=name,
             role=name.split("-")[0],
             model_path="",

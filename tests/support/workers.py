@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,14 +93,14 @@ class Worker:
     """A tensor-parallel group of worker processes, and one router session with it."""
 
     def __init__(self, **settings: Any) -> None:
-        base = WorkerSettings(**{"threads": 1, "device": "cpu", "dtype": "float32", **settings})
+        base = WorkerSettings.from_values(**{"threads": 1, "device": "cpu", "dtype": "float32", **settings})
         self.settings = base
         leader = self.start_rank(base.to_json())
         self.ranks = [leader]
         card = leader.expect("prepared")
         for rank in range(1, base.tp_size):
-            follower = {**base.as_dict(), "tp_rank": rank, "leader": card["rank_address"]}
-            self.ranks.append(self.start_rank(json.dumps(follower)))
+            follower = replace(base, tp_rank=rank, leader=card["rank_address"])
+            self.ranks.append(self.start_rank(follower.to_json()))
         self.outputs: dict[RequestKey, Output] = defaultdict(Output)
         self.stats = worker_pb2.WorkerStats()
         self.changed = threading.Condition()
@@ -120,7 +120,7 @@ class Worker:
         self.is_lost = False
         self.stats = worker_pb2.WorkerStats()
         self._commands: queue.Queue[worker_pb2.Command | None] = queue.Queue()
-        tls = internal_tls_of(self.settings)
+        tls = internal_tls_of(self.settings.internal_tls)
         self._channel = rpc.create_blocking_channel(self.address, tls=None if tls is None else tls.client)
         stub = worker_pb2_grpc.WorkerServiceStub(self._channel)
         self._events = stub.Session(iter(self._commands.get, None))

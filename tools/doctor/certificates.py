@@ -27,10 +27,8 @@ _MAKE_NEW = "make a new one as docs/security.md has it, and restart what shows i
 
 def certificates(subject: Subject) -> Iterator[Finding]:
     config = subject.serving
-    tls = config.tls
-    inside = config.internal_tls
-    public = public_tls_of(tls.cert, tls.key, tls.client_ca)
-    internal = internal_tls_of(_Files(inside.cert, inside.key, inside.ca))
+    public = public_tls_of(config.tls)
+    internal = internal_tls_of(config.internal_tls)
     if public is None and internal is None:
         yield ok("tls and internal_tls are null: nothing is encrypted")
     if public is not None:
@@ -73,13 +71,6 @@ def _examine(section: str, server: ServerTls, client: ClientTls | None, names: t
         yield warning(f"{found} expires on {told['notAfter']}", f"{_MAKE_NEW} before", **values)
     else:
         yield ok(f"{found} is for {', '.join(subjects)}, good until {told['notAfter']}", **values)
-
-
-class _Files:
-    """As settings have them."""
-
-    def __init__(self, cert: str | None, key: str | None, ca: str | None) -> None:
-        self.internal_tls_cert, self.internal_tls_key, self.internal_tls_ca = cert, key, ca
 
 
 def _names(host: str) -> tuple[str, ...]:

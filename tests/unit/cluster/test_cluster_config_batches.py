@@ -20,7 +20,7 @@ def store_of(state: str | None = None, placement: PlacementSection | None = None
     section = replace(RouterSection(replicas=2), **router)  # type: ignore[arg-type]
     config = ServingConfig(ModelSection("m"), state=state, router=section, placement=placement or PlacementSection())
     plan = plan_cluster(config, num_gpus=0, num_cores=None)
-    return [settings.batch_store for _, settings in plan.named_routers()]
+    return [settings.router.batch_store for _, settings in plan.named_routers()]
 
 
 def test_without_a_word_routers_share_a_file_at_home_that_is_named_after_the_port() -> None:

@@ -26,11 +26,11 @@ def test_files_are_found_beside_the_configuration(folder: Path) -> None:
     plan = plan_cluster(config, num_gpus=0, num_cores=1)
     here = {name: str(folder / name) for name in ("keys.yaml", "c", "k", "ca")}
     router, rank = plan.router, plan.workers[0].ranks[0]
-    assert (router.keys_file, router.tls_cert, router.tls_key) == (here["keys.yaml"], here["c"], here["k"])
-    assert router.tls_client_ca is None
+    assert (router.auth.keys_file, router.tls.cert, router.tls.key) == (here["keys.yaml"], here["c"], here["k"])
+    assert router.tls.client_ca is None
     for process in (router, rank):
-        files = (process.internal_tls_cert, process.internal_tls_key, process.internal_tls_ca)
-        assert files == (here["c"], here["k"], here["ca"])
+        files = process.internal_tls
+        assert (files.cert, files.key, files.ca) == (here["c"], here["k"], here["ca"])
 
 
 @pytest.mark.parametrize(

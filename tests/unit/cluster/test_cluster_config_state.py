@@ -19,7 +19,7 @@ def config_of(state: str | None) -> ServingConfig:
 def test_a_redis_url_is_taken_and_told_to_the_router(url: str | None) -> None:
     assert list(check(config_of(url))) == []
     router = plan_cluster(config_of(url), num_gpus=0, num_cores=1).router
-    assert (router.state, router.resume_window_s) == (url, 7.0)
+    assert (router.state, router.router.resume_window_s) == (url, 7.0)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def config_of(endpoint: str | None) -> ServingConfig:
 def test_the_url_of_a_collector_is_taken_and_told_to_the_router(url: str | None) -> None:
     assert list(check(config_of(url))) == []
     router = plan_cluster(config_of(url), num_gpus=0, num_cores=1).router
-    assert (router.trace_endpoint, router.trace_sample) == (url, 0.25)
+    assert (router.router.trace_endpoint, router.router.trace_sample) == (url, 0.25)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.flags import parse_flags
-from cluster.settings import RouterSettings, WorkerSettings
+from cluster.settings import RouterSettings, WorkerSettings, parse_flags
 
 
 def test_every_field_is_a_flag() -> None:
@@ -15,9 +14,9 @@ def test_every_field_is_a_flag() -> None:
 
 
 def test_flags_override_settings_given_as_json() -> None:
-    json_text = RouterSettings(model_path="m", port=1).to_json()
+    json_text = RouterSettings.from_values(model_path="m", port=1).to_json()
     settings = parse_flags(RouterSettings, "python -m router", ["--settings", json_text, "--port", "2"])
-    assert (settings.model_path, settings.port) == ("m", 2)
+    assert (settings.model.path, settings.router.port) == ("m", 2)
 
 
 def test_lists_are_given_one_flag_each() -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from cluster.settings import JsonSettings, RouterSettings, WorkerSettings
 
-WORKER = WorkerSettings(
+WORKER = WorkerSettings.from_values(
     worker_id="prefill-0", role="prefill", model_path="m", max_model_len=2048, threads=1, transfer_timeout_s=2.5
 )
-ROUTER = RouterSettings(model_path="m", workers=("prefill:p=127.0.0.1:1", "decode:d=127.0.0.1:2"), insecure=True)
+ROUTER = RouterSettings.from_values(
+    model_path="m", workers=("prefill:p=127.0.0.1:1", "decode:d=127.0.0.1:2"), insecure=True
+)
 
 
 @pytest.mark.parametrize("settings", [WORKER, ROUTER], ids=lambda settings: type(settings).__name__)
@@ -21,20 +23,39 @@ def test_settings_survive_the_round_trip_through_json(settings: JsonSettings) ->
 
 
 @pytest.mark.parametrize("settings", [WORKER, ROUTER], ids=lambda settings: type(settings).__name__)
-def test_the_json_is_flat_and_has_every_field(settings: JsonSettings) -> None:
+def test_the_json_has_every_field_and_every_value_of_its_sections(settings: JsonSettings) -> None:
     assert dataclasses.is_dataclass(settings)
     values = json.loads(settings.to_json())
     assert set(values) == {f.name for f in dataclasses.fields(settings)}
-    assert not any(isinstance(value, dict) for value in values.values())
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    assert {"model", "engine", "transfer"} <= set(sections)
+    for name, section in sections.items():
+        assert set(section) == {f.name for f in dataclasses.fields(getattr(settings, name))}
+
+
+def test_a_short_name_stands_for_the_value_of_one_section() -> None:
+    assert (WORKER.model.path, WORKER.model.max_model_len) == ("m", 2048)
+    assert (WORKER.engine.threads, WORKER.transfer.timeout_s) == (1, 2.5)
+    changed = WORKER.with_values(transfer_timeout_s=4.0, tp_rank=1, internal_tls_cert="c")
+    assert (changed.transfer.timeout_s, changed.tp_rank, changed.internal_tls.cert) == (4.0, 1, "c")
+    assert dataclasses.replace(changed, transfer=WORKER.transfer, tp_rank=0, internal_tls=WORKER.internal_tls) == WORKER
+
+
+def test_a_name_that_two_sections_have_needs_that_of_the_section() -> None:
+    assert RouterSettings.from_values(model_path="m", tls_cert="c").tls.cert == "c"
+    with pytest.raises(TypeError, match="'cert'"):
+        RouterSettings.from_values(model_path="m", cert="c")
 
 
 def test_an_unknown_key_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="worker_idd"):
-        WorkerSettings.from_json('{"worker_idd": "x", "role": "prefill", "model_path": "m"}')
+        WorkerSettings.from_json('{"worker_idd": "x", "role": "prefill", "model": {"path": "m"}}')
+    with pytest.raises(TypeError, match="pathh"):
+        WorkerSettings.from_json('{"worker_id": "x", "role": "prefill", "model": {"pathh": "m"}}')
 
 
 def test_a_required_key_that_is_missing_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="model_path"):
+    with pytest.raises(TypeError, match="model"):
         RouterSettings.from_json("{}")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from admin_world import config_of
 
+from cluster.config import ModelSection
 from cluster.pb import admin_pb2
 from cluster.settings import RouterSettings
 from controller import change_steps
@@ -163,7 +164,7 @@ class Hosted(Host):
     def __init__(self, *_: object, strategy: Any, **__: object) -> None:
         super().__init__()
         self.strategy = strategy
-        self.settings = RouterSettings("")
+        self.settings = RouterSettings(ModelSection(""))
         self.loaded.set()
 
     async def prepare(self, settings_json: str) -> str:
@@ -186,7 +187,9 @@ async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monke
     monkeypatch.setattr(launchers, "HostedProcess", lambda *a, **b: hosts.append(Hosted(*a, **b)) or hosts[-1])
     places, lines = launchers.RouterPlaces(2, are_spread=True), list[str]()
     routers = [
-        launchers.RouterLauncher(name, RouterSettings("m", port=5), "router.program", None, lines.append, i, places)
+        launchers.RouterLauncher(
+            name, RouterSettings.from_values(model_path="m", port=5), "router.program", None, lines.append, i, places
+        )
         for i, name in enumerate(("router", "router-1"))
     ]
     starting = [asyncio.create_task(router.launch()) for router in routers]
@@ -197,4 +200,4 @@ async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monke
     await asyncio.gather(*starting)
     assert (booked, set(lines)) == ([(2, "STRICT_SPREAD")], {"waiting for Ray to find a node for each of 2 routers"})
     assert [host.strategy.placement_group_bundle_index for host in hosts] == [0, 1]
-    assert [(host.settings.node_host, host.settings.port) for host in hosts] == [("127.0.0.1", 5)] * 2
+    assert [(host.settings.node_host, host.settings.router.port) for host in hosts] == [("127.0.0.1", 5)] * 2

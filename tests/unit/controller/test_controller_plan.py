@@ -60,21 +60,21 @@ def test_the_cores_are_divided_among_all_ranks_and_each_has_at_least_one(
 ) -> None:
     config = config_of(RoleSection(devices=2), RoleSection(devices=2, tensor_parallel=2))
     plan = plan_cluster(config, num_gpus=0, num_cores=num_cores)
-    assert {rank.threads for worker in plan.workers for rank in worker.ranks} == {threads}
+    assert {rank.engine.threads for worker in plan.workers for rank in worker.ranks} == {threads}
 
 
 def test_threads_that_the_operator_chose_are_kept() -> None:
     config = config_of()
     config = replace(config, engine=replace(config.engine, threads=5))
     plan = plan_cluster(config, num_gpus=0, num_cores=2)
-    assert plan.workers[0].ranks[0].threads == 5
+    assert plan.workers[0].ranks[0].engine.threads == 5
 
 
 def test_a_role_may_override_the_block_size_and_the_size_of_the_pool() -> None:
     config = config_of(RoleSection(block_size=32, kv_cache_tokens=640), RoleSection())
     prefill, decode = (w.ranks[0] for w in plan_cluster(config, num_gpus=0, num_cores=2).workers)
-    assert (prefill.block_size, prefill.kv_cache_tokens) == (32, 640)
-    assert (decode.block_size, decode.kv_cache_tokens) == (16, None)
+    assert (prefill.engine.block_size, prefill.engine.kv_cache_tokens) == (32, 640)
+    assert (decode.engine.block_size, decode.engine.kv_cache_tokens) == (16, None)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_role_may_override_the_block_size_and_the_size_of_the_pool() -> None:
 )
 def test_auto_takes_gpus_where_there_are_any(wanted: str, num_gpus: int, device: str) -> None:
     worker = plan_cluster(config_of(device=wanted), num_gpus=num_gpus, num_cores=2).workers[0]
-    assert worker.ranks[0].device == device
+    assert worker.ranks[0].engine.device == device
     assert worker.bundle.get("GPU", 0.0) == (1.0 if device == "cuda" else 0.0)
 
 
@@ -102,9 +102,11 @@ def test_what_the_operator_wrote_reaches_worker_and_router_unchanged() -> None:
     config = replace(config_of(), router=RouterSection(port=1234, queue_timeout_s=7.5, max_queued_requests=3))
     plan = plan_cluster(config, num_gpus=0, num_cores=2)
     rank, router = plan.workers[0].ranks[0], plan.router
-    assert (rank.model_path, rank.model_name, rank.dtype, rank.max_model_len) == ("models/m", "m", "float32", 100)
-    assert (router.port, router.queue_timeout_s, router.max_queued_requests) == (1234, 7.5, 3)
-    assert (router.model_path, router.max_model_len, router.max_num_seqs) == ("models/m", 100, 64)
+    for model in (rank.model, router.model):
+        assert (model.path, model.name, model.dtype, model.max_model_len) == ("models/m", "m", "float32", 100)
+    section = router.router
+    assert (section.port, section.queue_timeout_s, section.max_queued_requests) == (1234, 7.5, 3)
+    assert router.engine.max_num_seqs == 64
 
 
 def test_every_key_of_the_transfer_reaches_each_rank() -> None:
@@ -123,20 +125,18 @@ def test_every_key_of_the_transfer_reaches_each_rank() -> None:
     default = TransferSection()
     plan = plan_cluster(replace(config_of(), transfer=wanted), num_gpus=0, num_cores=2)
     rank = plan.workers[1].ranks[0]
-    assert plan.router.dead_after_s == wanted.dead_after_s
+    assert plan.router.transfer.dead_after_s == wanted.dead_after_s
     for field in dataclasses.fields(TransferSection):
         value = getattr(wanted, field.name)
         assert value != getattr(default, field.name), f"{field.name} is not told apart from its default"
-        setting = "transfer_timeout_s" if field.name == "timeout_s" else field.name
-        assert getattr(rank, setting) == value, field.name
+        assert getattr(rank.transfer, field.name) == value, field.name
 
 
 def test_what_the_schema_says_by_default_is_what_a_worker_does_by_default() -> None:
     rank = plan_cluster(config_of(), num_gpus=0, num_cores=2).workers[0].ranks[0]
-    alone = WorkerSettings(worker_id="a", role="prefill", model_path="m")
+    alone = WorkerSettings(worker_id="a", role="prefill", model=ModelSection("m"))
     for field in dataclasses.fields(TransferSection):
-        setting = "transfer_timeout_s" if field.name == "timeout_s" else field.name
-        assert getattr(rank, setting) == getattr(alone, setting), field.name
+        assert getattr(rank.transfer, field.name) == getattr(alone.transfer, field.name), field.name
     assert rank.transfer_faults == 0.0
 
 
@@ -157,17 +157,21 @@ def test_several_routers_have_names_and_ports_of_their_own() -> None:
     config = config_of()
     three = replace(config, router=replace(config.router, replicas=3, port=6000))
     named = plan_cluster(three, num_gpus=0, num_cores=2).named_routers()
-    assert [(name, settings.port) for name, settings in named] == [
+    assert [(name, settings.router.port) for name, settings in named] == [
         ("router", 6000),
         ("router-1", 6010),
         ("router-2", 6020),
     ]
     spread = replace(three, placement=replace(three.placement, routers="spread"))
-    assert [s.port for _, s in plan_cluster(spread, num_gpus=0, num_cores=None).named_routers()] == [6000, 6000, 6000]
+    assert [s.router.port for _, s in plan_cluster(spread, num_gpus=0, num_cores=None).named_routers()] == [
+        6000,
+        6000,
+        6000,
+    ]
     with pytest.raises(ConfigError, match=r"placement\.routers is spread, and this is one machine for 3 routers"):
         plan_cluster(spread, num_gpus=0, num_cores=2)
     anywhere = replace(three, router=replace(three.router, port=0))
-    assert {s.port for _, s in plan_cluster(anywhere, num_gpus=0, num_cores=2).named_routers()} == {0}
+    assert {s.router.port for _, s in plan_cluster(anywhere, num_gpus=0, num_cores=2).named_routers()} == {0}
 
 
 def test_workers_wait_for_gpus_where_nodes_may_still_come() -> None:

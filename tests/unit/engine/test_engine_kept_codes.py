@@ -188,7 +188,9 @@ def test_codes_are_kept_where_that_loses_nothing_or_is_asked_for(
 ) -> None:
     packed, _ = make_packed(Format("awq", 64), tmp_path)
     made = matrices_of(monkeypatch)
-    settings = WorkerSettings(worker_id="prefill-0", role="prefill", model_path=str(packed), device="cpu", **wanted)
+    settings = WorkerSettings.from_values(
+        worker_id="prefill-0", role="prefill", model_path=str(packed), device="cpu", **wanted
+    )
 
     runner = make_runner(packed, **wanted)
 

@@ -16,15 +16,15 @@ from router_harness import make_model_folder
 from cluster.errors import CheckpointError, ConfigError
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import generation_pb2_grpc
-from cluster.settings import RouterSettings
-from router.__main__ import settings_json
+from cluster.settings import RouterSettings, parse_flags
 from router.program import RouterProgram, create
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def program(folder: Path, **settings: object) -> RouterProgram:
-    return create(json.dumps({"model_path": str(folder), "port": 0, **settings}), lambda line: None)
+    given = {"model_path": str(folder), "port": 0, **settings}
+    return create(RouterSettings.from_values(**given).to_json(), lambda line: None)
 
 
 def test_a_program_starts_serves_and_stops(tmp_path: Path) -> None:
@@ -66,16 +66,25 @@ def test_a_port_in_use_is_a_bad_setting(tmp_path: Path) -> None:
 
 
 def test_flags_are_the_settings_fields_and_win_over_json() -> None:
-    flags = ["--settings", '{"model_path": "a", "port": 1}', "--port", "2", "--insecure", "--max-model-len", "64"]
-    text = settings_json([*flags, "--queue-timeout-s", "1.5", "--workers", "prefill:p=h:1", "decode:d=h:2"])
-    settings = RouterSettings.from_json(text)
-    assert (settings.model_path, settings.port, settings.insecure, settings.max_model_len) == ("a", 2, True, 64)
-    assert settings.queue_timeout_s == 1.5 and list(settings.workers) == ["prefill:p=h:1", "decode:d=h:2"]
+    flags = [
+        "--settings",
+        '{"model": {"path": "a"}, "router": {"port": 1}}',
+        "--port",
+        "2",
+        "--insecure",
+        "--max-model-len",
+        "64",
+    ]
+    flags += ["--queue-timeout-s", "1.5", "--workers", "prefill:p=h:1", "decode:d=h:2"]
+    settings = parse_flags(RouterSettings, "python -m router", flags)
+    section = settings.router
+    assert (settings.model.path, section.port, section.insecure, settings.model.max_model_len) == ("a", 2, True, 64)
+    assert section.queue_timeout_s == 1.5 and list(settings.workers) == ["prefill:p=h:1", "decode:d=h:2"]
 
 
 def test_a_missing_model_path_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        settings_json([])
+        parse_flags(RouterSettings, "python -m router", [])
     assert end.value.code == 2 and "--model-path" in capsys.readouterr().err
 
 

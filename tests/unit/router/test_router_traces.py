@@ -250,7 +250,7 @@ def check_tree(spans: Sequence[Received], root: Received) -> None:
 
 
 def settings(**given: Any) -> RouterSettings:
-    return RouterSettings(model_path="m", **given)
+    return RouterSettings.from_values(model_path="m", **given)
 
 
 def test_nothing_is_traced_and_nothing_imported_unless_it_is_configured() -> None:

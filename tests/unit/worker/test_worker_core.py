@@ -67,7 +67,7 @@ class Ear:
 
 
 def make_core() -> tuple[Core, PendingRanks, Ear]:
-    settings = WorkerSettings(worker_id="decode-0", role="decode", model_path="")
+    settings = WorkerSettings.from_values(worker_id="decode-0", role="decode", model_path="")
     blocks, sampler = BlockManager(16, 16), Sampler(VOCABULARY)
     core = Core(blocks, sampler, HandoffMetrics(), settings, max_model_len=256, num_layers=2, step_log=StepLog(None))
     ranks, ear = PendingRanks(), Ear()

@@ -23,7 +23,7 @@ from worker.memory import check_memory, expect_memory, memory_line, size_pool
 
 def demand_of(folder: Path, **settings: Any) -> MemoryDemand:
     given = {"device": "cpu", "dtype": "float32", "max_num_batched_tokens": 128, "max_num_seqs": 4, **settings}
-    return resolve(WorkerSettings("w", "decode", str(folder), **given)).demand
+    return resolve(WorkerSettings.from_values(worker_id="w", role="decode", model_path=str(folder), **given)).demand
 
 
 @pytest.fixture(scope="module")

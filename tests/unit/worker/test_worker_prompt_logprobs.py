@@ -101,7 +101,9 @@ class Ear:
 
 class Bench:
     def __init__(self, *, num_blocks: int = 64, budget: int = 2048) -> None:
-        settings = WorkerSettings(worker_id="decode-0", role="decode", model_path="", max_num_batched_tokens=budget)
+        settings = WorkerSettings.from_values(
+            worker_id="decode-0", role="decode", model_path="", max_num_batched_tokens=budget
+        )
         blocks, sampler, log = BlockManager(num_blocks, 16), Sampler(VOCABULARY), StepLog(None)
         self.core = Core(blocks, sampler, HandoffMetrics(), settings, max_model_len=4096, num_layers=2, step_log=log)
         self.ranks, self.ear = ScoringRanks(), Ear()
