@@ -43,8 +43,7 @@ from benchmarks.served_cluster import ServedCluster
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from tools.admin_client import AdminClient
-from tools.client import BatonClient, make_spec
+from tools.client import AdminClient, BatonClient, make_spec
 
 SPLITS = ((1, 3), (3, 1), (2, 2))
 SHARED_TOKENS = 64

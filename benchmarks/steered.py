@@ -14,7 +14,7 @@ from benchmarks.cpu_share import equal_shares
 from benchmarks.plain_cluster import ProgramFailed
 from benchmarks.served_cluster import ServedCluster
 from cluster.pb import admin_pb2
-from tools.admin_client import AdminClient
+from tools.client import AdminClient
 
 CHANGE_S = 60.0
 _KIND = admin_pb2.ClusterEvent

@@ -29,7 +29,7 @@ from cluster.errors import BatonError
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import ChangeResponse
-    from tools.admin_client import AdminClient
+    from tools.client import AdminClient
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and change nothing.")]
 ExpectedVersion = Annotated[

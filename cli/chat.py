@@ -113,7 +113,7 @@ class _Conversation:
 
     def _answer(self) -> str:
         """Prints the answer as it comes; what came before a Ctrl-C at a terminal counts as the answer."""
-        from tools.transcript import Transcript
+        from tools.generation_stream import Transcript
 
         transcript = Transcript()
         spec = self._spec_of(self.messages)

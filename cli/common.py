@@ -19,8 +19,7 @@ from cluster.program import ExitCode
 
 if TYPE_CHECKING:
     from cluster.tls import ClientTls
-    from tools.admin_client import AdminClient
-    from tools.client import BatonClient
+    from tools.client import AdminClient, BatonClient
 
 INTERRUPTED = 130
 """What shells report for a program ended by Ctrl-C."""
@@ -150,7 +149,7 @@ def connect_admin(
 ) -> AdminClient:
     """The same, to the controller."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from tools.admin_client import AdminClient
+    from tools.client import AdminClient
 
     return AdminClient(address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
 

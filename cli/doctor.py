@@ -16,7 +16,7 @@ import typer
 from cli.common import ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, checked_address, client_tls, outcome
 
 if TYPE_CHECKING:
-    from tools.doctor.findings import CheckResult
+    from tools.doctor.check import CheckResult
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
 
@@ -50,10 +50,10 @@ def doctor(
     with outcome():
         from cli.serve import default_config
         from tools.doctor.catalogue import CHECKS
-        from tools.doctor.contact import Asked
-        from tools.doctor.examination import as_document, examine, exit_code
+        from tools.doctor.check import as_document, examine, exit_code
+        from tools.doctor.subject import DoctorOptions
 
-        asked = Asked(
+        options = DoctorOptions(
             path=file or default_config(),
             is_file_named=file is not None,
             address=address,
@@ -63,9 +63,9 @@ def doctor(
             limit_s=limit,
         )
         with _looking():
-            outcomes = examine(asked, CHECKS)
+            outcomes = examine(options, CHECKS)
         if as_json:
-            print(json.dumps(as_document(asked, outcomes), indent=2, ensure_ascii=False))
+            print(json.dumps(as_document(options, outcomes), indent=2, ensure_ascii=False))
         else:
             _show(outcomes)
         code = exit_code(outcomes)
@@ -91,7 +91,7 @@ def _show(outcomes: Sequence[CheckResult]) -> None:
     from rich.text import Text
 
     from cluster.units import count_of
-    from tools.doctor.findings import Half, Result
+    from tools.doctor.check import Half, Result
 
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:

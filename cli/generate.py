@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from cluster.pb.generation_pb2 import GenerateStreamResponse
-    from tools.transcript import Transcript
+    from tools.generation_stream import Transcript
 
 MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
 Temperature = Annotated[
@@ -57,7 +57,7 @@ def generate(
     temperature = resolve_temperature(temperature, greedy)
     with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
         from tools.client import make_spec
-        from tools.transcript import Transcript
+        from tools.generation_stream import Transcript
 
         spec = make_spec(
             _read_prompt(prompt),
@@ -147,7 +147,7 @@ class _Printer:
 
 def describe_timing(transcript: Transcript) -> str:
     """One line: `5 prompt tokens (0 cached), 64 new; first token 31 ms (queue 1, prefill 20), ...`."""
-    from tools.transcript import timing_dict
+    from tools.generation_stream import timing_dict
 
     usage, timing = transcript.usage, transcript.timing
     if usage is None or timing is None:

@@ -28,7 +28,7 @@ from cluster.errors import BatonError
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import GetStatusResponse
-    from tools.admin_client import AdminClient
+    from tools.client import AdminClient
 
 _LOOK_S = 60.0
 """With --follow, the file is written at least so often."""

@@ -1,7 +1,7 @@
-"""A small blocking Python client over gRPC: the CLI, the tests and the benchmarks use it.
+"""Blocking Python clients over gRPC, of a router and of the controller.
 
-Errors of the server come back as the exceptions of `cluster.errors`; nobody answering is NotReachable. Thread-safe: one
-client serves many threads. A call happens once; only `resuming_stream` calls again when its stream breaks.
+Errors of the server are raised as the exceptions of `cluster.errors`; NotReachable says that nobody answers. One client
+serves many threads. A call is made once; only `resuming_stream` calls again when its stream breaks.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from typing import Any, Self, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.errors import InvalidRequest, NotReachable, Unavailable
+from cluster.errors import DeadlineExceeded, InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.rpc import create_blocking_channel, from_rpc_error
 from cluster.tls import ClientTls
-from tools.resuming_stream import ResumingStream
+from tools.generation_stream import ResumingStream
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
+_ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED)
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -80,7 +82,7 @@ def _set_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:
 
 
 def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What goes along with each call. Raises InvalidRequest for a key that no header can carry."""
+    """The gRPC metadata of each call. Raises InvalidRequest for a key that no header can carry."""
     if api_key is None:
         return ()
     if not (api_key.isascii() and api_key.isprintable()):
@@ -89,10 +91,10 @@ def key_metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
 
 
 class GenerationStream:
-    """The events of one generation; leaving it (as a context manager) cancels what has not ended."""
+    """Iterates over the events of one call. As a context manager, it cancels what has not ended."""
 
     def __init__(self, call: Any, address: str, channel: grpc.Channel | None = None) -> None:
-        """`channel`: its own, closed with it; None: others use it as well."""
+        """`channel`: closed with the stream; None: the call uses a shared one."""
         self._call = call
         self._address = address
         self._channel = channel
@@ -108,7 +110,7 @@ class GenerationStream:
         return event
 
     def cancel(self) -> None:
-        """Ends the generation at the server; from any thread; harmless when it has ended."""
+        """Ends the generation at the server. May be called from any thread, and after the end."""
         self._call.cancel()
         if self._channel is not None:
             self._channel.close()
@@ -121,13 +123,13 @@ class GenerationStream:
 
 
 class ClientConnection:
-    """To a server; it connects at the first call."""
+    """A channel to one server, which connects at the first call."""
 
     def __init__(
         self, address: str, *, api_key: str | None = None, tls: ClientTls | None = None, call_s: float = 30.0
     ) -> None:
-        """`api_key`: sent with each call. `call_s`: that a call may take which has no limit of its own. Raises
-        InvalidRequest for a key that no header can carry, and ConfigError for files of `tls` that cannot be used."""
+        """`api_key` is sent with each call. `call_s` limits a call that has no limit of its own. Raises InvalidRequest
+        for a key that no header can carry, and ConfigError for files of `tls` that cannot be used."""
         self.address = address
         self._tls = tls
         self._call_s = call_s
@@ -135,7 +137,7 @@ class ClientConnection:
         self._channel = create_blocking_channel(address, tls=tls)
 
     def close(self) -> None:
-        """Cancels what is running."""
+        """Cancels running calls."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -150,7 +152,7 @@ class ClientConnection:
 
 
 class BatonClient(ClientConnection):
-    """Of a router. `timeout_s` of a call is its gRPC deadline."""
+    """Client of a router. `timeout_s` of a call is its gRPC deadline."""
 
     def __init__(
         self,
@@ -166,18 +168,18 @@ class BatonClient(ClientConnection):
         self._admin = admin_pb2_grpc.StatusServiceStub(self._channel)
 
     def stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> GenerationStream:
-        """Errors, NotReachable included, are raised by iterating."""
+        """Streams one generation. Iterating raises the errors, NotReachable included."""
         request = pb.GenerateStreamRequest(spec=spec)
         call = self._generation.GenerateStream(request, timeout=timeout_s, metadata=self._metadata)
         return GenerationStream(call, self.address)
 
     def resuming_stream(self, spec: pb.GenerationSpec, *, timeout_s: float | None = None) -> ResumingStream:
-        """The same, going on where it was when the connection or the router is lost in the middle."""
+        """Streams one generation, and goes on where it was when the connection or the router is lost."""
         return ResumingStream(self._open, self.cancel, spec, timeout_s=timeout_s)
 
-    def _open(self, spec: pb.GenerationSpec, timeout_s: float | None, *, is_again: bool) -> GenerationStream:
-        """One that is opened again gets a connection of its own: the shared one waits after each failure to connect,
-        and may be slow to notice that the router is back."""
+    def _open(self, spec: pb.GenerationSpec, timeout_s: float | None, is_again: bool) -> GenerationStream:
+        """A stream that is opened again gets a connection of its own: the shared one waits after each failure to
+        connect, and may notice late that the router is back."""
         if not is_again:
             return self.stream(spec, timeout_s=timeout_s)
         channel = create_blocking_channel(self.address, tls=self._tls, is_alone=True)
@@ -215,7 +217,7 @@ class BatonClient(ClientConnection):
         return response
 
     def activity(self, since: admin_pb2.GetActivityRequest | None = None) -> admin_pb2.GetActivityResponse:
-        """What became of requests in the last minutes, of that router; None: all that it keeps."""
+        """Results of this router's requests in the last minutes; None: all that it keeps."""
         request = admin_pb2.GetActivityRequest() if since is None else since
         response: admin_pb2.GetActivityResponse = self._call(self._admin.GetActivity, request)
         return response
@@ -226,8 +228,75 @@ class BatonClient(ClientConnection):
         return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
 
+class AdminClient(ClientConnection):
+    """Client of the controller's AdminService. `expected_version` 0: whichever is current."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADMIN_ADDRESS,
+        *,
+        api_key: str | None = None,
+        tls: ClientTls | None = None,
+        call_s: float = 30.0,
+    ) -> None:
+        super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
+        self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+
+    def cluster(self) -> admin_pb2.GetClusterResponse:
+        response: admin_pb2.GetClusterResponse = self._call(self._admin.GetCluster, admin_pb2.GetClusterRequest())
+        return response
+
+    def set_roles(
+        self, prefill: int, decode: int, *, expected_version: int = 0, dry_run: bool = False
+    ) -> admin_pb2.ChangeResponse:
+        """Sets the number of workers of each role."""
+        request = admin_pb2.SetRolesRequest(
+            num_prefill=prefill, num_decode=decode, expected_version=expected_version, dry_run=dry_run
+        )
+        return self._change(self._admin.SetRoles, request)
+
+    def apply(
+        self, text: str, *, filename: str = "", expected_version: int = 0, dry_run: bool = False
+    ) -> admin_pb2.ChangeResponse:
+        """Applies the text of a cluster.yaml."""
+        request = admin_pb2.ApplyRequest(
+            yaml=text, filename=filename, expected_version=expected_version, dry_run=dry_run
+        )
+        return self._change(self._admin.Apply, request)
+
+    def drain(self, worker_id: str, *, expected_version: int = 0, dry_run: bool = False) -> admin_pb2.ChangeResponse:
+        """Takes a worker out."""
+        request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, expected_version=expected_version, dry_run=dry_run)
+        return self._change(self._admin.DrainWorker, request)
+
+    def events(
+        self, after_sequence: int | None = None, *, timeout_s: float | None = None
+    ) -> Iterator[admin_pb2.ClusterEvent]:
+        """Events after that one (None: from now on), without end or until `timeout_s` has passed."""
+        request = admin_pb2.WatchEventsRequest(after_sequence=after_sequence)
+        try:
+            with as_baton_errors(self.address):
+                yield from self._admin.WatchEvents(request, timeout=timeout_s, metadata=self._metadata)
+        except DeadlineExceeded:
+            return
+
+    def follow(self, answer: admin_pb2.ChangeResponse) -> Iterator[admin_pb2.ClusterEvent]:
+        """The events of an accepted change up to its end or failure; none if it changes nothing."""
+        if not answer.is_change:
+            return
+        for event in self.events(answer.after_sequence):
+            yield event
+            if event.kind in _ENDS:
+                return
+
+    def _change(self, method: Any, request: Any) -> admin_pb2.ChangeResponse:
+        response: admin_pb2.ChangeResponse = self._call(method, request)
+        return response
+
+
 @contextmanager
 def as_baton_errors(address: str, *, has_begun: bool = False) -> Iterator[None]:
+    """Raises gRPC errors as BatonErrors. `has_begun`: the call has had an answer, so the server was there."""
     try:
         yield
     except grpc.RpcError as error:

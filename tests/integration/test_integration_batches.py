@@ -23,7 +23,7 @@ from serve_process import Serve
 
 from benchmarks.redis_server import RedisServer, free_port, running_redis
 from router.batches.batching import open_batch_store
-from tools.admin_client import AdminClient
+from tools.client import AdminClient
 
 MODEL = BUNDLED_MODEL.name
 WAIT_S = 90.0

@@ -27,7 +27,7 @@ from cluster.pb import worker_pb2
 from cluster.tls import ClientTls
 from router.routing.load_tracker import PlacementKind
 from router.routing.policies.interface import disaggregated, local
-from tools.doctor.findings import CheckResult, Result
+from tools.doctor.check import CheckResult, Result
 from tools.doctor.probes import Probe
 
 LOOKING = ("router", "versions", "workers", "transports", "kv-pools", "clock-skew")
@@ -229,7 +229,7 @@ async def test_a_key_that_is_missing_or_lacks_the_scope_is_named(tmp_path: Path)
             found = the_problem(told["router"])
             assert found.found.startswith(f"the router at {router.address} wants an API key") and why in found.found
             assert "--api-key" in found.remedy
-            assert told["workers"].findings[0].found == "the router tells no status; see `router`"
+            assert told["workers"].findings[0].found == "the router does not report its status; see `router`"
 
 
 async def test_a_key_that_may_look_and_send_nothing_gets_no_probe(tmp_path: Path) -> None:

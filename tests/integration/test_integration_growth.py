@@ -13,8 +13,7 @@ from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
 
 from cluster.pb import admin_pb2
-from tools.admin_client import AdminClient
-from tools.client import BatonClient
+from tools.client import AdminClient, BatonClient
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.battery]
 

@@ -30,7 +30,7 @@ from cluster.pb import admin_pb2, admin_pb2_grpc
 from controller import local_ray
 from controller.config_file import ConfigFile
 from controller.plan import plan_cluster
-from tools.admin_client import AdminClient
+from tools.client import AdminClient
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 WAIT_S = 60.0

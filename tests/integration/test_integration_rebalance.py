@@ -18,8 +18,7 @@ from waiting import is_running
 
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, generation_pb2
-from tools.admin_client import AdminClient
-from tools.client import BatonClient
+from tools.client import AdminClient, BatonClient
 
 WAIT_S = 60.0
 NUM_PROMPTS = 6

@@ -17,9 +17,8 @@ from benchmarks.redis_server import RedisServer, running_redis
 from cluster.config.changes import set_values
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from tools.admin_client import AdminClient
-from tools.client import BatonClient
-from tools.transcript import Transcript
+from tools.client import AdminClient, BatonClient
+from tools.generation_stream import Transcript
 
 WAIT_S = 90.0
 NUM_TOKENS = 400

@@ -12,7 +12,7 @@ import pytest
 from serve_process import END_S, ROOT, Serve
 
 from tools.client import BatonClient, make_spec
-from tools.transcript import Transcript
+from tools.generation_stream import Transcript
 
 pytestmark = pytest.mark.timeout(240)
 

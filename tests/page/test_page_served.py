@@ -16,8 +16,7 @@ from cluster_fixture import token_spec
 from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
 
-from tools.admin_client import AdminClient
-from tools.client import BatonClient
+from tools.client import AdminClient, BatonClient
 
 pytestmark = [pytest.mark.battery, pytest.mark.timeout(400)]
 WAIT_S = 120.0

@@ -11,9 +11,8 @@ import yaml
 from cluster_fixture import BUNDLED_MODEL
 
 from tools.doctor.catalogue import CHECKS
-from tools.doctor.contact import Asked
-from tools.doctor.examination import examine
-from tools.doctor.findings import CheckResult, Finding, Result
+from tools.doctor.check import CheckResult, Finding, Result, examine
+from tools.doctor.subject import DoctorOptions
 
 Sections = dict[str, Any]
 
@@ -41,25 +40,25 @@ def copy_model(folder: Path) -> Path:
     return copied
 
 
-def ask(path: Path, *names: str, limit_s: float = 60.0, **asked: Any) -> dict[str, CheckResult]:
-    """The outcomes of these checks by name; of all of them without any."""
+def ask(path: Path, *names: str, limit_s: float = 60.0, **options: Any) -> dict[str, CheckResult]:
+    """The results of these checks by name; without names, of all checks."""
     wanted = [check for check in CHECKS if not names or check.name in names]
     assert len(wanted) == len(names or CHECKS), f"unknown among {names}"
-    outcomes = examine(Asked(path, is_file_named=True, limit_s=limit_s, **asked), wanted)
-    return {outcome.check.name: outcome for outcome in outcomes}
+    results = examine(DoctorOptions(path, is_file_named=True, limit_s=limit_s, **options), wanted)
+    return {result.check.name: result for result in results}
 
 
-def the_problem(outcome: CheckResult) -> Finding:
+def the_problem(result: CheckResult) -> Finding:
     """Its only problem, which comes with a remedy."""
-    return the_only(outcome, Result.PROBLEM)
+    return the_only(result, Result.PROBLEM)
 
 
-def the_warning(outcome: CheckResult) -> Finding:
-    return the_only(outcome, Result.WARNING)
+def the_warning(result: CheckResult) -> Finding:
+    return the_only(result, Result.WARNING)
 
 
-def the_only(outcome: CheckResult, result: Result) -> Finding:
-    found: Sequence[Finding] = [finding for finding in outcome.findings if finding.result is result]
-    assert len(found) == 1, outcome
+def the_only(result: CheckResult, kind: Result) -> Finding:
+    found: Sequence[Finding] = [finding for finding in result.findings if finding.result is kind]
+    assert len(found) == 1, result
     assert found[0].remedy, f"nothing is said of what to do: {found[0]}"
     return found[0]

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.errors import ConfigError
 from cluster.tls import INTERNAL_NAME, ClientTls, ServerTls, internal_tls_of, public_tls_of
-from tools.doctor.findings import Finding, ok, problem, warning
+from tools.doctor.check import Finding, check, ok, problem, warning
 from tools.doctor.subject import Subject
 
 _SOON_S = 14 * 86_400.0
@@ -25,14 +25,16 @@ _NO_CHECK_TIME = 0x200000
 _MAKE_NEW = "make a new one as docs/security.md has it, and restart what shows it"
 
 
+@check()
 def certificates(subject: Subject) -> Iterator[Finding]:
+    """The files of `tls` and `internal_tls`: pairs, names, dates, and that both sides accept one another."""
     config = subject.serving
     public = public_tls_of(config.tls)
     internal = internal_tls_of(config.internal_tls)
     if public is None and internal is None:
         yield ok("tls and internal_tls are null: nothing is encrypted")
     if public is not None:
-        client = subject.asked.tls
+        client = subject.options.tls
         shown = public if client is not None and client.cert is not None else ServerTls(public.cert, public.key)
         yield from _examine("tls", shown, client, _names(config.router.host))
     if internal is not None:

@@ -15,11 +15,12 @@ from packaging.requirements import Requirement
 from cluster.api_keys import load_keys
 from cluster.config import describe_config
 from cluster.errors import ConfigError
+from cluster.program import ExitCode
 from cluster.units import count_of, format_bytes
 from controller.local_ray import base_folder
 from controller.plan import BATCH_FOLDER
-from tools.doctor.findings import Finding, ok, problem, skipped, warning
-from tools.doctor.programs import NoAnswer, Part
+from tools.doctor.bounded import NoAnswer, Part
+from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
 from tools.key_store import OWNER_ONLY
 
@@ -28,16 +29,22 @@ _MOST_USED = 0.95
 """Of a file system; above it Ray refuses to keep anything there."""
 
 
+@check(needs_config=False, exit_code=ExitCode.BAD_CONFIG)
 def configuration(subject: Subject) -> Iterator[Finding]:
+    """cluster.yaml can be read and is valid; every mistake with line and column."""
     if subject.config is None:
         remedy = "correct the file at the line and column named; docs/configuration.md explains each key"
-        yield problem(subject.mistake, remedy)
+        yield problem(subject.config_error, remedy)
     else:
-        yield ok(f"{subject.asked.path}: {describe_config(subject.config)}")
+        yield ok(f"{subject.options.path}: {describe_config(subject.config)}")
 
 
+@check(needs_config=False)
 def packages(subject: Subject) -> Iterator[Finding]:
-    """As installed; nothing is imported."""
+    """Python, Baton and the packages that it needs, in the versions that it needs.
+
+    Reads what is installed; imports nothing.
+    """
     python = platform.python_version()
     try:
         wanted = [Requirement(text) for text in requires("baton") or ()]
@@ -61,8 +68,13 @@ def packages(subject: Subject) -> Iterator[Finding]:
         yield ok(f"Python {python}, Baton {own}, and {len(wanted)} packages in the versions that it needs")
 
 
+@check(needs_config=False)
 def programs(subject: Subject) -> Iterator[Finding]:
-    """Those that look at this machine for the checks below: where one cannot run, neither can a worker or a router."""
+    """Whether a worker and a router could run here: torch and the other libraries can be loaded.
+
+    Asks the programs that look at this machine for the other checks: where one cannot run, neither can a worker or a
+    router.
+    """
     asks: tuple[tuple[str, Callable[[], Part]], ...] = (
         ("a worker", lambda: subject.machine("torch")),
         ("a router", subject.tokenizer),
@@ -78,8 +90,9 @@ def programs(subject: Subject) -> Iterator[Finding]:
         yield ok(f"workers and routers can run here, with torch {subject.machine('torch')['found']['version']}")
 
 
+@check(exit_code=ExitCode.BAD_CONFIG)
 def model(subject: Subject) -> Iterator[Finding]:
-    """Config, sizes and the headers of all files of weights, as a worker reads them."""
+    """The model folder as a worker reads it: config.json, sizes for `tensor_parallel`, headers of all weights."""
     remedy = "fetch the file again, or name another Hugging Face folder in model.path"
     wrong = [part["refused"] for _, part in subject.workers("sizes") if "refused" in part]
     checkpoint = subject.machine("checkpoint")
@@ -94,7 +107,9 @@ def model(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{subject.serving.model.path}: {files}, revision {told['revision']}", **told)
 
 
+@check(exit_code=ExitCode.BAD_CONFIG)
 def tokenizer(subject: Subject) -> Iterator[Finding]:
+    """tokenizer.json and the chat template as a router reads them, and whether their ids are the model's."""
     part = subject.tokenizer()
     if "refused" in part:
         yield problem(part["refused"], "put the model's own tokenizer.json into its folder")
@@ -110,7 +125,9 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
     yield ok(f"{told['num_tokens']} tokens, {chats}")
 
 
+@check()
 def keys_file(subject: Subject) -> Iterator[Finding]:
+    """The API keys: who can read the file, mistakes in it, and whether there are keys of both scopes."""
     path = subject.serving.auth.keys_file
     if path is None:
         yield ok("auth.keys_file is null: nobody needs a key")
@@ -134,8 +151,9 @@ def keys_file(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{path}: {count_of(len(keys), 'key')}, mode {mode:04o}")
 
 
+@check()
 def disk(subject: Subject) -> Iterator[Finding]:
-    """Where Ray keeps its files, and where logs and batches go."""
+    """Whether the folders of Ray's files, of logs and of batches can be written and have room."""
     config = subject.serving
     folders = {"Ray's files": base_folder()}
     if config.log_dir is not None:

@@ -13,8 +13,8 @@ from pathlib import Path
 from cluster.units import count_of, format_bytes
 from controller.local_ray import OBJECT_STORE_BYTES
 from controller.plan import ROLES
-from tools.doctor.findings import Finding, ok, problem, skipped, warning
-from tools.doctor.programs import Part
+from tools.doctor.bounded import Part
+from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -24,8 +24,9 @@ _NCCL_SHM_BYTES = 1_000_000_000
 _CPU_TORCH = "install a torch with CUDA and its driver: `make setup EXTRAS=dev,cuda`"
 
 
+@check()
 def device(subject: Subject) -> Iterator[Finding]:
-    """GPUs that are there against those that are asked for."""
+    """GPUs that torch sees against `engine.device` and the devices of both roles; a driver that torch does not use."""
     torch, gpus = subject.machine("torch"), subject.machine("gpus")
     for part in (torch, gpus):
         if "refused" in part:
@@ -54,8 +55,9 @@ def device(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{count_of(len(found), 'GPU')} for {count_of(needed, 'device')}: {names}; {build}", gpus=found)
 
 
+@check()
 def nccl(subject: Subject) -> Iterator[Finding]:
-    """Needed between GPUs of different machines, and by tensor parallelism on GPUs."""
+    """NCCL, where GPUs of several machines or tensor parallelism on GPUs need it."""
     if not uses_gpu(subject):
         yield skipped("no worker computes on a GPU, so nobody uses NCCL")
         return
@@ -74,8 +76,9 @@ def nccl(subject: Subject) -> Iterator[Finding]:
         yield warning(f"{reason}: KV between machines travels through host memory (gloo)", _CPU_TORCH)
 
 
+@check()
 def flash_attn(subject: Subject) -> Iterator[Finding]:
-    """The package; which attention a worker takes is the next check."""
+    """Whether flash-attn is there and can be imported: one that was built for another torch cannot."""
     config, part = subject.serving, subject.machine("flash_attn")
     is_wanted = config.engine.attention == "flash_attn"
     if not uses_gpu(subject) and not is_wanted:
@@ -94,7 +97,9 @@ def flash_attn(subject: Subject) -> Iterator[Finding]:
         yield ok(f"flash-attn {part['found']['version']}")
 
 
+@check()
 def attention(subject: Subject) -> Iterator[Finding]:
+    """Which attention each role's workers would compute with, and why."""
     if _has_no_device(subject):
         yield skipped("there is no device to compute on; see `device`")
         return
@@ -110,8 +115,9 @@ def attention(subject: Subject) -> Iterator[Finding]:
             yield ok(found)
 
 
+@check()
 def kernels(subject: Subject) -> Iterator[Finding]:
-    """Baton's own on a CPU. May compile them, as a worker's start would."""
+    """Baton's own kernels on a CPU; compiles them as a worker's start would, if nobody has yet."""
     if _has_no_device(subject):
         yield skipped("there is no device to compute on; see `device`")
         return
@@ -127,8 +133,9 @@ def kernels(subject: Subject) -> Iterator[Finding]:
             yield warning(f"{role}: torch alone computes, which is slower ({told['why']})", remedy)
 
 
+@check()
 def transport(subject: Subject) -> Iterator[Finding]:
-    """What could carry KV from this machine."""
+    """Which transports could carry KV from this machine, by `transfer.transport`."""
     for role, part in subject.workers("transports"):
         if "refused" in part:
             yield problem(f"{role}: {part['refused']}", "set transfer.transport: auto")
@@ -138,13 +145,14 @@ def transport(subject: Subject) -> Iterator[Finding]:
             yield ok(f"{role}: {', '.join(part['found'])}, best first", transports=part["found"])
 
 
+@check()
 def memory(subject: Subject) -> Iterator[Finding]:
-    """Whether each worker's weights and KV pool fit, and all of them together on one machine's CPUs."""
+    """Whether each worker's weights and KV pool fit, as `baton config explain` has them, and all of them together."""
     if _has_no_device(subject):
         yield skipped("there is no device to compute on; see `device`")
         return
     if _runs(subject):
-        yield skipped(f"the cluster runs, at {subject.contact.address}, and has its memory; see `kv-pools`")
+        yield skipped(f"the cluster runs, at {subject.cluster.address}, and has its memory; see `kv-pools`")
         return
     pools = 0
     for role, part in subject.workers("memory"):
@@ -170,8 +178,12 @@ def memory(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@check()
 def shared_memory(subject: Subject) -> Iterator[Finding]:
-    """/dev/shm, which Ray's object store and NCCL use, and memory for the slots of hand-offs, which lie elsewhere."""
+    """/dev/shm, which Ray and NCCL use, and memory for the slots of hand-offs.
+
+    Slots lie in ordinary memory, not in /dev/shm.
+    """
     try:
         usage = shutil.disk_usage(SHARED_MEMORY)
     except OSError as error:
@@ -205,7 +217,7 @@ def _has_no_device(subject: Subject) -> bool:
 
 def _runs(subject: Subject) -> bool:
     """What is free now is then not what its workers found."""
-    return not subject.contact.why_not and subject.contact.is_configured
+    return not subject.cluster.why_not and subject.cluster.is_configured
 
 
 def _slots(subject: Subject) -> Iterator[Finding]:

@@ -1,33 +1,48 @@
-"""Checks of what listens and what keeps time on this machine: ports, the clock, Ray and its token."""
+"""Checks of the services that a cluster on this machine uses: its ports, the clock, Ray and its token, Redis."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
+import secrets
 import socket
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
+from redis.exceptions import AuthenticationError, RedisError
 
 from cluster.address import format_address, is_loopback
+from cluster.state.guard import TIMEOUT_S
+from cluster.state.redis_store import connect
 from cluster.units import count_of
 from controller.plan import ROUTER_PORT_STEP
-from tools.doctor.findings import Finding, ok, problem, warning
+from controller.ports import listen_error
+from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
 
 _TIME_ERROR = 5
+"""What adjtimex(2) returns where nothing keeps the clock in step."""
 _TIMEX_BYTES = 256
-"""Of the kernel's struct, which is a little smaller."""
+"""A little more than the kernel's struct timex."""
+_REDIS_PORT = 6379
+_PROBE_KEY_MS = 5000
+_NUM_WRITES = 3
+"""The fastest counts: what delays only one of them is not the way to Redis."""
 _TOKEN_REMEDY = "make one with `ray get-auth-token --generate`, and copy ~/.ray/auth_token to every machine (mode 600)"
 
 
+@check()
 def ports(subject: Subject) -> Iterator[Finding]:
-    """Those of the configuration; taken ones are fine where the cluster itself has them."""
-    config, contact = subject.serving, subject.contact
+    """Whether the configured ports are free, or taken by the cluster itself."""
+    config, cluster = subject.serving, subject.cluster
     listeners = [("admin.port", config.admin.host, config.admin.port)]
     for number in range(1 if config.placement.routers == "spread" else config.router.replicas):
         step = number * ROUTER_PORT_STEP
@@ -35,13 +50,13 @@ def ports(subject: Subject) -> Iterator[Finding]:
         if config.router.http_port is not None:
             port = config.router.http_port and config.router.http_port + step
             listeners.append(("router.http_port", config.router.host, port))
-    is_own = not contact.why_not and contact.is_configured
+    is_own = not cluster.why_not and cluster.is_configured
     free: list[str] = []
     for key, host, port in sorted(entry for entry in listeners if entry[2]):
-        code = _refusal(host, port)
+        code = _listen_errno(host, port)
         address = format_address(host, port)
         if code == errno.EADDRINUSE and is_own:
-            yield ok(f"{key}: {address} is taken, and a cluster answers at {contact.address}")
+            yield ok(f"{key}: {address} is taken, and a cluster answers at {cluster.address}")
         elif code == errno.EADDRINUSE:
             yield problem(
                 f"{key}: {address} is taken by another program",
@@ -60,15 +75,18 @@ def ports(subject: Subject) -> Iterator[Finding]:
         yield ok("every port is 0: any free one")
 
 
+@check()
 def clock(subject: Subject) -> Iterator[Finding]:
-    """Whether the kernel knows that something keeps this machine's clock right. One machine alone needs no right clock
-    but for certificates."""
+    """Whether anything keeps this machine's clock in step, where that matters.
+
+    One machine alone needs a right clock only for certificates.
+    """
     state = _clock_state()
     if state is None:
         yield ok("the kernel does not say whether the clock is kept")
     elif state != _TIME_ERROR:
         yield ok("the clock is kept in step (adjtimex)")
-    elif _other_machines(subject.asked.path) or not is_loopback(subject.serving.router.host):
+    elif _other_machines(subject.options.path) or not is_loopback(subject.serving.router.host):
         yield warning(
             "nothing keeps this machine's clock in step (adjtimex says unsynchronised): times of several machines "
             "cannot be compared, and certificates may seem expired",
@@ -78,15 +96,19 @@ def clock(subject: Subject) -> Iterator[Finding]:
         yield ok("nothing keeps the clock in step, which one machine alone can do without")
 
 
+@check()
 def ray(subject: Subject) -> Iterator[Finding]:
-    """The package, and the token that keeps strangers from running code: Baton makes one for a Ray of its own."""
+    """Ray, its token where `RAY_AUTH_MODE` asks for one, and who can read it.
+
+    The token keeps strangers from running code. Baton makes one for a Ray of its own.
+    """
     try:
         installed = version("ray")
     except PackageNotFoundError:
         yield problem("Ray is not installed: `baton serve` needs it", "pip install ray, or `make setup`")
         return
     mode = os.environ.get("RAY_AUTH_MODE", "").lower()
-    others = _other_machines(subject.asked.path)
+    others = _other_machines(subject.options.path)
     token = _token_file()
     if mode == "token" and not os.environ.get("RAY_AUTH_TOKEN"):
         yield from _token(token)
@@ -99,6 +121,37 @@ def ray(subject: Subject) -> Iterator[Finding]:
         yield warning("RAY_AUTH_MODE is disabled: whoever reaches Ray's ports may run any code", "unset it")
     how = "with its token" if mode == "token" else "`baton serve` makes a token for a Ray of its own"
     yield ok(f"Ray {installed}; {how}")
+
+
+@check()
+def redis(subject: Subject) -> Iterator[Finding]:
+    """Whether the Redis of `state` answers in the time that a router gives it, takes writes, and keeps them.
+
+    As seen from this machine; `journal` sees it from the router.
+    """
+    url = subject.serving.state
+    if url is None:
+        yield skipped("state is null: generations end with their router, and no Redis is used")
+        return
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    where = format_address(host, parts.port or _REDIS_PORT)  # the URL itself may hold a password
+    try:
+        info = asyncio.run(_redis_info(url, subject.options.call_s))
+    except TimeoutError:
+        yield problem(
+            f"Redis at {where} accepts connections and does not answer within {subject.options.call_s:g} s",
+            "look at its log and at what blocks it (a slow script, a full disk, SIGSTOP), or restart it",
+        )
+    except AuthenticationError as error:
+        yield problem(f"Redis at {where} refuses the password: {error}", "correct the user and password in `state`")
+    except (RedisError, OSError) as error:
+        yield problem(
+            f"Redis at {where} cannot be used: {error}",
+            f"start redis-server there, let this machine reach its port, or correct `state` ({where})",
+        )
+    else:
+        yield from _judge_redis(where, info, has_password=bool(parts.password), is_near=is_loopback(host))
 
 
 def _token(path: Path) -> Iterator[Finding]:
@@ -115,13 +168,13 @@ def _token(path: Path) -> Iterator[Finding]:
 
 
 def _token_file() -> Path:
-    """Where Ray looks for it."""
+    """Where Ray looks for its token."""
     named = os.environ.get("RAY_AUTH_TOKEN_PATH")
     return Path(named) if named else Path.home() / ".ray" / "auth_token"
 
 
 def _other_machines(path: Path) -> str:
-    """Those that Ray's part of the file names beside the head, in words; empty: none."""
+    """Machines that Ray's part of the file names beside the head, in words; empty: none."""
     try:
         whole = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, yaml.YAMLError):
@@ -135,26 +188,68 @@ def _other_machines(path: Path) -> str:
     return count_of(len(workers), "other machine") if workers else ""
 
 
-def _refusal(host: str, port: int) -> int:
+def _listen_errno(host: str, port: int) -> int:
     """The errno with which the kernel refuses to listen there; 0: it does not."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen()
-    except socket.gaierror:
+    error = listen_error(host, port)
+    if isinstance(error, socket.gaierror):
         return errno.EADDRNOTAVAIL
-    except OSError as error:
-        return error.errno or errno.EIO
-    return 0
+    return 0 if error is None else error.errno or errno.EIO
 
 
 def _clock_state() -> int | None:
-    """As adjtimex(2) returns it: 5 says that nothing keeps the clock. Reads only. None: there is no such call."""
+    """The value of adjtimex(2), called to read only; None: there is no such call."""
     try:
         adjtimex = ctypes.CDLL(None, use_errno=True).adjtimex
     except (OSError, AttributeError):
         return None
     state = int(adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES)))
     return None if state < 0 else state
+
+
+async def _redis_info(url: str, timeout_s: float) -> Mapping[str, Any]:
+    """Redis' INFO, and how long a write takes. Raises TimeoutError, RedisError and OSError."""
+    client: Any = connect(url, timeout_s)
+    key = f"baton:doctor:{secrets.token_hex(8)}"
+    try:
+        async with asyncio.timeout(timeout_s):
+            await client.ping()
+            round_trips_s = []
+            for _ in range(_NUM_WRITES):
+                began = time.perf_counter()
+                await client.set(key, b"1", px=_PROBE_KEY_MS)
+                round_trips_s.append(time.perf_counter() - began)
+            await client.delete(key)
+            return {**await client.info(), "round_trip_s": min(round_trips_s)}
+    finally:
+        await client.aclose(close_connection_pool=True)
+
+
+def _judge_redis(where: str, info: Mapping[str, Any], *, has_password: bool, is_near: bool) -> Iterator[Finding]:
+    found = f"Redis {info.get('redis_version', 'of unknown version')} at {where}"
+    round_trip_s = float(info["round_trip_s"])
+    if round_trip_s > TIMEOUT_S:
+        yield problem(
+            f"{found} takes {1000 * round_trip_s:.0f} ms for a write: the router gives it {1000 * TIMEOUT_S:.0f} ms",
+            "use a Redis nearer to the router, or find what slows it (`redis-cli --latency`)",
+            round_trip_s=round_trip_s,
+        )
+    if info.get("rdb_last_bgsave_status") == "err" or info.get("aof_last_write_status") == "err":
+        yield problem(f"{found} could not write to its disk", "free space on its disk, and look at its log")
+    policy = str(info.get("maxmemory_policy", "noeviction"))
+    if int(info.get("maxmemory", 0)) and policy != "noeviction":
+        yield warning(
+            f"{found} forgets keys when it is full ({policy}), records of running generations among them",
+            "set `maxmemory-policy noeviction`, or give Baton a Redis of its own",
+        )
+    if not is_near and not has_password:
+        yield warning(
+            f"{found} is used without a password: records hold prompts and outputs as they are",
+            "set `requirepass`, and write the password into `state`",
+        )
+    if not int(info.get("aof_enabled", 0)):
+        # Whether it makes snapshots is in CONFIG, which a user may not be allowed to read; records live for a minute.
+        yield warning(
+            f"{found} keeps no append-only file: when it ends, all is lost that came since its last snapshot",
+            "set `appendonly yes` in redis.conf",
+        )
+    yield ok(f"{found} takes writes, {1000 * round_trip_s:.1f} ms each", round_trip_s=round_trip_s)

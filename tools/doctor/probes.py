@@ -23,10 +23,8 @@ from cluster.state.store import StoreAway
 from cluster.units import format_bytes
 from tools.client import make_spec
 from tools.doctor.bounded import on_thread
-from tools.doctor.contact import Contact
-from tools.doctor.findings import Finding, Result, ok, problem, skipped, warning
-from tools.doctor.running import status_of
-from tools.doctor.subject import Subject
+from tools.doctor.check import Finding, Half, Result, check, ok, problem, skipped, warning
+from tools.doctor.subject import ClusterContact, Subject
 
 _LONGEST = 4096
 _MARGIN = 16
@@ -93,13 +91,15 @@ class Measured:
         return self.size_bytes / self.seconds
 
 
+@check(Half.CLUSTER, needs_config=False, is_probe=True)
 def disaggregation(subject: Subject) -> Iterator[Finding]:
+    """Sends a long prompt: whether one worker computes it and another one decodes, by `Timing.placement`."""
     if (why := _cannot_probe(subject)) is not None:
         yield why
         return
     senders, receivers = (_ready(subject, role) for role in (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE))
     for _ in range(_TRIES if senders and receivers else 1):
-        probe = _send(subject.contact, _prompt(subject))
+        probe = _send(subject.cluster, _prompt(subject))
         if probe.failure or probe.is_handed_over or probe.has_failed_before:
             break
     found = f"a prompt of {probe.num_tokens:,} tokens: {probe.placement}"
@@ -126,8 +126,10 @@ def disaggregation(subject: Subject) -> Iterator[Finding]:
         )
 
 
+@check(Half.CLUSTER, needs_config=False, is_probe=True)
 def bandwidth(subject: Subject) -> Iterator[Finding]:
-    """From the senders' own metrics, before and after: a lower bound of the link, as computing goes on meanwhile."""
+    """Sends long prompts: how fast each pair hands over, by the sender's metrics; a lower bound of the link, as the
+    prompt is computed meanwhile."""
     if (why := _cannot_probe(subject)) is not None:
         yield why
         return
@@ -136,7 +138,7 @@ def bandwidth(subject: Subject) -> Iterator[Finding]:
     if not wanted:
         yield skipped("there are no ready workers of both roles")
         return
-    pages = {w.worker_id: w.info.metrics_address for w in status_of(subject).workers if w.worker_id in senders}
+    pages = {w.worker_id: w.info.metrics_address for w in subject.status.workers if w.worker_id in senders}
     if not all(pages.values()):
         yield skipped("workers have no metrics pages to read it from; set metrics.workers: true")
         return
@@ -154,8 +156,9 @@ def bandwidth(subject: Subject) -> Iterator[Finding]:
     yield from _judge(subject, measured, sorted(wanted - measured.keys()))
 
 
+@check(Half.CLUSTER, is_probe=True)
 def journal(subject: Subject) -> Iterator[Finding]:
-    """Whether a generation that may be resumed is really written down in the configured Redis."""
+    """Sends a request that may be resumed: whether the router writes it into the Redis of `state`."""
     url = subject.serving.state
     if url is None:
         yield skipped("state is null: each router keeps its journal in its own memory")
@@ -167,18 +170,18 @@ def journal(subject: Subject) -> Iterator[Finding]:
     spec.resume.SetInParent()
     generation_id = ""
     try:
-        with subject.contact.client.stream(spec, timeout_s=_PROBE_S) as stream:
+        with subject.cluster.client.stream(spec, timeout_s=_PROBE_S) as stream:
             for event in stream:
                 generation_id = generation_id or event.started.generation_id
                 if event.HasField("delta"):
                     break
-        is_there = asyncio.run(_is_recorded(url, generation_id, subject.asked.call_s))
+        is_there = asyncio.run(_is_recorded(url, generation_id, subject.options.call_s))
     except (BatonError, StoreAway, TimeoutError) as error:
         yield problem(f"it could not be seen whether the router writes to Redis: {error}", "see `redis` and `router`")
         return
     finally:
         if generation_id:
-            subject.contact.client.cancel(generation_id)
+            subject.cluster.client.cancel(generation_id)
     if is_there:
         yield ok("the router writes to the configured Redis: a probe's record is there")
     else:
@@ -190,10 +193,10 @@ def journal(subject: Subject) -> Iterator[Finding]:
 
 
 def _cannot_probe(subject: Subject) -> Finding | None:
-    if subject.contact.health != "SERVING":
+    if subject.cluster.health != "SERVING":
         return skipped("the cluster serves nobody at present; see `router`")
     try:
-        subject.contact.client.models()
+        subject.cluster.client.models()
     except (PermissionDenied, Unauthenticated) as error:
         return skipped(f"this API key may send no request ({error.message}); name one of the scope `generate`")
     return None
@@ -203,18 +206,18 @@ def _ready(subject: Subject, role: int) -> list[str]:
     """Ids of the workers of a role that take requests."""
     return [
         w.worker_id
-        for w in status_of(subject).workers
+        for w in subject.status.workers
         if w.state == admin_pb2.WorkerStatus.STATE_READY and w.role == role and not w.is_draining
     ]
 
 
 def _prompt(subject: Subject) -> list[int]:
     """As long as the model, every KV pool and a moment's work allow."""
-    infos = [w.info for w in status_of(subject).workers if w.state == admin_pb2.WorkerStatus.STATE_READY]
+    infos = [w.info for w in subject.status.workers if w.state == admin_pb2.WorkerStatus.STATE_READY]
     longest = min((i.max_model_len for i in infos), default=0) - _MARGIN
     pool = min((i.num_blocks * i.block_size for i in infos), default=0) // 2
     length = max(1, min(_LONGEST, longest, pool))
-    most = subject.contact.client.models()[0].vocab_size
+    most = subject.cluster.client.models()[0].vocab_size
     return [random.randrange(min(_FIRST_ID, most - 1), most) for _ in range(length)]
 
 
@@ -226,9 +229,9 @@ def _spec(token_ids: Sequence[int], max_output_tokens: int) -> generation_pb2.Ge
     return spec
 
 
-def _send(contact: Contact, token_ids: Sequence[int]) -> Probe:
+def _send(cluster: ClusterContact, token_ids: Sequence[int]) -> Probe:
     try:
-        with contact.client.stream(_spec(token_ids, 2), timeout_s=_PROBE_S) as stream:
+        with cluster.client.stream(_spec(token_ids, 2), timeout_s=_PROBE_S) as stream:
             timing = next((e.completed.timing for e in stream if e.HasField("completed")), None)
     except BatonError as error:
         return Probe(len(token_ids), "", error.message)
@@ -239,9 +242,9 @@ def _send(contact: Contact, token_ids: Sequence[int]) -> Probe:
 
 def _so_far(subject: Subject) -> str:
     """What the router has done with the requests of others, as far as its page says it."""
-    address = status_of(subject).router.metrics_address
+    address = subject.status.router.metrics_address
     try:
-        page = subject.contact.page(address)
+        page = subject.cluster.page(address)
         handed = page.total("baton_placements_total", kind="disaggregated")
         return f"; of all its {page.total('baton_placements_total'):,.0f} placements {handed:,.0f} were disaggregated"
     except (OSError, ValueError, http.client.HTTPException):
@@ -262,7 +265,7 @@ class _Total:
 def _totals(subject: Subject, pages: Mapping[str, str]) -> dict[str, _Total]:
     """Of each sender. Raises OSError for one whose page cannot be read."""
     totals = {}
-    for worker_id, page in subject.contact.pages(pages).items():
+    for worker_id, page in subject.cluster.pages(pages).items():
         if isinstance(page, str):
             raise OSError(f"{worker_id}: {page}")
         totals[worker_id] = _Total(
@@ -305,7 +308,7 @@ def _between(before: _Total, after: _Total, sender: str, receiver: str, num_at_o
 def _send_at_once(subject: Subject, count: int) -> list[Probe]:
     """A busy worker makes the router choose another."""
     prompts = [_prompt(subject) for _ in range(count)]
-    sent = [on_thread(partial(_send, subject.contact, prompt), "probe") for prompt in prompts]
+    sent = [on_thread(partial(_send, subject.cluster, prompt), "probe") for prompt in prompts]
     return [future.result() for future in sent]
 
 

@@ -1,58 +1,62 @@
-"""Checks of the running cluster that only look: the router, versions, workers, transports, KV pools, clocks."""
+"""Checks of the running cluster that only read: the router, versions, workers, transports, KV pools, clocks."""
 
 from __future__ import annotations
 
 import http.client
 import json
 from collections.abc import Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 
 from cluster.address import address_here
 from cluster.errors import PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
+from cluster.program import ExitCode
 from cluster.proto_names import state_name
 from cluster.units import count_of
 from controller.plan import ROLES
-from tools.doctor.contact import fetch
-from tools.doctor.findings import Finding, ok, problem, skipped, warning
-from tools.doctor.subject import Subject
+from tools.doctor.check import Finding, Half, baton_version, check, ok, problem, skipped, warning
+from tools.doctor.subject import Subject, fetch
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
 _SAME_HOST = ("shm", "cuda_ipc")
-_MOST_SKEW_S = 1.0
-_LOOK = "look at `baton status` and at its log (log_dir)"
+_MAX_SKEW_S = 1.0
+_SEE_LOG = "look at `baton status` and at its log (log_dir)"
 
 
+@check(Half.CLUSTER, needs_config=False, exit_code=ExitCode.NOT_REACHABLE)
 def router(subject: Subject) -> Iterator[Finding]:
-    contact = subject.contact
-    if contact.why_not and not contact.is_asked_for:
-        yield skipped(contact.why_not)
-    elif contact.why_not:
+    """Whether a router answers, takes the API key, and serves."""
+    cluster = subject.cluster
+    if cluster.why_not and not cluster.is_asked_for:
+        yield skipped(cluster.why_not)
+    elif cluster.why_not:
         remedy = "start a cluster with `baton serve`, or name another --address; one with TLS needs --tls-ca"
-        yield problem(contact.why_not, remedy)
-    elif isinstance(contact.refusal, Unauthenticated | PermissionDenied):
+        yield problem(cluster.why_not, remedy)
+    elif isinstance(cluster.status_error, Unauthenticated | PermissionDenied):
         remedy = "name one of the scope `admin` with --api-key or BATON_API_KEY"
-        yield problem(f"the router at {contact.address} wants an API key: {contact.refusal.message}", remedy)
-    elif contact.refusal is not None:
-        yield problem(f"the router at {contact.address} tells no status: {contact.refusal.message}", _LOOK)
-    elif contact.health != "SERVING":
+        yield problem(f"the router at {cluster.address} wants an API key: {cluster.status_error.message}", remedy)
+    elif cluster.status_error is not None:
         yield problem(
-            f"the router at {contact.address} answers, and serves nobody: its health is {contact.health}",
+            f"the router at {cluster.address} does not report its status: {cluster.status_error.message}", _SEE_LOG
+        )
+    elif cluster.health != "SERVING":
+        yield problem(
+            f"the router at {cluster.address} answers, and serves nobody: its health is {cluster.health}",
             "it needs a ready decode worker, and a prefill worker where the roles name one; see `workers`",
         )
     else:
-        assert contact.status is not None
-        running = contact.status.router
+        assert cluster.status is not None
+        running = cluster.status.router
         yield ok(
-            f"{contact.status.model} at {contact.address}, up {running.uptime_s} s, {running.num_running} running, "
+            f"{cluster.status.model} at {cluster.address}, up {running.uptime_s} s, {running.num_running} running, "
             f"{running.num_queued} queued",
-            address=contact.address,
+            address=cluster.address,
         )
 
 
+@check(Half.CLUSTER, needs_config=False)
 def versions(subject: Subject) -> Iterator[Finding]:
-    """Of Baton here and there, and of the weights that the workers and this folder have."""
-    status = status_of(subject)
+    """Whether all workers have the same weights, the model folder here has them too, and Baton is the same."""
+    status = subject.status
     infos = {w.worker_id: w.info for w in sorted(status.workers, key=lambda w: w.worker_id) if w.HasField("info")}
     revisions: dict[str, list[str]] = {}
     for worker_id, info in infos.items():
@@ -64,8 +68,14 @@ def versions(subject: Subject) -> Iterator[Finding]:
     elif revisions:
         yield ok(f"{next(iter(revisions))} on {count_of(len(infos), 'worker')}")
     ours = subject.machine("checkpoint") if subject.config is not None else None
-    told = {info.weights_revision for info in infos.values()}
-    if ours and "found" in ours and told and ours["found"]["revision"] not in told and subject.contact.is_configured:
+    theirs = {info.weights_revision for info in infos.values()}
+    if (
+        ours
+        and "found" in ours
+        and theirs
+        and ours["found"]["revision"] not in theirs
+        and subject.cluster.is_configured
+    ):
         yield warning(
             f"the model folder here has revision {ours['found']['revision']}, and none of the workers has it",
             "restart the cluster to serve what is in the folder now",
@@ -73,27 +83,28 @@ def versions(subject: Subject) -> Iterator[Finding]:
     yield from _baton_versions(subject)
 
 
+@check(Half.CLUSTER, needs_config=False)
 def workers(subject: Subject) -> Iterator[Finding]:
-    status, contact = status_of(subject), subject.contact
-    reasons = {p.name: p for p in contact.cluster.processes} if contact.cluster is not None else {}
+    """Whether each worker is ready, how often it was started and why, and whether there are as many as named."""
+    status, state = subject.status, subject.cluster.state
+    processes = {} if state is None else {p.name: p for p in state.processes}
     num_ready = 0
     for worker in status.workers:
-        state = state_name(worker)
-        process = reasons.get(worker.worker_id)
+        process = processes.get(worker.worker_id)
         why = f" ({process.why})" if process is not None and process.why else ""
         if worker.state != _READY:
-            found = f"{worker.worker_id} at {worker.address} is {state}, not ready{why}"
-            yield problem(found, f"{_LOOK}; `baton serve` starts it again by itself")
+            found = f"{worker.worker_id} at {worker.address} is {state_name(worker)}, not ready{why}"
+            yield problem(found, f"{_SEE_LOG}; `baton serve` starts it again by itself")
             continue
         num_ready += 1
         if process is not None and process.num_starts > 1:
             found = f"{worker.worker_id} has been started {process.num_starts} times{why}"
-            yield warning(found, _LOOK)
+            yield warning(found, _SEE_LOG)
     known = {worker.worker_id for worker in status.workers}
-    absent = [p for p in reasons.values() if p.role and p.name not in known and p.state != "stopped"]
+    absent = [p for p in processes.values() if p.role and p.name not in known and p.state != "stopped"]
     for process in absent:
         found = f"{process.name} is {process.state}" + (f" ({process.why})" if process.why else "")
-        yield problem(f"{found}: the router has no such worker", f"wait for it, or {_LOOK}")
+        yield problem(f"{found}: the router has no such worker", f"wait for it, or {_SEE_LOG}")
     if not status.workers and not absent:
         yield problem("the router knows no worker", "look at the controller's log; `baton serve` names its workers")
     if not absent:
@@ -102,10 +113,11 @@ def workers(subject: Subject) -> Iterator[Finding]:
         yield ok(f"{num_ready} of {count_of(len(status.workers) + len(absent), 'worker')} ready")
 
 
+@check(Half.CLUSTER, needs_config=False)
 def transports(subject: Subject) -> Iterator[Finding]:
-    """For each prefill and decode worker, the one that the pair would use."""
+    """Whether each prefill worker has a transport in common with each decode worker, and which."""
     by_role: dict[int, list[admin_pb2.WorkerStatus]] = {worker_pb2.ROLE_PREFILL: [], worker_pb2.ROLE_DECODE: []}
-    for worker in status_of(subject).workers:
+    for worker in subject.status.workers:
         if worker.state == _READY and worker.role in by_role:
             by_role[worker.role].append(worker)
     used: dict[str, int] = {}
@@ -130,9 +142,10 @@ def transports(subject: Subject) -> Iterator[Finding]:
         yield skipped("there are no ready workers of both roles to connect")
 
 
+@check(Half.CLUSTER, needs_config=False)
 def kv_pools(subject: Subject) -> Iterator[Finding]:
-    """Room for requests, and slots of pairs that cannot be closed."""
-    there = [w for w in status_of(subject).workers if w.state == _READY and w.stats.blocks_total]
+    """Room in each worker's KV pool, and slots of pairs that do not close."""
+    there = [w for w in subject.status.workers if w.state == _READY and w.stats.blocks_total]
     for worker in there:
         info, stats = worker.info, worker.stats
         tokens, free = stats.blocks_total * info.block_size, (stats.blocks_free + stats.blocks_cached) * info.block_size
@@ -147,12 +160,16 @@ def kv_pools(subject: Subject) -> Iterator[Finding]:
     yield from _quarantined(subject, {w.worker_id: w.info.metrics_address for w in there if w.info.metrics_address})
 
 
+@check(Half.CLUSTER, needs_config=False)
 def clock_skew(subject: Subject) -> Iterator[Finding]:
-    """By the `Date` of metrics pages, which has whole seconds: an interval, of which the nearer end counts."""
-    addresses = {w.worker_id: w.info.metrics_address for w in status_of(subject).workers if w.state == _READY}
-    addresses["router"] = status_of(subject).router.metrics_address
+    """The clocks of the workers and the router against this one, by the `Date` of their metrics pages.
+
+    The header has whole seconds, so a difference is an interval, whose end nearest to zero counts.
+    """
+    addresses = {w.worker_id: w.info.metrics_address for w in subject.status.workers if w.state == _READY}
+    addresses["router"] = subject.status.router.metrics_address
     looked, errors, is_wrong = 0, [], False
-    for name, page in sorted(subject.contact.pages(addresses).items()):
+    for name, page in sorted(subject.cluster.pages(addresses).items()):
         try:
             if isinstance(page, str):
                 raise ValueError(page)
@@ -162,7 +179,7 @@ def clock_skew(subject: Subject) -> Iterator[Finding]:
             continue
         looked += 1
         skew_s = 0.0 if low <= 0 <= high else min((low, high), key=abs)
-        if abs(skew_s) >= _MOST_SKEW_S:
+        if abs(skew_s) >= _MAX_SKEW_S:
             is_wrong = True
             yield problem(
                 f"the clock of {name} is {abs(skew_s):.0f} s or more {'ahead of' if skew_s > 0 else 'behind'} this one",
@@ -173,18 +190,12 @@ def clock_skew(subject: Subject) -> Iterator[Finding]:
     if not looked:
         yield skipped(f"no clock could be read: {'; '.join(errors)}")
     elif not is_wrong:
-        yield ok(f"{count_of(looked, 'clock')} within {_MOST_SKEW_S:g} s of this one")
-
-
-def status_of(subject: Subject) -> admin_pb2.GetStatusResponse:
-    """Of a check that runs only where there is one."""
-    assert subject.contact.status is not None
-    return subject.contact.status
+        yield ok(f"{count_of(looked, 'clock')} within {_MAX_SKEW_S:g} s of this one")
 
 
 def _missing(subject: Subject, status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
-    """Workers that the file names and the cluster does not have. `mode: auto` has a split of its own."""
-    if subject.config is None or not subject.contact.is_configured or subject.config.rebalance.mode == "auto":
+    """Reports workers that the file names and the cluster lacks. With `mode: auto` Baton chooses the split."""
+    if subject.config is None or not subject.cluster.is_configured or subject.config.rebalance.mode == "auto":
         return
     for role, kind in zip(ROLES, (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE), strict=True):
         wanted = subject.config.role(role).num_workers
@@ -195,18 +206,15 @@ def _missing(subject: Subject, status: admin_pb2.GetStatusResponse) -> Iterator[
 
 
 def _baton_versions(subject: Subject) -> Iterator[Finding]:
-    """By the router's HTTP port, which needs no key for it."""
-    config = subject.config
-    if config is None or not subject.contact.is_configured or not config.router.http_port:
+    """Compares Baton here with the router's, whose HTTP port gives the version without a key."""
+    config, ours = subject.config, baton_version()
+    if ours is None or config is None or not subject.cluster.is_configured or not config.router.http_port:
         return
     address = address_here(config.router.host, config.router.http_port)
     try:
-        theirs = json.loads(fetch(address, "/version", subject.asked.tls, subject.contact.timeout_s)[1])["version"]
-        ours = version("baton")
+        theirs = json.loads(fetch(address, "/version", subject.options.tls, subject.cluster.timeout_s)[1])["version"]
     except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
-        yield warning(f"the router's HTTP port {address} does not tell its version: {error}", "see `ports`")
-    except PackageNotFoundError:
-        return
+        yield warning(f"the router's HTTP port {address} does not give its version: {error}", "see `ports`")
     else:
         if theirs != ours:
             yield warning(f"the router is Baton {theirs}, this is {ours}", "install the same version everywhere")
@@ -215,7 +223,7 @@ def _baton_versions(subject: Subject) -> Iterator[Finding]:
 
 
 def _quarantined(subject: Subject, addresses: Mapping[str, str]) -> Iterator[Finding]:
-    for worker_id, page in subject.contact.pages(addresses).items():
+    for worker_id, page in subject.cluster.pages(addresses).items():
         if isinstance(page, str):
             found = f"{worker_id}: its metrics page could not be read: {page}"
             yield warning(found, "let this machine reach that port, or call the doctor on the head")

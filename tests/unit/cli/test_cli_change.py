@@ -17,7 +17,7 @@ from cluster.config import AdminSection
 from cluster.errors import ConfigError, FailedPrecondition
 from cluster.pb import admin_pb2
 from controller.admin_service import start_admin
-from tools.admin_client import AdminClient
+from tools.client import AdminClient
 
 
 @pytest.fixture

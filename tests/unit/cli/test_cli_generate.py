@@ -32,7 +32,7 @@ from cluster.errors import (
     Overloaded,
 )
 from cluster.pb import generation_pb2 as pb
-from tools.transcript import Transcript
+from tools.generation_stream import Transcript
 
 
 def test_generate_prints_the_text_and_nothing_else(router: ScriptedRouter) -> None:

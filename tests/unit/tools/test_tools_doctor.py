@@ -18,10 +18,8 @@ from doctored import ask, the_problem, write_config
 from scripted_router import ROOT, baton
 
 from tools.doctor.catalogue import CHECKS, render_reference
-from tools.doctor.contact import Asked
-from tools.doctor.examination import examine, exit_code
-from tools.doctor.findings import Check, CheckResult, Finding, Half, Result, ok
-from tools.doctor.subject import Subject
+from tools.doctor.check import Check, CheckResult, Finding, Half, Result, examine, exit_code, ok
+from tools.doctor.subject import DoctorOptions, Subject
 
 NAMES = [r.value for r in Result]
 FINDING = {
@@ -169,13 +167,12 @@ def test_a_check_that_hangs_or_breaks_is_a_finding_and_the_others_go_on(tmp_path
         Check("breaks", "", break_down),
         Check("goes-on", "", lambda _: iter([ok("well")])),
     ]
-    heard: list[str] = []
-    outcomes = examine(Asked(write_config(tmp_path), limit_s=0.5), checks, lambda o: heard.append(o.check.name))
+    outcomes = examine(DoctorOptions(write_config(tmp_path), limit_s=0.5), checks)
     released.set()
     assert [o.result for o in outcomes] == [Result.PROBLEM, Result.PROBLEM, Result.OK]
     assert outcomes[0].findings[0].found == "it did not end within 0.5 s"
     assert outcomes[1].findings[1].found == "the check itself failed: ZeroDivisionError: by nothing"
-    assert heard == ["hangs", "breaks", "goes-on"]
+    assert [o.check.name for o in outcomes] == ["hangs", "breaks", "goes-on"]
 
 
 @pytest.mark.parametrize("kind", ["nobody", "silent"])

@@ -22,10 +22,8 @@ from benchmarks.redis_server import RedisServer, running_redis
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.pb import admin_pb2, worker_pb2
 from tools.doctor import machine, network, running
-from tools.doctor.contact import Asked
-from tools.doctor.examination import exit_code
-from tools.doctor.findings import Result
-from tools.doctor.subject import Subject
+from tools.doctor.check import Result, exit_code
+from tools.doctor.subject import DoctorOptions, Subject
 
 # 1 to 3: the model folder
 
@@ -111,14 +109,14 @@ def test_fewer_gpus_than_devices_are_named(tmp_path: Path, monkeypatch: pytest.M
     roles = {"prefill": {"devices": 2}, "decode": {"devices": 2}}
     config = write_config(tmp_path, roles=roles, engine={"device": "cuda", "kernels": "auto"})
     gpu = {"name": "H200", "capability": "9.0", "free_bytes": 140 * 10**9, "total_bytes": 150 * 10**9}
-    with Subject(Asked(config)) as subject:
+    with Subject(DoctorOptions(config)) as subject:
         torch = {"version": "2.13.0", "cuda": "12.8", "sees_gpu": True}
-        (found,) = machine.device(facts(subject, monkeypatch, torch=torch, gpus=[gpu]))
+        (found,) = machine.device.run(facts(subject, monkeypatch, torch=torch, gpus=[gpu]))
         assert (found.result, found.found) == (
             Result.WARNING,
             "the roles name 4 devices, and this machine has 1 GPU",
         )
-        (found,) = machine.device(facts(subject, monkeypatch, torch=torch, gpus=[gpu] * 4))
+        (found,) = machine.device.run(facts(subject, monkeypatch, torch=torch, gpus=[gpu] * 4))
         assert found.result is Result.OK and found.found.startswith("4 GPUs for 4 devices: H200 (140.0 GB free)")
 
 
@@ -127,9 +125,9 @@ def test_a_driver_that_torch_does_not_use_is_named(tmp_path: Path, monkeypatch: 
     driver.touch()
     monkeypatch.setattr(machine, "NVIDIA_DRIVER", driver)
     config = write_config(tmp_path, engine={"device": "auto"})
-    with Subject(Asked(config)) as subject:
+    with Subject(DoctorOptions(config)) as subject:
         torch = {"version": "2.13.0+cpu", "cuda": None, "sees_gpu": False}
-        (found,) = machine.device(facts(subject, monkeypatch, torch=torch, gpus=[]))
+        (found,) = machine.device.run(facts(subject, monkeypatch, torch=torch, gpus=[]))
     assert found.result is Result.WARNING
     assert found.found.startswith("there is an NVIDIA driver here, but torch 2.13.0+cpu sees no GPU")
 
@@ -348,10 +346,10 @@ def test_a_worker_that_does_not_come_up_is_named_with_the_reason_of_the_controll
         process(name="decode-0", state="backing off", why="out of memory", role=decode),
         process(name="decode-1", state="stopped", role=decode),
     ]
-    with Subject(Asked(write_config(tmp_path))) as subject:
-        subject.contact.status = admin_pb2.GetStatusResponse(workers=[ready])
-        subject.contact.cluster = admin_pb2.GetClusterResponse(processes=processes)
-        told = [(finding.result, finding.found) for finding in running.workers(subject)]
+    with Subject(DoctorOptions(write_config(tmp_path))) as subject:
+        subject.cluster.status = admin_pb2.GetStatusResponse(workers=[ready])
+        subject.cluster.state = admin_pb2.GetClusterResponse(processes=processes)
+        told = [(finding.result, finding.found) for finding in running.workers.run(subject)]
     assert told == [
         (Result.WARNING, "prefill-0 has been started 3 times (it died)"),
         (Result.PROBLEM, "decode-0 is backing off (out of memory): the router has no such worker"),

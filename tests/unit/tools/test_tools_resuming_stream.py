@@ -11,18 +11,17 @@ from scripted_router import Event, ScriptedRouter, baton, completed, delta, end,
 
 from cluster.errors import Aborted, NotFound, NotReachable, Unavailable
 from cluster.pb import generation_pb2 as pb
-from tools import resuming_stream
+from tools import generation_stream
 from tools.client import BatonClient, make_spec
-from tools.resuming_stream import ResumingStream, StreamProgress
-from tools.transcript import Transcript
+from tools.generation_stream import ResumingStream, StreamProgress, Transcript
 
 LOST = Unavailable("the connection was lost")
 
 
 @pytest.fixture(autouse=True)
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resuming_stream, "FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(resuming_stream, "LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr(generation_stream, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(generation_stream, "LONGEST_PAUSE_S", 0.0)
 
 
 def text_of(index: int, first: int, upto: int) -> str:
@@ -60,7 +59,7 @@ def test_however_often_it_breaks_the_reader_sees_one_stream(lengths: list[int], 
             if not left:
                 break
             left -= 1
-            new = progress.take(event)
+            new = progress.new_part(event)
             if new is not None:
                 num_started += new.HasField("started")
                 transcript.add(new)
@@ -77,7 +76,7 @@ class Calls:
         self.specs: list[pb.GenerationSpec] = []
         self.cancelled: list[str] = []
 
-    def open(self, spec: pb.GenerationSpec, timeout_s: float | None, *, is_again: bool) -> Calls:
+    def open(self, spec: pb.GenerationSpec, timeout_s: float | None, is_again: bool) -> Calls:
         assert is_again == bool(self.specs)
         self.specs.append(spec)
         self._now = self._calls.pop(0)
