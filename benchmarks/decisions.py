@@ -1,7 +1,7 @@
 """How long the router takes to choose the workers of a request, hashing of its prompt included.
 
-Loads are simulated: candidates hold real prefix indices, measured step costs and a ledger with work, as the router of
-a large cluster would; no worker, no socket. Every decision is charged, and given back some decisions later.
+Loads are simulated: candidates hold real prefix indices and measured step costs, and a load tracker holds work, as in
+the router of a large cluster; no worker, no socket. Every decision is charged, and given back some decisions later.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
-from router.queue.output_lengths import OutputLengths
-from router.routing.load_tracker import Charge, LoadTracker, RequestLoad
-from router.routing.policies import Objectives, RoutingRequest, make_policy
+from router.routing.load_tracker import Charge, RequestLoad
+from router.routing.policies.interface import RoutingContext, RoutingRequest
+from router.routing.policies.predicted import Predicted
 from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
 
 BLOCK_SIZE = 16
@@ -59,8 +59,8 @@ class Simulation:
         self._system_prompts = [self._tokens(_SHARED_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
         self._sessions = [self._new_session() for _ in range(num_workers * 4)]
         self.num_cached_blocks = sum(self._fill(worker, each) for worker in self._workers)
-        self._ledger = LoadTracker()
-        self._policy = make_policy("predicted", self._ledger, OutputLengths(), Objectives())
+        self._context = RoutingContext()
+        self._policy = Predicted(self._context)
         self._charges: deque[Charge] = deque()
 
     def decide(self) -> tuple[float, float]:
@@ -74,7 +74,7 @@ class Simulation:
         request = RoutingRequest(work, PromptHashes(prompt, _SALT))
         placement = self._policy.choose(request, self._workers[::2], self._workers[1::2])
         took_s, took_cpu_s = time.perf_counter() - begun, time.thread_time() - begun_cpu
-        self._charges.append(Charge(self._ledger, placement, work))
+        self._charges.append(Charge(self._context.loads, placement, work))
         if len(self._charges) > _RUNNING:
             self._charges.popleft().all_done()
         return took_s, took_cpu_s

@@ -39,10 +39,9 @@ from router.observe.tracing import Traces, open_traces
 from router.observe.vllm_names import VllmNames
 from router.openai.app import OpenAiApp
 from router.openai.listener import HttpListener
-from router.queue.limits import Limits
+from router.queue.limits import Limits, Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
-from router.routing.policies import Objectives
 from router.stream.coalescing import MessageRate
 
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]

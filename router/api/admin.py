@@ -26,9 +26,9 @@ from cluster.step_cost import usual_by_role
 from router.api.call import Call
 from router.api.violations import Violations
 from router.observe.metrics import OUTCOMES
+from router.queue.limits import Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import DECODE, PREFILL, WorkerAddress
-from router.routing.policies import Objectives
 from router.routing.worker_client import WorkerClient
 from router.routing.worker_rates import WorkerRates
 

@@ -6,9 +6,8 @@ when the page is read. `python -m router.observe.metrics` prints docs/router-met
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,8 +22,7 @@ from router.observe import request_metrics
 from router.observe.activity import Activity
 from router.observe.request_metrics import RequestMetrics
 from router.routing.fleet import DECODE, PREFILL, Fleet
-from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
-from router.routing.policies import Candidate, Objectives, Policy, RoutingRequest
+from router.routing.load_tracker import PlacementKind
 from router.stream.request import LiveRequest
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
@@ -207,33 +205,6 @@ class RouterMetrics:
         numbers = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
         for counter, number in zip(self._tokens, numbers, strict=True):
             counter.inc(number)
-
-
-class MeasuredPolicy(Policy):
-    """A policy whose choices are timed and whose placements are counted."""
-
-    def __init__(self, policy: Policy, metrics: RouterMetrics) -> None:
-        self._policy = policy
-        self._metrics = metrics
-
-    def choose(self, request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
-        begun = time.perf_counter()
-        placement = self._policy.choose(request, prefill, decode)
-        self._metrics.decided(time.perf_counter() - begun)
-        return placement
-
-    def placed(self, request: RoutingRequest, placement: Placement) -> None:
-        self._metrics.placed(placement.kind)
-        self._policy.placed(request, placement)
-
-    def handed_over(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:
-        self._policy.handed_over(placement, work, exposed_s)
-
-    def set_objectives(self, objectives: Objectives) -> None:
-        self._policy.set_objectives(objectives)
-
-    def lost(self, worker_id: str) -> None:
-        self._policy.lost(worker_id)
 
 
 class _SourceCollector(Collector):

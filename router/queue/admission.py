@@ -21,12 +21,12 @@ from router.api.call import ANYONE, Principal
 from router.observe.metrics import Counters
 from router.queue.in_flight import InFlight
 from router.queue.limits import Limits
-from router.queue.output_lengths import OutputLengths
 from router.queue.pressure import Overload
 from router.queue.quota import UNLIMITED, LocalQuotas, Quotas
 from router.queue.waiting import WaitingQueue
 from router.routing.fleet import DECODE, PREFILL, Fleet
-from router.routing.load_tracker import LoadTracker, RequestLoad
+from router.routing.load_tracker import RequestLoad
+from router.routing.policies.interface import RoutingContext
 from router.stream import failures
 from router.stream.request import LiveRequest
 
@@ -73,23 +73,20 @@ class Admission:
         limits: Limits,
         queue: WaitingQueue,
         fleet: Fleet,
-        ledger: LoadTracker,
-        lengths: OutputLengths,
+        context: RoutingContext,
         counters: Counters,
         quotas: Quotas | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        self.objectives = limits.objectives
-        """They may be changed."""
         self._limits = limits
         self._queue = queue
         self._fleet = fleet
-        self._ledger = ledger
+        self._context = context
         self._counters = counters
         self._quotas = quotas or LocalQuotas()
         self._uniform = uniform
         self._overload = Overload()
-        self._in_flight = InFlight(lengths)
+        self._in_flight = InFlight(context.lengths)
         self._swept_at = -_SWEEP_S
         self._metered: dict[str, int] = {}
         """Output tokens that were charged, of requests whose caller has a quota."""
@@ -97,7 +94,7 @@ class Admission:
     @property
     def max_wait_s(self) -> float:
         """In an overload: what the objective of the first token leaves, beside the time that workers take for it."""
-        own, ttft_s = self._limits.max_queue_wait_s, self.objectives.ttft_s
+        own, ttft_s = self._limits.max_queue_wait_s, self._context.objectives.ttft_s
         return max(_LEAST_WAIT * ttft_s, ttft_s - self._in_flight.first_token_s) if own is None else own
 
     def refusal(self, ask: AdmissionRequest, now: float) -> BatonError | None:
@@ -171,8 +168,8 @@ class Admission:
         if len(held) > num_running:
             return self._keeps_pace(work)
         workers = self._fleet.ready(PREFILL) or decode
-        is_free = any(not self._ledger[worker.worker_id].num_prompts for worker in workers)
-        return is_free or self._prompts_s(NO_STEP) <= _MOST_PROMPTS * self.objectives.ttft_s
+        is_free = any(not self._context.loads[worker.worker_id].num_prompts for worker in workers)
+        return is_free or self._prompts_s(NO_STEP) <= _MOST_PROMPTS * self._context.objectives.ttft_s
 
     def started(self, live: LiveRequest, now: float) -> None:
         """Workers have it."""
@@ -233,12 +230,12 @@ class Admission:
 
     def _keeps_pace(self, work: RequestLoad) -> bool:
         """Prompts that are handed out leave time, and some decode worker's step, with it, keeps the objective."""
-        if self._prompts_s(NO_STEP) > _MOST_PROMPTS * self.objectives.ttft_s:
+        if self._prompts_s(NO_STEP) > _MOST_PROMPTS * self._context.objectives.ttft_s:
             return False
         own = StepSize(num_sequences=work.num_sequences, num_kv_tokens=work.num_sequences * work.num_prompt_tokens)
         for worker in self._fleet.ready(DECODE):
-            cost, load = worker.step_cost, self._ledger[worker.worker_id].sequences
-            if cost is None or not load.num_sequences or cost.of(load + own) <= self.objectives.tpot_s:
+            cost, load = worker.step_cost, self._context.loads[worker.worker_id].sequences
+            if cost is None or not load.num_sequences or cost.of(load + own) <= self._context.objectives.tpot_s:
                 return True
         return False
 
@@ -294,7 +291,7 @@ class Admission:
     def _prompts_s(self, prompt: StepSize) -> float:
         """Until a prompt would be computed that workers were given now, after those that they have; 0: nobody knows."""
         known = [
-            cost.of(self._ledger[worker.worker_id].prompts) + cost.of(prompt)
+            cost.of(self._context.loads[worker.worker_id].prompts) + cost.of(prompt)
             for worker in self._fleet.ready(PREFILL) or self._fleet.ready(DECODE)
             if (cost := worker.step_cost) is not None
         ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from router.queue.output_lengths import OutputLengths
 from router.queue.pressure import LEAST_ENDS, DrainRate
+from router.routing.demand import OutputLengths
 from router.routing.load_tracker import RequestLoad
 
 LONGEST_LOOK_S = 5.0

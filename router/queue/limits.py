@@ -1,10 +1,21 @@
-"""How much the router takes on at one time. Plain values."""
+"""How much the router takes on at one time, and which latencies requests should keep. Plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from router.routing.policies import Objectives
+
+@dataclass(frozen=True)
+class Objectives:
+    """Latencies that requests should keep, in seconds: time to first token, and time per output token after it."""
+
+    ttft_s: float = 0.5
+    tpot_s: float = 0.05
+
+    def are_kept(self, first_token_s: float, last_token_s: float, num_tokens: int) -> bool:
+        """Whether a request kept them; times count from its arrival, `num_tokens` is its longest output."""
+        later_s = self.tpot_s * max(0, num_tokens - 1)
+        return first_token_s <= self.ttft_s and last_token_s - first_token_s <= later_s
 
 
 @dataclass(frozen=True)
@@ -15,16 +26,15 @@ class Limits:
     max_queued_requests: int
     queue_timeout_s: float
     dead_after_s: float = 3.0
-    """A worker silent for so long is lost."""
+    """A worker that has been silent for this long is lost."""
     needs_prefill: bool = True
     """Nothing runs without a prefill worker; False: decode workers compute prompts while there is none."""
     policy: str = "predicted"
-    """Which workers a request runs on: one of `router.routing.policies`."""
+    """How the workers of a request are chosen: a name in `router.routing.policies.POLICIES`."""
     objectives: Objectives = field(default_factory=Objectives)
-    """That it keeps where it can."""
     max_running_tokens: int | None = None
-    """Prompts and most outputs of what runs; None: what the decode workers' KV pools should hold."""
+    """Bound on prompts plus largest outputs of running requests; None: what decode workers' KV pools should hold."""
     max_queued_tokens: int = 2**20
-    """Prompts and most outputs of what waits."""
+    """Bound on prompts plus largest outputs of waiting requests."""
     max_queue_wait_s: float | None = None
-    """How long a request may wait while there is more than can be served; None: the objective of the first token."""
+    """How long a request may wait during an overload; None: derived from the objective of the first token."""

@@ -14,10 +14,9 @@ from cluster.errors import BatonError, DeadlineExceeded
 from router.observe.metrics import Counters
 from router.queue.admission import Admission, AdmissionRequest
 from router.queue.limits import Limits
-from router.queue.output_lengths import OutputLengths
 from router.queue.waiting import Waiter, WaitingQueue
 from router.routing.fleet import Fleet
-from router.routing.load_tracker import LoadTracker
+from router.routing.policies.interface import RoutingContext
 from router.stream import failures
 from router.stream.request import LiveRequest
 from router.stream.retry import RetryState
@@ -30,8 +29,7 @@ class WaitingRoom:
         self,
         limits: Limits,
         fleet: Fleet,
-        ledger: LoadTracker,
-        lengths: OutputLengths,
+        context: RoutingContext,
         counters: Counters,
         clock: Callable[[], float],
         on_change: Callable[[], None],
@@ -48,7 +46,7 @@ class WaitingRoom:
         self._on_change = on_change
         self._on_refused = on_refused
         self._queue = WaitingQueue()
-        self.admission = Admission(limits, self._queue, fleet, ledger, lengths, counters)
+        self.admission = Admission(limits, self._queue, fleet, context, counters)
 
     def __len__(self) -> int:
         return len(self._queue)

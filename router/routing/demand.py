@@ -1,7 +1,6 @@
-"""Counts what clients ask for: sums over the last seconds, in buckets of one second that are dropped when they are old.
+"""What clients ask for: how long outputs get, and sums of recent requests for the controller's rebalancing.
 
-As many seconds count as it takes to see some requests: few under a heavy load, which may change its kind at any moment.
-Pure: time is an argument. Knows requests only by their sizes.
+Pure: time is an argument. Requests are known by their sizes only.
 """
 
 from __future__ import annotations
@@ -10,37 +9,76 @@ from collections import deque
 
 from cluster.demand import Demand
 from cluster.step_cost import StepSize
-from router.queue.output_lengths import OutputLengths
 
+FIRST_GUESS_TOKENS = 128
+"""Expected output before any similar request has ended."""
+_MEMORY = 0.95
+"""Weight that older outputs keep when another sequence ends."""
 WINDOW_S = 60.0
-"""At most so many seconds count."""
+"""Requests older than this do not count."""
 LEAST_WINDOW_S = 3.0
 ENOUGH_REQUESTS = 16
-"""Once so many are in them, those before count no more."""
+"""The window ends where it holds this many requests, but not before LEAST_WINDOW_S."""
 _BUCKET_S = 1.0
 
 
+class _OutputSums:
+    """Output tokens, and the most that was allowed, summed over similar requests; older ones fade."""
+
+    def __init__(self) -> None:
+        self.num_tokens = self.num_most = 0.0
+
+    def add(self, num_tokens: int, most: int) -> None:
+        self.num_tokens = _MEMORY * self.num_tokens + num_tokens
+        self.num_most = _MEMORY * self.num_most + most
+
+
+class OutputLengths:
+    """Expected length of outputs, learned from those that ended lately.
+
+    Requests whose `max_output_tokens` lies between the same powers of two are taken for similar, because some clients
+    ask for what they need and others for the whole context.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, _OutputSums] = {}
+
+    def add(self, num_tokens: int, most: int) -> None:
+        """One sequence ended with `num_tokens` of the `most` that it was allowed."""
+        self._sums.setdefault(most.bit_length(), _OutputSums()).add(num_tokens, most)
+
+    def expected(self, most: int) -> float:
+        """Expected tokens of a sequence that may get `most`."""
+        sums = self._sums.get(most.bit_length())
+        if sums is None or not sums.num_most:
+            return min(FIRST_GUESS_TOKENS, most)
+        return min(most, max(1.0, most * sums.num_tokens / sums.num_most))
+
+
 class DemandWindow:
-    """Of one router."""
+    """Sums over the last seconds, kept in buckets of one second.
+
+    The window is as short as it can be and still hold some requests: a heavy load may change its kind at any moment.
+    """
 
     def __init__(self, lengths: OutputLengths, window_s: float = WINDOW_S) -> None:
         self._lengths = lengths
         self._window_s = window_s
         self._since: float | None = None
-        """When the first request came."""
+        """When the first request arrived."""
         self._buckets: deque[tuple[float, Demand]] = deque()
-        """Each with when it began, the newest last."""
+        """Each with its start, the newest last."""
 
-    def arrived(self, now: float) -> None:
+    def add_arrival(self, now: float) -> None:
         self._add(now, Demand(num_arrived=1))
 
-    def placed(
+    def add_placement(
         self, now: float, num_prompt_tokens: int, num_cached_tokens: int, num_sequences: int, most_output_tokens: int
     ) -> None:
-        """A request was given to workers for the first time; each of its sequences gets `most_output_tokens` at most.
+        """A request was placed on workers for the first time; each of its sequences gets at most `most_output_tokens`.
 
-        How long they should be is told at once: what has ended says nothing of a load that has just changed, and of
-        what runs, long ones are seen for longer.
+        Its expected output counts at once: requests that have ended say nothing of a load that has just changed, and
+        among running ones those with long outputs are over-represented.
         """
         num_new = max(0, num_prompt_tokens - num_cached_tokens)
         size = StepSize.of_prompt(num_new, num_cached_tokens)
@@ -58,12 +96,12 @@ class DemandWindow:
             ),
         )
 
-    def ended(self, now: float, *, is_kept: bool) -> None:
-        """A request, within the objectives or not; one that its client gave up is not told."""
+    def add_end(self, now: float, *, is_kept: bool) -> None:
+        """A request ended, within the objectives or not. Requests that their clients cancelled do not count."""
         self._add(now, Demand(num_ended=1, num_kept=is_kept))
 
     def sums(self, now: float) -> tuple[float, Demand]:
-        """Of the last seconds, and how many those are."""
+        """Length of the window in seconds, and the sums over it."""
         self._drop_old(now)
         total = Demand()
         for began, demand in reversed(self._buckets):

@@ -23,16 +23,16 @@ from cluster.demand import Demand
 from cluster.errors import Aborted, BatonError, DeadlineExceeded, InternalError, Overloaded
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
-from router.observe.metrics import Counters, MeasuredPolicy, RouterMetrics
+from router.observe.metrics import Counters, RouterMetrics
 from router.queue.admission import AdmissionRequest
-from router.queue.limits import Limits
-from router.queue.output_lengths import OutputLengths
+from router.queue.limits import Limits, Objectives
 from router.queue.waiting_room import WaitingRoom
 from router.routing.demand import DemandWindow
 from router.routing.fleet import PREFILL, Fleet, WorkerAddress
-from router.routing.load_tracker import Charge, LoadTracker, Placement
+from router.routing.load_tracker import Charge, Placement
 from router.routing.migration import MigrationManager
-from router.routing.policies import Objectives, make_policy
+from router.routing.policies import POLICIES
+from router.routing.policies.interface import Candidates, RoutingContext, RoutingRequest
 from router.routing.worker_client import WorkerClient
 from router.routing.worker_commands import admit_decode, admit_local, admit_prefill
 from router.stream import failures
@@ -58,22 +58,14 @@ class Dispatcher:
         self.limits = limits
         self.clock = clock
         self.counters = Counters()
-        self.ledger, self._lengths = LoadTracker(), OutputLengths()
-        self.demand = DemandWindow(self._lengths)
+        self.context = RoutingContext(objectives=limits.objectives)
+        self.demand = DemandWindow(self.context.lengths)
         self.metrics = RouterMetrics(self)
-        policy = make_policy(limits.policy, self.ledger, self._lengths, limits.objectives)
-        self._policy = MeasuredPolicy(policy, self.metrics)
-        self.fleet = Fleet(
-            self,
-            self.num_requests,
-            limits.dead_after_s,
-            needs_prefill=limits.needs_prefill,
-        )
+        self._policy = POLICIES[limits.policy](self.context)
+        self.fleet = Fleet(self, self.num_requests, limits.dead_after_s, needs_prefill=limits.needs_prefill)
         self._on_change = on_change
-        self._keeper = MigrationManager(self, self.fleet, self.ledger, limits.dead_after_s)
-        self.waiting = WaitingRoom(
-            limits, self.fleet, self.ledger, self._lengths, self.counters, clock, self._pump, self._refused
-        )
+        self._keeper = MigrationManager(self, self.fleet, self.context.loads, limits.dead_after_s)
+        self.waiting = WaitingRoom(limits, self.fleet, self.context, self.counters, clock, self._pump, self._refused)
         self.admission = self.waiting.admission
         self._running = AttemptTable(self.fleet.let_go)
         self._is_draining = False
@@ -90,7 +82,7 @@ class Dispatcher:
 
     def submit(self, live: LiveRequest, *, time_left_s: float | None) -> None:
         """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
-        self.demand.arrived(self.clock())
+        self.demand.add_arrival(self.clock())
         live.latencies = self.metrics
         if not self.waiting.submit(live, time_left_s):
             return
@@ -104,7 +96,7 @@ class Dispatcher:
         try:
             self.waiting.refuse_early(ask)
         except BatonError:
-            self.demand.arrived(self.clock())
+            self.demand.add_arrival(self.clock())
             raise
 
     def find(self, generation_id: str) -> LiveRequest | None:
@@ -176,9 +168,8 @@ class Dispatcher:
         self._pump()
 
     def set_objectives(self, objectives: Objectives) -> None:
-        """Of requests that are placed from now on."""
-        self._policy.set_objectives(objectives)
-        self.admission.objectives = objectives
+        """Takes effect for requests that are placed from now on."""
+        self.context.objectives = objectives
 
     def handing_over(self) -> Counter[tuple[str, str]]:
         return self._running.handing_over()
@@ -192,7 +183,7 @@ class Dispatcher:
         self._pump()
 
     def on_lost(self, worker: WorkerClient) -> None:
-        self._policy.lost(worker.worker_id)
+        self._policy.on_worker_lost(worker.worker_id)
         setback = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
         for running in self._running.on(worker):
             try:
@@ -231,7 +222,7 @@ class Dispatcher:
             self._on_failed(running, worker, message)
         if running.prefill in running.workers and not live.is_over and live.has_left_prefill:
             if live.key.attempt == 1:
-                self._policy.handed_over(running.placement, live.work, live.exposed_s)
+                self._policy.on_handoff(running.placement, live.work, live.exposed_s)
             self._running.part(running, running.prefill)
             if running.is_move:
                 self._keeper.move_away()  # one that has moved makes way for the next
@@ -258,7 +249,7 @@ class Dispatcher:
             return
         running.charge.sequence_done()
         num_tokens = live.sequences[tokens.sequence_index].num_tokens
-        self._lengths.ended(num_tokens, live.request.sampling.max_output_tokens)
+        self.context.lengths.add(num_tokens, live.request.sampling.max_output_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
                 running.tell_to_drop(tokens.sequence_index)
@@ -268,7 +259,7 @@ class Dispatcher:
         self._leave(running)
         self.counters.finished += 1
         first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)
-        self.demand.ended(now, is_kept=self.admission.objectives.are_kept(first_s, now - live.arrived_at, most))
+        self.demand.add_end(now, is_kept=self.context.objectives.are_kept(first_s, now - live.arrived_at, most))
         self.metrics.finished(live, now)
         live.finish(now)
         self._pump()
@@ -284,12 +275,18 @@ class Dispatcher:
             self._became_idle.set()
 
     def _dispatch(self, live: LiveRequest, trail: RetryState) -> None:
-        placement = self._policy.choose(live.to_place, *self.fleet.who_can())
+        placement = self._choose(live.to_place, *self.fleet.who_can())
         if trail.num_attempts == 1:
             work, sampling = live.to_place.work, live.request.sampling
             prompt, cached, most = work.num_prompt_tokens, placement.num_cached_tokens, sampling.max_output_tokens
-            self.demand.placed(self.clock(), prompt, cached, sampling.n, most)
+            self.demand.add_placement(self.clock(), prompt, cached, sampling.n, most)
         self._place(live, placement, trail)
+
+    def _choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
+        begun = time.perf_counter()
+        placement = self._policy.choose(request, prefill, decode)
+        self.metrics.decided(time.perf_counter() - begun)
+        return placement
 
     def _place(self, live: LiveRequest, placement: Placement, trail: RetryState, *, is_move: bool = False) -> None:
         """Decode first, as it has to reserve before prefill can send."""
@@ -299,9 +296,10 @@ class Dispatcher:
         if decode.role == PREFILL:
             placement = stood_in(placement)
         live.place(placement, self.clock())
-        self._policy.placed(live.to_place, placement)
+        self.metrics.placed(placement.kind)
+        self._policy.on_placed(live.to_place, placement)
         workers = [decode] if prefill is None else [prefill, decode]
-        charge = Charge(self.ledger, placement, live.to_place.work)
+        charge = Charge(self.context.loads, placement, live.to_place.work)
         running = Attempt(live, placement, charge, prefill, workers, trail, is_move)
         self._running.add(running)
         self.admission.started(live, self.clock())
@@ -345,7 +343,7 @@ class Dispatcher:
         live.restart(self.clock(), setback.reason)
         prefill, decode = self.fleet.who_can()
         last = running.placement
-        placement = next_placement(trail, last, setback, live.to_place, prefill, decode, self._policy)
+        placement = next_placement(trail, last, setback, live.to_place, prefill, decode, self._choose)
         if placement is not None:
             self._place(live, placement, trail)
         else:
@@ -369,11 +367,11 @@ class Dispatcher:
 
     def _refused(self, error: BatonError) -> None:
         if isinstance(error, (Overloaded, DeadlineExceeded)):  # with more room it might have run
-            self.demand.ended(self.clock(), is_kept=False)
+            self.demand.add_end(self.clock(), is_kept=False)
 
     def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
         self.counters.failed += 1
-        self.demand.ended(self.clock(), is_kept=False)
+        self.demand.add_end(self.clock(), is_kept=False)
         live.fail(failures.given_up(error, live.num_tokens), self.clock())
 
     def _pause(self, running: Attempt) -> None:

@@ -23,9 +23,8 @@ from router.api.call import ANYONE, Principal, ValidatedRequest
 from router.observe.latencies import Latencies, Trace
 from router.observe.timing import timing_of
 from router.routing.load_tracker import Placement, RequestLoad
-from router.routing.policies import RoutingRequest
+from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
-from router.routing.sessions import SessionKey
 from router.stream.attempts import AttemptRecord
 from router.stream.detokenizer import Detokenizer
 from router.stream.prompt_logprobs import PromptLogprobs

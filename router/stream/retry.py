@@ -14,13 +14,13 @@ Knows no connection and no clock; a policy says who is best of those that may be
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from cluster.errors import BatonError
 from cluster.pb import worker_pb2
 from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
-from router.routing.policies import Candidate, Policy, RoutingRequest
+from router.routing.policies.interface import Candidates, RoutingRequest
 
 MAX_ATTEMPTS = 3
 
@@ -97,9 +97,9 @@ def next_placement(
     last: Placement,
     setback: AttemptFailure,
     request: RoutingRequest,
-    prefill: Sequence[Candidate],
-    decode: Sequence[Candidate],
-    policy: Policy,
+    prefill: Candidates,
+    decode: Candidates,
+    choose: Callable[[RoutingRequest, Candidates, Candidates], Placement],
 ) -> Placement | None:
     """Among those that are ready. None: no decode worker is, so the request has to wait."""
     present = [d for d in decode if d.worker_id != setback.lost_id]
@@ -107,13 +107,13 @@ def next_placement(
         return None
     heard = [d for d in present if d.worker_id not in trail.unheard_ids] or present
     by_id = {d.worker_id: d for d in heard}
-    kept = by_id.get(last.decode_id) or by_id[policy.choose(request, [], heard).decode_id]
+    kept = by_id.get(last.decode_id) or by_id[choose(request, [], heard).decode_id]
     decode_id = kept.worker_id
     untried = [p for p in prefill if (p.worker_id, decode_id) not in trail.tried and p.worker_id != setback.lost_id]
     after = f"after {setback.reason} on {setback.lost_id or last.computing_id}"
     why = "no other prefill worker" if not untried else "the last attempt"
     if untried and trail.num_attempts < MAX_ATTEMPTS:
-        chosen = policy.choose(request, untried, [kept])
+        chosen = choose(request, untried, [kept])
         if chosen.prefill_id is not None:
             reason = f"retried {after}: {chosen.prefill_id} -> {decode_id}"
             return replace(chosen, reason=reason, kind=PlacementKind.RETRIED)

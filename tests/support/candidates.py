@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from cluster.step_cost import StepCost
 from router.routing.load_tracker import RequestLoad
-from router.routing.policies import RoutingRequest
+from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
-from router.routing.sessions import SessionKey
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ class WiredRouter:
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
         assert not dispatcher._running._on_worker
         for worker_id in ("p0", "p1", "p2", "d0", "d1", "d2", *self.workers):
-            assert dispatcher.ledger[worker_id] == NOTHING, worker_id
+            assert dispatcher.context.loads[worker_id] == NOTHING, worker_id
         counters = dispatcher.counters
         ended = counters.finished + counters.cancelled + counters.failed + counters.rejected
         assert ended == self.num_submitted, counters

@@ -1,29 +1,35 @@
-"""What policies are given and what they give back."""
+"""What routing policies receive and what they return."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.step_cost import StepCost
-from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
+from router.queue.limits import Objectives
+from router.routing.demand import OutputLengths
+from router.routing.load_tracker import LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.prefix_index import PromptHashes
-from router.routing.sessions import SessionKey
+
+
+@dataclass
+class RoutingContext:
+    """What one router knows for its decisions; admission and the policy share it."""
+
+    loads: LoadTracker = field(default_factory=LoadTracker)
+    lengths: OutputLengths = field(default_factory=OutputLengths)
+    objectives: Objectives = field(default_factory=Objectives)
+    """May be replaced while the router runs; read it for each decision."""
 
 
 @dataclass(frozen=True)
-class Objectives:
-    """What requests should keep, in seconds: time to first token, and time per output token after it."""
+class SessionKey:
+    """A client's session: the same id of two tenants is two sessions."""
 
-    ttft_s: float = 0.5
-    tpot_s: float = 0.05
-
-    def are_kept(self, first_token_s: float, last_token_s: float, num_tokens: int) -> bool:
-        """By a request with these seconds after its arrival, whose longest output has so many tokens."""
-        later_s = self.tpot_s * max(0, num_tokens - 1)
-        return first_token_s <= self.ttft_s and last_token_s - first_token_s <= later_s
+    tenant: str
+    session_id: str
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,7 @@ class RoutingRequest:
 
 
 class Candidate(Protocol):
-    """A worker that is ready."""
+    """A worker that is ready: the router's connection to it, or a simulated one."""
 
     @property
     def worker_id(self) -> str: ...
@@ -50,31 +56,34 @@ class Candidate(Protocol):
 
     @property
     def kv_tokens(self) -> int:
-        """That its pool holds."""
+        """Size of its KV pool."""
         ...
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        """Of a prompt, in its prefix cache, as far as it has told."""
+        """Tokens of a prompt that its prefix cache holds, as far as its events tell."""
         ...
 
 
+Candidates = Sequence[Candidate]
+
+
 class Policy(ABC):
-    """One of the others in this folder."""
+    """Chooses the workers of each request."""
+
+    def __init__(self, context: RoutingContext) -> None:
+        self.context = context
 
     @abstractmethod
-    def choose(self, request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+    def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         """There is at least one decode worker. Without a prefill worker, decode computes the prompt."""
 
-    def handed_over(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:  # noqa: B027 (most learn nothing from it)
-        """A prompt has gone from one worker to another; its client waited so long more for the second token."""
+    def on_handoff(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:  # noqa: B027 (optional)
+        """A hand-off is complete; it kept the client waiting `exposed_s` longer for the second token."""
 
-    def set_objectives(self, objectives: Objectives) -> None:  # noqa: B027 (most look at none)
-        """From now on."""
+    def on_placed(self, request: RoutingRequest, placement: Placement) -> None:  # noqa: B027 (optional)
+        """A request was placed, by `choose` or after a failure."""
 
-    def placed(self, request: RoutingRequest, placement: Placement) -> None:  # noqa: B027
-        """So it was done, by `choose` or after a failure."""
-
-    def lost(self, worker_id: str) -> None:  # noqa: B027
+    def on_worker_lost(self, worker_id: str) -> None:  # noqa: B027 (optional)
         """A worker is gone, and its cache with it."""
 
 
@@ -98,3 +107,17 @@ def disaggregated(
 ) -> Placement:
     reason = f"disaggregated: {prefill_id} -> {decode_id}, {why}"
     return Placement(prefill_id, decode_id, reason, num_cached_tokens, kind, num_present_tokens)
+
+
+def least_loaded(loads: LoadTracker, prefill: Candidates, decode: Candidates) -> Placement:
+    """The prefill worker with fewest prompt tokens to compute and the decode worker with fewest sequences, then ids."""
+
+    def decode_load(worker_id: str) -> tuple[int, int, str]:
+        load = loads[worker_id]
+        return load.sequences.num_sequences, load.num_tokens, worker_id
+
+    decode_id = min((d.worker_id for d in decode), key=decode_load)
+    if not prefill:
+        return local(decode_id)
+    prefill_id = min((p.worker_id for p in prefill), key=lambda i: (loads[i].prompts.num_prompt_tokens, i))
+    return disaggregated(prefill_id, decode_id, "least work")

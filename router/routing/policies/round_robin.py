@@ -1,20 +1,29 @@
-"""Each worker of a role in its turn, by id, whatever it has to do."""
+"""Each worker of a role in turn, by id, whatever its load."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from router.routing.load_tracker import Placement
-from router.routing.policies.interface import Candidate, Policy, RoutingRequest, disaggregated, local
+from router.routing.policies.interface import (
+    Candidate,
+    Candidates,
+    Policy,
+    RoutingContext,
+    RoutingRequest,
+    disaggregated,
+    local,
+)
 
 
 class RoundRobin(Policy):
-    """The next one is the first after the last one, so that a worker that comes or goes does not shift the others."""
+    """The next worker is the first id after the last one, so that workers that come or go do not shift the others."""
 
-    def __init__(self) -> None:
+    def __init__(self, context: RoutingContext) -> None:
+        super().__init__(context)
         self._last_prefill = self._last_decode = ""
 
-    def choose(self, request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+    def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         self._last_decode = _next(self._last_decode, decode)
         if not prefill:
             return local(self._last_decode)

@@ -14,15 +14,14 @@ from router_harness import running_router, text_spec
 from cluster import rpc
 from cluster.demand import Demand
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
-from router.queue.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
-from router.routing.demand import WINDOW_S, DemandWindow
-from router.routing.policies import Objectives
+from router.queue.limits import Objectives
+from router.routing.demand import FIRST_GUESS_TOKENS, WINDOW_S, DemandWindow, OutputLengths
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
     window = DemandWindow(OutputLengths(), 10.0)
     for second in range(20):
-        window.arrived(float(second))
+        window.add_arrival(float(second))
     assert window.sums(19.5) == (10.0, Demand(num_arrived=10))
     assert window.sums(100.0) == (10.0, Demand())
 
@@ -30,8 +29,8 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
 def test_under_a_heavy_load_only_the_last_seconds_count() -> None:
     window = DemandWindow(OutputLengths())
     for tenth in range(300):
-        window.arrived(tenth / 10)
-        window.placed(tenth / 10, 100 if tenth < 240 else 7, 0, 1, 10)
+        window.add_arrival(tenth / 10)
+        window.add_placement(tenth / 10, 100 if tenth < 240 else 7, 0, 1, 10)
     seconds, told = window.sums(29.9)
     assert 3 <= seconds < 5 and told.num_placed == told.num_arrived == pytest.approx(10 * seconds, abs=11)
     assert told.num_prompt_tokens == 7 * told.num_placed
@@ -40,14 +39,14 @@ def test_under_a_heavy_load_only_the_last_seconds_count() -> None:
 def test_a_router_that_has_just_begun_tells_the_rate_since_then() -> None:
     window = DemandWindow(OutputLengths())
     for tenth in range(20):
-        window.arrived(100 + tenth / 10)
+        window.add_arrival(100 + tenth / 10)
     assert window.sums(102.0) == (2.0, Demand(num_arrived=20))
 
 
 def test_prompts_count_without_what_is_cached() -> None:
     window = DemandWindow(OutputLengths())
-    window.placed(0.0, 10, 6, 2, 5)
-    window.placed(0.5, 5, 5, 1, 5)
+    window.add_placement(0.0, 10, 6, 2, 5)
+    window.add_placement(0.5, 5, 5, 1, 5)
     _, told = window.sums(1.0)
     assert (told.num_placed, told.num_prompt_tokens, told.num_cached_tokens, told.num_sequences) == (2, 4, 11, 3)
     assert told.num_attended == 4 * 6 + 10
@@ -56,10 +55,10 @@ def test_prompts_count_without_what_is_cached() -> None:
 def test_outputs_are_expected_to_take_what_others_like_them_took() -> None:
     lengths = OutputLengths()
     window = DemandWindow(lengths)
-    window.placed(0.0, 10, 0, 2, 1000)
+    window.add_placement(0.0, 10, 0, 2, 1000)
     assert window.sums(1.0)[1].num_output_tokens == 2 * FIRST_GUESS_TOKENS, "nothing has ended yet"
-    lengths.ended(300, 1000)
-    window.placed(70.0, 10, 0, 2, 1000)
+    lengths.add(300, 1000)
+    window.add_placement(70.0, 10, 0, 2, 1000)
     told = window.sums(71.0)[1]
     assert (told.num_output_tokens, told.num_kv_tokens) == (2 * 300, 2 * (10 + 150))
 

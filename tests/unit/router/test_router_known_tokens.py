@@ -29,11 +29,11 @@ def test_after_a_lost_worker_prompt_and_known_tokens_are_to_be_computed() -> Non
         num_prompt = len(client.live.request.prompt_token_ids)
         lost_id = client.live.placement.decode_id  # type: ignore[union-attr]
         router.workers[lost_id].lose()
-        placement, ledger = client.live.placement, router.dispatcher.ledger
+        placement, loads = client.live.placement, router.dispatcher.context.loads
         assert placement is not None and placement.decode_id != lost_id
         num_known = num_prompt + len(LONG)
-        assert ledger[placement.computing_id].prompts == StepSize.of_prompt(num_known)
-        decode = ledger[placement.decode_id]
+        assert loads[placement.computing_id].prompts == StepSize.of_prompt(num_known)
+        decode = loads[placement.decode_id]
         assert decode.sequences == StepSize(num_sequences=1, num_kv_tokens=num_known)
         assert decode.num_tokens == num_prompt + MAX_OUTPUT, "no more than was promised"
         router.dispatcher.cancel(client.request_id, "by the test")
@@ -63,9 +63,9 @@ def test_who_moves_brings_what_it_has_and_computes_nothing_again() -> None:
         router.workers["d1"].open()
         assert router.dispatcher.counters.moved == 1
         num_known = len(client.live.request.prompt_token_ids) + len(LONG)
-        ledger = router.dispatcher.ledger
-        assert ledger["d0"].prompts == StepSize.of_prompt(0, num_known)
-        assert ledger["d1"].sequences == StepSize(num_sequences=1, num_kv_tokens=num_known)
+        loads = router.dispatcher.context.loads
+        assert loads["d0"].prompts == StepSize.of_prompt(0, num_known)
+        assert loads["d1"].sequences == StepSize(num_sequences=1, num_kv_tokens=num_known)
 
     run(scenario)
 

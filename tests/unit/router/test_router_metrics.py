@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import urllib.request
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, STOP, phase, tokens
@@ -15,10 +13,12 @@ from wired_router import ManualClock, WiredRouter, run
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from router.observe import metrics as module
-from router.observe.metrics import METRICS, OUTCOMES, RETRY_REASONS, MeasuredPolicy, RouterMetrics
+from router.observe.metrics import METRICS, OUTCOMES, RETRY_REASONS
 from router.observe.vllm_names import ALIASES, VllmNames
-from router.routing.load_tracker import PlacementKind
-from router.routing.policies import Policy
+from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
+from router.routing.policies import POLICIES
+from router.routing.policies.interface import RoutingRequest
+from router.routing.policies.least_loaded import LeastLoaded
 from router.stream.retry import RETRYABLE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -212,10 +212,29 @@ def test_the_page_in_docs_is_the_code() -> None:
     assert (ROOT / "docs" / "router-metrics.md").read_text() == module.reference()
 
 
-@pytest.mark.parametrize("name", [n for n, _ in inspect.getmembers(Policy, inspect.isfunction) if n[0] != "_"])
-def test_a_policy_that_is_measured_is_told_everything(name: str) -> None:
-    policy = Mock(spec=Policy)
-    measured = MeasuredPolicy(policy, Mock(spec=RouterMetrics))
-    arguments = [Mock() for _ in inspect.signature(getattr(measured, name)).parameters]
-    getattr(measured, name)(*arguments)
-    getattr(policy, name).assert_called_once_with(*arguments)
+def test_a_policy_sees_every_placement_hand_off_and_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, object]] = []
+
+    class Recorder(LeastLoaded):
+        def on_placed(self, request: RoutingRequest, placement: Placement) -> None:
+            seen.append(("placed", placement.decode_id))
+
+        def on_handoff(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:
+            seen.append(("handoff", exposed_s))
+
+        def on_worker_lost(self, worker_id: str) -> None:
+            seen.append(("lost", worker_id))
+
+    monkeypatch.setitem(POLICIES, "predicted", Recorder)
+
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0", "d1"])
+        key = router.submit().live.key.to_proto()
+        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a")))
+        await clock.advance(0.25)
+        router.workers["d0"].tell(phase(key, DECODE), tokens(key, 1, ids("b")))
+        router.workers["d0"].lose()
+        assert seen == [("placed", "d0"), ("handoff", 0.25), ("lost", "d0"), ("placed", "d1")]
+        assert value(router, "decision_seconds_count") == 3, "a retry decides on the decode and on the prefill worker"
+
+    run(scenario)

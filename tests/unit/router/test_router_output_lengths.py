@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.queue.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
+from router.routing.demand import FIRST_GUESS_TOKENS, OutputLengths
 
 
 def test_before_any_has_ended_there_is_a_guess_and_never_more_than_a_client_allows() -> None:
@@ -16,8 +16,8 @@ def test_before_any_has_ended_there_is_a_guess_and_never_more_than_a_client_allo
 def test_clients_that_ask_for_as_much_get_as_much_and_others_say_nothing_of_them() -> None:
     lengths = OutputLengths()
     for _ in range(100):
-        lengths.ended(100, 4096)  # these ask for the whole context, and stop early
-        lengths.ended(100, 100)
+        lengths.add(100, 4096)  # these ask for the whole context, and stop early
+        lengths.add(100, 100)
     assert round(lengths.expected(4096)) == round(lengths.expected(100)) == 100
     assert lengths.expected(2000) == FIRST_GUESS_TOKENS, "nobody has asked for that yet"
 
@@ -25,9 +25,9 @@ def test_clients_that_ask_for_as_much_get_as_much_and_others_say_nothing_of_them
 def test_what_ended_long_ago_counts_less_and_less() -> None:
     lengths = OutputLengths()
     for _ in range(200):
-        lengths.ended(10, 1000)
+        lengths.add(10, 1000)
     for _ in range(100):
-        lengths.ended(900, 1000)
+        lengths.add(900, 1000)
     assert 890 < lengths.expected(1000) <= 900
 
 
@@ -36,5 +36,5 @@ def test_what_ended_long_ago_counts_less_and_less() -> None:
 def test_it_is_a_length_that_can_be(ended: list[tuple[int, int]], most: int) -> None:
     lengths = OutputLengths()
     for num_tokens, allowed in ended:
-        lengths.ended(min(num_tokens, allowed), allowed)
+        lengths.add(min(num_tokens, allowed), allowed)
     assert 1 <= lengths.expected(most) <= most

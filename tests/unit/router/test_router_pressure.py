@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from router.queue.in_flight import InFlight
-from router.queue.output_lengths import FIRST_GUESS_TOKENS, OutputLengths
 from router.queue.pressure import CALM_S, DrainRate, Overload
+from router.routing.demand import FIRST_GUESS_TOKENS, OutputLengths
 from router.routing.load_tracker import RequestLoad
 
 WORK = RequestLoad(num_prompt_tokens=20, num_sequences=1, num_output_tokens=100)
@@ -100,7 +100,7 @@ def test_a_request_should_take_its_prompt_and_outputs_like_those_of_others_like_
     lengths = OutputLengths()
     held, large = InFlight(lengths), RequestLoad(20, 2, 20 + 2 * 1000)
     assert held.expected(large) == 20 + 2 * FIRST_GUESS_TOKENS and held.expected(WORK) == 100
-    lengths.ended(30, 1000)
+    lengths.add(30, 1000)
     assert held.expected(large) == pytest.approx(20 + 2 * 30)
 
 

@@ -17,7 +17,8 @@ from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.request_key import RequestKey
-from router.routing.load_tracker import NOTHING, LoadTracker, Placement
+from router.routing.load_tracker import NOTHING, Placement
+from router.routing.policies.interface import RoutingContext
 from router.routing.policies.least_loaded import LeastLoaded
 from router.stream.retry import MAX_ATTEMPTS, RETRYABLE, AttemptFailure, RetryState, next_placement
 
@@ -32,7 +33,7 @@ def where_to(
     trail: RetryState, last: Placement, setback: AttemptFailure, prefill_ids: list[str], decode_ids: list[str]
 ) -> Placement | None:
     prefill, decode = named(*prefill_ids), named(*decode_ids)
-    return next_placement(trail, last, setback, request_of(10), prefill, decode, LeastLoaded(LoadTracker()))
+    return next_placement(trail, last, setback, request_of(10), prefill, decode, LeastLoaded(RoutingContext()).choose)
 
 
 def test_another_prefill_worker_sends_to_the_same_decode_worker() -> None:
@@ -143,7 +144,7 @@ async def test_a_failed_hand_off_goes_to_another_prefill_worker(tmp_path: Path, 
         assert router.server.dispatcher.counters.retried == {word: 1}
         assert (await status(router)).num_failed == 0
         for worker in workers:
-            assert router.server.dispatcher.ledger[worker.worker_id] == NOTHING
+            assert router.server.dispatcher.context.loads[worker.worker_id] == NOTHING
 
 
 async def test_a_lost_prefill_worker_is_replaced_by_local_prefill_when_it_was_the_only_one(tmp_path: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from candidates import FakeCandidate, request_of
 
 from cluster.step_cost import StepCost
-from router.queue.output_lengths import OutputLengths
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
-from router.routing.policies import Objectives, Policy, make_policy
-from router.routing.sessions import SessionKey, Sessions
+from router.routing.policies import POLICIES
+from router.routing.policies.interface import Policy, RoutingContext, SessionKey
+from router.routing.policies.predicted import Sessions
 
 COST = StepCost(fixed_s=0.004, prompt_token_s=0.0002, attended_s=0.0, sequence_s=0.0002, kv_token_s=1e-7)
 A, B = SessionKey("one", "a"), SessionKey("one", "b")
@@ -24,63 +24,63 @@ def workers(*worker_ids: str, cost: StepCost = COST) -> list[FakeCandidate]:
 PREFILL, DECODE = workers("p0", "p1"), workers("d0", "d1")
 
 
-def policy_of(ledger: LoadTracker | None = None, name: str = "predicted") -> Policy:
-    return make_policy(name, ledger or LoadTracker(), OutputLengths(), Objectives())
+def policy_of(loads: LoadTracker | None = None, name: str = "predicted") -> Policy:
+    return POLICIES[name](RoutingContext(loads or LoadTracker()))
 
 
 def test_a_session_is_known_by_its_tenant_and_its_name() -> None:
     sessions = Sessions()
-    sessions.placed(A, Placement("p0", "d0", ""))
-    sessions.placed(None, Placement("p1", "d1", ""))
+    sessions.on_placed(A, Placement("p0", "d0", ""))
+    sessions.on_placed(None, Placement("p1", "d1", ""))
     assert sessions.home_of(A) == Placement("p0", "d0", "")
     assert sessions.home_of(SessionKey("two", "a")) is None and sessions.home_of(None) is None
-    sessions.placed(A, Placement(None, "d1", ""))
+    sessions.on_placed(A, Placement(None, "d1", ""))
     assert sessions.home_of(A) == Placement(None, "d1", "") and len(sessions) == 1
 
 
 def test_only_so_many_sessions_are_kept_and_the_one_that_is_longest_silent_goes() -> None:
     sessions = Sessions(most=2)
     for key in (A, B, A, SessionKey("one", "c")):
-        sessions.placed(key, Placement("p0", "d0", ""))
+        sessions.on_placed(key, Placement("p0", "d0", ""))
     assert sessions.home_of(B) is None and sessions.home_of(A) is not None and len(sessions) == 2
 
 
 @pytest.mark.parametrize(("lost", "is_kept"), [("p0", False), ("d0", False), ("p1", True)])
 def test_with_a_worker_its_sessions_are_forgotten(lost: str, is_kept: bool) -> None:
     sessions = Sessions()
-    sessions.placed(A, Placement("p0", "d0", ""))
-    sessions.lost(lost)
+    sessions.on_placed(A, Placement("p0", "d0", ""))
+    sessions.on_worker_lost(lost)
     assert (sessions.home_of(A) is not None) is is_kept
 
 
 def test_among_equals_a_session_goes_where_it_was() -> None:
     policy = policy_of()
     request = request_of(2000, session="s")
-    policy.placed(request, Placement("p1", "d1", ""))
+    policy.on_placed(request, Placement("p1", "d1", ""))
     chosen = policy.choose(request, PREFILL, DECODE)
     assert (chosen.prefill_id, chosen.decode_id, chosen.kind) == ("p1", "d1", PlacementKind.SESSION)
     assert chosen.reason == "disaggregated: p1 -> d1, first token predicted after 404 ms, where its session is"
     other = policy.choose(request_of(2000, session="t"), PREFILL, DECODE)
     assert (other.prefill_id, other.decode_id, other.kind) == ("p0", "d0", PlacementKind.DISAGGREGATED)
-    policy.lost("d1")
+    policy.on_worker_lost("d1")
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
 
 
 def test_a_session_that_would_go_there_anyway_decides_nothing() -> None:
     policy = policy_of()
     request = request_of(2000, session="s")
-    policy.placed(request, Placement("p0", "d0", ""))
+    policy.on_placed(request, Placement("p0", "d0", ""))
     assert policy.choose(request, PREFILL, DECODE).kind is PlacementKind.DISAGGREGATED
 
 
 def test_a_session_never_beats_what_ends_clearly_sooner() -> None:
-    ledger = LoadTracker()
-    policy = policy_of(ledger)
+    loads = LoadTracker()
+    policy = policy_of(loads)
     request = request_of(2000, session="s")
-    policy.placed(request, Placement("p1", "d1", ""))
-    Charge(ledger, Placement("p1", "elsewhere", ""), RequestLoad(50, 1, 100))
+    policy.on_placed(request, Placement("p1", "d1", ""))
+    Charge(loads, Placement("p1", "elsewhere", ""), RequestLoad(50, 1, 100))
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p1", "14 ms of 1 s"
-    Charge(ledger, Placement("p1", "elsewhere", ""), RequestLoad(1000, 1, 2000))
+    Charge(loads, Placement("p1", "elsewhere", ""), RequestLoad(1000, 1, 2000))
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
     cached = [PREFILL[1], replace(PREFILL[0], worker_id="p2", cached=1500)]
     assert policy_of().choose(request, cached, DECODE).prefill_id == "p2"
@@ -90,7 +90,7 @@ def test_a_session_never_beats_what_ends_clearly_sooner() -> None:
 def test_other_policies_know_no_sessions(name: str) -> None:
     policy = policy_of(name=name)
     request = request_of(2000, session="s")
-    policy.placed(request, Placement("p1", "d1", ""))
+    policy.on_placed(request, Placement("p1", "d1", ""))
     assert policy.choose(request, PREFILL, DECODE).prefill_id == "p0"
 
 
@@ -105,15 +105,15 @@ def test_the_next_turn_is_computed_where_the_last_answer_was_decoded() -> None:
 
 def test_what_the_decode_worker_has_need_not_be_handed_over() -> None:
     """A hand-off that moves half takes half the time, which is worth a slightly busier decode worker."""
-    ledger = LoadTracker()
-    Charge(ledger, Placement("elsewhere", "d1", ""), RequestLoad(10, 1, 100))
+    loads = LoadTracker()
+    Charge(loads, Placement("elsewhere", "d1", ""), RequestLoad(10, 1, 100))
     decode = [DECODE[0], replace(DECODE[1], cached=2000)]
-    policy, request = policy_of(ledger), request_of(4000)
+    policy, request = policy_of(loads), request_of(4000)
     assert policy.choose(request, PREFILL, decode).decode_id == "d0", "while nothing was handed over, it is free"
-    policy.handed_over(Placement("p0", "d0", ""), request.work, exposed_s=0.4)
+    policy.on_handoff(Placement("p0", "d0", ""), request.work, exposed_s=0.4)
     chosen = policy.choose(request, PREFILL, decode)
     assert (chosen.decode_id, chosen.num_present_tokens) == ("d1", 2000)
-    policy_of(ledger).handed_over(Placement("p0", "d0", "", num_present_tokens=4000), request.work, exposed_s=0.0)
+    policy_of(loads).on_handoff(Placement("p0", "d0", "", num_present_tokens=4000), request.work, exposed_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -126,17 +126,17 @@ def test_what_the_decode_worker_has_need_not_be_handed_over() -> None:
     ],
 )
 def test_a_placement_has_a_kind(num_tokens: int, cached: int, busy: str, kind: PlacementKind) -> None:
-    ledger = LoadTracker()
+    loads = LoadTracker()
     if busy:
-        Charge(ledger, Placement(busy, "elsewhere", ""), RequestLoad(5000, 1, 6000))
+        Charge(loads, Placement(busy, "elsewhere", ""), RequestLoad(5000, 1, 6000))
     elif kind is PlacementKind.DISAGGREGATED:
-        Charge(ledger, Placement("elsewhere", "d0", ""), RequestLoad(10, 1, 100))
+        Charge(loads, Placement("elsewhere", "d0", ""), RequestLoad(10, 1, 100))
     else:
-        Charge(ledger, Placement("p0", "elsewhere", ""), RequestLoad(100, 1, 200))
+        Charge(loads, Placement("p0", "elsewhere", ""), RequestLoad(100, 1, 200))
     decode = [replace(DECODE[0], cached=cached)]
-    assert policy_of(ledger).choose(request_of(num_tokens), PREFILL[:1], decode).kind is kind
+    assert policy_of(loads).choose(request_of(num_tokens), PREFILL[:1], decode).kind is kind
 
 
 def test_without_a_prefill_worker_that_is_the_kind() -> None:
-    for name in ("predicted", "least_loaded", "round_robin", "random"):
+    for name in POLICIES:
         assert policy_of(name=name).choose(request_of(10), [], DECODE).kind is PlacementKind.LOCAL_NO_PREFILL

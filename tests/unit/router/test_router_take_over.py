@@ -108,7 +108,7 @@ def test_two_calls_that_resume_at_once_start_it_once_and_one_is_told() -> None:
         assert readers[0].live is readers[1].live
         assert sequences_of(router, "d0") == [GENERATION_ID]
         router.dispatcher.cancel(GENERATION_ID, "by the test")
-        assert router.dispatcher.ledger["d0"] == NOTHING
+        assert router.dispatcher.context.loads["d0"] == NOTHING
         await here.stop()
 
     run(scenario)
@@ -157,7 +157,7 @@ def test_one_that_is_under_way_here_is_not_taken_up_again() -> None:
             router.dispatcher.take_up(live_request(clock(), 131073))
         assert sequences_of(router, "d0") == [GENERATION_ID]
         router.dispatcher.cancel(GENERATION_ID, "by the test")
-        assert router.dispatcher.ledger["d0"] == NOTHING
+        assert router.dispatcher.context.loads["d0"] == NOTHING
 
     run(scenario)
 

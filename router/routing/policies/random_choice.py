@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 from router.routing.load_tracker import Placement
-from router.routing.policies.interface import Candidate, Policy, RoutingRequest, disaggregated, local
+from router.routing.policies.interface import Candidates, Policy, RoutingRequest, disaggregated, local
 
 
-class AtRandom(Policy):
-    """Remembers nothing."""
+class RandomChoice(Policy):
+    """Keeps no state."""
 
-    def choose(self, request: RoutingRequest, prefill: Sequence[Candidate], decode: Sequence[Candidate]) -> Placement:
+    def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         decode_id = random.choice(decode).worker_id
         if not prefill:
             return local(decode_id)
