@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+from cluster.config.changes import run_time_keys
 from cluster.config.schema import (
     AuthSection,
     EngineSection,
@@ -24,6 +25,7 @@ from cluster.config.schema import (
     MetricsSection,
     ModelSection,
     RouterSection,
+    ServingConfig,
     SloSection,
     TlsSection,
     TransferSection,
@@ -48,6 +50,11 @@ class JsonSettings:
     def as_dict(self) -> dict[str, Any]:
         assert dataclasses.is_dataclass(self)
         return dataclasses.asdict(self)
+
+    def with_run_time(self, text: str) -> Self:
+        """A copy with the values that `run_time_json` made, as far as it has their sections."""
+        values = {name: section for name, section in json.loads(text).items() if hasattr(self, name)}
+        return self.with_values(**values)
 
     @classmethod
     def from_values(cls, **values: Any) -> Self:
@@ -135,6 +142,16 @@ class RouterSettings(JsonSettings):
 S = TypeVar("S", bound=JsonSettings)
 
 
+def run_time_json(config: ServingConfig) -> str:
+    """What running processes take over from a configuration that has changed: the marked values of their sections."""
+    values = {"slo": dataclasses.asdict(config.rebalance.slo)}
+    for key in run_time_keys():
+        name, _, leaf = key.partition(".")
+        if leaf:
+            values.setdefault(name, {})[leaf] = getattr(getattr(config, name), leaf)
+    return json.dumps(values)
+
+
 def parse_flags(kind: type[S], program: str, arguments: Sequence[str] | None = None) -> S:
     """Settings from flags, one for each value (`--tp-rank 1`, `--model-path m`), on top of `--settings JSON` where it
     is given.
@@ -195,7 +212,8 @@ def _put(kind: type[Any], whole: dict[str, Any], values: Mapping[str, Any]) -> d
         inside = whole
         for section in sections:
             inside = inside.setdefault(section, {})
-        inside[last] = value
+        is_part = isinstance(value, Mapping) and isinstance(inside.get(last), dict)
+        inside[last] = {**inside[last], **value} if is_part else value
     return whole
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.config import ServingConfig
-from cluster.config.schema import DeviceName, RoleName
+from cluster.config.schema import EngineSection, RoleName
 from cluster.pb import admin_pb2
 from controller.change_plan import Flip, Member, Start, Step, Stop
 from controller.plan import WorkerPlan, plan_worker
@@ -35,20 +35,20 @@ class StepFailed(Exception):
 
 
 class Steps:
-    """`device` and `threads` are those that every worker here is started with."""
+    """`engine`: what every worker here is started with, for its device and memory; what has changed since then reaches
+    it over the router."""
 
-    def __init__(self, crew: WorkerPool, link: RouterLinks, *, device: DeviceName, threads: int | None) -> None:
+    def __init__(self, crew: WorkerPool, link: RouterLinks, engine: EngineSection) -> None:
         self._crew = crew
         self._link = link
-        self._device = device
-        self._threads = threads
+        self._engine = engine
 
     def members(self) -> list[Member]:
         return self._crew.members()
 
     def next_worker(self, config: ServingConfig) -> WorkerPlan:
         """One more of any role, where both have workers of one size; whose number is not given yet."""
-        return plan_worker(config, "decode", device=self._device, threads=self._threads)
+        return self._plan(config, "decode")
 
     async def tell(self) -> None:
         """Has the router hear how things are now."""
@@ -67,7 +67,7 @@ class Steps:
     async def _flip(self, step: Flip, config: ServingConfig) -> None:
         member = self._crew[step.worker_id]
         await self._can_be_spared(step.worker_id, config)
-        number_free = plan_worker(config, step.role, device=self._device, threads=self._threads)
+        number_free = self._plan(config, step.role)
         ranks = [replace(rank, worker_id=step.worker_id) for rank in number_free.ranks]
         step_logs = [rank.step_log for rank in member.plan.ranks]
         member.launcher.plan = replace(
@@ -82,7 +82,7 @@ class Steps:
 
     async def _start(self, step: Start, config: ServingConfig) -> None:
         number = int(step.worker_id.rpartition("-")[2])
-        plan = plan_worker(config, step.role, number, device=self._device, threads=self._threads)
+        plan = self._plan(config, step.role, number)
         self._crew.add([plan])
         member = self._crew[step.worker_id]
         supervisor = member.supervisor
@@ -108,6 +108,9 @@ class Steps:
         member.is_named = False
         await self._link.tell()
         await self._crew.remove(step.worker_id, STOP_S)
+
+    def _plan(self, config: ServingConfig, role: RoleName, number: int = 0) -> WorkerPlan:
+        return plan_worker(replace(config, engine=self._engine), role, number)
 
     async def _can_be_spared(self, worker_id: str, config: ServingConfig) -> None:
         """Until its role has its minimum without it."""

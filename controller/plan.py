@@ -84,9 +84,8 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None,
         )
     device: DeviceName = "cuda" if may_grow and config.engine.device == "cuda" else _device(config, num_gpus)
     num_ranks = sum(config.role(role).devices for role in ROLES)
-    threads = config.engine.threads
-    if threads is None and num_cores is not None and device == "cpu":
-        threads = max(1, num_cores // num_ranks)
+    threads = max(1, num_cores // num_ranks) if num_cores is not None and device == "cpu" else None
+    threads = config.engine.threads or threads
     workers = tuple(
         plan_worker(config, role, number, device=device, threads=threads)
         for role in ROLES
@@ -117,14 +116,15 @@ def plan_worker(
     device: DeviceName | None = None,
     threads: int | None = None,
 ) -> WorkerPlan:
-    """One worker of a role. `device` None: what the configuration says, `auto` included, for the process to resolve."""
+    """One worker of a role. `device` and `threads` None: what the configuration says, also for the process to
+    resolve."""
     worker_id = f"{role}-{number}"
     tp_size = config.role(role).tensor_parallel
     step_log = str(Path(config.log_dir) / f"{worker_id}.steps.jsonl") if config.log_dir else None
     engine = replace(
         config.engine,
         device=device or config.engine.device,
-        threads=threads,
+        threads=threads or config.engine.threads,
         block_size=config.block_size(role),
         kv_cache_tokens=config.kv_cache_tokens(role),
     )

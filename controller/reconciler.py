@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from cluster.errors import BatonError, ConfigError
 from cluster.key_file import KeyFile
 from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2
+from cluster.settings import run_time_json
 from cluster.tls import internal_tls_of, public_tls_of
 from controller.admin_service import start_admin
 from controller.capacity import Capacity, num_gpus
@@ -103,10 +104,10 @@ class Controller:
         self._tls = internal_tls_of(config.internal_tls)
         inside = None if self._tls is None else self._tls.client
         self._link = RouterLinks([RouterLink(router, self._compose, inside) for router in self.routers])
-        first = plan.workers[0].ranks[0]
-        steps = Steps(self.crew, self._link, device=first.engine.device, threads=first.engine.threads)
+        first = plan.workers[0].ranks[0].engine
+        steps = Steps(self.crew, self._link, replace(config.engine, device=first.device, threads=first.threads))
         self.events = EventLog(self._on_event)
-        self.door = Reconfigurer(config, steps, self.events, num_gpus if first.engine.device == "cuda" else None)
+        self.door = Reconfigurer(config, steps, self.events, num_gpus if first.device == "cuda" else None)
         self._pilot = Rebalancer(
             self._sight,
             self._split,
@@ -314,12 +315,11 @@ class Controller:
         return True
 
     def _compose(self) -> admin_pb2.SetWorkersRequest:
-        slo = self.door.config.rebalance.slo
         return admin_pb2.SetWorkersRequest(
             workers=self.crew.addresses(),
             config_version=self.door.version,
             needs_prefill=self.door.needs_prefill,
-            objectives=admin_pb2.Objectives(ttft_ms=slo.ttft_ms, tpot_ms=slo.tpot_ms),
+            run_time_settings=run_time_json(self.door.config),
             admin_address=self._inner_admin,
         )
 

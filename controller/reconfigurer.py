@@ -91,6 +91,8 @@ class Reconfigurer:
     ) -> None:
         self.config = config
         self.changing: Plan | None = None
+        self._most_batched_tokens = config.engine.max_num_batched_tokens
+        """For a step of which workers reserved memory when they started."""
         self._before = config
         self._began_at = 0
         self._hands = hands
@@ -199,6 +201,7 @@ class Reconfigurer:
             raise StaleVersion(f"version {expected} is not current: {self.version} is; look at it and decide again")
         changed = differences(self.config, wanted)
         refuse_fixed(changed)
+        self._check_memory(wanted)
         members = self._hands.members()
         targets = wanted_of(wanted, self.config)
         max_devices = None if self._num_devices is None else self._num_devices()
@@ -207,6 +210,14 @@ class Reconfigurer:
         if findings:
             raise FailedPrecondition("; ".join(findings))
         return Plan(origin, tuple(f"{key}: {_shown(value)}" for key, value in changed.items()), steps)
+
+    def _check_memory(self, wanted: ServingConfig) -> None:
+        tokens, most = wanted.engine.max_num_batched_tokens, self._most_batched_tokens
+        if tokens > most:
+            raise FailedPrecondition(
+                f"engine.max_num_batched_tokens: {tokens} is more than the {most} for which workers reserved memory "
+                f"when they started; use {most} at most, or restart `baton serve`"
+            )
 
     def _begin(self, wanted: ServingConfig, plan: Plan) -> None:
         self._before, self.config, self.changing = self.config, wanted, plan

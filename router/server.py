@@ -101,7 +101,7 @@ class RouterServer:
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
-        self._control = ControlService(self.dispatcher)
+        self._control = ControlService(self.dispatcher, settings)
         self._traces = open_traces(settings, self.dispatcher.metrics.trace_spans) if traces is None else traces
         self.generation = GenerationService(
             self._model,

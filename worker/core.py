@@ -92,9 +92,7 @@ class Core:
         """`meter`: None where nobody reads it."""
         self.blocks = blocks
         self._sampler = sampler
-        self._max_num_batched_tokens = settings.engine.max_num_batched_tokens
-        self._tpot_s = settings.slo.tpot_ms / 1000
-        self._enable_prefix_cache = settings.engine.enable_prefix_cache
+        self._settings = settings
         self._max_model_len = max_model_len
         self._step_log = step_log
         self._constrainer = constrainer
@@ -178,7 +176,8 @@ class Core:
     def _launch(self) -> Flight | None:
         """Plans a step and sets it off; None when there is nothing to run."""
         last_step = self._ranks.num_steps
-        budget = StepBudget(self._max_num_batched_tokens, self._tpot_s, self._learned_cost)
+        engine, tpot_s = self._settings.engine, self._settings.slo.tpot_ms / 1000
+        budget = StepBudget(engine.max_num_batched_tokens, tpot_s, self._learned_cost)
         decoding, preempted, copies = self.decode.plan(budget)
         prefilling = self.prefill.plan(budget, last_step)
         scheduled = decoding + prefilling
@@ -281,10 +280,12 @@ class Core:
                 self._cancel(RequestKey.of(command.cancel.key), "cancelled", index)
             case "resync_cache":
                 self._cache_reporter.resync(session)
+            case "update_settings":
+                self._settings = self._settings.with_run_time(command.update_settings.json)
 
     def _admit(self, session: str, admit: worker_pb2.Admit) -> None:
         try:
-            request = request_of(admit, self._enable_prefix_cache, self._constrainer)
+            request = request_of(admit, self._settings.engine.enable_prefix_cache, self._constrainer)
             problem = self._problem_of(request)
         except ValueError as error:
             problem = str(error)

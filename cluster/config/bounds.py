@@ -1,4 +1,4 @@
-"""Limits of the numbers in the configuration."""
+"""Limits of the numbers in the configuration, and which keys change at run time."""
 
 from __future__ import annotations
 
@@ -15,8 +15,18 @@ class Bounds:
     at_most: float | None = None
 
 
+RUN_TIME = {"is_run_time": True}
+"""Metadata of a field that may change while the cluster runs, with all below it."""
+
+
 def bounded(
-    default: float | None, *, at_least: float | None = None, above: float | None = None, at_most: float | None = None
+    default: float | None,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    is_run_time: bool = False,
 ) -> Any:
     """A dataclass field with a default and the limits that a reader checks."""
-    return field(default=default, metadata={"bounds": Bounds(at_least, above, at_most)})
+    metadata = {"bounds": Bounds(at_least, above, at_most)}
+    return field(default=default, metadata=metadata | RUN_TIME if is_run_time else metadata)

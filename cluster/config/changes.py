@@ -12,12 +12,25 @@ from typing import Any
 import yaml
 
 from cluster.config.load import ROOT
-from cluster.config.read import entries, join
+from cluster.config.read import entries, join, kinds_of
 from cluster.config.schema import ServingConfig
 from cluster.errors import FailedPrecondition
 
-LIVE_SECTIONS = ("roles", "rebalance")
-"""What changes while the cluster runs; the rest is read at its start."""
+
+def run_time_keys(section: Any = ServingConfig, path: str = "") -> tuple[str, ...]:
+    """The keys, and sections, that change while the cluster runs; the rest is read at its start."""
+    found: list[str] = []
+    for each in dataclasses.fields(section):
+        key, kind = join(path, each.name), kinds_of(section)[each.name].section
+        if "is_run_time" in each.metadata:
+            found.append(key)
+        elif kind is not None:
+            found += run_time_keys(kind, key)
+    return tuple(found)
+
+
+def is_run_time(key: str) -> bool:
+    return any(f"{key}.".startswith(f"{each}.") for each in run_time_keys())
 
 
 def leaves(section: Any, path: str = "") -> dict[str, Any]:
@@ -37,12 +50,13 @@ def differences(running: ServingConfig, wanted: ServingConfig) -> dict[str, Any]
 
 def refuse_fixed(changed: Iterable[str]) -> None:
     """Raises FailedPrecondition that names the keys which only a restart changes."""
-    fixed = [key for key in changed if key.partition(".")[0] not in LIVE_SECTIONS]
+    fixed = [key for key in changed if not is_run_time(key)]
     if fixed:
+        others = run_time_keys()
         raise FailedPrecondition(
             f"{', '.join(fixed)} cannot change while the cluster runs: restart `baton serve` for "
             f"{'it' if len(fixed) == 1 else 'them'}, or put back what is running; "
-            f"{' and '.join(LIVE_SECTIONS)} can change at any time"
+            f"{', '.join(others[:-1])} and {others[-1]} can change at any time"
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.config.changes import is_run_time
 from cluster.config.read import FieldKind, join, kinds_of
 from cluster.config.schema import ServingConfig
 
@@ -24,7 +25,8 @@ _INTRODUCTION = """\
 Baton reads `metadata.serving` of [cluster.yaml](../cluster.yaml); the rest of that file is Ray's. Check a file with
 `baton config validate cluster.yaml`: it reports every mistake at once, with line and column. Unknown keys are refused.
 `baton config explain cluster.yaml` shows how each worker would share out this machine's memory.
-A key that is left out has the default below; the shipped file spells out all of them.
+A key that is left out has the default below; the shipped file spells out all of them. Keys marked *run-time* may change
+while the cluster serves ([rebalance.md](rebalance.md)); the others are read when `baton serve` starts.
 
 This page is made from the schema: `python -m cluster.config.reference > docs/configuration.md`.
 """
@@ -72,7 +74,9 @@ def _keys(section: type, path: str) -> Iterator[KeyInfo]:
         if kind.section is not None:
             yield from _keys(kind.section, join(path, name))
         else:
-            yield KeyInfo(join(path, name), _type_text(kind), _default_text(defaults[name]), docs.get(name, ""))
+            key = join(path, name)
+            mark = " *Run-time.*" if is_run_time(key) else ""
+            yield KeyInfo(key, _type_text(kind), _default_text(defaults[name]), docs.get(name, "") + mark)
 
 
 def field_docs(section: type) -> dict[str, str]:

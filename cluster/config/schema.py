@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cluster.config.bounds import bounded
+from cluster.config.bounds import RUN_TIME, bounded
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "fp8"]
@@ -128,8 +128,9 @@ class EngineSection:
     activations (GPU), or four requests of max_model_len at most (CPU). `baton config explain` shows the sum."""
     memory_utilization: float = bounded(0.9, above=0, at_most=1)
     """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
-    max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24)
-    """Most tokens computed in one step; longer prompts are computed in chunks of this."""
+    max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)
+    """Most tokens computed in one step; longer prompts are computed in chunks of this. While the cluster runs, no more
+    than at its start, for which workers reserved memory."""
     max_num_seqs: int = bounded(64, at_least=1, at_most=65_536)
     """Most sequences that one worker decodes at a time."""
     enable_prefix_cache: bool = True
@@ -356,7 +357,7 @@ class ServingConfig:
 
     model: ModelSection
     """The checkpoint that is served."""
-    roles: RolesSection = field(default_factory=RolesSection)
+    roles: RolesSection = field(default_factory=RolesSection, metadata=RUN_TIME)
     """How the devices are split."""
     placement: PlacementSection = field(default_factory=PlacementSection)
     """On which nodes."""
@@ -372,7 +373,7 @@ class ServingConfig:
     """How it is encrypted."""
     internal_tls: InternalTlsSection = field(default_factory=InternalTlsSection)
     """How the processes behind it talk."""
-    rebalance: RebalanceSection = field(default_factory=RebalanceSection)
+    rebalance: RebalanceSection = field(default_factory=RebalanceSection, metadata=RUN_TIME)
     """Whether the ratio moves by itself."""
     admin: AdminSection = field(default_factory=AdminSection)
     """Where the running cluster is changed."""

@@ -225,18 +225,18 @@ class WorkerRates(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., kv_sent_bytes_per_s: _Optional[float] = ..., kv_received_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class SetWorkersRequest(_message.Message):
-    __slots__ = ("workers", "config_version", "needs_prefill", "objectives", "admin_address")
+    __slots__ = ("workers", "config_version", "needs_prefill", "run_time_settings", "admin_address")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_VERSION_FIELD_NUMBER: _ClassVar[int]
     NEEDS_PREFILL_FIELD_NUMBER: _ClassVar[int]
-    OBJECTIVES_FIELD_NUMBER: _ClassVar[int]
+    RUN_TIME_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     ADMIN_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerAddress]
     config_version: int
     needs_prefill: bool
-    objectives: Objectives
+    run_time_settings: str
     admin_address: str
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., config_version: _Optional[int] = ..., needs_prefill: bool = ..., objectives: _Optional[_Union[Objectives, _Mapping]] = ..., admin_address: _Optional[str] = ...) -> None: ...
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerAddress, _Mapping]]] = ..., config_version: _Optional[int] = ..., needs_prefill: bool = ..., run_time_settings: _Optional[str] = ..., admin_address: _Optional[str] = ...) -> None: ...
 
 class WorkerAddress(_message.Message):
     __slots__ = ("worker_id", "address", "role", "is_draining")
@@ -295,14 +295,6 @@ class Demand(_message.Message):
     num_ended: float
     num_kept: float
     def __init__(self, num_arrived: _Optional[float] = ..., num_placed: _Optional[float] = ..., num_prompt_tokens: _Optional[float] = ..., num_attended: _Optional[float] = ..., num_cached_tokens: _Optional[float] = ..., num_sequences: _Optional[float] = ..., num_output_tokens: _Optional[float] = ..., num_kv_tokens: _Optional[float] = ..., num_ended: _Optional[float] = ..., num_kept: _Optional[float] = ...) -> None: ...
-
-class Objectives(_message.Message):
-    __slots__ = ("ttft_ms", "tpot_ms")
-    TTFT_MS_FIELD_NUMBER: _ClassVar[int]
-    TPOT_MS_FIELD_NUMBER: _ClassVar[int]
-    ttft_ms: float
-    tpot_ms: float
-    def __init__(self, ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()

@@ -26,14 +26,16 @@ class RequestKey(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class Command(_message.Message):
-    __slots__ = ("admit", "cancel", "resync_cache")
+    __slots__ = ("admit", "cancel", "resync_cache", "update_settings")
     ADMIT_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     RESYNC_CACHE_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     admit: Admit
     cancel: Cancel
     resync_cache: ResyncCache
-    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ...) -> None: ...
+    update_settings: UpdateSettings
+    def __init__(self, admit: _Optional[_Union[Admit, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., resync_cache: _Optional[_Union[ResyncCache, _Mapping]] = ..., update_settings: _Optional[_Union[UpdateSettings, _Mapping]] = ...) -> None: ...
 
 class Admit(_message.Message):
     __slots__ = ("key", "role", "prompt_token_ids", "sampling", "decode_peer", "expect_handoff", "cache_salt", "bypass_prefix_cache", "known_tokens", "prompt_logprobs", "tell_each_token")
@@ -133,6 +135,12 @@ class Cancel(_message.Message):
 class ResyncCache(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class UpdateSettings(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class EventBatch(_message.Message):
     __slots__ = ("events",)

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from cluster.errors import NotFound
 from cluster.pb import admin_pb2
+from cluster.settings import RouterSettings
 from cluster.step_cost import usual_by_role
 from router.api.call import Call
 from router.api.violations import Violations
@@ -122,8 +123,9 @@ class StatusService:
 
 
 class ControlService:
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, settings: RouterSettings) -> None:
         self._dispatcher = dispatcher
+        self._settings = settings
         self.config_version = 0
         """Of the configuration that workers were last named by."""
         self.admin_address = ""
@@ -141,9 +143,11 @@ class ControlService:
         self.admin_address = request.admin_address or self.admin_address
         if request.HasField("needs_prefill"):
             self._dispatcher.fleet.needs_prefill = request.needs_prefill
-        if request.HasField("objectives"):
-            told = request.objectives
-            self._dispatcher.set_objectives(Objectives(told.ttft_ms / 1000, told.tpot_ms / 1000))
+        if request.run_time_settings:
+            self._settings = self._settings.with_run_time(request.run_time_settings)
+            slo = self._settings.slo
+            self._dispatcher.set_objectives(Objectives(slo.ttft_ms / 1000, slo.tpot_ms / 1000))
+            self._dispatcher.fleet.change_settings(request.run_time_settings)
         self._dispatcher.set_workers(
             WorkerAddress(w.worker_id, w.address, w.role, w.is_draining) for w in request.workers
         )

@@ -60,6 +60,7 @@ class Fleet:
         self._listener = listener
         self._dead_after_s = dead_after_s
         self._holders = Holders()
+        self._changed_settings: worker_pb2.Command | None = None
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
         self._leaving: set[WorkerClient] = set()
@@ -117,10 +118,17 @@ class Fleet:
                     self._holders,
                     self.tls,
                 )
-                worker.is_draining = address.is_draining
+                worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
                 self._workers[address.worker_id] = worker
                 worker.start()
         self.let_go()
+
+    def change_settings(self, run_time_settings: str) -> None:
+        """Sends settings that have changed to every worker, and to each when it connects from now on."""
+        self._changed_settings = worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=run_time_settings))
+        for worker in self._workers.values():
+            worker.changed_settings = self._changed_settings
+            worker.send(self._changed_settings)
 
     def let_go(self) -> None:
         """Closes the connections of leaving workers that have no request any more."""

@@ -75,6 +75,8 @@ class WorkerClient:
         self.address = address
         self.role = role
         self.is_draining = False
+        self.changed_settings: worker_pb2.Command | None = None
+        """Sent first on each session; None: what the worker was started with holds."""
         self.state: State = CONNECTING
         self.info: worker_pb2.WorkerInfo | None = None
         self.stats: worker_pb2.WorkerStats | None = None
@@ -207,6 +209,8 @@ class WorkerClient:
         self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY
         self.is_suspect = False
+        if self.changed_settings is not None:
+            self.send(self.changed_settings)
         log.info("worker %s is ready at %s", self.worker_id, self.address)
         self._listener.on_ready(self)
 

@@ -139,6 +139,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
             elif command.HasField("cancel"):
                 self.cancels.append(command.cancel)
 
+    async def next_update(self) -> str:
+        return (await self._next("update_settings")).update_settings.json
+
     async def _next(self, kind: str) -> worker_pb2.Command:
         """The next command of this kind; those before it are dropped."""
         while True:

@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config import load_config, parse_config
-from cluster.config.changes import differences, refuse_fixed, set_values
+from cluster.config.changes import differences, refuse_fixed, run_time_keys, set_values
 from cluster.errors import FailedPrecondition
+from cluster.settings import WorkerSettings, run_time_json
 
 FILE = Path(__file__).resolve().parents[3] / "cluster.yaml"
 
 
-def test_only_roles_and_rebalance_change_while_the_cluster_runs() -> None:
+def test_what_is_not_marked_as_run_time_is_refused_by_name() -> None:
     running = load_config(FILE)
     roles = replace(running.roles, decode=replace(running.roles.decode, devices=3))
     wanted = replace(running, roles=roles, engine=replace(running.engine, block_size=32))
@@ -24,7 +25,23 @@ def test_only_roles_and_rebalance_change_while_the_cluster_runs() -> None:
     assert changed == {"roles.decode.devices": 3, "engine.block_size": 32}
     with pytest.raises(FailedPrecondition, match=r"^engine.block_size cannot change while the cluster runs: restart"):
         refuse_fixed(changed)
-    refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms"])
+    refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms", "engine.max_num_batched_tokens"])
+    assert run_time_keys() == ("roles", "engine.max_num_batched_tokens", "rebalance")
+
+
+def test_processes_take_over_the_run_time_values_of_the_sections_that_they_have() -> None:
+    config = load_config(FILE)
+    slo = replace(config.rebalance.slo, tpot_ms=7.5)
+    wanted = replace(
+        config,
+        rebalance=replace(config.rebalance, slo=slo),
+        engine=replace(config.engine, max_num_batched_tokens=512, max_num_seqs=9),
+    )
+    worker = WorkerSettings("w", "decode", config.model, engine=replace(config.engine, block_size=7))
+    taken = worker.with_run_time(run_time_json(wanted))
+    assert (taken.slo, taken.engine.max_num_batched_tokens) == (slo, 512)
+    assert replace(taken, slo=worker.slo, engine=worker.engine) == worker
+    assert replace(taken.engine, max_num_batched_tokens=worker.engine.max_num_batched_tokens) == worker.engine
 
 
 @settings(deadline=None, max_examples=20)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from admin_world import config_of
 
+from cluster.config import EngineSection
 from cluster.pb import admin_pb2, worker_pb2
 from controller import change_steps as steps_module
 from controller.change_plan import Flip, Start, Stop
@@ -98,7 +99,7 @@ class Stage:
         self.crew.add(plan_cluster(self.config, num_gpus=0, num_cores=4).workers)
         self.router = Router(self.crew)
         link: Any = self.router
-        self.steps = Steps(self.crew, link, device="cpu", threads=1)
+        self.steps = Steps(self.crew, link, EngineSection(device="cpu", threads=1))
 
     async def come_up(self) -> None:
         self.crew.run()
@@ -156,6 +157,15 @@ async def test_a_started_worker_counts_when_the_router_sees_it(stage: Stage) -> 
     stage.router.blind = set()
     await starting
     assert [member.worker_id for member in stage.steps.members()] == ["prefill-0", "decode-0", "decode-1", "decode-2"]
+
+
+async def test_a_worker_that_starts_after_steps_became_smaller_reserves_memory_for_those_of_the_start(
+    stage: Stage,
+) -> None:
+    config = config_of(1, 3)
+    smaller = replace(config, engine=replace(config.engine, max_num_batched_tokens=256))
+    await stage.steps.carry_out(Start("decode-2", "decode", 1), smaller)
+    assert stage.crew["decode-2"].plan.ranks[0].engine.max_num_batched_tokens == 2048
 
 
 async def test_a_worker_that_does_not_start_is_removed_and_says_why(stage: Stage) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from admin_world import config_of
 
-from cluster.config import ModelSection
+from cluster.config import EngineSection, ModelSection
 from cluster.pb import admin_pb2
 from cluster.settings import RouterSettings
 from controller import change_steps
@@ -78,7 +78,7 @@ class Cluster:
         self.selectors: list[Any] = []
         self.crew = WorkerPool(self._launcher, lambda _: None)
         link: Any = self
-        self.steps = Steps(self.crew, link, device="cpu", threads=1)
+        self.steps = Steps(self.crew, link, EngineSection(device="cpu", threads=1))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
         ready = self.crew.addresses()

@@ -94,6 +94,19 @@ async def test_one_change_at_a_time_and_the_other_is_named() -> None:
     assert stage.split() == (2, 2)
 
 
+async def test_steps_may_become_smaller_while_the_cluster_runs_but_not_larger_than_memory_was_reserved_for() -> None:
+    stage = DoorStage()
+    engine = stage.door.config.engine
+    smaller = replace(stage.door.config, engine=replace(engine, max_num_batched_tokens=512))
+    stage.door.propose(smaller, "a test")
+    await stage.door.settled()
+    stage.door.propose(replace(smaller, engine=engine), "back")
+    await stage.door.settled()
+    larger = replace(stage.door.config, engine=replace(engine, max_num_batched_tokens=4096))
+    with pytest.raises(FailedPrecondition, match=r"max_num_batched_tokens: 4096 is more than the 2048 for which"):
+        stage.door.propose(larger, "a test")
+
+
 async def test_a_key_that_only_a_restart_changes_is_refused_by_name() -> None:
     stage = DoorStage()
     model = replace(stage.door.config.model, path="models/other")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,7 +73,20 @@ async def test_objectives_hold_from_the_moment_they_are_told(tmp_path: Path, mon
     async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
         heard = []
         monkeypatch.setattr(router.server.dispatcher, "set_objectives", heard.append)
-        objectives = admin_pb2.Objectives(ttft_ms=250, tpot_ms=20)
+        changed = json.dumps({"slo": {"ttft_ms": 250, "tpot_ms": 20}, "engine": {"max_num_batched_tokens": 512}})
         await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router)))
-        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), objectives=objectives))
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), run_time_settings=changed))
         assert [(o.ttft_s, o.tpot_s) for o in heard] == [(0.25, 0.02)]
+
+
+async def test_changed_settings_reach_every_worker_and_one_that_connects_later(tmp_path: Path) -> None:
+    """A worker kept the `rebalance.slo.tpot_ms` of its start when that changed."""
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        changed = json.dumps({"slo": {"tpot_ms": 20}})
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), run_time_settings=changed))
+        assert [await worker.next_update() for worker in (prefill, decode)] == [changed, changed]
+        port = int(decode.address.rpartition(":")[2])
+        await decode.stop()
+        await decode.start(port)
+        assert await decode.next_update() == changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import StepOutput
 from engine.sampling.sampler import Sampler
+from engine.step_budget import StepBudget
 from engine.step_input import StepInput
 from worker.core import Core
 from worker.metrics import HandoffMetrics
@@ -37,6 +39,8 @@ class PendingRanks:
 
     def __init__(self) -> None:
         self.steps: list[PendingStep] = []
+        self.num_tokens: list[int] = []
+        """Of each step."""
         self.end_at_once = False
 
     @property
@@ -45,6 +49,7 @@ class PendingRanks:
 
     def launch(self, step: StepInput) -> PendingStep:
         self.steps.append(PendingStep(len(step.logits_indices)))
+        self.num_tokens.append(len(step.token_ids))
         self.steps[-1].is_done = self.end_at_once
         return self.steps[-1]
 
@@ -86,6 +91,23 @@ def admit(core: Core, name: str, max_output_tokens: int = 2, **options: Any) -> 
     )
     core.command(SESSION, worker_pb2.Command(admit=admit))
     return key
+
+
+def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker kept the `rebalance.slo.tpot_ms` of its start when that changed."""
+    core, ranks, _ = make_core()
+    changed = json.dumps({"slo": {"tpot_ms": 7.0}, "engine": {"max_num_batched_tokens": 16}, "router": {"port": 1}})
+    core.command(SESSION, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
+    admit(core, "long")
+    core.turn(wait=False)
+    assert ranks.num_tokens == [16]
+    ranks.steps[0].is_done = True
+    with monkeypatch.context() as patch:
+        budgets: list[tuple[int, float]] = []
+        patch.setattr("worker.core.StepBudget", lambda *given: budgets.append(given[:2]) or StepBudget(*given))
+        core.turn(wait=False)
+        core.turn(wait=False)
+    assert budgets == [(16, 0.007)]
 
 
 def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_their_tokens() -> None:
