@@ -2,6 +2,6 @@
 
 It knows layouts, token ranges and head ranges; it knows no model, no request and no protocol: who may send what, and
 when, is decided above it. `layout` says which rank sends which heads to whom, `pages` copies between a paged cache and
-a contiguous buffer, `codec` packs a chunk into a slot and checks what landed, `transport` says what a pair is (one
-module for each kind: `shm`, `gloo`, `cuda_ipc`, `nccl`), and `mover` puts them together for one rank.
+a contiguous buffer, `codec` packs a chunk into a slot and checks what landed, `transports` has one module for each
+transport, and `transfer_engine` puts them together for one rank.
 """

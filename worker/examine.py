@@ -28,7 +28,7 @@ from engine.checkpoint import Checkpoint
 from engine.layers.ops import choose_native
 from engine.memory import resolve_device, resolve_dtype
 from engine.models.config import ModelConfig
-from kv_transfer.transport_selection import supported
+from kv_transfer.transports.registry import supported
 from worker.loading import resolve, weights_revision
 from worker.memory import expect_memory
 

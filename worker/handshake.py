@@ -1,6 +1,6 @@
 """What two workers must agree on before they hand KV over: one says what it has, the other what both will use.
 
-Pure: hellos in, hellos out. Which transport fits is known in `kv_transfer.transport_selection`, which layouts do in
+Pure: hellos in, hellos out. Which transport fits is known in `kv_transfer.transports.registry`, which layouts do in
 `kv_transfer.layout`. A refusal is a FAILED_PRECONDITION: asking again would not help.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cluster.errors import FailedPrecondition
 from cluster.pb import handoff_pb2
 from kv_transfer.layout import KvLayout, check_compatible, check_wire_format
-from kv_transfer.transport_selection import pick
+from kv_transfer.transports.registry import pick
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ from engine.tp import make_process_group
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
-from kv_transfer.transport_selection import supported
 from kv_transfer.transports.interface import connect_store
+from kv_transfer.transports.registry import supported
 from worker.memory import size_pool
 
 RENDEZVOUS_TIMEOUT_S = 120.0

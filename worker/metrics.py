@@ -20,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
 from cluster.request_key import RequestKey
+from cluster.transports import TRANSPORT_NAMES
 from kv_transfer.actions import Chunk
 from worker import step_meter
 
@@ -34,7 +35,7 @@ ANSWER_TIMEOUT_S = 1.0
 """A page is served without what the engine thread holds when that thread does not answer for so long."""
 
 _SENDING, _RECEIVING = "send", "receive"
-_TRANSPORTS = ("shm", "gloo", "cuda_ipc", "nccl", OTHER)
+_TRANSPORTS = (*TRANSPORT_NAMES, OTHER)
 PAIR_STATES = ("opening", "open", "suspect", "closing")
 SEND_SLOTS = ("free", "gathering", "offered", "sending", "quarantined")
 LANDING_SLOTS = ("free", "posted", "landed", "quarantined")

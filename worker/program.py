@@ -34,8 +34,8 @@ from engine.sampling.constraint import Constrainer
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from kv_transfer.transfer_engine import TransferEngine
-from kv_transfer.transport_selection import host_id
 from kv_transfer.transports.interface import serve_store
+from kv_transfer.transports.registry import host_id
 from worker.core import Core
 from worker.frames import read_frame, write_frame
 from worker.group import RankGroup

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from cluster.address import ANY_HOST, is_loopback
 from cluster.config.schema import RoleName, ServingConfig
+from cluster.transports import transports_of
 
 ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
@@ -220,16 +221,14 @@ def _check_engine(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 def _check_device(config: ServingConfig) -> Iterator[ConfigFinding]:
     device, transport = config.engine.device, config.transfer.transport
-    for kind, unfit, memory, fitting in (
-        ("cpu", ("cuda_ipc", "nccl"), "GPU", "shm or gloo"),
-        ("cuda", ("shm",), "CPU", "cuda_ipc, nccl or gloo"),
-    ):
-        if device == kind and transport in unfit:
-            yield ConfigFinding(
-                "transfer.transport",
-                f"{transport} moves {memory} memory, and engine.device is {device}; use auto, {fitting}",
-                ("engine.device",),
-            )
+    if device != "auto" and transport != "auto" and transport not in (fitting := transports_of(device)):
+        memory = "GPU" if device == "cpu" else "CPU"
+        choices = ", ".join(("auto", *fitting[:-1])) + f" or {fitting[-1]}"
+        yield ConfigFinding(
+            "transfer.transport",
+            f"{transport} moves {memory} memory, and engine.device is {device}; use {choices}",
+            ("engine.device",),
+        )
     wanted = config.engine.attention
     if device == "cpu" and wanted in ("flash_attn", "varlen"):
         yield ConfigFinding(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.config.bounds import RUN_TIME, bounded
+from cluster.transports import TransportName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationName = Literal["none", "int8", "int4", "fp8"]
@@ -18,7 +19,6 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 KvCacheDtypeName = Literal["auto", "int8", "fp8"]
 AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
 KernelsName = Literal["auto", "native", "torch"]
-TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 WireFormatName = Literal["native", "int8", "fp8"]
 DigestName = Literal["auto", "on", "sampled", "off"]
 RebalanceMode = Literal["fixed", "auto"]

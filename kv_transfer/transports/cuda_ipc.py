@@ -15,14 +15,14 @@ import ctypes
 import logging
 import weakref
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kv_transfer.failures import TransferFailed
 from kv_transfer.transports.interface import Meeting, reason_of
-from kv_transfer.transports.ring import RingPair
+from kv_transfer.transports.ring import RingPair, platform_obstacle
 
 logger = logging.getLogger(__name__)
 
@@ -55,44 +55,11 @@ class AccessDescription(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
-class Driver(Protocol):
-    """What is needed of the CUDA driver. Every method but `unmap` raises TransferFailed."""
-
-    def granularity(self, device: int) -> int:
-        """Sizes of memory are multiples of it."""
-        ...
-
-    def create(self, size: int, device: int) -> int:
-        """Memory of a GPU; returns its handle."""
-        ...
-
-    def release(self, handle: int) -> None:
-        """Gives a handle up; the memory stays for as long as it is mapped or another handle refers to it."""
-        ...
-
-    def export(self, handle: int) -> int:
-        """A file descriptor by which another process finds the memory."""
-        ...
-
-    def find(self, descriptor: int) -> int:
-        """The handle of what a descriptor stands for."""
-        ...
-
-    def map(self, handle: int, size: int, device: int) -> int:
-        """The address at which a GPU sees the memory."""
-        ...
-
-    def unmap(self, address: int, size: int, device: int) -> None:
-        """Once the GPU has nothing more to do."""
-        ...
-
-    def tensor_at(self, address: int, size: int, owner: object) -> Tensor:
-        """uint8 [size] at an address; it keeps its owner alive."""
-        ...
-
-
 class CudaDriver:
-    """libcuda, by ctypes. torch has a context of the device current in the calling thread."""
+    """libcuda, by ctypes. Every method but `unmap` raises TransferFailed.
+
+    torch must have a context of the device current in the calling thread.
+    """
 
     def __init__(self) -> None:
         """Raises TransferFailed where there is no driver."""
@@ -102,11 +69,13 @@ class CudaDriver:
             raise TransferFailed(f"the CUDA driver cannot be loaded: {error}") from error
 
     def granularity(self, device: int) -> int:
+        """Sizes of memory are multiples of it."""
         found = ctypes.c_size_t()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(found), ctypes.byref(_properties(device)), 0)
         return found.value
 
     def create(self, size: int, device: int) -> int:
+        """Allocates memory of a GPU; returns its handle."""
         handle = ctypes.c_ulonglong()
         properties = _properties(device)
         size_, flags = ctypes.c_size_t(size), ctypes.c_ulonglong(0)
@@ -114,21 +83,25 @@ class CudaDriver:
         return handle.value
 
     def release(self, handle: int) -> None:
+        """Frees a handle; the memory stays while it is mapped or another handle refers to it."""
         self._call("cuMemRelease", ctypes.c_ulonglong(handle))
 
     def export(self, handle: int) -> int:
+        """Returns a file descriptor by which another process finds the memory."""
         descriptor = ctypes.c_int(-1)
         what, flags = ctypes.c_ulonglong(handle), ctypes.c_ulonglong(0)
         self._call("cuMemExportToShareableHandle", ctypes.byref(descriptor), what, _BY_DESCRIPTOR, flags)
         return descriptor.value
 
     def find(self, descriptor: int) -> int:
+        """Returns a handle of the memory that a descriptor stands for."""
         handle = ctypes.c_ulonglong()
         where = ctypes.c_void_p(descriptor)
         self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), where, _BY_DESCRIPTOR)
         return handle.value
 
     def map(self, handle: int, size: int, device: int) -> int:
+        """Returns the address at which a GPU sees the memory."""
         address, size_ = ctypes.c_ulonglong(), ctypes.c_size_t(size)
         nowhere, at_start, flags = ctypes.c_ulonglong(0), ctypes.c_size_t(0), ctypes.c_ulonglong(0)
         self._call("cuMemAddressReserve", ctypes.byref(address), size_, at_start, nowhere, flags)
@@ -146,6 +119,7 @@ class CudaDriver:
         return address.value
 
     def unmap(self, address: int, size: int, device: int) -> None:
+        """Unmaps once the GPU has nothing more to do; failures are logged."""
         try:
             torch.cuda.synchronize(device)
             where, size_ = ctypes.c_ulonglong(address), ctypes.c_size_t(size)
@@ -155,6 +129,7 @@ class CudaDriver:
             logger.error("%d bytes of shared GPU memory stay mapped: %s", size, reason_of(error))
 
     def tensor_at(self, address: int, size: int, owner: object) -> Tensor:
+        """Returns uint8 [size] at an address; it keeps its owner alive."""
         tensor = torch.as_tensor(_Array(address, size, owner))
         if tensor.data_ptr() != address:
             raise TransferFailed("torch does not see shared GPU memory where it is")
@@ -181,7 +156,7 @@ class DeviceMemory:
 
     kind = "cuda_ipc"
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: CudaDriver) -> None:
         self._driver = driver
 
     def make(self, meeting: Meeting) -> tuple[list[Tensor], int]:
@@ -217,7 +192,7 @@ class DeviceMemory:
 class _Mapping:
     """Unmaps when nothing refers to it any more; the end of the process needs no help."""
 
-    def __init__(self, driver: Driver, address: int, size: int, device: int) -> None:
+    def __init__(self, driver: CudaDriver, address: int, size: int, device: int) -> None:
         self.address = address
         weakref.finalize(self, driver.unmap, address, size, device).atexit = False
 
@@ -230,12 +205,17 @@ class _Array:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def make_cuda_ipc_pair(meeting: Meeting) -> RingPair:
+def make_pair(meeting: Meeting) -> RingPair:
     """Blocks until the other side is there. Raises TransferFailed."""
     driver = _driver()
     with torch.cuda.device(meeting.device):
         torch.cuda.synchronize()  # makes the device's context current in this thread
         return RingPair(meeting, DeviceMemory(driver))
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot use it, or None."""
+    return platform_obstacle()
 
 
 @cache

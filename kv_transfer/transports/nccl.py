@@ -152,3 +152,13 @@ class _NcclWork:
             raise TransferFailed(f"{self._name} failed: the pair was closed")
         if not has_ended:
             raise TransferFailed(f"{self._name} failed: {why}")
+
+
+def make_pair(meeting: Meeting) -> NcclPair:
+    """Blocks until the other side is there. Raises TransferFailed."""
+    return NcclPair(meeting)
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot use it, or None."""
+    return None if dist.is_nccl_available() else "this build of torch has no NCCL"

@@ -24,6 +24,7 @@ import os
 import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -189,6 +190,13 @@ class _RingWork:
 
     def wait(self, timeout_s: float) -> None:
         self._pair.wait(self._name, self._is_done, timeout_s)
+
+
+def platform_obstacle() -> str | None:
+    """Why two processes cannot share memory on this system, or None."""
+    if sys.platform == "linux" and hasattr(socket, "SOCK_SEQPACKET"):
+        return None
+    return f"it shares memory in a way that {sys.platform} does not have"
 
 
 def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kv_transfer.failures import TransferFailed
 from kv_transfer.transports.interface import Meeting
-from kv_transfer.transports.ring import RingPair
+from kv_transfer.transports.ring import RingPair, platform_obstacle
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -52,9 +52,14 @@ class HostMemory:
         return _map(meeting, descriptor)
 
 
-def make_shm_pair(meeting: Meeting) -> RingPair:
+def make_pair(meeting: Meeting) -> RingPair:
     """Blocks until the other side is there. Raises TransferFailed."""
     return RingPair(meeting, HostMemory())
+
+
+def obstacle() -> str | None:
+    """Why this machine cannot use it, or None."""
+    return platform_obstacle()
 
 
 def _map(meeting: Meeting, descriptor: int) -> list[Tensor]:

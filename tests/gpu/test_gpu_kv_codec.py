@@ -11,9 +11,8 @@ from kv_cases import POISON, RankCaches
 from kv_transfer import pages
 from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
-from kv_transfer.digest import words_digest
 from kv_transfer.failures import Corrupted
-from kv_transfer.header import HEADER_BYTES
+from kv_transfer.header import HEADER_BYTES, words_digest
 from kv_transfer.layout import WIRE_FORMATS, KvLayout
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

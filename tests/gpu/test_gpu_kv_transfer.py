@@ -38,11 +38,11 @@ TABLE = [5, 0, 3]
 NCCL_SIDE = """
 import sys, torch
 from kv_transfer.failures import TransferFailed
-from kv_transfer.transports.nccl import NcclPair
+from kv_transfer.transports.nccl import make_pair
 from kv_transfer.transports.interface import Meeting, StoreClients
 rank, device, timeout_s = int(sys.argv[1]), torch.device(sys.argv[2]), float(sys.argv[3])
 try:
-    pair = NcclPair(Meeting(
+    pair = make_pair(Meeting(
         store_address=sys.argv[4], stores=StoreClients(timeout_s), prefix=sys.argv[5], is_sender=rank == 0,
         host="127.0.0.1", device=device, num_slots=2, slot_bytes=1 << 20, timeout_s=timeout_s,
     ))

@@ -20,6 +20,7 @@ from cluster.errors import BatonError, PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, generation_pb2, worker_pb2
 from cluster.state.redis_store import RedisStore
 from cluster.state.store import StoreAway
+from cluster.transports import TRANSPORT_NAMES
 from cluster.units import format_bytes
 from tools.client import make_spec
 from tools.doctor.bounded import on_thread
@@ -41,7 +42,7 @@ _TRIES = 3
 """A router that is busy for a moment may find a local prefill sooner; hardly each time."""
 _LAST_WORD_S = 1.0
 _LOOK_EVERY_S = 0.02
-_TRANSPORTS = ("shm", "gloo", "cuda_ipc", "nccl", "other")
+_TRANSPORTS = (*TRANSPORT_NAMES, "other")
 
 Pair = tuple[str, str]
 """Ids of a prefill and a decode worker."""

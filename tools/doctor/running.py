@@ -11,13 +11,14 @@ from cluster.errors import PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.program import ExitCode
 from cluster.proto_names import state_name
+from cluster.transports import BEST_FIRST
 from cluster.units import count_of
 from controller.plan import ROLES
 from tools.doctor.check import Finding, Half, baton_version, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject, fetch
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
-_SAME_HOST = ("shm", "cuda_ipc")
+_SAME_HOST = {name for name, traits in BEST_FIRST.items() if traits.needs_same_host}
 _MAX_SKEW_S = 1.0
 _SEE_LOG = "look at `baton status` and at its log (log_dir)"
 

@@ -11,10 +11,11 @@ import pytest
 import torch.distributed as dist
 
 from cluster.errors import ConfigError, FailedPrecondition
-from kv_transfer import transport_selection
+from cluster.transports import BEST_FIRST, TRANSPORT_NAMES, transports_of
+from kv_transfer.transports import registry
 
 ROOT = Path(__file__).resolve().parents[3]
-CPU, GPU = transport_selection.BEST_FIRST["cpu"], transport_selection.BEST_FIRST["cuda"]
+CPU, GPU = transports_of("cpu"), transports_of("cuda")
 
 
 def nothing(_: str) -> None:
@@ -39,11 +40,11 @@ def no_nccl(name: str) -> str | None:
 def test_a_worker_offers_what_its_device_can_use_best_first(
     device: str, wanted: str, expected: tuple[str, ...]
 ) -> None:
-    assert transport_selection.supported(device, wanted, nothing) == expected
+    assert registry.supported(device, wanted, nothing) == expected
 
 
 def test_auto_leaves_out_what_the_machine_cannot_do() -> None:
-    assert transport_selection.supported("cuda", "auto", no_nccl) == ("cuda_ipc", "gloo")
+    assert registry.supported("cuda", "auto", no_nccl) == ("cuda_ipc", "gloo")
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_auto_leaves_out_what_the_machine_cannot_do() -> None:
 )
 def test_a_transport_that_cannot_work_is_refused_with_the_remedy(device: str, wanted: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        transport_selection.supported(device, wanted, no_nccl)
+        registry.supported(device, wanted, no_nccl)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +79,13 @@ def test_a_transport_that_cannot_work_is_refused_with_the_remedy(device: str, wa
 def test_a_pair_uses_the_first_that_both_have_and_the_place_allows(
     sender: Sequence[str], receiver: Sequence[str], is_same_host: bool, expected: str
 ) -> None:
-    name, reason = transport_selection.pick(sender, receiver, is_same_host=is_same_host)
+    name, reason = registry.pick(sender, receiver, is_same_host=is_same_host)
     assert name == expected
     assert reason.startswith("both workers are on one host" if is_same_host else "the workers are on different hosts")
 
 
 def test_the_reason_says_what_was_passed_over() -> None:
-    _, reason = transport_selection.pick(GPU, ("cuda_ipc", "gloo"), is_same_host=False)
+    _, reason = registry.pick(GPU, ("cuda_ipc", "gloo"), is_same_host=False)
     assert reason == "the workers are on different hosts; cuda_ipc needs one host; the receiver has no nccl"
 
 
@@ -96,7 +97,7 @@ def test_workers_that_share_no_transport_are_refused_naming_both_lists(
     sender: Sequence[str], receiver: Sequence[str], is_same_host: bool
 ) -> None:
     with pytest.raises(FailedPrecondition) as caught:
-        transport_selection.pick(sender, receiver, is_same_host=is_same_host)
+        registry.pick(sender, receiver, is_same_host=is_same_host)
     for text in (
         f"the sender has {', '.join(sender) or 'none'}",
         f"the receiver {', '.join(receiver)}",
@@ -107,18 +108,18 @@ def test_workers_that_share_no_transport_are_refused_naming_both_lists(
 
 def test_what_this_machine_can_do_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert transport_selection.supported("cuda", "auto") == ("cuda_ipc", "gloo")
+    assert registry.supported("cuda", "auto") == ("cuda_ipc", "gloo")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert transport_selection.supported("cuda", "auto") == ("cuda_ipc", "nccl", "gloo")
-    monkeypatch.setattr(transport_selection.sys, "platform", "darwin")
-    assert transport_selection.supported("cpu", "auto") == ("gloo",)
+    assert registry.supported("cuda", "auto") == ("cuda_ipc", "nccl", "gloo")
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert registry.supported("cpu", "auto") == ("gloo",)
     with pytest.raises(ConfigError, match="shm cannot be used here: it shares memory in a way that darwin does not"):
-        transport_selection.supported("cpu", "shm")
+        registry.supported("cpu", "shm")
 
 
 def host_id_of(*command: str) -> subprocess.CompletedProcess[str]:
     code = (
-        "import sys; from kv_transfer.transport_selection import host_id; "
+        "import sys; from kv_transfer.transports.registry import host_id; "
         "print(host_id()); assert 'torch' not in sys.modules"
     )
     return subprocess.run([*command, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -127,11 +128,21 @@ def host_id_of(*command: str) -> subprocess.CompletedProcess[str]:
 def test_processes_of_one_host_have_one_id_and_asking_for_it_loads_no_torch() -> None:
     other = host_id_of()
     assert other.returncode == 0, other.stderr
-    assert other.stdout.strip() == transport_selection.host_id() != ""
+    assert other.stdout.strip() == registry.host_id() != ""
 
 
 def test_a_process_in_another_network_namespace_has_another_id() -> None:
     other = host_id_of("unshare", "--net")
     if other.returncode:
         pytest.skip(f"no network namespace can be made here: {other.stderr.strip()}")
-    assert other.stdout.strip() not in ("", transport_selection.host_id())
+    assert other.stdout.strip() not in ("", registry.host_id())
+
+
+def test_each_transport_that_is_named_is_a_module_that_makes_pairs() -> None:
+    folder = ROOT / "kv_transfer" / "transports"
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "interface", "registry", "ring"}
+
+    assert set(TRANSPORT_NAMES) == set(BEST_FIRST) == modules
+    for name in BEST_FIRST:
+        module = registry.module_of(name)
+        assert callable(module.make_pair) and callable(module.obstacle)

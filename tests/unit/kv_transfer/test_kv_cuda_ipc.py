@@ -20,7 +20,7 @@ from kv_transfer.transports.ring import RingPair
 UNIT = 1 << 16
 
 
-class HostDriver:
+class HostDriver(CudaDriver):
     """Does with memory of the host what the CUDA driver does with that of a GPU, and counts who uses it."""
 
     def __init__(self, fails_at: str = "") -> None:

@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kv_cases import lets_other_threads_run
 
-from kv_transfer import digest
-from kv_transfer.digest import DigestKind, DigestPolicy, host_digest, words_digest
+from kv_transfer import header
+from kv_transfer.header import DigestKind, DigestPolicy, host_digest, words_digest
 
 SEED = 0xFEDCBA9876543210
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -109,21 +109,21 @@ def test_another_payload_or_another_seed_has_another_digest(compute: Compute, da
 
 def test_the_host_digest_is_xxh3_as_published() -> None:
     assert host_digest(torch.empty(0, dtype=torch.uint8), 0) == 0x2D06800538D394C2
-    assert digest.hash_bytes(b"") == 0x2D06800538D394C2
+    assert header.hash_bytes(b"") == 0x2D06800538D394C2
 
 
 def test_a_words_digest_does_not_depend_on_how_many_words_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     payload = torch.randint(0, 256, (8 * 1000,), dtype=torch.uint8)
     whole = words(payload)
     for at_once in (1, 7, 999, 1000):
-        monkeypatch.setattr(digest, "_WORDS_AT_ONCE", at_once)
+        monkeypatch.setattr(header, "_WORDS_AT_ONCE", at_once)
         assert words(payload) == whole
 
 
 def test_other_threads_run_while_a_large_payload_is_hashed() -> None:
     payload = torch.zeros(32 << 20, dtype=torch.uint8)
     view = payload.numpy().data
-    assert lets_other_threads_run(lambda: digest.xxhash.xxh3_64_intdigest(view))
+    assert lets_other_threads_run(lambda: header.xxhash.xxh3_64_intdigest(view))
 
 
 def test_the_policy_says_which_slots_get_a_digest() -> None:

@@ -13,9 +13,8 @@ from kv_cases import POISON, RankCaches
 
 from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
-from kv_transfer.digest import DigestKind, DigestPolicy
 from kv_transfer.failures import Corrupted
-from kv_transfer.header import HEADER_BYTES
+from kv_transfer.header import HEADER_BYTES, DigestKind, DigestPolicy
 from kv_transfer.layout import WIRE_FORMATS, KvLayout
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=2, head_dim=2, dtype="float16", tp_size=1, block_size=2, model="m")

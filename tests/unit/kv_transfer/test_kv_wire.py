@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kv_transfer import wire
+from kv_transfer import codec
 
 CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -17,9 +17,9 @@ formats = pytest.mark.parametrize("name", list(CODES))
 def round_trip(values: torch.Tensor, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     codes = torch.empty(values.shape, dtype=CODES[name])
     scales = torch.empty(values.shape[:-1])
-    wire.quantize(values, codes, scales)
+    codec.quantize(values, codes, scales)
     back = torch.empty(values.shape, dtype=dtype)
-    wire.dequantize(codes, scales, back)
+    codec.dequantize(codes, scales, back)
     return back
 
 
@@ -74,7 +74,7 @@ def test_zeros_stay_zeros(name: str) -> None:
 @pytest.mark.parametrize("size", [0.0, 1e-45, 1e-40])
 def test_rows_too_small_for_a_scale_of_their_own_become_codes_of_zero(name: str, size: float) -> None:
     codes, scales = torch.ones(2, 8).to(CODES[name]), torch.empty(2)
-    wire.quantize(torch.full((2, 8), size), codes, scales)
+    codec.quantize(torch.full((2, 8), size), codes, scales)
     assert codes.float().eq(0).all()
     assert scales.gt(0).all() and scales.isfinite().all()
 
@@ -115,5 +115,5 @@ def test_every_fp8_code_is_decoded_as_torch_does() -> None:
     codes = codes[codes.float().isfinite()].unsqueeze(0)
     assert codes.numel() == 254
     back = torch.empty(codes.shape)
-    wire.dequantize(codes, torch.ones(1), back)
+    codec.dequantize(codes, torch.ones(1), back)
     assert torch.equal(back, codes.float())
