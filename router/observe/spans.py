@@ -22,7 +22,7 @@ from itertools import pairwise
 from cluster.errors import BatonError, Cancelled
 from cluster.lifecycle import RequestState, StateEntry
 from cluster.pb import generation_pb2
-from router.stream.attempts import AttemptRecord
+from router.stream.attempt import Attempt
 from router.stream.request import LiveRequest
 
 Value = str | bool | int | float | Sequence[str]
@@ -120,11 +120,11 @@ def _children(live: LiveRequest, origin: Origin, story: tuple[StateEntry, ...], 
 
 
 def _of_attempt(
-    live: LiveRequest, attempt: AttemptRecord, origin: Origin, begin: float, end: float, phases: tuple[Span, ...]
+    live: LiveRequest, attempt: Attempt, origin: Origin, begin: float, end: float, phases: tuple[Span, ...]
 ) -> Span:
     placement = attempt.placement
     attributes: Attributes = {
-        "baton.attempt": attempt.number,
+        "baton.attempt": attempt.key.attempt,
         "baton.placement.reason": placement.reason,
         "baton.placement.kind": str(placement.kind),
         "baton.decode_worker": placement.decode_id,

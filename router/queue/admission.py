@@ -195,8 +195,7 @@ class Admission:
 
     def is_late(self, live: LiveRequest, now: float, wait_s: float = 0.0) -> bool:
         """In an overload it is not worth running any more, so much later: those behind it can still be in time."""
-        has_run = live.key.attempt > 1
-        if has_run or live.request.queue_timeout_s is not None or not self._overload.is_on(now):
+        if live.has_run or live.request.queue_timeout_s is not None or not self._overload.is_on(now):
             return False
         return now - live.arrived_at + wait_s > self.max_wait_s
 

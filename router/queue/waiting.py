@@ -1,7 +1,6 @@
 """The requests that wait for a worker, in their order. Each has a timer that takes it out when it has waited too long.
 
-Whose turn it is says `FairOrder`; a request that has run before (its worker was lost) carries its trail and waits at
-the head.
+Whose turn it is says `FairOrder`; a request that has run before (its worker was lost) waits at the head.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from router.api.call import Principal
 from router.queue.fair_order import FairOrder
 from router.stream.request import LiveRequest
-from router.stream.retry import RetryState
 
 
 @dataclass(frozen=True)
@@ -22,8 +20,6 @@ class Waiter:
 
     live: LiveRequest
     timer: asyncio.TimerHandle
-    trail: RetryState | None
-    """None: it has not run yet."""
 
 
 class WaitingQueue:
@@ -64,15 +60,13 @@ class WaitingQueue:
         """Tokens of those that would run before a request that is not here yet."""
         return self._order.ahead_of(caller.tenant, caller.weight, priority)
 
-    def add(
-        self, live: LiveRequest, timeout_s: float, on_timeout: Callable[[str], None], trail: RetryState | None = None
-    ) -> None:
-        """In its order, or, with a trail, at the head. After `timeout_s`, `on_timeout` is called with its id."""
+    def add(self, live: LiveRequest, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
+        """In its order; at the head if it has run before. After `timeout_s`, `on_timeout` is called with its id."""
         generation_id, caller = live.key.request_id, live.caller
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), on_timeout, generation_id)
-        self._waiters[generation_id] = Waiter(live, timer, trail)
+        self._waiters[generation_id] = Waiter(live, timer)
         cost = live.work.num_output_tokens
-        if trail is None:
+        if not live.has_run:
             priority = live.request.priority
             self._order.add(generation_id, tenant=caller.tenant, weight=caller.weight, priority=priority, cost=cost)
         else:

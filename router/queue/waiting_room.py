@@ -19,7 +19,6 @@ from router.routing.fleet import Fleet
 from router.routing.policies.interface import RoutingContext
 from router.stream import failures
 from router.stream.request import LiveRequest
-from router.stream.retry import RetryState
 
 
 class WaitingRoom:
@@ -85,9 +84,9 @@ class WaitingRoom:
             self._on_refused(refusal)
             raise refusal
 
-    def take_back(self, live: LiveRequest, trail: RetryState) -> None:
+    def take_back(self, live: LiveRequest) -> None:
         """It has run, and has to wait again: no shorter than others may, whatever its own queue timeout."""
-        self._queue.add(live, self._timeout_s(live, has_run=True), self._time_out, trail)
+        self._queue.add(live, self._timeout_s(live), self._time_out)
 
     def next(self) -> Waiter | None:
         """Takes out who may be given to workers now; None: nobody. In an overload, those who are late are shed."""
@@ -117,7 +116,7 @@ class WaitingRoom:
         """One that waits."""
         waiter = self._queue.pop(generation_id)
         assert waiter is not None, generation_id
-        if waiter.trail is None:
+        if not waiter.live.has_run:
             self._counters.refused["waited"] += 1
             self._reject(waiter.live, error)
         else:  # it has run before
@@ -125,21 +124,20 @@ class WaitingRoom:
             waiter.live.fail(failures.given_up(error, waiter.live.num_tokens), self._clock())
         self._on_change()
 
-    def _timeout_s(self, live: LiveRequest, *, has_run: bool = False) -> float:
+    def _timeout_s(self, live: LiveRequest) -> float:
         own, usual = live.request.queue_timeout_s, self._limits.queue_timeout_s
         if own is None:
             return usual
-        return max(own, usual) if has_run else own
+        return max(own, usual) if live.has_run else own
 
     def _time_out(self, generation_id: str) -> None:
         """It has waited as long as it may."""
         waiter = self._queue[generation_id]
-        has_run = waiter.trail is not None
-        timeout_s = self._timeout_s(waiter.live, has_run=has_run)
+        timeout_s = self._timeout_s(waiter.live)
         error: BatonError = failures.waited_too_long(timeout_s, self.admission.retry_after_s())
         if not self._fleet.can_serve:
             error = failures.no_worker()
-        elif has_run:
+        elif waiter.live.has_run:
             error = failures.waited_again_too_long(timeout_s)
         self.turn_away(generation_id, error)
 

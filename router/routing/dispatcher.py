@@ -2,9 +2,9 @@
 
     submit -> [queue] -> dispatch (Admit to decode, then to prefill) -> events -> end
       a full queue, a queue timeout, a deadline -> REJECTED
-      a lost worker or a failed hand-off        -> placed again (`retry`), to go on from the tokens that were told
-      the third in a row, or another failure    -> FAILED, and the other worker is told to drop it
-      the client                                -> CANCELLED, and both are told
+      a lost worker or a failed hand-off        -> placed again (`retry`), to go on from the tokens that have come
+      the third in a row, or another failure    -> FAILED, and cancelled on the other worker
+      the client                                -> CANCELLED, on both workers
 
 Runs on one event loop; nothing here awaits but `idle`. Owns the tables of queued and running requests and the counters;
 knows no gRPC call of a client, no text.
@@ -17,6 +17,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from cluster.demand import Demand
@@ -36,9 +37,10 @@ from router.routing.policies.interface import Candidates, RoutingContext, Routin
 from router.routing.worker_client import WorkerClient
 from router.routing.worker_commands import admit_decode, admit_local, admit_prefill
 from router.stream import failures
+from router.stream.attempt import Attempt
 from router.stream.request import Effect, LiveRequest
-from router.stream.retry import RETRYABLE, AttemptFailure, RetryState, moved, next_placement, stood_in
-from router.stream.running_requests import Attempt, AttemptTable
+from router.stream.retry import RETRYABLE, AttemptFailure, moved, next_placement, stood_in
+from router.stream.running_requests import RunningRequests
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +69,7 @@ class Dispatcher:
         self._keeper = MigrationManager(self, self.fleet, self.context.loads, limits.dead_after_s)
         self.waiting = WaitingRoom(limits, self.fleet, self.context, self.counters, clock, self._pump, self._refused)
         self.admission = self.waiting.admission
-        self._running = AttemptTable(self.fleet.let_go)
+        self._running = RunningRequests(self.fleet.let_go)
         self._is_draining = False
         self._became_idle = asyncio.Event()
         self._next_heartbeat: asyncio.TimerHandle | None = None
@@ -89,7 +91,7 @@ class Dispatcher:
         self._pump()
         if live.key.request_id in self.waiting:
             live.queue_position = len(self.waiting)
-            live.beat()
+            live.heartbeat()
 
     def refuse_early(self, ask: AdmissionRequest) -> None:
         """Before a prompt is read: raises what even the least that the request can be is refused for."""
@@ -101,11 +103,10 @@ class Dispatcher:
 
     def find(self, generation_id: str) -> LiveRequest | None:
         """One that is queued or running."""
-        running = self._running.get(generation_id)
-        return running.live if running is not None else self.waiting.find(generation_id)
+        return self._running.get(generation_id) or self.waiting.find(generation_id)
 
-    def take_up(self, live: LiveRequest) -> None:
-        """One that ran elsewhere goes on from its known tokens: from the head of the queue, and no bound refuses it.
+    def adopt(self, live: LiveRequest) -> None:
+        """Goes on with a request that ran elsewhere: it waits at the head of the queue, and no bound refuses it.
 
         Raises Aborted when it is queued or running here.
         """
@@ -120,19 +121,19 @@ class Dispatcher:
             live.finish(self.clock())
         else:
             self.admission.take_up(live)
-            self.waiting.take_back(live, RetryState(num_tokens=live.num_tokens))
+            live.retry.num_tokens = live.num_tokens
+            self.waiting.take_back(live)
             self._pump()
 
     def cancel(self, generation_id: str, why: str) -> bool:
         """False when it is not queued or running, which includes one that has ended."""
         live = self.waiting.leave(generation_id)
         if live is None:
-            running = self._running.get(generation_id)
-            if running is None:
+            live = self._running.get(generation_id)
+            if live is None:
                 return False
-            running.tell_to_drop()
-            self._leave(running)
-            live = running.live
+            live.attempt.cancel()
+            self._remove(live)
         self.counters.cancelled += 1
         live.cancel(self.clock(), why)
         self._pump()
@@ -155,8 +156,8 @@ class Dispatcher:
             self.waiting.is_over = True
             for live in list(self.waiting):
                 self.waiting.turn_away(live.key.request_id, failures.shutting_down())
-            for running in self._running:
-                self._fail(running, failures.shutting_down())
+            for live in self._running:
+                self._fail(live, failures.shutting_down())
         if self._next_heartbeat is not None:
             self._next_heartbeat.cancel()
 
@@ -184,13 +185,13 @@ class Dispatcher:
 
     def on_lost(self, worker: WorkerClient) -> None:
         self._policy.on_worker_lost(worker.worker_id)
-        setback = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
-        for running in self._running.on(worker):
+        failure = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
+        for live in self._running.on(worker):
             try:
-                self.set_back(running, setback, by=worker)
+                self.retry(live, failure, by=worker)
             except Exception:
                 log.exception("a request of worker %s, which is lost, could not be placed again", worker.worker_id)
-                self._give_up(running.live)
+                self._fail_internally(live)
         self.fleet.let_go()
         self._on_change()
 
@@ -201,62 +202,61 @@ class Dispatcher:
         for event in events.events:
             kind = event.WhichOneof("event")
             message: Any = getattr(event, kind) if kind in _OF_A_REQUEST else None
-            running = self._running.find(worker, message.key) if message is not None else None
-            if running is None:
+            live = self._running.find(worker, message.key) if message is not None else None
+            if live is None:
                 continue
             try:
-                self._on_event(worker, running, kind, message, now)
+                self._on_event(worker, live, kind, message, now)
             except Exception:
                 log.exception("an event of worker %s could not be handled", worker.worker_id)
-                self._give_up(running.live)
+                self._fail_internally(live)
 
-    def _on_event(self, worker: WorkerClient, running: Attempt, kind: str, message: Any, now: float) -> None:
-        live = running.live
+    def _on_event(self, worker: WorkerClient, live: LiveRequest, kind: str, message: Any, now: float) -> None:
+        attempt = live.attempt
         if kind == "tokens":
-            self._on_tokens(running, message, now)
+            self._on_tokens(live, message, now)
         elif kind == "phase":
             live.on_phase(message, now)
         elif kind == "prompt_logprobs":
             live.on_prompt_logprobs(message)
         else:
-            self._on_failed(running, worker, message)
-        if running.prefill in running.workers and not live.is_over and live.has_left_prefill:
-            if live.key.attempt == 1:
-                self._policy.on_handoff(running.placement, live.work, live.exposed_s)
-            self._running.part(running, running.prefill)
-            if running.is_move:
+            self._on_failed(live, worker, message)
+        if attempt.prefill in attempt.workers and not live.is_over and live.has_left_prefill:
+            if not live.has_run:
+                self._policy.on_handoff(attempt.placement, live.work, live.exposed_s)
+            self._running.release(live, attempt.prefill)
+            if attempt.is_move:
                 self._keeper.move_away()  # one that has moved makes way for the next
 
-    def _on_failed(self, running: Attempt, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
+    def _on_failed(self, live: LiveRequest, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
         error = failures.error_of(failed, worker.worker_id)
         if failed.reason not in RETRYABLE:
-            self._fail(running, error, by=worker)
+            self._fail(live, error, by=worker)
         else:
-            reason = worker_pb2.Failed.Reason.Name(failed.reason).removeprefix("REASON_")
-            is_unheard = failed.reason == worker_pb2.Failed.REASON_PEER_LOST and worker is running.prefill
-            unheard_id = running.placement.decode_id if is_unheard else None
-            self.set_back(running, AttemptFailure(reason, error, unheard_id=unheard_id), by=worker)
+            reason, attempt = worker_pb2.Failed.Reason.Name(failed.reason).removeprefix("REASON_"), live.attempt
+            is_unreachable = failed.reason == worker_pb2.Failed.REASON_PEER_LOST and worker is attempt.prefill
+            unreachable_id = attempt.placement.decode_id if is_unreachable else None
+            self.retry(live, AttemptFailure(reason, error, unreachable_id=unreachable_id), by=worker)
 
-    def _on_tokens(self, running: Attempt, tokens: worker_pb2.Tokens, now: float) -> None:
-        live = running.live
-        effect = live.on_tokens(tokens, now)
+    def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
+        effect, charge = live.on_tokens(tokens, now), live.attempt.charge
         self.admission.output_came(live, now)
         if live.first_token_at is not None:
-            running.charge.prefill_done()
+            charge.prefill_done()
         if effect is Effect.OPEN:
             if live.first_token_at == now and self.waiting:
                 self._pump()
             return
-        running.charge.sequence_done()
+        charge.sequence_done()
         num_tokens = live.sequences[tokens.sequence_index].num_tokens
         self.context.lengths.add(num_tokens, live.request.sampling.max_output_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
-                running.tell_to_drop(tokens.sequence_index)
+                live.attempt.cancel(tokens.sequence_index)
             return
         if live.is_stopped_here:
-            running.tell_to_drop()
-        self._leave(running)
+            live.attempt.cancel()
+        self._remove(live)
         self.counters.finished += 1
         first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)
         self.demand.add_end(now, is_kept=self.context.objectives.are_kept(first_s, now - live.arrived_at, most))
@@ -267,20 +267,20 @@ class Dispatcher:
     def _pump(self) -> None:
         """Dispatches from the head of the queue while there is room and someone to run it."""
         while (waiter := self.waiting.next()) is not None:
-            self._dispatch(waiter.live, waiter.trail or RetryState())
+            self._dispatch(waiter.live)
         self._keeper.move_away()
         if self._next_heartbeat is None and (self.waiting or self._running):
-            self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+            self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeats)
         if not self.waiting and not self._running:
             self._became_idle.set()
 
-    def _dispatch(self, live: LiveRequest, trail: RetryState) -> None:
+    def _dispatch(self, live: LiveRequest) -> None:
         placement = self._choose(live.to_place, *self.fleet.who_can())
-        if trail.num_attempts == 1:
+        if live.retry.num_attempts == 1:
             work, sampling = live.to_place.work, live.request.sampling
             prompt, cached, most = work.num_prompt_tokens, placement.num_cached_tokens, sampling.max_output_tokens
             self.demand.add_placement(self.clock(), prompt, cached, sampling.n, most)
-        self._place(live, placement, trail)
+        self._place(live, placement)
 
     def _choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         begun = time.perf_counter()
@@ -288,20 +288,20 @@ class Dispatcher:
         self.metrics.decided(time.perf_counter() - begun)
         return placement
 
-    def _place(self, live: LiveRequest, placement: Placement, trail: RetryState, *, is_move: bool = False) -> None:
+    def _place(self, live: LiveRequest, placement: Placement, *, is_move: bool = False) -> None:
         """Decode first, as it has to reserve before prefill can send."""
         self.fleet.has_served = True
         decode = self.fleet[placement.decode_id]
         prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
         if decode.role == PREFILL:
             placement = stood_in(placement)
-        live.place(placement, self.clock())
+        charge = Charge(self.context.loads, placement, live.to_place.work)
+        workers = [decode] if prefill is None else [prefill, decode]
+        attempt = Attempt(live.key, placement, self.clock(), charge, prefill, workers, is_move)
+        live.place(attempt)
         self.metrics.placed(placement.kind)
         self._policy.on_placed(live.to_place, placement)
-        workers = [decode] if prefill is None else [prefill, decode]
-        charge = Charge(self.context.loads, placement, live.to_place.work)
-        running = Attempt(live, placement, charge, prefill, workers, trail, is_move)
-        self._running.add(running)
+        self._running.add(live)
         self.admission.started(live, self.clock())
         if prefill is None:
             self.counters.local_prefills += 1
@@ -311,57 +311,56 @@ class Dispatcher:
             prefill.send(admit_prefill(live, decode))
         for sequence in live.sequences:
             if sequence.end is not None:  # by an earlier attempt
-                running.tell_to_drop(sequence.index)
+                attempt.cancel(sequence.index)
 
-    def running_on(self, worker: WorkerClient) -> list[Attempt]:
+    def running_on(self, worker: WorkerClient) -> list[LiveRequest]:
         return self._running.on(worker)
 
-    def move(self, running: Attempt, to_id: str, why: str) -> None:
-        """It leaves the worker that decodes it, which hands it over as it is."""
-        live = running.live
-        running.tell_to_drop()
-        self._pause(running)
+    def move(self, live: LiveRequest, to_id: str, why: str) -> None:
+        """Moves a request from the worker that decodes it, which hands it over as it is."""
+        last = live.attempt
+        last.cancel()
+        self._pause(live)
         self.counters.moved += 1
         live.move(self.clock(), why)
-        self._place(live, moved(running.placement, to_id, why, live.to_place.work), running.trail, is_move=True)
+        self._place(live, moved(last.placement, to_id, why, live.to_place.work), is_move=True)
 
     def serve_waiting(self) -> None:
         self._on_change()
         self._pump()
 
-    def set_back(self, running: Attempt, setback: AttemptFailure, *, by: WorkerClient | None = None) -> None:
-        """An attempt cannot go on: places the request again where that can help, else fails it."""
-        live, trail = running.live, running.trail
-        if not trail.may_go_on(live.num_tokens) or self._is_draining:
-            self._fail(running, setback.error, by=by)
+    def retry(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None = None) -> None:
+        """After a failed attempt: places the request again where that can help, else fails it."""
+        if not live.retry.may_retry(live.num_tokens) or self._is_draining:
+            self._fail(live, failure.error, by=by)
             return
-        log.warning("%s is placed again: %s", live.key.request_id, setback.error.message)
-        running.tell_to_drop(by=by)
-        self._pause(running)
-        self.counters.retried[setback.reason] += 1
-        trail.note(running.placement, setback)
-        live.restart(self.clock(), setback.reason)
-        prefill, decode = self.fleet.who_can()
-        last = running.placement
-        placement = next_placement(trail, last, setback, live.to_place, prefill, decode, self._choose)
+        log.warning("%s is placed again: %s", live.key.request_id, failure.error.message)
+        last = live.attempt
+        last.cancel(by=by)
+        self._pause(live)
+        self.counters.retried[failure.reason] += 1
+        live.retry.add(last.placement, failure)
+        live.restart(self.clock(), failure.reason)
+        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in self.fleet.who_can())
+        choose = partial(self._choose, live.to_place)
+        placement = next_placement(live.retry, last.placement, failure, prefill, decode, choose)
         if placement is not None:
-            self._place(live, placement, trail)
+            self._place(live, placement)
         else:
-            self.waiting.take_back(live, trail)
+            self.waiting.take_back(live)
         self._pump()
 
-    def _fail(self, running: Attempt, error: BatonError, *, by: WorkerClient | None = None) -> None:
-        running.tell_to_drop(by=by)
-        self._leave(running)
-        self._end_failed(running.live, error)
+    def _fail(self, live: LiveRequest, error: BatonError, *, by: WorkerClient | None = None) -> None:
+        live.attempt.cancel(by=by)
+        self._remove(live)
+        self._end_failed(live, error)
         self._pump()
 
-    def _give_up(self, live: LiveRequest) -> None:
+    def _fail_internally(self, live: LiveRequest) -> None:
         """After a fault of the router's own, wherever that left the request. One that waits goes on waiting."""
         error = InternalError("the router failed on this request; its log says why")
-        running = self._running.get(live.key.request_id)
-        if running is not None:
-            self._fail(running, error)
+        if self._running.get(live.key.request_id) is not None:
+            self._fail(live, error)
         elif not live.is_over and live.key.request_id not in self.waiting:
             self._end_failed(live, error)
 
@@ -374,23 +373,23 @@ class Dispatcher:
         self.demand.add_end(self.clock(), is_kept=False)
         live.fail(failures.given_up(error, live.num_tokens), self.clock())
 
-    def _pause(self, running: Attempt) -> None:
-        """It leaves its workers, for others."""
-        self._running.leave(running)
-        self.admission.paused(running.live)
+    def _pause(self, live: LiveRequest) -> None:
+        """Removes it from its workers, to be placed on others."""
+        self._running.remove(live)
+        self.admission.paused(live)
 
-    def _leave(self, running: Attempt) -> None:
-        """It leaves its workers, and is over."""
-        self._running.leave(running)
-        self.admission.ended(running.live, self.clock())
+    def _remove(self, live: LiveRequest) -> None:
+        """Removes it from its workers, as it is over."""
+        self._running.remove(live)
+        self.admission.ended(live, self.clock())
 
-    def _beat(self) -> None:
-        """Tells clients of requests without tokens where they stand."""
+    def _send_heartbeats(self) -> None:
+        """Sends the clients of requests without tokens where they stand."""
         self._next_heartbeat = None
         for position, live in enumerate(self.waiting, start=1):
             live.queue_position = position
-            live.beat()
-        for running in self._running:
-            if running.live.lifecycle.state in EARLY:
-                running.live.beat()
+            live.heartbeat()
+        for live in self._running:
+            if live.lifecycle.state in EARLY:
+                live.heartbeat()
         self._pump()

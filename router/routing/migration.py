@@ -20,8 +20,8 @@ from router.routing.migration_plan import DecodeRoom, Resident, choose_moves
 from router.routing.stalls import TICK_S, Stalls, Watched
 from router.routing.worker_client import HEARTBEAT_S, WorkerClient
 from router.stream import failures
+from router.stream.request import LiveRequest
 from router.stream.retry import AttemptFailure
-from router.stream.running_requests import Attempt
 
 log = logging.getLogger(__name__)
 
@@ -34,13 +34,13 @@ FEWEST_BEATS = 2
 class Residents(Protocol):
     """What the dispatcher does for the keeper."""
 
-    def running_on(self, worker: WorkerClient) -> Iterable[Attempt]:
+    def running_on(self, worker: WorkerClient) -> Iterable[LiveRequest]:
         """A copy: what is done to one of them may take it away."""
         ...
 
-    def move(self, running: Attempt, to_id: str, why: str) -> None: ...
+    def move(self, live: LiveRequest, to_id: str, why: str) -> None: ...
 
-    def set_back(self, running: Attempt, setback: AttemptFailure) -> None: ...
+    def retry(self, live: LiveRequest, failure: AttemptFailure) -> None: ...
 
     def serve_waiting(self) -> None:
         """Others may be used now than before."""
@@ -87,9 +87,9 @@ class MigrationManager:
                 self._empty(worker, others, why)
 
     def _empty(self, worker: WorkerClient, others: list[WorkerClient], why: str) -> None:
-        running = {r.live.key.request_id: r for r in self._residents.running_on(worker)}
-        num_under_way = sum(r.is_move and r.prefill is worker for r in running.values())
-        residents = [_resident_of(r) for r in running.values() if r.workers == [worker] and _can_move(r)]
+        running = {live.key.request_id: live for live in self._residents.running_on(worker)}
+        num_under_way = sum(r.attempt.is_move and r.attempt.prefill is worker for r in running.values())
+        residents = [_resident_of(r) for r in running.values() if r.attempt.workers == [worker] and _can_move(r)]
         if residents:
             for move in choose_moves(residents, map(self._room_of, others), num_under_way):
                 self._residents.move(running[move.request_id], move.to_id, why)
@@ -121,13 +121,13 @@ class MigrationManager:
 
     def _take_from(self, worker: WorkerClient) -> None:
         """Its requests go on elsewhere, if anybody can take them; else they wait for it."""
-        for running in self._residents.running_on(worker):
+        for live in self._residents.running_on(worker):
             if not self._fleet.who_can()[1]:
                 return
-            if not running.trail.may_go_on(running.live.num_tokens):
+            if not live.retry.may_retry(live.num_tokens):
                 continue  # it would fail elsewhere: its last attempt may yet go well here
             error = failures.worker_stalled(worker.worker_id)
-            self._residents.set_back(running, AttemptFailure("STALLED", error, worker.worker_id))
+            self._residents.retry(live, AttemptFailure("STALLED", error, worker.worker_id))
 
     def _watched(self) -> Iterator[Watched]:
         ready = [worker for worker in self._fleet if worker.is_ready]
@@ -141,8 +141,8 @@ class MigrationManager:
 
     def _owes_tokens(self, worker: WorkerClient) -> bool:
         return any(
-            r.placement.decode_id == worker.worker_id and r.live.lifecycle.state is RequestState.DECODING
-            for r in self._residents.running_on(worker)
+            live.attempt.placement.decode_id == worker.worker_id and live.lifecycle.state is RequestState.DECODING
+            for live in self._residents.running_on(worker)
         )
 
 
@@ -155,13 +155,12 @@ def _why_emptied(worker: WorkerClient) -> str:
     return "" if worker.role == DECODE else "the worker is there to prefill"
 
 
-def _can_move(running: Attempt) -> bool:
-    live = running.live
+def _can_move(live: LiveRequest) -> bool:
     return live.lifecycle.state is RequestState.DECODING and live.has_left_prefill
 
 
-def _resident_of(running: Attempt) -> Resident:
-    live, work = running.live, running.live.work
+def _resident_of(live: LiveRequest) -> Resident:
+    work = live.work
     open_tokens = [s.num_tokens for s in live.sequences if s.end is None]
     num_left = live.request.sampling.max_output_tokens - min(open_tokens, default=0)
     return Resident(live.key.request_id, work.num_sequences, work.num_output_tokens, num_left if open_tokens else 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 from router.routing.worker_client import WorkerClient
 from router.stream.request import LiveRequest
 
@@ -23,10 +22,6 @@ def admit_prefill(live: LiveRequest, decode: WorkerClient) -> worker_pb2.Command
 def admit_local(live: LiveRequest) -> worker_pb2.Command:
     """Compute the prompt, or what of it is not here yet, and decode."""
     return _admit(live, worker_pb2.ROLE_DECODE)
-
-
-def cancel_command(key: RequestKey, sequence_index: int | None = None) -> worker_pb2.Command:
-    return worker_pb2.Command(cancel=worker_pb2.Cancel(key=key.to_proto(), sequence_index=sequence_index))
 
 
 def _admit(

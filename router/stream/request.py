@@ -25,9 +25,10 @@ from router.observe.timing import timing_of
 from router.routing.load_tracker import Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
-from router.stream.attempts import AttemptRecord
+from router.stream.attempt import Attempt
 from router.stream.detokenizer import Detokenizer
 from router.stream.prompt_logprobs import PromptLogprobs
+from router.stream.retry import RetryState
 from router.stream.sequence import SequenceOutput
 
 Response = generation_pb2.GenerateStreamResponse
@@ -81,9 +82,9 @@ class LiveRequest:
         self.may_resume = may_resume
         self.sequences = [SequenceOutput(i, request, d, is_kept=may_resume) for i, d in enumerate(detokenizers)]
         self.prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs)
-        self.placement: Placement | None = None
-        self.attempts: list[AttemptRecord] = []
-        """As they were placed; empty while it has waited only."""
+        self.attempts: list[Attempt] = []
+        """In the order of their placement; empty while the request has only waited."""
+        self.retry = RetryState()
         self.error: BatonError | None = None
         self.queue_position = 0
         self.arrival_time_s = arrival_time_s
@@ -95,8 +96,6 @@ class LiveRequest:
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
         self.arrived_at = now
-        self._num_handed_over = 0
-        """Output tokens that are prefilled with the prompt in this attempt: the prefill worker tells the next one."""
         self.when_over: Callable[[], None] | None = None
         """Called once."""
         self.trace: Trace | None = None
@@ -107,6 +106,21 @@ class LiveRequest:
         self._ended: list[SequenceOutput] = []
         self._wake = asyncio.Event()
         self._pauses: set[asyncio.Future[None]] = set()
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that runs, or the last one that ran."""
+        return self.attempts[-1]
+
+    @property
+    def placement(self) -> Placement | None:
+        """The last placement; None while the request has only waited."""
+        return self.attempts[-1].placement if self.attempts else None
+
+    @property
+    def has_run(self) -> bool:
+        """An earlier attempt ran, here or at another router."""
+        return self.key.attempt > 1
 
     @property
     def is_over(self) -> bool:
@@ -120,8 +134,10 @@ class LiveRequest:
     @property
     def has_left_prefill(self) -> bool:
         """The prefill worker owes it nothing more: decode has begun, and every token is here that prefill leads to."""
-        is_decoding = self.lifecycle.state is RequestState.DECODING
-        return is_decoding and all(s.num_tokens > self._num_handed_over for s in self.sequences)
+        if self.lifecycle.state is not RequestState.DECODING:
+            return False
+        num_prefilled = self.attempt.num_prefilled_outputs
+        return all(sequence.num_tokens > num_prefilled for sequence in self.sequences)
 
     @property
     def exposed_s(self) -> float:
@@ -161,7 +177,7 @@ class LiveRequest:
             self.num_cached_tokens = event.num_cached_tokens
         state = _STATE_OF.get(event.phase)
         if state is not None and self._reach(state, now, "told by a worker"):
-            self.beat()
+            self.heartbeat()
 
     def on_prompt_logprobs(self, event: worker_pb2.PromptLogprobs) -> None:
         """The client is told once all are here. Raises InternalError for what does not come next."""
@@ -199,18 +215,17 @@ class LiveRequest:
         self._notify()
         return Effect.STOPPED if is_stopped else Effect.ENDED
 
-    def place(self, placement: Placement, now: float) -> None:
-        """Workers are told of it now, with the tokens that are here."""
-        self.placement = placement
-        self.attempts.append(AttemptRecord(self.key.attempt, placement, now))
-        self._num_handed_over = self.num_tokens if len(self.sequences) == 1 else 0
+    def place(self, attempt: Attempt) -> None:
+        """Begins an attempt, which gets the tokens that are here."""
+        attempt.num_prefilled_outputs = self.num_tokens if len(self.sequences) == 1 else 0
+        self.attempts.append(attempt)
 
     def restart(self, now: float, why: str) -> None:
         """The attempt is over and another begins: what is still told of the last one is not its own any more."""
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED, now, why)
         self._begin_attempt(now, why)
-        self.beat()
+        self.heartbeat()
 
     def move(self, now: float, why: str) -> None:
         """It leaves the worker that decodes it, and goes on from the same tokens on another."""
@@ -238,8 +253,8 @@ class LiveRequest:
         for paused in self._pauses:
             _resolve(paused)
 
-    def beat(self) -> None:
-        """Has the client told in which phase the request is."""
+    def heartbeat(self) -> None:
+        """Has the phase of the request sent to the client."""
         self._is_heartbeat_due = True
         self._notify()
 
@@ -325,7 +340,8 @@ class LiveRequest:
 
     def _begin_attempt(self, now: float, why: str, *, is_move: bool = False) -> None:
         if self.attempts:
-            self.attempts[-1].end(now, why, has_failed=not is_move)
+            last = self.attempt
+            last.ended_at, last.why, last.has_failed = now, why, not is_move
         self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
         self.num_moves += 1
         self.prompt_logprobs.restart()

@@ -240,7 +240,7 @@ class Resumables:
         return live
 
     def _go_on(self, live: LiveRequest, record: GenerationRecord, epoch: int) -> StreamReader:
-        self._dispatcher.take_up(live)
+        self._dispatcher.adopt(live)
         return self._add(live, record.origin, epoch)
 
     def _add(self, live: LiveRequest, origin: JournalOrigin, epoch: int) -> StreamReader:

@@ -48,9 +48,9 @@ class Cluster:
         for _ in range(round(seconds * 100)):
             self.router.workers["d0"].take()
             await self.clock.advance(0.01)
-            for running in self.router.dispatcher._running:
-                generation_id = running.live.key.request_id
-                key, d0 = running.live.key.to_proto(), self.router.workers["d0"]
+            for live in self.router.dispatcher._running:
+                generation_id = live.key.request_id
+                key, d0 = live.key.to_proto(), self.router.workers["d0"]
                 if generation_id not in self.began:
                     self.began[generation_id] = self.clock()
                     d0.tell(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "a"))

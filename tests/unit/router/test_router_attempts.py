@@ -43,7 +43,7 @@ def expected_placement(reason: str, where: str, worker_ids: Sequence[str]) -> tu
 
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize(("reason", "where"), SETBACKS)
-def test_a_setback_leads_another_way(reason: str, where: str, state: str) -> None:
+def test_a_failed_attempt_leads_another_way(reason: str, where: str, state: str) -> None:
     async def scenario(clock: ManualClock, worker_ids: list[str]) -> None:
         router = WiredRouter(clock, worker_ids)
         client, key = reach(router, state)

@@ -19,7 +19,8 @@ from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
-from router.routing.load_tracker import Placement
+from router.routing.load_tracker import Charge, LoadTracker, Placement
+from router.stream.attempt import Attempt
 from router.stream.request import Effect, LiveRequest
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
@@ -45,6 +46,12 @@ def give(live: LiveRequest, first: int, token_ids: Sequence[int], now: float = 1
 
 def enter(live: LiveRequest, entered: Any, now: float, cached: int = 0) -> None:
     live.on_phase(phase(KEY, entered, cached).phase, now)
+
+
+def place(live: LiveRequest) -> None:
+    """On workers `p` and `d`, which need no connection here."""
+    placement = Placement("p", "d", "disaggregated: p -> d, least work")
+    live.attempts.append(Attempt(live.key, placement, 10.0, Charge(LoadTracker(), placement, live.work), None, []))
 
 
 def deltas(events: list[pb.GenerateStreamResponse]) -> list[pb.SequenceDelta]:
@@ -132,7 +139,7 @@ def test_an_end_in_the_same_event_as_a_stop_string_needs_no_cancel() -> None:
 
 def test_timing_is_the_difference_of_recorded_instants() -> None:
     live = live_request(include_timing=True)
-    live.placement = Placement("p", "d", "disaggregated: p -> d, least work")
+    place(live)
     enter(live, PREFILL, 11.0, cached=1)
     give(live, 0, ids("a"), now=13.0)
     enter(live, TRANSFER, 13.5)
@@ -167,6 +174,7 @@ def test_interleaved_phases_never_lead_backwards() -> None:
 
 def test_prefill_is_left_when_decode_runs_and_every_first_token_is_here() -> None:
     live = live_request(n=2)
+    place(live)
     enter(live, DECODE, 11.0)
     give(live, 0, ids("a"))
     assert not live.has_left_prefill

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,45 +31,46 @@ FAR_OFF = AttemptFailure("TRANSFER_FAILED", Unavailable("the way is broken"))
 
 
 def where_to(
-    trail: RetryState, last: Placement, setback: AttemptFailure, prefill_ids: list[str], decode_ids: list[str]
+    state: RetryState, last: Placement, failure: AttemptFailure, prefill_ids: list[str], decode_ids: list[str]
 ) -> Placement | None:
-    prefill, decode = named(*prefill_ids), named(*decode_ids)
-    return next_placement(trail, last, setback, request_of(10), prefill, decode, LeastLoaded(RoutingContext()).choose)
+    prefill, decode = ({w.worker_id: w for w in named(*ids)} for ids in (prefill_ids, decode_ids))
+    choose = partial(LeastLoaded(RoutingContext()).choose, request_of(10))
+    return next_placement(state, last, failure, prefill, decode, choose)
 
 
 def test_another_prefill_worker_sends_to_the_same_decode_worker() -> None:
-    trail, last = RetryState(), Placement("p0", "d1", "")
-    trail.note(last, FAR_OFF)
-    placement = where_to(trail, last, FAR_OFF, ["p0", "p1"], ["d0", "d1"])
+    state, last = RetryState(), Placement("p0", "d1", "")
+    state.add(last, FAR_OFF)
+    placement = where_to(state, last, FAR_OFF, ["p0", "p1"], ["d0", "d1"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == ("p1", "d1")
     assert placement.reason == "retried after TRANSFER_FAILED on p0: p1 -> d1"
 
 
 def test_without_another_prefill_worker_decode_computes_the_prompt() -> None:
-    trail, last = RetryState(), Placement("p0", "d0", "")
-    trail.note(last, FAR_OFF)
-    placement = where_to(trail, last, FAR_OFF, ["p0"], ["d0"])
+    state, last = RetryState(), Placement("p0", "d0", "")
+    state.add(last, FAR_OFF)
+    placement = where_to(state, last, FAR_OFF, ["p0"], ["d0"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == (None, "d0")
     assert placement.reason == "local prefill on d0 after TRANSFER_FAILED on p0: no other prefill worker"
 
 
 def test_a_lost_decode_worker_says_nothing_against_the_prefill_worker() -> None:
     lost = AttemptFailure("WORKER_LOST", Unavailable("gone"), lost_id="d0")
-    trail, last = RetryState(), Placement("p0", "d0", "")
-    trail.note(last, lost)
-    placement = where_to(trail, last, lost, ["p0"], ["d0", "d1"])
+    state, last = RetryState(), Placement("p0", "d0", "")
+    state.add(last, lost)
+    placement = where_to(state, last, lost, ["p0"], ["d0", "d1"])
     assert placement is not None and (placement.prefill_id, placement.decode_id) == ("p0", "d1")
-    assert where_to(trail, last, lost, ["p0"], ["d0"]) is None
+    assert where_to(state, last, lost, ["p0"], ["d0"]) is None
 
 
 def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another() -> None:
     """Its own session may take as long to be missed: three attempts at it would be spent by then."""
-    unheard = AttemptFailure("PEER_LOST", Unavailable("silent"), unheard_id="d0")
-    trail, last = RetryState(), Placement("p0", "d0", "")
-    trail.note(last, unheard)
-    elsewhere = where_to(trail, last, unheard, ["p0", "p1"], ["d0", "d1"])
+    unheard = AttemptFailure("PEER_LOST", Unavailable("silent"), unreachable_id="d0")
+    state, last = RetryState(), Placement("p0", "d0", "")
+    state.add(last, unheard)
+    elsewhere = where_to(state, last, unheard, ["p0", "p1"], ["d0", "d1"])
     assert elsewhere is not None and (elsewhere.prefill_id, elsewhere.decode_id) == ("p0", "d1")
-    alone = where_to(trail, last, unheard, ["p0", "p1"], ["d0"])
+    alone = where_to(state, last, unheard, ["p0", "p1"], ["d0"])
     assert alone is not None and (alone.prefill_id, alone.decode_id) == ("p1", "d0")
 
 
@@ -80,14 +82,14 @@ def test_a_decode_worker_that_is_not_heard_is_passed_over_while_there_is_another
 def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
     prefill_ids: set[str], decode_ids: set[str], lost: list[str | None]
 ) -> None:
-    trail, placement = RetryState(), Placement("p0", "d0", "")
+    state, placement = RetryState(), Placement("p0", "d0", "")
     used = []
     for lost_id in lost:
         if lost_id != placement.decode_id:
             used.append((placement.prefill_id, placement.decode_id))
-        setback = AttemptFailure("X", Unavailable("x"), lost_id)
-        trail.note(placement, setback)
-        found = where_to(trail, placement, setback, sorted(prefill_ids), sorted(decode_ids))
+        failure = AttemptFailure("X", Unavailable("x"), lost_id)
+        state.add(placement, failure)
+        found = where_to(state, placement, failure, sorted(prefill_ids), sorted(decode_ids))
         if found is None:
             assert not decode_ids - {lost_id}
             return
@@ -95,7 +97,7 @@ def test_no_path_is_tried_twice_and_the_last_attempt_needs_none(
         assert found.prefill_id is None or (
             found.prefill_id in prefill_ids - {lost_id} and (found.prefill_id, found.decode_id) not in used
         )
-        if trail.num_attempts == MAX_ATTEMPTS:
+        if state.num_attempts == MAX_ATTEMPTS:
             assert found.prefill_id is None
         placement = found
 

@@ -152,9 +152,9 @@ def test_what_is_known_is_turned_into_text_once(monkeypatch: pytest.MonkeyPatch)
 def test_one_that_is_under_way_here_is_not_taken_up_again() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        router.dispatcher.take_up(live_request(clock(), 65537))
+        router.dispatcher.adopt(live_request(clock(), 65537))
         with pytest.raises(Aborted):
-            router.dispatcher.take_up(live_request(clock(), 131073))
+            router.dispatcher.adopt(live_request(clock(), 131073))
         assert sequences_of(router, "d0") == [GENERATION_ID]
         router.dispatcher.cancel(GENERATION_ID, "by the test")
         assert router.dispatcher.context.loads["d0"] == NOTHING
@@ -192,7 +192,7 @@ def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
         caller = Principal("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
-        router.dispatcher.take_up(live_request(clock(), 65537, caller=caller))
+        router.dispatcher.adopt(live_request(clock(), 65537, caller=caller))
         assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
         router.dispatcher.cancel(GENERATION_ID, "by the test")
         later = router.submit(caller=caller)
@@ -207,7 +207,7 @@ def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> 
         caller = Principal("k", "t", quota=Quota(output_tokens_per_min=3))
         live = live_request(clock(), 65537, caller=caller)
         live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())
-        router.dispatcher.take_up(live)
+        router.dispatcher.adopt(live)
         d0, key = router.workers["d0"], live.key.to_proto()
         assert not router.submit(caller=caller).live.is_over, "what is known was charged where it was told"
         d0.tell(logged(key, 3, "def"))
