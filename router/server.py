@@ -19,8 +19,9 @@ from cluster import rpc
 from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
 from cluster.auth import Gate
+from cluster.errors import ConfigError
 from cluster.key_file import KeyFile
-from cluster.metrics import MetricsPage, serve_beside
+from cluster.metrics import LabelledCounter, MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
@@ -35,8 +36,8 @@ from router.api.tokenizer import Tokenizer
 from router.batches.batching import Batching
 from router.observe.page.controller_link import ControllerLink
 from router.observe.page.routes import StatusPage
-from router.observe.tracing import Traces, open_traces
-from router.observe.vllm_names import VllmNames
+from router.observe.router_metrics import VllmNames
+from router.observe.tracing import Traces
 from router.openai.app import OpenAiApp
 from router.openai.listener import HttpListener
 from router.queue.limits import Limits, Objectives
@@ -278,3 +279,18 @@ class RouterServer:
                 self._health.set(is_serving=is_serving)
                 missing = "no prefill or no decode worker" if self._settings.needs_prefill else "no decode worker"
                 self._report("serving" if is_serving else f"not serving: {missing} is ready")
+
+
+def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:
+    """The traces that the settings ask for. `counter` gets the outcome of each span. Raises ConfigError where
+    OpenTelemetry, which is an extra, is not installed."""
+    if settings.router.trace_endpoint is None:
+        return Traces()
+    try:
+        from router.observe.otel import OtelTraces, exporter_to
+    except ImportError as error:
+        raise ConfigError(
+            f"router.trace_endpoint: traces need OpenTelemetry's SDK, and {error.name} is not installed; install Baton "
+            "with the extra otel (make setup EXTRAS=dev,otel), or set router.trace_endpoint: null"
+        ) from error
+    return OtelTraces(exporter_to(settings.router.trace_endpoint), counter, sample=settings.router.trace_sample)

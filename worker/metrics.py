@@ -18,7 +18,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.metrics import OTHER, LabelledCounter, Metric, duration_histogram, render_reference
+from cluster.metrics import OTHER, LabelledCounter, Metric, histogram, render_reference
 from cluster.request_key import RequestKey
 from cluster.transports import TRANSPORT_NAMES
 from kv_transfer.actions import Chunk
@@ -162,8 +162,8 @@ class HandoffMetrics:
 
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
-        self._transfer, self._exposed = duration_histogram(TRANSFER, registry), duration_histogram(EXPOSED, registry)
-        self._grant, self._commit = duration_histogram(GRANT, registry), duration_histogram(COMMIT, registry)
+        self._transfer, self._exposed = histogram(TRANSFER, registry), histogram(EXPOSED, registry)
+        self._grant, self._commit = histogram(GRANT, registry), histogram(COMMIT, registry)
         self._bytes = LabelledCounter(BYTES, registry)
         self._failures, self._retired = LabelledCounter(FAILURES, registry), LabelledCounter(RETIRED, registry)
         self._outgoing: dict[RequestKey, _Outgoing] = {}
@@ -221,9 +221,9 @@ class HandoffMetrics:
         if out is None:
             return
         instants = ((self._transfer, out.first_gather), (self._exposed, out.first_tokens))
-        for histogram, then in (*instants, (self._commit, out.commit_told)):
+        for observed, then in (*instants, (self._commit, out.commit_told)):
             if then is not None:
-                histogram.observe(max(0.0, now - then))
+                observed.observe(max(0.0, now - then))
 
     # A hand-off that this worker receives
 

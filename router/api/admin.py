@@ -26,7 +26,7 @@ from cluster.settings import RouterSettings
 from cluster.step_cost import usual_by_role
 from router.api.call import Call
 from router.api.violations import Violations
-from router.observe.metrics import OUTCOMES
+from router.observe.counters import OUTCOMES
 from router.queue.limits import Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import DECODE, PREFILL, WorkerAddress
@@ -69,7 +69,7 @@ class StatusService:
         )
 
     async def GetActivity(self, request: admin_pb2.GetActivityRequest, call: Call) -> admin_pb2.GetActivityResponse:
-        activity = self._dispatcher.metrics.activity.told(request, self._dispatcher.handing_over())
+        activity = self._dispatcher.activity.response(request, self._dispatcher.handing_over())
         activity.rates.extend(self._rates.told())
         return activity
 
@@ -86,7 +86,7 @@ class StatusService:
     def _tick(self) -> None:
         dispatcher, now = self._dispatcher, time.monotonic()
         ended = {outcome: getattr(dispatcher.counters, outcome) for outcome in OUTCOMES}
-        dispatcher.metrics.activity.tick(
+        dispatcher.activity.tick(
             now, time.time(), ended, num_queued=dispatcher.num_queued, num_running=dispatcher.num_running
         )
         self._rates.look(

@@ -21,8 +21,7 @@ from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
 from router.api.violations import invalid
-from router.observe.spans import Origin
-from router.observe.tracing import CallTrace, Traces
+from router.observe.tracing import CallTrace, Origin, Traces
 from router.queue.preadmission import least_of
 from router.routing.dispatcher import Dispatcher
 from router.stream.coalescing import MessageRate
@@ -168,9 +167,10 @@ class GenerationService:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         if request.spec.resume.generation_id:
             reader = await self.resumables.resume(request.spec, principal, is_streaming=is_streaming)
-            if reader.live.trace is None:
-                first = (("traceparent", reader.traceparent),)
-                reader.live.trace = self._traces.begin(first, origin) if reader.traceparent else trace
+            if not reader.live.traceparent:
+                if reader.traceparent:
+                    trace = self._traces.begin((("traceparent", reader.traceparent),), origin)
+                _follow(reader.live, trace)
             return reader
         if request.spec.HasField("resume") and not is_streaming:
             only = "must be set in Generate, which tells no id before its end; call GenerateStream first"
@@ -191,7 +191,7 @@ class GenerationService:
             caller=principal,
             may_resume=request.spec.HasField("resume"),
         )
-        live.trace = trace
+        _follow(live, trace)
         self._dispatcher.submit(live, time_left_s=call.time_remaining())
         is_kept = live.may_resume and not live.is_over  # who is refused at once has no id to come back with
         return self.resumables.keep(live, request.spec) if is_kept else StreamReader(live, is_kept=False)
@@ -239,3 +239,10 @@ class GenerationService:
             is_streaming=is_streaming,
             tenant=tenant,
         )
+
+
+def _follow(live: LiveRequest, trace: CallTrace | None) -> None:
+    """Traces the request from now on, where its call is sampled."""
+    if trace is not None:
+        live.traceparent = trace.traceparent
+        live.observers.append(trace)

@@ -1,42 +1,75 @@
-"""What became of requests lately: each of the last seconds, the lives of the last requests, hand-offs between workers.
+"""Recent activity of one router, for status displays: the last seconds, the last requests, hand-offs between workers.
 
-    first_token / next_tokens / over -> the second that runs -> `tick`, once a second -> the ring -> GetActivity
+    on_first_token / on_tokens / on_end -> the current second -> `tick`, once a second -> the ring -> GetActivity
 
-Bounded, whatever comes: KEPT_SECONDS seconds and KEPT_REQUESTS requests. Holds no prompt and no output. Pure: the time
-is an argument.
+Bounded: KEPT_SECONDS seconds and KEPT_REQUESTS requests. Holds no prompt and no output. Pure: the time is an argument.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from cluster.lifecycle import RequestState
 from cluster.pb import admin_pb2
-from router.observe.sketch import Sketch
-
-if TYPE_CHECKING:
-    from router.stream.request import LiveRequest
+from router.observe.counters import OUTCOMES
+from router.stream.request import LiveRequest, RequestObserver
 
 KEPT_SECONDS = 300
 KEPT_REQUESTS = 100
 WINDOW_SECONDS = 60
 _KEPT_PHASES = 32
-"""Of one request: the newest. Only one that moved again and again has more."""
-_OUTCOMES = ("finished", "cancelled", "failed", "rejected")
-_SUMMED = (*(f"num_{outcome}" for outcome in _OUTCOMES), "num_prompt_tokens", "num_output_tokens", "duration_s")
+"""The newest phases kept of each request. Only one that moved again and again has more."""
+_SUMMED = (*(f"num_{outcome}" for outcome in OUTCOMES), "num_prompt_tokens", "num_output_tokens", "duration_s")
+_LEAST_S = 1e-6
+"""Shorter durations count as this."""
+_SCALE = 1 / math.log(1.08)
+_LOG = math.log
 
 Pair = tuple[str, str]
 """Worker ids: prefill, decode."""
 
 
+class Sketch:
+    """Durations, counted in some 300 buckets that grow by 8 % from a microsecond to hours: percentiles within 4 %.
+
+    Sketches add up, so that a minute is the sum of its seconds.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        """The number of durations added."""
+        return self._counts.total()
+
+    def add(self, seconds: float) -> None:
+        self._counts[int(_LOG(seconds / _LEAST_S) * _SCALE) if seconds > _LEAST_S else 0] += 1
+
+    def merge(self, other: Sketch) -> None:
+        self._counts.update(other._counts)
+
+    def quantile(self, share: float) -> float:
+        """Returns seconds, the middle of the bucket; 0.0 when the sketch is empty."""
+        wanted, seen = share * len(self), 0
+        for bucket in sorted(self._counts):
+            seen += self._counts[bucket]
+            if seen >= wanted:
+                return _LEAST_S * math.exp((bucket + 0.5) / _SCALE)
+        return 0.0
+
+    def to_proto(self) -> admin_pb2.Quantiles:
+        p50, p95, p99 = (self.quantile(share) for share in (0.5, 0.95, 0.99))
+        return admin_pb2.Quantiles(count=len(self), p50=p50, p95=p95, p99=p99)
+
+
 @dataclass
 class _HandOffs:
-    """Of one pair."""
+    """Hand-offs of one pair of workers."""
 
     count: int = 0
     num_prompt_tokens: int = 0
@@ -50,9 +83,9 @@ class _HandOffs:
 
 @dataclass
 class _Second:
-    """`told` is complete once the second is over."""
+    """`message` is complete once the second is over."""
 
-    told: admin_pb2.ActivitySecond = field(default_factory=admin_pb2.ActivitySecond)
+    message: admin_pb2.ActivitySecond = field(default_factory=admin_pb2.ActivitySecond)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     ttft: Sketch = field(default_factory=Sketch)
@@ -60,8 +93,8 @@ class _Second:
     pairs: dict[Pair, _HandOffs] = field(default_factory=dict)
 
 
-class Activity:
-    """Of one router; `tick` it once a second. A `Latencies`."""
+class Activity(RequestObserver):
+    """Activity of one router; call `tick` once a second."""
 
     def __init__(self) -> None:
         self.life = secrets.token_hex(8)
@@ -70,25 +103,25 @@ class Activity:
         self._requests: deque[admin_pb2.RequestLife] = deque(maxlen=KEPT_REQUESTS)
         self._num_requests = 0
         self._last: tuple[float, Mapping[str, int]] | None = None
-        """When the last second ended, and what had ended by then."""
+        """When the last second ended, and the numbers of requests that had ended by then."""
         self._minute: tuple[admin_pb2.ActivitySecond, dict[Pair, _HandOffs]] | None = None
-        """Summed up for the first who asks in a second."""
+        """The sum of the last minute, kept until the next tick."""
 
-    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._second.ttft.add(seconds)
         self._second.num_prompt_tokens += num_prompt_tokens
 
-    def next_tokens(self, seconds: float | None, count: int) -> None:
-        """Of tokens that come together, their share of the time, once; as in the metrics."""
+    def on_tokens(self, count: int, interval_s: float | None) -> None:
+        """Tokens that come together count once in the ITL, each with an equal share of the time, as in the metrics."""
         self._second.num_output_tokens += count
-        if seconds is not None:
-            self._second.itl.add(seconds / count)
+        if interval_s is not None:
+            self._second.itl.add(interval_s / count)
 
-    def over(self, live: LiveRequest) -> None:
+    def on_end(self, live: LiveRequest) -> None:
         self._num_requests += 1
         self._requests.append(_life_of(live, self._num_requests))
-        placement, story = live.placement, live.lifecycle
-        begin, end = (story.instant(s, last=True) for s in (RequestState.TRANSFERRING, RequestState.DECODING))
+        placement, lifecycle = live.placement, live.lifecycle
+        begin, end = (lifecycle.instant(s, last=True) for s in (RequestState.TRANSFERRING, RequestState.DECODING))
         if placement is None or placement.prefill_id is None or begin is None or end is None or end < begin:
             return
         pair = placement.prefill_id, placement.decode_id
@@ -98,14 +131,14 @@ class Activity:
         hand_offs.seconds.add(end - begin)
 
     def tick(self, now: float, wall_s: float, ended: Mapping[str, int], *, num_queued: int, num_running: int) -> None:
-        """Closes the second that runs. `ended`: requests since the start, by outcome. The first call only begins."""
+        """Closes the current second. `ended`: requests since the start, by outcome. The first call only begins."""
         last, self._last = self._last, (now, dict(ended))
         if last is None:
             self._second = _Second()
             return
         done, self._second = self._second, _Second()
-        number = self._seconds[-1].told.number + 1 if self._seconds else 1
-        done.told = admin_pb2.ActivitySecond(
+        number = self._seconds[-1].message.number + 1 if self._seconds else 1
+        done.message = admin_pb2.ActivitySecond(
             number=number,
             time=wall_s,
             duration_s=now - last[0],
@@ -115,13 +148,15 @@ class Activity:
             num_running=num_running,
             ttft=done.ttft.to_proto(),
             itl=done.itl.to_proto(),
-            **{f"num_{outcome}": ended[outcome] - last[1][outcome] for outcome in _OUTCOMES},
+            **{f"num_{outcome}": ended[outcome] - last[1][outcome] for outcome in OUTCOMES},
         )
         self._seconds.append(done)
         self._minute = None
 
-    def told(self, request: admin_pb2.GetActivityRequest, now_by_pair: Counter[Pair]) -> admin_pb2.GetActivityResponse:
-        """All but the rates of workers. `now_by_pair`: requests between two workers."""
+    def response(
+        self, request: admin_pb2.GetActivityRequest, now_by_pair: Counter[Pair]
+    ) -> admin_pb2.GetActivityResponse:
+        """Everything but the workers' rates. `now_by_pair`: requests that are being handed over."""
         is_same = request.life == self.life
         after_second, after_request = (request.after_second, request.after_request) if is_same else (0, 0)
         if self._minute is None:
@@ -130,7 +165,7 @@ class Activity:
         window, by_pair = self._minute
         return admin_pb2.GetActivityResponse(
             life=self.life,
-            seconds=[second.told for second in self._seconds if second.told.number > after_second],
+            seconds=[second.message for second in self._seconds if second.message.number > after_second],
             requests=[life for life in self._requests if life.number > after_request],
             pairs=_pairs(by_pair, now_by_pair),
             window=window,
@@ -164,13 +199,13 @@ def _life_of(live: LiveRequest, number: int) -> admin_pb2.RequestLife:
 
 
 def _window(seconds: Iterable[_Second]) -> admin_pb2.ActivitySecond:
-    """The sum; what is told of the end of a second is that of the last one."""
+    """The sum of `seconds`; what describes the end of a second is that of the last one."""
     whole, ttft, itl = admin_pb2.ActivitySecond(), Sketch(), Sketch()
     for second in seconds:
-        sums = {name: getattr(whole, name) + getattr(second.told, name) for name in _SUMMED}
+        sums = {name: getattr(whole, name) + getattr(second.message, name) for name in _SUMMED}
         ttft.merge(second.ttft)
         itl.merge(second.itl)
-        whole.CopyFrom(second.told)
+        whole.CopyFrom(second.message)
         for name, value in sums.items():
             setattr(whole, name, value)
     whole.ttft.CopyFrom(ttft.to_proto())
@@ -187,7 +222,7 @@ def _by_pair(seconds: Iterable[_Second]) -> dict[Pair, _HandOffs]:
 
 
 def _pairs(by_pair: Mapping[Pair, _HandOffs], now_by_pair: Counter[Pair]) -> list[admin_pb2.PairActivity]:
-    """Those with something between them now or in the last minute."""
+    """The pairs that hand over requests now or did in the last minute."""
     idle = _HandOffs()
     sums = {pair: by_pair.get(pair, idle) for pair in {*by_pair, *now_by_pair}}
     return [

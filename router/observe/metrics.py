@@ -1,51 +1,33 @@
-"""What is measured of requests on one router: how they end, where they are placed and why, how long clients wait.
+"""Every metric of the router, declared once: name, meaning, labels, vLLM's name for it, how it is measured.
 
-Told on the event loop, each with a time; nothing here waits or raises. What the dispatcher counts anyway is asked of it
-when the page is read. `python -m router.observe.metrics` prints docs/router-metrics.md.
+The page for Prometheus, vLLM's names and docs/router-metrics.md follow from the declarations
+(`python -m router.observe.metrics` prints the page of docs/). A metric of finished requests needs no more than an entry
+in METRICS_OF_FINISHED; `router.observe.router_metrics` records the others.
+
+vLLM's names serve dashboards and autoscalers made for it. Only what means the same has one; a histogram keeps Baton's
+buckets, and the usage of the KV cache has the label `role`. vLLM's names without a counterpart are those of features
+that Baton lacks, of what workers export themselves (preemptions, steps, transfers), and of clients' parameters.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
-from prometheus_client import Counter as CounterMetric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as MetricFamily
-from prometheus_client.registry import Collector
-
-from cluster.metrics import OTHER, LabelledCounter, Metric, counter_family, duration_histogram, render_reference
-from router.observe import request_metrics
-from router.observe.activity import Activity
-from router.observe.request_metrics import RequestMetrics
-from router.routing.fleet import DECODE, PREFILL, Fleet
+from cluster.lifecycle import RequestState
+from cluster.metrics import OTHER, TOKEN_BUCKETS, Metric, render_reference
+from router.observe.counters import LINE_OUTCOMES, OUTCOMES, REFUSAL_REASONS, RETRY_REASONS
 from router.routing.load_tracker import PlacementKind
 from router.stream.request import LiveRequest
 
-OUTCOMES = ("finished", "cancelled", "failed", "rejected")
-REFUSAL_REASONS = (
-    "too_large",
-    "quota_requests_per_min",
-    "quota_prompt_tokens_per_min",
-    "quota_output_tokens_per_min",
-    "quota_max_concurrent",
-    "queue_requests",
-    "queue_tokens",
-    "tenant_share",
-    "deadline",
-    "queue_timeout",
-    "overload",
-    "waited",
-    "shed",
-    "draining",
-    "client_stalled",
-)
-RETRY_REASONS = ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
 
-LINE_OUTCOMES = ("completed", "failed", "retried")
+@dataclass(frozen=True, kw_only=True)
+class FinishedMetric(Metric):
+    """A counter or histogram to which each finished request adds one value."""
+
+    measure: Callable[[LiveRequest], float | None]
+    """None: this request adds nothing."""
+
 
 REQUESTS = Metric(
     "baton_requests_total",
@@ -73,8 +55,12 @@ ORPHANS = Metric(
     "counter",
     "Generations that were cancelled because their client had left and nobody resumed them in time.",
 )
-QUEUED = Metric("baton_queued_requests", "gauge", "Requests that wait for a worker.")
-RUNNING = Metric("baton_running_requests", "gauge", "Requests that are on workers.")
+QUEUED = Metric(
+    "baton_queued_requests", "gauge", "Requests that wait for a worker.", aliases=("vllm:num_requests_waiting",)
+)
+RUNNING = Metric(
+    "baton_running_requests", "gauge", "Requests that are on workers.", aliases=("vllm:num_requests_running",)
+)
 PLACEMENTS = Metric(
     "baton_placements_total",
     "counter",
@@ -85,36 +71,6 @@ PLACEMENTS = Metric(
     "worker (moved).",
     (("kind", tuple(PlacementKind)),),
 )
-DECISION = Metric(
-    "baton_decision_seconds", "histogram", "Time that choosing workers takes, hashing of the prompt included."
-)
-FIRST_TOKEN = Metric(
-    "baton_time_to_first_token_seconds", "histogram", "Time from a request's arrival to its first token from a worker."
-)
-INTER_TOKEN = Metric(
-    "baton_inter_token_seconds",
-    "histogram",
-    "Time between two tokens of a sequence as they come from workers; of tokens that come together, their share of it, "
-    "once.",
-)
-LATENCY = Metric("baton_request_seconds", "histogram", "Time from a request's arrival to its end, if it finished.")
-PROMPT_TOKENS = Metric("baton_prompt_tokens_total", "counter", "Prompt tokens of requests that finished.")
-CACHED_TOKENS = Metric("baton_cached_tokens_total", "counter", "Of these, tokens that a prefix cache held.")
-OUTPUT_TOKENS = Metric("baton_output_tokens_total", "counter", "Output tokens of requests that finished.")
-TRACE_SPANS = Metric(
-    "baton_trace_spans_total",
-    "counter",
-    "Spans of traced requests, where `router.trace_endpoint` is set: sent to the collector; failed, as it did not take "
-    "them; dropped, as too many waited for it.",
-    (("outcome", ("sent", "failed", "dropped")),),
-)
-KV_USAGE = Metric(
-    "baton_kv_usage_ratio",
-    "gauge",
-    "Share of the KV blocks of a role's workers that requests hold; those that only cache prefixes are free to take. "
-    "No series while no worker of the role is ready.",
-    (("role", ("prefill", "decode")),),
-)
 BATCH_LINES = Metric(
     "baton_batch_lines_total",
     "counter",
@@ -122,124 +78,141 @@ BATCH_LINES = Metric(
     "another one (retried). Each try is a request as well, and is counted as such.",
     (("outcome", LINE_OUTCOMES),),
 )
-_OF_REQUESTS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, BATCH_LINES, KV_USAGE)
-_OF_TIMES = (DECISION, FIRST_TOKEN, INTER_TOKEN, LATENCY)
-_OF_TOKENS = (PROMPT_TOKENS, CACHED_TOKENS, OUTPUT_TOKENS)
-METRICS = (*_OF_REQUESTS, *_OF_TIMES, *_OF_TOKENS, *request_metrics.METRICS, TRACE_SPANS)
+KV_USAGE = Metric(
+    "baton_kv_usage_ratio",
+    "gauge",
+    "Share of the KV blocks of a role's workers that requests hold; those that only cache prefixes are free to take. "
+    "No series while no worker of the role is ready.",
+    (("role", ("prefill", "decode")),),
+    aliases=("vllm:kv_cache_usage_perc",),
+)
+DECISION = Metric("baton_decision_seconds", "histogram", "Time to choose workers, including hashing the prompt.")
+FIRST_TOKEN = Metric(
+    "baton_time_to_first_token_seconds",
+    "histogram",
+    "Time from a request's arrival to its first token from a worker.",
+    aliases=("vllm:time_to_first_token_seconds",),
+)
+INTER_TOKEN = Metric(
+    "baton_inter_token_seconds",
+    "histogram",
+    "Time between two tokens of a sequence as they come from workers. Tokens that come together count once, each with "
+    "an equal share of the time.",
+    aliases=("vllm:inter_token_latency_seconds",),
+)
+METRICS_OF_FINISHED = (
+    FinishedMetric(
+        "baton_request_seconds",
+        "histogram",
+        "Time from a request's arrival to its end, if it finished.",
+        aliases=("vllm:e2e_request_latency_seconds",),
+        measure=lambda live: _between(live.arrived_at, _end_of(live)),
+    ),
+    FinishedMetric(
+        "baton_prompt_tokens_total",
+        "counter",
+        "Prompt tokens of requests that finished.",
+        aliases=("vllm:prompt_tokens_total", "vllm:prefix_cache_queries_total"),
+        measure=lambda live: len(live.request.prompt_token_ids),
+    ),
+    FinishedMetric(
+        "baton_cached_tokens_total",
+        "counter",
+        "Prompt tokens of requests that finished which a prefix cache held.",
+        aliases=("vllm:prefix_cache_hits_total", "vllm:prompt_tokens_cached_total"),
+        measure=lambda live: live.num_cached_tokens,
+    ),
+    FinishedMetric(
+        "baton_output_tokens_total",
+        "counter",
+        "Output tokens of requests that finished.",
+        aliases=("vllm:generation_tokens_total",),
+        measure=lambda live: live.num_tokens,
+    ),
+    FinishedMetric(
+        "baton_queue_seconds",
+        "histogram",
+        "Time from a request's arrival until a worker begins with it, if it finished.",
+        aliases=("vllm:request_queue_time_seconds",),
+        measure=lambda live: _between(live.arrived_at, _begin_of(live)),
+    ),
+    FinishedMetric(
+        "baton_prefill_seconds",
+        "histogram",
+        "Time from when a worker begins with a request to its first token, if it finished.",
+        aliases=("vllm:request_prefill_time_seconds",),
+        measure=lambda live: _between(_begin_of(live), live.first_token_at),
+    ),
+    FinishedMetric(
+        "baton_decode_seconds",
+        "histogram",
+        "Time from a request's first token to its last, if it finished.",
+        aliases=("vllm:request_decode_time_seconds",),
+        measure=lambda live: _between(live.first_token_at, _end_of(live)),
+    ),
+    FinishedMetric(
+        "baton_time_per_output_token_seconds",
+        "histogram",
+        "Time from a request's first token to its last, divided by the tokens after the first of its longest output: "
+        "the mean time that its client waited for each.",
+        aliases=("vllm:request_time_per_output_token_seconds",),
+        measure=lambda live: _time_per_token(live),
+    ),
+    FinishedMetric(
+        "baton_request_prompt_tokens",
+        "histogram",
+        "Prompt tokens of each request that finished.",
+        aliases=("vllm:request_prompt_tokens",),
+        buckets=TOKEN_BUCKETS,
+        measure=lambda live: len(live.request.prompt_token_ids),
+    ),
+    FinishedMetric(
+        "baton_request_output_tokens",
+        "histogram",
+        "Output tokens of each request that finished.",
+        aliases=("vllm:request_generation_tokens",),
+        buckets=TOKEN_BUCKETS,
+        measure=lambda live: live.num_tokens,
+    ),
+)
+SEQUENCES = Metric(
+    "baton_sequences_total",
+    "counter",
+    "Outputs of requests that finished, by why they ended.",
+    (("finished_reason", ("stop", "length", "tool_calls", "content_filter", OTHER)),),
+    aliases=("vllm:request_success_total",),
+)
+TRACE_SPANS = Metric(
+    "baton_trace_spans_total",
+    "counter",
+    "Spans of traced requests, where `router.trace_endpoint` is set: sent to the collector; failed, as it did not take "
+    "them; dropped, as too many waited for it.",
+    (("outcome", ("sent", "failed", "dropped")),),
+)
+METRICS: tuple[Metric, ...] = (
+    *(REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, BATCH_LINES, KV_USAGE),
+    *(DECISION, FIRST_TOKEN, INTER_TOKEN, *METRICS_OF_FINISHED, SEQUENCES, TRACE_SPANS),
+)
 
 
-@dataclass
-class Counters:
-    """Requests that ended, by how, and attempts that took another way."""
-
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    rejected: int = 0
-    retried: Counter[str] = field(default_factory=Counter)
-    """By what ended the attempt before."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """By why: those of REFUSAL_REASONS."""
-    local_prefills: int = 0
-    moved: int = 0
-    """Requests that went from one decode worker to another, each time."""
-    batch_lines: Counter[str] = field(default_factory=Counter)
-    """By what came of them: those of LINE_OUTCOMES."""
-    orphaned: int = 0
-    """Cancelled because their client had left and nobody resumed them."""
+def _begin_of(live: LiveRequest) -> float | None:
+    """When a worker first began with it."""
+    return live.lifecycle.instant(RequestState.PREFILLING)
 
 
-class RouterView(Protocol):
-    """Who knows how the router stands: the dispatcher."""
-
-    counters: Counters
-    fleet: Fleet
-
-    @property
-    def num_queued(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
+def _end_of(live: LiveRequest) -> float:
+    return live.lifecycle.history[-1].at
 
 
-class RouterMetrics:
-    """Of one router. `source` is asked at every reading of the page, on that page's thread. A `Latencies`."""
-
-    def __init__(self, source: RouterView) -> None:
-        self.activity = Activity()
-        """The same, for people: the last minutes."""
-        self.registry = CollectorRegistry()
-        self.registry.register(_SourceCollector(source))
-        self._placements = LabelledCounter(PLACEMENTS, self.registry)
-        self._decision = duration_histogram(DECISION, self.registry)
-        self._first_token = duration_histogram(FIRST_TOKEN, self.registry)
-        self._inter_token = duration_histogram(INTER_TOKEN, self.registry)
-        self._latency = duration_histogram(LATENCY, self.registry)
-        self.trace_spans = LabelledCounter(TRACE_SPANS, self.registry)
-        self._requests = RequestMetrics(self.registry)
-        self._tokens = [CounterMetric(metric.name, metric.doc, registry=self.registry) for metric in _OF_TOKENS]
-
-    def decided(self, seconds: float) -> None:
-        self._decision.observe(seconds)
-
-    def placed(self, kind: PlacementKind) -> None:
-        self._placements.add(1, kind)
-
-    def first_token(self, seconds: float, num_prompt_tokens: int) -> None:
-        self._first_token.observe(seconds)
-        self.activity.first_token(seconds, num_prompt_tokens)
-
-    def next_tokens(self, seconds: float | None, count: int) -> None:
-        if seconds is not None:
-            self._inter_token.observe(seconds / count)
-        self.activity.next_tokens(seconds, count)
-
-    def over(self, live: LiveRequest) -> None:
-        self.activity.over(live)
-
-    def finished(self, live: LiveRequest, now: float) -> None:
-        """A request has all its tokens."""
-        usage = live.usage()
-        self._latency.observe(now - live.arrived_at)
-        self._requests.finished(live, now)
-        numbers = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens)
-        for counter, number in zip(self._tokens, numbers, strict=True):
-            counter.inc(number)
+def _between(begin: float | None, end: float | None) -> float | None:
+    """None where an instant is unknown, or in another order: of a request that another router had begun."""
+    return None if begin is None or end is None or end < begin else end - begin
 
 
-class _SourceCollector(Collector):
-    """Turns how a router stands into series while a page is read."""
-
-    def __init__(self, source: RouterView) -> None:
-        self._source = source
-
-    def collect(self) -> Iterator[MetricFamily]:
-        source, counters = self._source, self._source.counters
-        yield counter_family(REQUESTS, {outcome: getattr(counters, outcome) for outcome in OUTCOMES})
-        retried = dict.fromkeys(RETRY_REASONS, 0)
-        for reason, number in counters.retried.copy().items():
-            name = reason.lower()
-            retried[name if name in retried else OTHER] += number
-        yield counter_family(RETRIES, retried)
-        refused = counters.refused.copy()
-        yield counter_family(REFUSALS, {reason: refused[reason] for reason in REFUSAL_REASONS})
-        lines = counters.batch_lines.copy()
-        yield counter_family(BATCH_LINES, {outcome: lines[outcome] for outcome in LINE_OUTCOMES})
-        yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=counters.orphaned)
-        for metric, number in ((QUEUED, source.num_queued), (RUNNING, source.num_running)):
-            yield GaugeMetricFamily(metric.name, metric.doc, value=number)
-        yield _kv_usage(source.fleet)
-
-
-def _kv_usage(fleet: Fleet) -> MetricFamily:
-    """By what workers have told last."""
-    family = GaugeMetricFamily(KV_USAGE.name, KV_USAGE.doc, labels=KV_USAGE.label_names)
-    told = [(worker.role, stats) for worker in tuple(fleet) if (stats := worker.stats) is not None]
-    for role, name in ((PREFILL, "prefill"), (DECODE, "decode")):
-        total = sum(stats.blocks_total for of, stats in told if of == role)
-        if total:
-            family.add_metric((name,), sum(stats.blocks_held for of, stats in told if of == role) / total)
-    return family
+def _time_per_token(live: LiveRequest) -> float | None:
+    most = max(sequence.num_tokens for sequence in live.sequences)
+    decode_s = _between(live.first_token_at, _end_of(live))
+    return None if decode_s is None or most < 2 else decode_s / (most - 1)
 
 
 _INTRODUCTION = """\

@@ -37,10 +37,8 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from cluster.auth import Metadata
-from cluster.errors import BatonError
 from cluster.metrics import LabelledCounter
-from router.observe.spans import Origin, Span, span_of_refusal, spans_of
-from router.stream.request import LiveRequest
+from router.observe.tracing import CallTrace, Origin, Span, Traces
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +73,8 @@ _Ended = tuple[Span, Context, SpanContext]
 """A root, what it is in, and what it is itself."""
 
 
-class OtelTraces:
-    """`router.observe.tracing.Traces`; the exporter is its own to close."""
+class OtelTraces(Traces):
+    """Owns the exporter, and closes it."""
 
     def __init__(self, exporter: SpanExporter, counter: LabelledCounter, *, sample: float = 1.0) -> None:
         """`sample`: the share of calls that are traced, of those that bring no traceparent; else its flag decides."""
@@ -95,13 +93,18 @@ class OtelTraces:
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
-    def begin(self, metadata: Metadata, origin: Origin) -> _OneCall | None:
+    def begin(self, metadata: Metadata, origin: Origin) -> CallTrace | None:
         parent = _parent_of(metadata)
         caller = get_current_span(parent).get_span_context()
         is_sampled = caller.trace_flags.sampled if caller.is_valid else random.random() < self._sample
-        return _OneCall(self, parent, _within(caller), origin) if is_sampled else None
+        if not is_sampled:
+            return None
+        own = _within(caller)
+        carrier: dict[str, str] = {}
+        _PROPAGATOR.inject(carrier, set_span_in_context(NonRecordingSpan(own), Context()))
+        return CallTrace(carrier["traceparent"], origin, lambda root: self._put(root, parent, own))
 
-    def put(self, root: Span, parent: Context, own: SpanContext) -> None:
+    def _put(self, root: Span, parent: Context, own: SpanContext) -> None:
         try:
             self._waiting.put_nowait((root, parent, own))
         except queue.Full:
@@ -163,31 +166,6 @@ class OtelTraces:
         for child in record.children:
             self._emit(child, inside, SpanKind.INTERNAL)
         span.end(record.end_ns)
-
-
-class _OneCall:
-    """`router.observe.tracing.CallTrace`."""
-
-    def __init__(self, traces: OtelTraces, parent: Context, own: SpanContext, origin: Origin) -> None:
-        self._traces = traces
-        self._parent = parent
-        self._own = own
-        self._origin = origin
-
-    @property
-    def traceparent(self) -> str:
-        carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, set_span_in_context(NonRecordingSpan(self._own), Context()))
-        return carrier["traceparent"]
-
-    def over(self, live: LiveRequest) -> None:
-        try:
-            self._traces.put(spans_of(live, self._origin), self._parent, self._own)
-        except Exception:
-            log.exception("the trace of %s could not be made", live.key.request_id)
-
-    def refused(self, error: BatonError, now: float) -> None:
-        self._traces.put(span_of_refusal(error, self._origin, now), self._parent, self._own)
 
 
 class _Ids(RandomIdGenerator):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from cluster.errors import BatonError
 from cluster.step_cost import NO_STEP, StepSize
 from router.api.call import ANYONE, Principal
-from router.observe.metrics import Counters
+from router.observe.counters import Counters
 from router.queue.in_flight import InFlight
 from router.queue.limits import Limits
 from router.queue.pressure import Overload

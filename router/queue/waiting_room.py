@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from cluster.errors import BatonError, DeadlineExceeded
-from router.observe.metrics import Counters
+from router.observe.counters import Counters
 from router.queue.admission import Admission, AdmissionRequest
 from router.queue.limits import Limits
 from router.queue.waiting import Waiter, WaitingQueue

@@ -24,7 +24,9 @@ from cluster.demand import Demand
 from cluster.errors import Aborted, BatonError, DeadlineExceeded, InternalError, Overloaded
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
-from router.observe.metrics import Counters, RouterMetrics
+from router.observe.activity import Activity
+from router.observe.counters import Counters
+from router.observe.router_metrics import RouterMetrics
 from router.queue.admission import AdmissionRequest
 from router.queue.limits import Limits, Objectives
 from router.queue.waiting_room import WaitingRoom
@@ -62,9 +64,10 @@ class Dispatcher:
         self.counters = Counters()
         self.context = RoutingContext(objectives=limits.objectives)
         self.demand = DemandWindow(self.context.lengths)
-        self.metrics = RouterMetrics(self)
         self._policy = POLICIES[limits.policy](self.context)
         self.fleet = Fleet(self, self.num_requests, limits.dead_after_s, needs_prefill=limits.needs_prefill)
+        self.metrics = RouterMetrics(self.counters, self.fleet, lambda: self.num_queued, lambda: self.num_running)
+        self.activity = Activity()
         self._on_change = on_change
         self._keeper = MigrationManager(self, self.fleet, self.context.loads, limits.dead_after_s)
         self.waiting = WaitingRoom(limits, self.fleet, self.context, self.counters, clock, self._pump, self._refused)
@@ -85,7 +88,7 @@ class Dispatcher:
     def submit(self, live: LiveRequest, *, time_left_s: float | None) -> None:
         """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
         self.demand.add_arrival(self.clock())
-        live.latencies = self.metrics
+        live.observers += (self.metrics, self.activity)
         if not self.waiting.submit(live, time_left_s):
             return
         self._pump()
@@ -112,7 +115,7 @@ class Dispatcher:
         """
         if self.find(live.key.request_id) is not None:
             raise Aborted("this generation is under way already; try again", retry_after_s=failures.RETRY_AFTER_S)
-        live.latencies = self.metrics
+        live.observers += (self.metrics, self.activity)
         if self._is_draining:
             self.counters.rejected += 1
             live.reject(failures.shutting_down(), self.clock())
@@ -260,7 +263,6 @@ class Dispatcher:
         self.counters.finished += 1
         first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)
         self.demand.add_end(now, is_kept=self.context.objectives.are_kept(first_s, now - live.arrived_at, most))
-        self.metrics.finished(live, now)
         live.finish(now)
         self._pump()
 

@@ -70,7 +70,7 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
         weights_revision=weights_revision,
         arrival_time_s=live.arrival_time_s,
         spec_digest=digest_of(spec),
-        traceparent="" if live.trace is None else live.trace.traceparent,
+        traceparent=live.traceparent,
     )
     origin.spec.ClearField("resume")
     origin.spec.token_ids.ids[:] = live.request.prompt_token_ids

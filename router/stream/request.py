@@ -20,8 +20,6 @@ from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from router.api.call import ANYONE, Principal, ValidatedRequest
-from router.observe.latencies import Latencies, Trace
-from router.observe.timing import timing_of
 from router.routing.load_tracker import Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
@@ -30,6 +28,7 @@ from router.stream.detokenizer import Detokenizer
 from router.stream.prompt_logprobs import PromptLogprobs
 from router.stream.retry import RetryState
 from router.stream.sequence import SequenceOutput
+from router.stream.timing import timing_of
 
 Response = generation_pb2.GenerateStreamResponse
 Phase = generation_pb2.Heartbeat.Phase
@@ -51,6 +50,19 @@ class Effect(enum.Enum):
     OPEN = "it goes on"
     ENDED = "the worker ended it"
     STOPPED = "a stop string ended it, and workers must be told"
+
+
+class RequestObserver:
+    """Follows a request without changing it: metrics, activity, traces. Called on the event loop; must not raise."""
+
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        """The first token came, `seconds` after the request's arrival."""
+
+    def on_tokens(self, count: int, interval_s: float | None) -> None:
+        """`count` tokens of one sequence came, `interval_s` after its last ones; None: they are its first."""
+
+    def on_end(self, live: LiveRequest) -> None:
+        """The request has reached its terminal state."""
 
 
 class LiveRequest:
@@ -89,7 +101,7 @@ class LiveRequest:
         self.queue_position = 0
         self.arrival_time_s = arrival_time_s
         self.first_token_at: float | None = None
-        self.latencies: Latencies | None = None
+        self.observers: list[RequestObserver] = []
         self.num_cached_tokens = 0
         self.num_moves = 0
         """How often it was placed again."""
@@ -98,8 +110,8 @@ class LiveRequest:
         self.arrived_at = now
         self.when_over: Callable[[], None] | None = None
         """Called once."""
-        self.trace: Trace | None = None
-        """None: nobody traces it."""
+        self.traceparent = ""
+        """The request's own span, as W3C trace context writes it; empty: it is not traced."""
         self._is_streaming = is_streaming
         self._is_started = False
         self._is_heartbeat_due = False
@@ -197,15 +209,15 @@ class LiveRequest:
         self.is_stopped_here |= is_stopped
         if sequence.num_tokens > num_before:
             sequence.last_token_at = now
-            if self.latencies is not None:
-                since = None if last_at is None else now - last_at
-                self.latencies.next_tokens(since, sequence.num_tokens - num_before)
+            interval_s = None if last_at is None else now - last_at
+            for observer in self.observers:
+                observer.on_tokens(sequence.num_tokens - num_before, interval_s)
         if self.first_token_at is None and sequence.num_tokens:
             if not self.prompt_logprobs.is_complete:
                 raise InternalError("the first token came before the logprobs of the prompt")
             self.first_token_at = now
-            if self.latencies is not None:
-                self.latencies.first_token(now - self.arrived_at, len(self.request.prompt_token_ids))
+            for observer in self.observers:
+                observer.on_first_token(now - self.arrived_at, len(self.request.prompt_token_ids))
             self._reach(RequestState.PREFILLING, now, "a token came")
         if sequence.end is None:
             if sequence.is_due:
@@ -324,7 +336,9 @@ class LiveRequest:
 
     def timing(self) -> generation_pb2.Timing | None:
         """None unless the client asked. Each duration is the difference of two recorded instants."""
-        return timing_of(self) if self.request.wants_timing else None
+        if not self.request.wants_timing:
+            return None
+        return timing_of(self.lifecycle, self.arrival_time_s, self.first_token_at, self.placement, self.num_moves)
 
     def _reach(self, state: RequestState, now: float, why: str) -> bool:
         """Climbs to `state` if it is ahead; a state that was skipped on the way is entered at the same instant."""
@@ -352,12 +366,10 @@ class LiveRequest:
     def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
         self.lifecycle.advance(state, now, why)
         self.error = error
-        if self.latencies is not None:
-            self.latencies.over(self)
+        for observer in self.observers:
+            observer.on_end(self)
         if self.when_over is not None:
             self.when_over()
-        if self.trace is not None:
-            self.trace.over(self)
         self.wake()
 
     def _notify(self) -> None:

@@ -12,16 +12,15 @@ from wired_router import ManualClock, WiredRouter, run
 
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from router.observe.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity
-from router.observe.metrics import OUTCOMES
-from router.observe.sketch import Sketch
+from router.observe.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity, Sketch
+from router.observe.counters import OUTCOMES
 from router.routing.worker_rates import WorkerRates
 
 NOTHING_ENDED = dict.fromkeys(OUTCOMES, 0)
 
 
 def told(activity: Activity, **since: object) -> admin_pb2.GetActivityResponse:
-    return activity.told(admin_pb2.GetActivityRequest(**since), Counter())  # type: ignore[arg-type]
+    return activity.response(admin_pb2.GetActivityRequest(**since), Counter())  # type: ignore[arg-type]
 
 
 def tick(activity: Activity, now: float, **ended: int) -> None:
@@ -58,9 +57,9 @@ def test_sketches_add_up_and_an_empty_or_a_zero_one_has_answers() -> None:
 def test_a_second_holds_what_came_in_it_and_a_minute_is_their_sum() -> None:
     activity = Activity()
     tick(activity, 100.0, finished=5)
-    activity.first_token(0.2, 30)
-    activity.next_tokens(None, 1)
-    activity.next_tokens(0.06, 3)
+    activity.on_first_token(0.2, 30)
+    activity.on_tokens(1, None)
+    activity.on_tokens(3, 0.06)
     tick(activity, 101.0, finished=6, rejected=2)
     tick(activity, 103.5, finished=6, rejected=2, failed=1)
     first, held_up = told(activity).seconds
@@ -78,7 +77,7 @@ def test_a_second_holds_what_came_in_it_and_a_minute_is_their_sum() -> None:
 def test_what_is_kept_is_bounded_and_told_once_to_who_comes_again() -> None:
     activity = Activity()
     for now in range(KEPT_SECONDS + 50):
-        activity.next_tokens(None, 1)
+        activity.on_tokens(1, None)
         tick(activity, float(now))
     whole = told(activity)
     assert [s.number for s in whole.seconds] == list(range(50, KEPT_SECONDS + 50))
@@ -93,7 +92,7 @@ def test_what_is_kept_is_bounded_and_told_once_to_who_comes_again() -> None:
 def test_the_life_of_a_request_is_told_with_its_phases_tokens_and_workers() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0"])
-        activity = router.dispatcher.metrics.activity
+        activity = router.dispatcher.activity
         tick(activity, clock())
         client = router.submit()
         key = RequestKey(client.request_id, 1).to_proto()
@@ -128,7 +127,7 @@ def test_the_life_of_a_request_is_told_with_its_phases_tokens_and_workers() -> N
 def test_requests_that_do_not_end_well_are_told_too_and_the_oldest_make_way() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0"], max_running=1)
-        activity = router.dispatcher.metrics.activity
+        activity = router.dispatcher.activity
         running, waiting = router.submit(), router.submit(queue_timeout_s=1)
         router.dispatcher.cancel(running.request_id, "by the test")
         lost = router.submit(queue_timeout_s=1)

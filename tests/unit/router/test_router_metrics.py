@@ -13,8 +13,9 @@ from wired_router import ManualClock, WiredRouter, run
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from router.observe import metrics as module
-from router.observe.metrics import METRICS, OUTCOMES, RETRY_REASONS
-from router.observe.vllm_names import ALIASES, VllmNames
+from router.observe.counters import OUTCOMES, RETRY_REASONS
+from router.observe.metrics import METRICS
+from router.observe.router_metrics import VllmNames
 from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
 from router.routing.policies import POLICIES
 from router.routing.policies.interface import RoutingRequest
@@ -125,7 +126,7 @@ def test_dashboards_made_for_vllm_find_the_same_numbers_under_its_names() -> Non
         key = RequestKey(client.request_id, 1).to_proto()
         router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH))
         assert told("generation_tokens_total") == told("time_to_first_token_seconds_count") == 1
-        wanted = {name.removesuffix("_total") for theirs in ALIASES.values() for name in theirs}
+        wanted = {name.removesuffix("_total") for metric in METRICS for name in metric.aliases}
         assert {family.name for family in names.collect()} == wanted
         success = {"model_name": "tiny", "finished_reason": "length"}
         assert names.get_sample_value("vllm:request_success_total", success) == 1

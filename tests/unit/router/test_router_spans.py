@@ -11,7 +11,7 @@ from wired_router import Client, ManualClock, WiredRouter, admit_of, logged, run
 
 from cluster.errors import InvalidRequest
 from cluster.pb import worker_pb2
-from router.observe.spans import Origin, Span, span_of_refusal, spans_of
+from router.observe.tracing import Origin, Span, span_of_refusal, spans_of
 from router.queue.limits import Limits
 
 BEGUN_S = 1e9

@@ -21,9 +21,9 @@ from router_harness import ids, running_router, text_spec
 from waiting import until
 
 from cluster.errors import InvalidRequest
-from router.observe import otel
+from router.observe import otel, tracing
 from router.observe.metrics import TRACE_SPANS
-from router.observe.spans import Origin
+from router.observe.tracing import Origin
 
 ORIGIN = Origin("chat", True, 0.0, 1e9)
 
@@ -155,7 +155,7 @@ async def test_a_fault_in_making_a_trace_costs_the_trace_alone(
     def break_(*_: Any) -> None:
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(otel, "spans_of", break_)
+    monkeypatch.setattr(tracing, "spans_of", break_)
     kept = Kept()
     async with running_router(tmp_path, pair(answer), traces=kept.traces) as router:
         events = await router.stream(text_spec())
