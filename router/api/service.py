@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation
 from cluster.pb import generation_pb2 as pb
+from cluster.request_key import RequestKey
 from cluster.state import Store
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, ValidatedRequest, run_aside
 from router.api.grammar import Grammars
@@ -28,7 +29,8 @@ from router.stream.coalescing import MessageRate
 from router.stream.detokenizer import Detokenizer
 from router.stream.record import GenerationRecord
 from router.stream.request import LiveRequest
-from router.stream.resume import Resumables, StreamReader
+from router.stream.resume import Resumables
+from router.stream.stream_reader import StreamReader
 from router.stream.stream_writer import StreamWriter
 
 _SEED_BITS = 63
@@ -71,9 +73,9 @@ class GenerationService:
         live = reader.live
         try:
             while not live.is_over:
-                await live.wait()
+                await reader.output.wait()
                 reader.check()
-            events = live.take()
+            events = reader.take()
             if reader.is_kept:
                 await self.resumables.before_telling(reader)
         finally:
@@ -85,8 +87,8 @@ class GenerationService:
             model=live.model,
             outputs=[event.delta for event in events if event.HasField("delta")],
             ends=[event.sequence_end for event in events if event.HasField("sequence_end")],
-            usage=live.usage(),
-            timing=live.timing(),
+            usage=live.usage,
+            timing=reader.timing(),
         )
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
@@ -106,14 +108,14 @@ class GenerationService:
     async def _send(self, reader: StreamReader, call: Call) -> None:
         """Sends every event until the request is over. A client that named an interval gets that and no pauses."""
         live = reader.live
-        writer = StreamWriter(call, live, self._stalled_client_timeout_s)
+        writer = StreamWriter(call, reader, self._stalled_client_timeout_s)
         is_paced = live.request.stream_interval_tokens is None
         while True:
             reader.check()
-            await live.wait()
+            await reader.output.wait()
             reader.check()
             is_over = live.is_over
-            events = live.take()
+            events = reader.take()
             if reader.is_kept:
                 await self.resumables.before_telling(reader)
             for event in events:
@@ -121,7 +123,7 @@ class GenerationService:
             if is_over:
                 return
             if is_paced and live.first_token_at is not None and self._pace.spacing_s:
-                await live.pause(self._pace.spacing_s)
+                await reader.output.pause(self._pace.spacing_s)
 
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
         """A generation of another tenant is as unknown as one that never was."""
@@ -194,7 +196,7 @@ class GenerationService:
         _follow(live, trace)
         self._dispatcher.submit(live, time_left_s=call.time_remaining())
         is_kept = live.may_resume and not live.is_over  # who is refused at once has no id to come back with
-        return self.resumables.keep(live, request.spec) if is_kept else StreamReader(live, is_kept=False)
+        return self.resumables.keep(live, request.spec) if is_kept else StreamReader(live)
 
     def _leave(self, reader: StreamReader) -> None:
         if reader.is_kept:
@@ -203,7 +205,7 @@ class GenerationService:
             self._dispatcher.cancel(reader.live.key.request_id, "the client left")
 
     def _revive(
-        self, generation_id: str, record: GenerationRecord, principal: Principal, first_attempt: int
+        self, key: RequestKey, record: GenerationRecord, principal: Principal, first_wanted: int, is_streaming: bool
     ) -> LiveRequest:
         """Validates the request of a record again, by this router's limits; its sampling and arrival time stay."""
         origin = record.origin
@@ -213,16 +215,17 @@ class GenerationService:
         age_s = max(0.0, time.time() - origin.arrival_time_s)
         valid = replace(valid, sampling=origin.sampling)
         return LiveRequest(
-            generation_id,
+            key.request_id,
             valid,
             self._new_detokenizers(valid),
             model=self._model.name,
             now=self._dispatcher.clock() - age_s,
             arrival_time_s=origin.arrival_time_s,
-            is_streaming=True,
+            is_streaming=is_streaming,
             caller=principal,
             may_resume=True,
-            first_attempt=first_attempt,
+            first_attempt=key.attempt,
+            first_wanted=first_wanted,
         )
 
     def _new_detokenizers(self, request: ValidatedRequest) -> list[Detokenizer]:

@@ -27,8 +27,7 @@ from cluster.auth import Metadata
 from cluster.errors import BatonError, Cancelled
 from cluster.lifecycle import RequestState, StateEntry
 from cluster.pb import generation_pb2
-from router.stream.attempt import Attempt
-from router.stream.request import LiveRequest, RequestObserver
+from router.stream.request import Attempt, LiveRequest, RequestObserver
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +202,7 @@ def _of_call(origin: Origin) -> Attributes:
 
 
 def _of_request(live: LiveRequest, origin: Origin) -> Attributes:
-    request, sampling, usage = live.request, live.request.sampling, live.usage()
+    request, sampling, usage = live.request, live.request.sampling, live.usage
     attributes = _of_call(origin) | {
         "gen_ai.request.model": live.model,
         "gen_ai.request.max_tokens": sampling.max_output_tokens,

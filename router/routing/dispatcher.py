@@ -39,8 +39,7 @@ from router.routing.policies.interface import Candidates, RoutingContext, Routin
 from router.routing.worker_client import WorkerClient
 from router.routing.worker_commands import admit_decode, admit_local, admit_prefill
 from router.stream import failures
-from router.stream.attempt import Attempt
-from router.stream.request import Effect, LiveRequest
+from router.stream.request import Attempt, Effect, LiveRequest
 from router.stream.retry import RETRYABLE, AttemptFailure, moved, next_placement, stood_in
 from router.stream.running_requests import RunningRequests
 
@@ -94,7 +93,7 @@ class Dispatcher:
         self._pump()
         if live.key.request_id in self.waiting:
             live.queue_position = len(self.waiting)
-            live.heartbeat()
+            live.output.heartbeat()
 
     def refuse_early(self, ask: AdmissionRequest) -> None:
         """Before a prompt is read: raises what even the least that the request can be is refused for."""
@@ -390,8 +389,8 @@ class Dispatcher:
         self._next_heartbeat = None
         for position, live in enumerate(self.waiting, start=1):
             live.queue_position = position
-            live.heartbeat()
+            live.output.heartbeat()
         for live in self._running:
             if live.lifecycle.state in EARLY:
-                live.heartbeat()
+                live.output.heartbeat()
         self._pump()

@@ -43,7 +43,7 @@ def _admit(
             cache_salt=request.cache_salt,
             bypass_prefix_cache=request.bypass_prefix_cache,
             tell_each_token=request.stream_interval_tokens is not None,
-            prompt_logprobs=None if expect_handoff else live.prompt_logprobs.wanted,
+            prompt_logprobs=None if expect_handoff else live.output.prompt_logprobs.wanted,
             known_tokens=[
                 worker_pb2.KnownTokens(sequence_index=s.index, token_ids=s.known_ids)
                 for s in live.sequences

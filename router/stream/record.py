@@ -31,7 +31,7 @@ class Extent:
     @classmethod
     def of(cls, live: LiveRequest) -> Extent:
         ends = tuple(s.end is not None and s.end.finish_reason != _CANCELLED for s in live.sequences)
-        has_prompt = live.request.prompt_logprobs is not None and live.prompt_logprobs.is_complete
+        has_prompt = live.request.prompt_logprobs is not None and live.output.prompt_logprobs.is_complete
         return cls(tuple(s.num_tokens for s in live.sequences), ends, has_prompt)
 
     @classmethod
@@ -91,7 +91,7 @@ def entry_since(live: LiveRequest, extent: Extent) -> JournalEntry:
                 tokens.ClearField("finish_reason")
             entry.tokens.append(tokens)
     if now.has_prompt_logprobs and not extent.has_prompt_logprobs:
-        entry.prompt_logprobs.extend(live.prompt_logprobs.take(is_kept=True))
+        entry.prompt_logprobs.extend(live.output.prompt_logprobs.take())
     if entry.ByteSize():
         entry.num_cached_tokens, entry.num_moves = live.num_cached_tokens, live.num_moves
         if live.first_token_at is not None:
@@ -142,14 +142,14 @@ def _extend(known: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
             known.stop_token_id = more.stop_token_id
 
 
-def restore(live: LiveRequest, record: GenerationRecord, first_wanted: int, *, is_streaming: bool) -> None:
-    """Fills a new live request with what is known of it, for a client that holds the tokens before `first_wanted` of
-    each sequence. Only before it is submitted."""
+def restore(live: LiveRequest, record: GenerationRecord) -> None:
+    """Fills a new request with what is known of it. Only before it is submitted."""
     for sequence, tokens in zip(live.sequences, record.tokens, strict=True):
-        sequence.want_from(first_wanted)
         sequence.add(tokens)
-    live.tell_anew(is_streaming=is_streaming)
-    live.prompt_logprobs.restore(record.prompt_logprobs)
+        if sequence.end is not None:
+            live.output.add_end(sequence)
+    live.output.heartbeat()
+    live.output.prompt_logprobs.restore(record.prompt_logprobs)
     live.num_cached_tokens = record.num_cached_tokens
     live.num_moves = record.num_moves + 1
     if record.first_token_after_s is not None:

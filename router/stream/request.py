@@ -1,18 +1,17 @@
-"""One live request: its lifecycle, its sequences, and what its client has not been told yet.
+"""The state of one request: its identity, lifecycle, attempts and placement, and who observes it.
 
-    worker events -> on_phase / on_prompt_logprobs / on_tokens -> pending output -> take() -> the client's stream
-    finish / fail / cancel / reject       -> is_over, and the last take()
+    place -> on_phase / on_prompt_logprobs / on_tokens -> (restart | move -> place ...)
+    finish / fail / cancel / reject -> is_over
 
-Events only record and wake the client's task once; `take` builds messages from all that has gathered. Owns the
-instants from which Timing is told. Knows no gRPC stream, no worker connection, no queue.
+Events record what happened and hand output to the request's `OutputBuffer`, which wakes the client's task. Owns the
+instants from which every latency follows. Knows no message to a client, no connection of a client, no queue.
 """
 
 from __future__ import annotations
 
-import asyncio
 import enum
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cluster.errors import BatonError, Cancelled, InternalError
@@ -20,28 +19,21 @@ from cluster.lifecycle import Lifecycle, RequestState
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from router.api.call import ANYONE, Principal, ValidatedRequest
-from router.routing.load_tracker import Placement, RequestLoad
+from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
-from router.stream.attempt import Attempt
+from router.routing.worker_client import WorkerClient
 from router.stream.detokenizer import Detokenizer
+from router.stream.output import OutputBuffer, SequenceOutput
 from router.stream.prompt_logprobs import PromptLogprobs
 from router.stream.retry import RetryState
-from router.stream.sequence import SequenceOutput
-from router.stream.timing import timing_of
 
-Response = generation_pb2.GenerateStreamResponse
-Phase = generation_pb2.Heartbeat.Phase
-
-_STATE_OF = {
+_STATE_OF_PHASE = {
     generation_pb2.Heartbeat.PHASE_PREFILL: RequestState.PREFILLING,
     generation_pb2.Heartbeat.PHASE_TRANSFER: RequestState.TRANSFERRING,
     generation_pb2.Heartbeat.PHASE_DECODE: RequestState.DECODING,
 }
-_PHASE_OF = {state: phase for phase, state in _STATE_OF.items()} | {
-    RequestState.QUEUED: generation_pb2.Heartbeat.PHASE_QUEUED
-}
-_LADDER = (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING, RequestState.DECODING)
+_IN_ORDER = (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING, RequestState.DECODING)
 
 
 class Effect(enum.Enum):
@@ -49,7 +41,41 @@ class Effect(enum.Enum):
 
     OPEN = "it goes on"
     ENDED = "the worker ended it"
-    STOPPED = "a stop string ended it, and workers must be told"
+    STOPPED = "a stop string ended it, and workers must cancel it"
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One attempt at a request: where it runs, what it holds there, and how it ended if another attempt followed.
+
+    Instants are on the router's clock.
+    """
+
+    key: RequestKey
+    placement: Placement
+    placed_at: float
+    charge: Charge
+    prefill: WorkerClient | None
+    """None: the decode worker computes the prompt. After a move: the worker that decoded before."""
+    workers: list[WorkerClient]
+    """The workers that hold something for it: at first both, then the decode worker."""
+    is_move: bool = False
+    """The request was moved here while it decoded."""
+    num_prefilled_outputs: int = 0
+    """Output tokens that are prefilled with the prompt: the prefill worker sends the next one."""
+    ended_at: float | None = None
+    """None: no other attempt followed."""
+    why: str = ""
+    """What ended it."""
+    has_failed: bool = False
+    """It ended, and not because the request was moved on purpose."""
+
+    def cancel(self, sequence_index: int | None = None, *, by: WorkerClient | None = None) -> None:
+        """Sends a cancel of the request, or of one of its sequences, to each of its workers except `by`."""
+        command = worker_pb2.Command(cancel=worker_pb2.Cancel(key=self.key.to_proto(), sequence_index=sequence_index))
+        for worker in self.workers:
+            if worker is not by:
+                worker.send(command)
 
 
 class RequestObserver:
@@ -81,10 +107,12 @@ class LiveRequest:
         caller: Principal = ANYONE,
         may_resume: bool = False,
         first_attempt: int = 1,
+        first_wanted: int = 0,
     ) -> None:
         """`arrival_time_s` is the wall clock at `now`. One detokenizer for each sequence.
 
-        `may_resume`: what the client was told is kept, so that it can be told again.
+        `may_resume`: what the client has been sent is kept, so that it can be sent again. `first_wanted`: the client
+        holds the tokens of each sequence before it, and their text.
         """
         self.key = RequestKey(generation_id, first_attempt)
         self.request = request
@@ -92,32 +120,34 @@ class LiveRequest:
         self.model = model
         self.lifecycle = Lifecycle(now, "arrived")
         self.may_resume = may_resume
-        self.sequences = [SequenceOutput(i, request, d, is_kept=may_resume) for i, d in enumerate(detokenizers)]
-        self.prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs)
+        sequences = [
+            SequenceOutput(index, request, detokenizer, first_wanted=first_wanted, is_kept=may_resume)
+            for index, detokenizer in enumerate(detokenizers)
+        ]
+        prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs, is_kept=may_resume)
+        self.output = OutputBuffer(sequences, prompt_logprobs, is_streaming=is_streaming)
         self.attempts: list[Attempt] = []
         """In the order of their placement; empty while the request has only waited."""
         self.retry = RetryState()
         self.error: BatonError | None = None
         self.queue_position = 0
         self.arrival_time_s = arrival_time_s
+        self.arrived_at = now
         self.first_token_at: float | None = None
-        self.observers: list[RequestObserver] = []
         self.num_cached_tokens = 0
         self.num_moves = 0
         """How often it was placed again."""
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
-        self.arrived_at = now
+        self.observers: list[RequestObserver] = []
         self.when_over: Callable[[], None] | None = None
         """Called once."""
         self.traceparent = ""
         """The request's own span, as W3C trace context writes it; empty: it is not traced."""
-        self._is_streaming = is_streaming
-        self._is_started = False
-        self._is_heartbeat_due = False
-        self._ended: list[SequenceOutput] = []
-        self._wake = asyncio.Event()
-        self._pauses: set[asyncio.Future[None]] = set()
+
+    @property
+    def sequences(self) -> list[SequenceOutput]:
+        return self.output.sequences
 
     @property
     def attempt(self) -> Attempt:
@@ -145,7 +175,7 @@ class LiveRequest:
 
     @property
     def has_left_prefill(self) -> bool:
-        """The prefill worker owes it nothing more: decode has begun, and every token is here that prefill leads to."""
+        """Decode has begun, and every token is here that the prefill worker sends."""
         if self.lifecycle.state is not RequestState.DECODING:
             return False
         num_prefilled = self.attempt.num_prefilled_outputs
@@ -159,14 +189,14 @@ class LiveRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of all outputs, as far as they are here: what another attempt goes on from."""
+        """Tokens of all outputs, as far as they are here: another attempt goes on from them."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @cached_property
     def to_place(self) -> RoutingRequest:
-        """What a policy is told of this attempt: what earlier ones have told is computed again, like a prompt.
+        """This attempt as a policy sees it: output tokens that are here are computed again, like a prompt.
 
-        Of several sequences, each with its own tokens, caches hold no more than the prompt.
+        When there are several sequences, each with its own tokens, caches hold no more than the prompt.
         """
         request, token_ids = self.request, self.request.prompt_token_ids
         if len(self.sequences) == 1 and self.num_tokens:
@@ -179,29 +209,38 @@ class LiveRequest:
 
     @property
     def work(self) -> RequestLoad:
-        """Of the request as it came."""
+        """The load of the request as it came."""
         num_prompt, sampling = len(self.request.prompt_token_ids), self.request.sampling
         return RequestLoad(num_prompt, sampling.n, num_prompt + sampling.n * sampling.max_output_tokens)
+
+    @property
+    def usage(self) -> generation_pb2.Usage:
+        return generation_pb2.Usage(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            completion_tokens=self.num_tokens,
+            cached_tokens=self.num_cached_tokens,
+        )
 
     def on_phase(self, event: worker_pb2.PhaseChanged, now: float) -> None:
         """Phases of two workers may come interleaved: the later state stays."""
         if event.phase == generation_pb2.Heartbeat.PHASE_PREFILL and not self.num_tokens:
             self.num_cached_tokens = event.num_cached_tokens
-        state = _STATE_OF.get(event.phase)
-        if state is not None and self._reach(state, now, "told by a worker"):
-            self.heartbeat()
+        state = _STATE_OF_PHASE.get(event.phase)
+        if state is not None and self._reach(state, now, "reported by a worker"):
+            self.output.heartbeat()
 
     def on_prompt_logprobs(self, event: worker_pb2.PromptLogprobs) -> None:
-        """The client is told once all are here. Raises InternalError for what does not come next."""
-        self.prompt_logprobs.add(event)
-        if self.prompt_logprobs.is_complete:
-            self._notify()
+        """The client is sent all of them together. Raises InternalError for what does not come next."""
+        self.output.prompt_logprobs.add(event)
+        if self.output.prompt_logprobs.is_complete:
+            self.output.notify()
 
     def on_tokens(self, event: worker_pb2.Tokens, now: float) -> Effect:
         """Tokens of a sequence that has ended, or that the request does not have, change nothing."""
-        if event.sequence_index >= len(self.sequences):
+        output = self.output
+        if event.sequence_index >= len(output.sequences):
             return Effect.OPEN
-        sequence = self.sequences[event.sequence_index]
+        sequence = output.sequences[event.sequence_index]
         if sequence.end is not None:
             return Effect.OPEN
         num_before, last_at = sequence.num_tokens, sequence.last_token_at
@@ -213,7 +252,7 @@ class LiveRequest:
             for observer in self.observers:
                 observer.on_tokens(sequence.num_tokens - num_before, interval_s)
         if self.first_token_at is None and sequence.num_tokens:
-            if not self.prompt_logprobs.is_complete:
+            if not output.prompt_logprobs.is_complete:
                 raise InternalError("the first token came before the logprobs of the prompt")
             self.first_token_at = now
             for observer in self.observers:
@@ -221,10 +260,9 @@ class LiveRequest:
             self._reach(RequestState.PREFILLING, now, "a token came")
         if sequence.end is None:
             if sequence.is_due:
-                self._notify()
+                output.notify()
             return Effect.OPEN
-        self._ended.append(sequence)
-        self._notify()
+        output.add_end(sequence)
         return Effect.STOPPED if is_stopped else Effect.ENDED
 
     def place(self, attempt: Attempt) -> None:
@@ -233,42 +271,20 @@ class LiveRequest:
         self.attempts.append(attempt)
 
     def restart(self, now: float, why: str) -> None:
-        """The attempt is over and another begins: what is still told of the last one is not its own any more."""
+        """The attempt has failed and another begins: what still comes from it does not count any more."""
         if self.lifecycle.state is not RequestState.QUEUED:
             self.lifecycle.advance(RequestState.QUEUED, now, why)
-        self._begin_attempt(now, why)
-        self.heartbeat()
+        self._begin_attempt(now, why, has_failed=True)
+        self.output.heartbeat()
 
     def move(self, now: float, why: str) -> None:
-        """It leaves the worker that decodes it, and goes on from the same tokens on another."""
+        """The request leaves the worker that decodes it, and goes on from the same tokens on another."""
         self.lifecycle.advance(RequestState.TRANSFERRING, now, why)
-        self._begin_attempt(now, why, is_move=True)
+        self._begin_attempt(now, why, has_failed=False)
 
     def rewind(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> None:
-        """From here on it is told to a client that holds the tokens before `first_wanted` of each sequence."""
-        self.sequences[:] = [s.rewound(first_wanted, d) for s, d in zip(self.sequences, detokenizers, strict=True)]
-        self.tell_anew(is_streaming=is_streaming)
-
-    def tell_anew(self, *, is_streaming: bool) -> None:
-        """From its start, and of its sequences what they have to tell."""
-        self._ended = [s for s in self.sequences if s.end is not None]
-        self._is_started = False
-        self._is_heartbeat_due = True
-        self._is_streaming = is_streaming
-        self.wake()
-        self._wake = asyncio.Event()  # whoever was told so far still has to find the old one set
-        self._wake.set()
-
-    def wake(self) -> None:
-        """Has whoever waits for it, or pauses, look again."""
-        self._wake.set()
-        for paused in self._pauses:
-            _resolve(paused)
-
-    def heartbeat(self) -> None:
-        """Has the phase of the request sent to the client."""
-        self._is_heartbeat_due = True
-        self._notify()
+        """From here on another client reads it, which holds the tokens of each sequence before `first_wanted`."""
+        self.output = self.output.rewound(first_wanted, detokenizers, is_streaming=is_streaming)
 
     def finish(self, now: float) -> None:
         """Every sequence has ended. A first token that ends it all finishes without a hand-off."""
@@ -283,85 +299,29 @@ class LiveRequest:
         self._end(RequestState.REJECTED, now, error, error.reason)
 
     def cancel(self, now: float, why: str) -> None:
-        for sequence in self.sequences:
-            if sequence.end is None:
-                sequence.close(generation_pb2.FINISH_REASON_CANCELLED)
-                self._ended.append(sequence)
+        self.output.cancel()
         self._end(RequestState.CANCELLED, now, Cancelled(f"the generation was cancelled: {why}"), why)
 
-    async def wait(self) -> None:
-        """Until there is something to take, or the request is over."""
-        wake = self._wake
-        await wake.wait()
-        wake.clear()
-
-    async def pause(self, seconds: float) -> None:
-        """So long, or until the request is over or another client is told."""
-        if self.is_over:
-            return
-        loop = asyncio.get_running_loop()
-        paused: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(seconds, _resolve, paused)
-        self._pauses.add(paused)
-        try:
-            await paused
-        finally:
-            self._pauses.discard(paused)
-            timer.cancel()
-
-    def take(self) -> list[Response]:
-        """Everything that the client has not been told, in the contract's order."""
-        out: list[Response] = []
-        is_over = self.is_over
-        due = [s for s in self.sequences if s.is_due or (is_over and s.num_pending)]
-        has_output = bool(due or self._ended)
-        can_start = has_output or (self._has_begun() and (self.prompt_logprobs.is_complete or is_over))
-        if not self._is_started and can_start:
-            self._is_started = True
-            out.append(Response(started=self._started()))
-        if self._is_heartbeat_due and not has_output and not is_over:
-            out.append(Response(heartbeat=self._heartbeat()))
-        self._is_heartbeat_due = False
-        out.extend(self._deltas(due))
-        if self.lifecycle.state is RequestState.FINISHED:
-            out.append(Response(completed=generation_pb2.Completed(usage=self.usage(), timing=self.timing())))
-        return out
-
-    def usage(self) -> generation_pb2.Usage:
-        return generation_pb2.Usage(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            completion_tokens=self.num_tokens,
-            cached_tokens=self.num_cached_tokens,
-        )
-
-    def timing(self) -> generation_pb2.Timing | None:
-        """None unless the client asked. Each duration is the difference of two recorded instants."""
-        if not self.request.wants_timing:
-            return None
-        return timing_of(self.lifecycle, self.arrival_time_s, self.first_token_at, self.placement, self.num_moves)
-
     def _reach(self, state: RequestState, now: float, why: str) -> bool:
-        """Climbs to `state` if it is ahead; a state that was skipped on the way is entered at the same instant."""
-        at = _LADDER.index(self.lifecycle.state) if self.lifecycle.state in _LADDER else len(_LADDER)
-        target = _LADDER.index(state)
+        """Advances to `state` if it is ahead; a state that was skipped on the way is entered at the same instant."""
+        at = _IN_ORDER.index(self.lifecycle.state) if self.lifecycle.state in _IN_ORDER else len(_IN_ORDER)
+        target = _IN_ORDER.index(state)
         if target <= at:
             return False
         without_hand_off = state is RequestState.DECODING and self.is_complete
-        for step in _LADDER[at + 1 : target + 1]:
+        for step in _IN_ORDER[at + 1 : target + 1]:
             if step is not RequestState.TRANSFERRING or not without_hand_off:
                 self.lifecycle.advance(step, now, why)
         return True
 
-    def _begin_attempt(self, now: float, why: str, *, is_move: bool = False) -> None:
+    def _begin_attempt(self, now: float, why: str, *, has_failed: bool) -> None:
         if self.attempts:
             last = self.attempt
-            last.ended_at, last.why, last.has_failed = now, why, not is_move
+            last.ended_at, last.why, last.has_failed = now, why, has_failed
         self.key = RequestKey(self.key.request_id, self.key.attempt + 1)
         self.num_moves += 1
-        self.prompt_logprobs.restart()
         self.__dict__.pop("to_place", None)
-        for sequence in self.sequences:
-            sequence.restart()
+        self.output.restart()
 
     def _end(self, state: RequestState, now: float, error: BatonError | None, why: str) -> None:
         self.lifecycle.advance(state, now, why)
@@ -370,41 +330,4 @@ class LiveRequest:
             observer.on_end(self)
         if self.when_over is not None:
             self.when_over()
-        self.wake()
-
-    def _notify(self) -> None:
-        if self._is_streaming:
-            self._wake.set()
-
-    def _has_begun(self) -> bool:
-        return self.lifecycle.instant(RequestState.PREFILLING) is not None
-
-    def _deltas(self, due: list[SequenceOutput]) -> Iterator[Response]:
-        for sequence in due:
-            delta = sequence.take()
-            if delta is not None:
-                yield Response(delta=delta)
-        for sequence in self._ended:
-            yield Response(sequence_end=sequence.end)
-        self._ended = []
-
-    def _started(self) -> generation_pb2.Started:
-        return generation_pb2.Started(
-            generation_id=self.key.request_id,
-            model=self.model,
-            prompt_tokens=len(self.request.prompt_token_ids),
-            cached_tokens=self.num_cached_tokens,
-            prompt_logprobs=self.prompt_logprobs.take(is_kept=self.may_resume),
-        )
-
-    def _heartbeat(self) -> generation_pb2.Heartbeat:
-        state = self.lifecycle.state
-        position = self.queue_position if state is RequestState.QUEUED else 0
-        is_migrating = self.key.attempt > 1 and self.num_tokens > 0 and state is not RequestState.DECODING
-        phase = generation_pb2.Heartbeat.PHASE_MIGRATING if is_migrating else _PHASE_OF[state]
-        return generation_pb2.Heartbeat(phase=phase, queue_position=position)
-
-
-def _resolve(paused: asyncio.Future[None]) -> None:
-    if not paused.done():
-        paused.set_result(None)
+        self.output.close()

@@ -29,6 +29,7 @@ from cluster.errors import (
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2
 from cluster.pb.journal_pb2 import JournalOrigin
+from cluster.request_key import RequestKey
 from cluster.state import Store, StoreAway
 from router.api.call import Principal
 from router.api.violations import invalid
@@ -38,6 +39,7 @@ from router.stream.failures import RETRY_AFTER_S
 from router.stream.journal import Journal
 from router.stream.record import GenerationRecord, digest_of, origin_of, restore
 from router.stream.request import LiveRequest
+from router.stream.stream_reader import StreamReader
 
 MOST_UNREAD = 4096
 """Beyond these, the one whose client left first is freed."""
@@ -45,28 +47,9 @@ _MOST_TRIES = 3
 _ID = re.compile(r"gen-[0-9a-f]{24}")
 _EPOCH_BITS = 16
 
-Revive = Callable[[str, GenerationRecord, Principal, int], LiveRequest]
-"""(generation id, record, caller, first attempt): the live request of a record, still without its tokens."""
-
-
-class StreamReader:
-    """One call that is told of a generation."""
-
-    def __init__(self, live: LiveRequest, *, is_kept: bool, traceparent: str = "") -> None:
-        """`traceparent`: of the call that began it, where that is sampled and this is another one."""
-        self.live = live
-        self.traceparent = traceparent
-        self.is_kept = is_kept
-        self.is_replaced = False
-
-    def check(self) -> None:
-        """Raises Aborted when another call is told instead."""
-        if self.is_replaced:
-            raise Aborted("another call has resumed this generation and is told the rest of it")
-
-    def replace(self) -> None:
-        self.is_replaced = True
-        self.live.wake()
+Revive = Callable[[RequestKey, GenerationRecord, Principal, int, bool], LiveRequest]
+"""(key of the first attempt, record, principal, first token that the client wants, is it streaming): makes the request
+of a record, still without its tokens."""
 
 
 @dataclass
@@ -235,8 +218,9 @@ class Resumables:
         is_streaming: bool,
     ) -> LiveRequest:
         """Attempts of one epoch are never those of another, as the worker may still hear both routers."""
-        live = self._revive(generation_id, record, caller, ((epoch - 1) << _EPOCH_BITS) + 1)
-        restore(live, record, index, is_streaming=is_streaming)
+        key = RequestKey(generation_id, ((epoch - 1) << _EPOCH_BITS) + 1)
+        live = self._revive(key, record, caller, index, is_streaming)
+        restore(live, record)
         return live
 
     def _go_on(self, live: LiveRequest, record: GenerationRecord, epoch: int) -> StreamReader:

@@ -11,7 +11,7 @@ import asyncio
 
 from cluster.pb import generation_pb2 as pb
 from router.api.call import Call, ClientStalled
-from router.stream.request import LiveRequest
+from router.stream.stream_reader import StreamReader
 
 MOST_PENDING_BYTES = 128 * 1024
 """Behind the message that gRPC keeps, which was as large at most when it was written."""
@@ -24,13 +24,13 @@ _LOGPROB_BYTES, _ALTERNATIVE_BYTES = 64, 32
 class StreamWriter:
     """Of one stream. `timeout_s`: how long one message may take."""
 
-    def __init__(self, call: Call, live: LiveRequest, timeout_s: float) -> None:
+    def __init__(self, call: Call, reader: StreamReader, timeout_s: float) -> None:
         self._call = call
-        self._live = live
+        self._output = reader.output
         self._timeout_s = timeout_s
-        sampling, bytes_per_token = live.request.sampling, _TOKEN_BYTES
-        if live.request.wants_logprobs:
-            bytes_per_token += _LOGPROB_BYTES + sampling.top_logprobs * _ALTERNATIVE_BYTES
+        request, bytes_per_token = reader.live.request, _TOKEN_BYTES
+        if request.wants_logprobs:
+            bytes_per_token += _LOGPROB_BYTES + request.sampling.top_logprobs * _ALTERNATIVE_BYTES
         self._most_pending = MOST_PENDING_BYTES // bytes_per_token
         """Tokens."""
 
@@ -46,16 +46,12 @@ class StreamWriter:
                     self._timer.cancel()
         except TimeoutError:
             raise ClientStalled(
-                f"the client does not read: {self._num_pending} tokens wait for it, and its generation was cancelled; "
-                "call again, and read the stream as it comes"
+                f"the client does not read: {self._output.num_pending} tokens wait for it, "
+                "and its generation was cancelled; call again, and read the stream as it comes"
             ) from None
 
-    @property
-    def _num_pending(self) -> int:
-        return sum(sequence.num_pending for sequence in self._live.sequences)
-
     def _look(self, limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
-        if self._num_pending > self._most_pending:
+        if self._output.num_pending > self._most_pending:
             limit.reschedule(loop.time())
         else:
             self._timer = loop.call_later(LOOK_S, self._look, limit, loop)

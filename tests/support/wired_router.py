@@ -29,6 +29,7 @@ from router.routing.fleet import WorkerAddress
 from router.routing.load_tracker import NOTHING
 from router.routing.worker_client import WorkerClient
 from router.stream.request import LiveRequest
+from router.stream.stream_reader import StreamReader
 
 T = TypeVar("T")
 S = RequestState
@@ -204,6 +205,7 @@ class Client:
     def __init__(self, live: LiveRequest) -> None:
         n = live.request.sampling.n
         self.live = live
+        self.reader = StreamReader(live)
         self.tokens: list[list[int]] = [[] for _ in range(n)]
         self.texts = [""] * n
         self.ends: dict[int, pb.SequenceEnd] = {}
@@ -217,8 +219,8 @@ class Client:
     def request_id(self) -> str:
         return self.live.key.request_id
 
-    def beat(self) -> pb.Heartbeat.Phase:
-        """The phase that the client is told of now."""
+    def heartbeat(self) -> pb.Heartbeat.Phase:
+        """The phase that the client is sent now."""
         self.phase = pb.Heartbeat.PHASE_UNSPECIFIED
         self.take()
         return self.phase
@@ -227,7 +229,7 @@ class Client:
         if self.has_all:
             return
         self.has_all = self.live.is_over
-        for event in self.live.take():
+        for event in self.reader.take():
             assert self.completed is None, "something came after the end"
             if event.HasField("delta"):
                 self._add(event.delta)

@@ -268,7 +268,7 @@ def test_a_higher_priority_runs_first() -> None:
         cluster = Cluster(clock)
         low = [cluster.submit(priority=-1) for _ in range(SLOTS + 2)]
         high = cluster.submit(priority=3)
-        assert low[-1].beat() and high.beat()
+        assert low[-1].heartbeat() and high.heartbeat()
         await cluster.pass_time(0.85)
         assert cluster.wait_of(high) == min(cluster.wait_of(client) for client in (high, *low[SLOTS:]))
 

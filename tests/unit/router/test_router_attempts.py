@@ -128,7 +128,7 @@ def test_once_decode_has_begun_another_attempt_goes_on_from_the_tokens_that_were
         prompt, reserve = admit_of(router.workers[prefill]), admit_of(router.workers[decode])
         assert known(prompt) == known(reserve) == {0: ids("ab")} and reserve.expect_handoff
         again = prompt.key
-        assert client.beat() == pb.Heartbeat.PHASE_MIGRATING
+        assert client.heartbeat() == pb.Heartbeat.PHASE_MIGRATING
         router.workers[prefill].tell(phase(again, PREFILL), phase(again, TRANSFER))
         router.workers[decode].tell(phase(again, DECODE), logged(again, 2, "c", finish_reason=LENGTH))
         client.take()

@@ -256,7 +256,7 @@ def test_who_decodes_on_a_prefill_worker_that_stood_in_moves_when_a_decode_worke
         p0.tell(logged(prompt.key, 3, "d"))
         d0.tell(phase(prompt.key, DECODE), logged(prompt.key, 4, "e", finish_reason=LENGTH))
         client.take()
-        assert client.texts == ["abcde"] and client.beat() == pb.Heartbeat.PHASE_UNSPECIFIED
+        assert client.texts == ["abcde"] and client.heartbeat() == pb.Heartbeat.PHASE_UNSPECIFIED
         router.check_idle()
 
     run(scenario)

@@ -43,7 +43,7 @@ def test_started_waits_until_all_are_there_and_the_client_sees_that_it_goes_on()
         p0 = router.workers["p0"]
         for event in (phase(key, PREFILL), told(key, 0, 2), told(key, 2, 4)):
             p0.tell(event)
-            assert [event.WhichOneof("event") for event in client.live.take()] in ([], ["heartbeat"])
+            assert [event.WhichOneof("event") for event in client.reader.take()] in ([], ["heartbeat"])
         p0.tell(told(key, 4, 5))
         client.take()
         assert client.num_started == 1
@@ -112,7 +112,7 @@ def test_a_cancelled_request_starts_without_a_part_of_them() -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
         router.workers["p0"].tell(phase(key, PREFILL), told(key, 0, 3))
         router.dispatcher.cancel(client.request_id, "by the test")
-        events = client.live.take()
+        events = client.reader.take()
         assert list(map(_kind, events)) == ["started", "sequence_end"]
         assert not events[0].started.prompt_logprobs
 

@@ -39,10 +39,10 @@ async def steps(count: int) -> None:
 def test_who_is_replaced_while_it_pauses_looks_again_at_once() -> None:
     async def scenario(clock: ManualClock) -> None:
         live = live_request()
-        first = asyncio.create_task(live.pause(60.0))
+        first = asyncio.create_task(live.output.pause(60.0))
         await steps(1)
         live.rewind(0, new_detokenizers(), is_streaming=True)
-        second = asyncio.create_task(live.pause(0.05))
+        second = asyncio.create_task(live.output.pause(0.05))
         await steps(3)
         assert first.done() and not second.done()
         await clock.advance(0.1)
@@ -54,7 +54,7 @@ def test_who_is_replaced_while_it_pauses_looks_again_at_once() -> None:
 def test_all_who_pause_look_again_when_the_generation_ends() -> None:
     async def scenario(_: ManualClock) -> None:
         live = live_request()
-        pauses = [asyncio.create_task(live.pause(60.0)) for _ in range(2)]
+        pauses = [asyncio.create_task(live.output.pause(60.0)) for _ in range(2)]
         await steps(1)
         live.cancel(1.0, "by the test")
         await steps(3)
@@ -66,13 +66,13 @@ def test_all_who_pause_look_again_when_the_generation_ends() -> None:
 def test_who_is_replaced_takes_no_news_from_who_replaced_it() -> None:
     async def scenario(_: ManualClock) -> None:
         live = live_request()
-        first = asyncio.create_task(live.wait())
+        first = asyncio.create_task(live.output.wait())
         await steps(1)
         live.rewind(0, new_detokenizers(), is_streaming=True)
-        await live.wait()
+        await live.output.wait()
         live.cancel(1.0, "by the test")  # before the first one has run again
         await first
-        second = asyncio.create_task(live.wait())
+        second = asyncio.create_task(live.output.wait())
         await steps(3)
         assert second.done()
 

@@ -20,8 +20,8 @@ from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
 from router.routing.load_tracker import Charge, LoadTracker, Placement
-from router.stream.attempt import Attempt
-from router.stream.request import Effect, LiveRequest
+from router.stream.request import Attempt, Effect, LiveRequest
+from router.stream.stream_reader import StreamReader
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 ROUTER_TOKENIZER = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))
@@ -54,6 +54,10 @@ def place(live: LiveRequest) -> None:
     live.attempts.append(Attempt(live.key, placement, 10.0, Charge(LoadTracker(), placement, live.work), None, []))
 
 
+def take(live: LiveRequest) -> list[pb.GenerateStreamResponse]:
+    return StreamReader(live).take()
+
+
 def deltas(events: list[pb.GenerateStreamResponse]) -> list[pb.SequenceDelta]:
     return [event.delta for event in events if event.HasField("delta")]
 
@@ -67,9 +71,9 @@ def test_tokens_in_any_order_and_twice_come_out_once_and_in_order(order: list[in
         for _ in range(2):
             give(live, at, ids(text[at]), finish_reason=LENGTH if at == 11 else 0)
         if is_taken:
-            events += live.take()
+            events += take(live)
     live.finish(12.0)
-    events += live.take()
+    events += take(live)
     assert text_of(events) == text
     position = 0
     for delta in deltas(events):
@@ -82,20 +86,20 @@ def test_a_slow_client_gets_everything_since_its_last_take_as_one_delta() -> Non
     live = live_request()
     for position in range(200):
         give(live, position, ids("x"))
-    events = live.take()
+    events = take(live)
     assert kinds(events) == ["started", "delta"]
     assert deltas(events)[0].token_count == 200 and deltas(events)[0].text == "x" * 200
-    assert live.take() == []
+    assert take(live) == []
 
 
 def test_an_error_comes_after_the_tokens_that_were_there() -> None:
     live = live_request(interval=50)
     give(live, 0, ids("a"))
-    live.take()
+    take(live)
     give(live, 1, ids("b"))
-    assert live.take() == []
+    assert take(live) == []
     live.fail(Unavailable("lost"), 12.0)
-    assert text_of(live.take()) == "b"
+    assert text_of(take(live)) == "b"
     assert isinstance(live.error, Unavailable) and live.is_over
 
 
@@ -103,7 +107,7 @@ def test_a_stop_token_has_no_text_but_counts() -> None:
     live = live_request(stop_token_ids=ids("!"))
     give(live, 0, ids("ab!"), finish_reason=STOP, stop_token_id=ids("!")[0])
     live.finish(12.0)
-    events = live.take()
+    events = take(live)
     assert text_of(events) == "ab" and list(deltas(events)[0].token_ids) == ids("ab!")
     end = events[-2].sequence_end
     assert (end.stop_token_id, end.token_count) == (ids("!")[0], 3)
@@ -112,29 +116,29 @@ def test_a_stop_token_has_no_text_but_counts() -> None:
 def test_a_stop_token_is_kept_in_the_text_on_demand() -> None:
     live = live_request(stop_token_ids=ids("!"), include_stop_in_output=True)
     give(live, 0, ids("ab!"), finish_reason=STOP, stop_token_id=ids("!")[0])
-    assert text_of(live.take()) == "ab!"
+    assert text_of(take(live)) == "ab!"
 
 
 def test_a_stop_string_does_not_end_a_sequence_before_its_minimum() -> None:
     live = live_request(stop=["b"], min_output_tokens=4)
     assert give(live, 0, ids("abab-b!")) is Effect.STOPPED
-    assert text_of(live.take()) == "aba"
+    assert text_of(take(live)) == "aba"
 
 
 def test_text_held_back_for_a_stop_string_comes_when_the_sequence_ends_otherwise() -> None:
     live = live_request(stop=["xyz"])
     give(live, 0, ids("axy"))
-    first = live.take()
+    first = take(live)
     assert text_of(first) == "a" and deltas(first)[0].token_count == 3
     assert give(live, 3, [], finish_reason=LENGTH) is Effect.ENDED
-    rest = live.take()
+    rest = take(live)
     assert text_of(rest) == "xy" and deltas(rest)[0].token_count == 0
 
 
 def test_an_end_in_the_same_event_as_a_stop_string_needs_no_cancel() -> None:
     live = live_request(stop=["b"])
     assert give(live, 0, ids("ab"), finish_reason=LENGTH) is Effect.ENDED
-    assert live.take()[-1].sequence_end.stop_string == "b"
+    assert take(live)[-1].sequence_end.stop_string == "b"
 
 
 def test_timing_is_the_difference_of_recorded_instants() -> None:
@@ -146,7 +150,7 @@ def test_timing_is_the_difference_of_recorded_instants() -> None:
     enter(live, DECODE, 14.0)
     give(live, 1, ids("b"), now=18.0, finish_reason=LENGTH)
     live.finish(18.0)
-    completed = live.take()[-1].completed
+    completed = take(live)[-1].completed
     timing = completed.timing
     seconds = {
         name: getattr(timing, name).ToNanoseconds() / 1e9
@@ -185,11 +189,11 @@ def test_prefill_is_left_when_decode_runs_and_every_first_token_is_here() -> Non
 def test_an_event_wakes_the_client_only_when_there_is_something_due() -> None:
     live = live_request(interval=3)
     give(live, 0, ids("a"))
-    live.take()
+    take(live)
     give(live, 1, ids("b"))
-    assert live.take() == []
+    assert take(live) == []
     give(live, 2, ids("cd"))
-    assert text_of(live.take()) == "bcd"
+    assert text_of(take(live)) == "bcd"
 
 
 @pytest.mark.parametrize("num_ended", [0, 1])
@@ -198,6 +202,6 @@ def test_a_cancel_ends_open_sequences_as_cancelled(num_ended: int) -> None:
     for index in range(num_ended):
         give(live, 0, ids("a"), sequence_index=index, finish_reason=LENGTH)
     live.cancel(12.0, "test")
-    ends = [event.sequence_end for event in live.take() if event.HasField("sequence_end")]
+    ends = [event.sequence_end for event in take(live) if event.HasField("sequence_end")]
     reasons = [end.finish_reason for end in sorted(ends, key=lambda end: end.index)]
     assert reasons == [LENGTH] * num_ended + [pb.FINISH_REASON_CANCELLED] * (2 - num_ended)

@@ -15,7 +15,7 @@ from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
-from router.stream.sequence import SequenceOutput
+from router.stream.output import SequenceOutput
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 BYTES = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))

@@ -12,6 +12,7 @@ from wired_router import ManualClock, WiredRouter, logged, run
 from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
+from cluster.request_key import RequestKey
 from cluster.state import Claim, MemoryStore, Write
 from router.api.call import ANYONE, Principal, Quota
 from router.api.chat import ChatTemplate
@@ -36,11 +37,11 @@ LIMITS = Limits(100, 100, 30.0, needs_prefill=False)
 
 
 def live_request(
-    now: float, first_attempt: int = 1, *, caller: Principal = ANYONE, generation_id: str = GENERATION_ID
+    now: float, first_attempt: int = 1, *, caller: Principal = ANYONE, first_wanted: int = 0
 ) -> LiveRequest:
     request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
     return LiveRequest(
-        generation_id,
+        GENERATION_ID,
         request,
         [BYTES.new_detokenizer(request.prompt_token_ids)],
         model="m",
@@ -50,6 +51,7 @@ def live_request(
         caller=caller,
         may_resume=True,
         first_attempt=first_attempt,
+        first_wanted=first_wanted,
     )
 
 
@@ -69,8 +71,11 @@ class SlowStore(MemoryStore):
 
 
 def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
-    def revive(generation_id: str, record: GenerationRecord, caller: Principal, first_attempt: int) -> LiveRequest:
-        return live_request(dispatcher.clock(), first_attempt, caller=caller, generation_id=generation_id)
+    def revive(
+        key: RequestKey, record: GenerationRecord, caller: Principal, first_wanted: int, is_streaming: bool
+    ) -> LiveRequest:
+        assert key.request_id == GENERATION_ID and is_streaming
+        return live_request(dispatcher.clock(), key.attempt, caller=caller, first_wanted=first_wanted)
 
     return Resumables(
         dispatcher,
@@ -104,7 +109,9 @@ def test_two_calls_that_resume_at_once_start_it_once_and_one_is_told() -> None:
         await store.was_taken.wait()
         second = asyncio.create_task(here.resume(ask, ANYONE, is_streaming=True))
         readers = [await first, await second]
-        assert [reader.is_replaced for reader in readers] == [True, False]
+        with pytest.raises(Aborted):
+            readers[0].check()
+        readers[1].check()
         assert readers[0].live is readers[1].live
         assert sequences_of(router, "d0") == [GENERATION_ID]
         router.dispatcher.cancel(GENERATION_ID, "by the test")
@@ -138,7 +145,7 @@ def test_what_is_known_is_turned_into_text_once(monkeypatch: pytest.MonkeyPatch)
         here.start()
         ask = pb.GenerationSpec(resume=pb.ResumeFrom(generation_id=GENERATION_ID, next_token_index=2))
         reader = await here.resume(ask, ANYONE, is_streaming=True)
-        events = reader.live.take()
+        events = reader.take()
         assert read == ids("aéb"), "each token once"
         (delta,) = [event.delta for event in events if event.HasField("delta")]
         assert (delta.first_token_index, delta.token_count, delta.text) == (2, 2, "éb")

@@ -1,17 +1,26 @@
-"""One sequence of a request: its tokens in order and exactly once, its text, and where it ends.
+"""A request's output: its sequences, and what its client has not been sent yet.
 
-The first token comes from the prefill worker and the rest from the decode worker over another stream, so tokens that
-come early wait until those before them are here, and tokens that came before are dropped. What the client has not taken
-merges into one delta: memory is bounded by the sequence's length, however slow the client. Knows no clock, no stream.
+    tokens of workers -> SequenceOutput.add -> OutputBuffer.notify / add_end -> the client's task wakes -> take
+
+`SequenceOutput` puts the tokens of one sequence in order, exactly once, turns them into text and finds its end. The
+first token comes from the prefill worker and the rest from the decode worker over another stream, so tokens that come
+early wait until those before them are here, and tokens that came before are dropped. What the client has not taken
+merges into one delta: memory is bounded by the sequence's length, however slow the client.
+
+`OutputBuffer` holds the sequences of one request for one client and wakes its task. Knows no message's other parts, no
+clock, no connection.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import ValidatedRequest
 from router.stream.detokenizer import Detokenizer
+from router.stream.prompt_logprobs import PromptLogprobs
 from router.stream.stop_strings import StopMatcher
 
 _STOP = generation_pb2.FINISH_REASON_STOP
@@ -30,14 +39,14 @@ class SequenceOutput:
         first_wanted: int = 0,
         is_kept: bool = False,
     ) -> None:
-        """`first_wanted`: the client holds the tokens before, and their text. `is_kept`: logprobs stay when told."""
+        """`first_wanted`: the client holds the tokens before it, and their text. `is_kept`: taken logprobs stay."""
         self.index = index
         self.num_tokens = 0
         """Tokens of this sequence that are here and in order."""
         self.known_ids: list[int] = []
-        """Those tokens: what another attempt must not change any more."""
+        """Those tokens; another attempt does not change them any more."""
         self.last_token_at: float | None = None
-        """When its last token came; kept by the request, which knows the time."""
+        """When its last token came; set by the request, which knows the time."""
         self.end: generation_pb2.SequenceEnd | None = None
         self._request = request
         self._detokenizer = detokenizer
@@ -53,7 +62,7 @@ class SequenceOutput:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that the client has not been given yet."""
+        """Tokens that the client has not taken yet."""
         return max(0, self.num_tokens - self._num_taken)
 
     @property
@@ -65,7 +74,7 @@ class SequenceOutput:
         return num_pending > 0 and (self._num_taken == 0 or num_pending >= (self._request.stream_interval_tokens or 1))
 
     def add(self, tokens: worker_pb2.Tokens) -> bool:
-        """Takes tokens from a worker; True when a stop string ended the sequence, which no worker knows."""
+        """Adds tokens from a worker. True when a stop string ended the sequence, which no worker knows."""
         if self.end is not None:
             return False
         if tokens.first_token_index > self.num_tokens:
@@ -79,7 +88,7 @@ class SequenceOutput:
         return is_stopped
 
     def take(self) -> generation_pb2.SequenceDelta | None:
-        """Everything pending as one delta; None when there is nothing."""
+        """Returns everything pending as one delta; None when there is nothing."""
         text = "".join(self._texts)
         if not self.num_pending and not text:
             return None
@@ -96,16 +105,11 @@ class SequenceOutput:
         return delta
 
     def restart(self) -> None:
-        """Another attempt goes on from the tokens that are known: what came early from the last one is void."""
+        """Drops what came early from an attempt that is over: the next one goes on from the known tokens."""
         self._early.clear()
 
-    def want_from(self, first_wanted: int) -> None:
-        """The client holds the tokens before, and their text. Only while none is here."""
-        assert not self.num_tokens, "what is here was read for a client that holds nothing"
-        self._num_taken = first_wanted
-
     def known(self, first_token_index: int = 0) -> worker_pb2.Tokens:
-        """The tokens from there on, and the end, as a worker would have told them. Of a kept sequence only."""
+        """The tokens from there on, and the end, as a worker would have sent them. For a kept sequence only."""
         assert self._kept_logprobs is not None, "this sequence keeps nothing"
         tokens = worker_pb2.Tokens(
             sequence_index=self.index,
@@ -122,7 +126,7 @@ class SequenceOutput:
     def rewound(self, first_wanted: int, detokenizer: Detokenizer) -> SequenceOutput:
         """The same sequence for a client that holds its tokens before `first_wanted`, and their text.
 
-        Text that only the end sets free belongs to the last token.
+        Text that only the end releases belongs to the last token.
         """
         fresh = SequenceOutput(self.index, self._request, detokenizer, first_wanted=first_wanted, is_kept=True)
         fresh.add(self.known())
@@ -130,13 +134,12 @@ class SequenceOutput:
         return fresh
 
     def close(self, reason: generation_pb2.FinishReason) -> None:
-        """Ends it from outside, by a cancel; no effect on one that has ended."""
-        if self.end is None:
-            self._early.clear()
-            self._finish(reason)
+        """Ends an open sequence from outside, by a cancel."""
+        self._early.clear()
+        self._finish(reason)
 
     def _append(self, tokens: worker_pb2.Tokens) -> bool:
-        """Tokens that begin at or before the next index."""
+        """Adds tokens that begin at or before the next index."""
         num_known = self.num_tokens - tokens.first_token_index
         token_ids = tokens.token_ids[num_known:]
         is_last = tokens.finish_reason != _OPEN
@@ -166,7 +169,7 @@ class SequenceOutput:
         return False
 
     def _read(self, token_ids: Sequence[int], num_held: int) -> tuple[int, str | None]:
-        """Turns tokens into text; (how many count, the stop string that ended the sequence at the last of them).
+        """Turns tokens into text; returns how many count, and the stop string that ended the sequence with the last.
 
         The client holds the text of the first `num_held` already.
         """
@@ -199,3 +202,125 @@ class SequenceOutput:
     def _add_text(self, text: str) -> None:
         if text and self._request.wants_text:
             self._texts.append(text)
+
+
+class Unsent(NamedTuple):
+    """What a client is to be sent now."""
+
+    has_begun: bool
+    """`Started` is due, before everything else."""
+    is_heartbeat_due: bool
+    deltas: list[generation_pb2.SequenceDelta]
+    ends: list[generation_pb2.SequenceEnd]
+
+
+class OutputBuffer:
+    """The output of one request for one client; another call that resumes the request gets a new one (`rewound`)."""
+
+    def __init__(self, sequences: list[SequenceOutput], prompt_logprobs: PromptLogprobs, *, is_streaming: bool) -> None:
+        """`is_streaming`: False for a client that waits for the end."""
+        self.sequences = sequences
+        self.prompt_logprobs = prompt_logprobs
+        self._is_streaming = is_streaming
+        self._is_over = False
+        self._is_started = False
+        self._is_heartbeat_due = False
+        self._ended = [sequence for sequence in sequences if sequence.end is not None]
+        """Sequences whose end the client has not been sent."""
+        self._wake = asyncio.Event()
+        self._pauses: set[asyncio.Future[None]] = set()
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the client has not taken yet."""
+        return sum(sequence.num_pending for sequence in self.sequences)
+
+    def rewound(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> OutputBuffer:
+        """A buffer for another client, which holds the tokens of each sequence before `first_wanted`.
+
+        The reader of this one wakes, and gets nothing more.
+        """
+        sequences = [s.rewound(first_wanted, d) for s, d in zip(self.sequences, detokenizers, strict=True)]
+        fresh = OutputBuffer(sequences, self.prompt_logprobs, is_streaming=is_streaming)
+        fresh._is_over = self._is_over
+        fresh._is_heartbeat_due = True
+        fresh._wake.set()
+        self.wake()
+        return fresh
+
+    def restart(self) -> None:
+        """Drops what an attempt that is over has sent in part."""
+        self.prompt_logprobs.restart()
+        for sequence in self.sequences:
+            sequence.restart()
+
+    def notify(self) -> None:
+        """Wakes a client that streams."""
+        if self._is_streaming:
+            self._wake.set()
+
+    def add_end(self, sequence: SequenceOutput) -> None:
+        """A sequence has ended."""
+        self._ended.append(sequence)
+        self.notify()
+
+    def heartbeat(self) -> None:
+        """Has the phase of the request sent to a client that streams."""
+        self._is_heartbeat_due = True
+        self.notify()
+
+    def close(self) -> None:
+        """The request is over: everything that is here is due."""
+        self._is_over = True
+        self.wake()
+
+    def cancel(self) -> None:
+        """Ends the sequences that are open, as cancelled."""
+        for sequence in self.sequences:
+            if sequence.end is None:
+                sequence.close(generation_pb2.FINISH_REASON_CANCELLED)
+                self._ended.append(sequence)
+
+    def wake(self) -> None:
+        """Wakes every task that waits or pauses."""
+        self._wake.set()
+        for paused in self._pauses:
+            _resolve(paused)
+
+    async def wait(self) -> None:
+        """Waits until there is something to take, or the request is over."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    async def pause(self, seconds: float) -> None:
+        """Waits `seconds`, or until the request is over or another client reads it."""
+        if self._is_over:
+            return
+        loop = asyncio.get_running_loop()
+        paused: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(seconds, _resolve, paused)
+        self._pauses.add(paused)
+        try:
+            await paused
+        finally:
+            self._pauses.discard(paused)
+            timer.cancel()
+
+    def take(self, *, is_prefilling: bool) -> Unsent:
+        """Returns what the client has not been sent. `is_prefilling`: a worker has begun with the request."""
+        due = [s for s in self.sequences if s.is_due or (self._is_over and s.num_pending)]
+        has_output = bool(due or self._ended)
+        can_begin = has_output or (is_prefilling and (self.prompt_logprobs.is_complete or self._is_over))
+        has_begun = can_begin and not self._is_started
+        self._is_started |= has_begun
+        is_heartbeat_due = self._is_heartbeat_due and not has_output and not self._is_over
+        self._is_heartbeat_due = False
+        deltas = [delta for sequence in due if (delta := sequence.take()) is not None]
+        ends = [sequence.end for sequence in self._ended if sequence.end is not None]
+        self._ended = []
+        return Unsent(has_begun, is_heartbeat_due, deltas, ends)
+
+
+def _resolve(paused: asyncio.Future[None]) -> None:
+    if not paused.done():
+        paused.set_result(None)
