@@ -15,8 +15,8 @@ from rich.progress import Progress
 
 from cluster import rpc
 from cluster.pb import generation_pb2
-from tools.bench import figures, runner
-from tools.bench.samples import Sample
+from tools.bench import figures, workload
+from tools.bench.figures import Sample
 from tools.bench.targets import GrpcTarget
 from tools.client import make_spec
 
@@ -96,7 +96,7 @@ async def _offer(address: str, arrivals: Sequence[Arrival], on_end: Callable[[To
             told.error = told.error or _wrong(told)
             return told
 
-        return await runner.offer(arrivals, send, most_at_once=None, on_end=on_end)
+        return await workload.send_all(arrivals, send, most_at_once=None, on_end=on_end)
 
 
 def _wrong(told: Told) -> str:
@@ -116,7 +116,7 @@ def problems_of(all_told: Iterable[Told]) -> list[str]:
             known = first.setdefault((told.arrival.kind.name, told.arrival.variant), told.token_ids)
             if known != told.token_ids:
                 found.append(f"{name}: its output is not that of another request like it")
-        elif told.told or not told.was_refused:
+        elif told.message_times or not told.was_refused:
             found.append(f"{name}: {told.error}")
     return found
 

@@ -36,7 +36,7 @@ from benchmarks.report import bars, tell, telling_failures
 from cluster import rpc
 from cluster.config import ServingConfig, load_config
 from controller.plan import ClusterPlan, plan_cluster
-from tools.bench.samples import Sample
+from tools.bench.figures import Sample
 from tools.bench.targets import GrpcTarget
 from tools.client import make_spec
 
@@ -57,7 +57,7 @@ class Outcome(Sample):
     @property
     def gaps_s(self) -> list[float]:
         """Seconds a token, between two messages."""
-        return [itl_s / num for itl_s, num in zip(self.itls_s, self.num_told[1:], strict=True)]
+        return [itl_s / num for itl_s, num in zip(self.itls_s, self.message_tokens[1:], strict=True)]
 
 
 class Client:

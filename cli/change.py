@@ -1,7 +1,7 @@
-"""`baton apply`, `baton rebalance`, `baton drain`: change the cluster that runs.
+"""`baton apply`, `baton rebalance`, `baton drain`: change the running cluster.
 
-The plan is printed first; then each step as it begins and ends, until the last one is done. Ctrl-C ends the watching,
-not the change. The JSON is a contract for programs: its keys are made here and nowhere else.
+The plan is printed first, then each step as it begins and ends, until the last one is done. Ctrl-C ends the watching,
+not the change. The keys of the JSON document are a contract for programs.
 """
 
 from __future__ import annotations
@@ -9,129 +9,95 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import (
-    DEFAULT_ADMIN_ADDRESS,
-    AdminAddress,
-    ApiKeyOption,
-    AsJson,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    connect_admin,
-    outcome,
-)
+from cli.common import AdminOptions, AsJson, outcome
 from cluster.errors import BatonError
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import ChangeResponse
     from tools.client import AdminClient
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and change nothing.")]
-ExpectedVersion = Annotated[
-    int | None,
-    typer.Option(
-        "--expected-version",
-        min=1,
-        metavar="N",
-        help="Refuse unless this is the configuration that runs (`baton status` shows it).",
-        show_default=False,
-    ),
-]
+
+@dataclass(frozen=True)
+class ChangeOptions(AdminOptions):
+    """Options of each command that changes the cluster."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and change nothing.")] = False
+    expected_version: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Refuse unless this is the configuration that runs (`baton status` shows it).",
+            show_default=False,
+        ),
+    ] = None
+    as_json: AsJson = False
+
+    def run(self, call: Callable[[AdminClient, dict[str, Any]], ChangeResponse]) -> None:
+        """Makes the change that `call` asks for, given a client and the arguments that every change takes.
+
+        Raises BatonError when it is refused, or when a step fails.
+        """
+        with self.connect() as client:
+            answer = call(client, {"expected_version": self.expected_version or 0, "dry_run": self.dry_run})
+            _follow(client, answer, is_dry_run=self.dry_run, as_json=self.as_json)
 
 
 def apply(
+    change: ChangeOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The cluster.yaml.")] = Path("cluster.yaml"),
-    dry_run: DryRun = False,
-    expected_version: ExpectedVersion = None,
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Have the running cluster do what a cluster.yaml says."""
+    """Make the running cluster do what a cluster.yaml says."""
     with outcome():
         from controller.config_file import ConfigFile
 
         given = ConfigFile(file)
         text = given.read()
-        given.parse(text)  # mistakes are told here, with exit code 3
-        name = str(file.absolute())
-        with connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as client:
-            _change(
-                client,
-                lambda: client.apply(text, filename=name, expected_version=expected_version or 0, dry_run=dry_run),
-                is_dry_run=dry_run,
-                as_json=as_json,
-            )
+        given.parse(text)  # a mistake in the file is reported here, with exit code 3
+        change.run(lambda client, options: client.apply(text, filename=str(file.absolute()), **options))
 
 
 def rebalance(
+    change: ChangeOptions,
     split: Annotated[str, typer.Argument(metavar="P:D", help="Workers for prefill and for decode, such as 3:1.")],
-    dry_run: DryRun = False,
-    expected_version: ExpectedVersion = None,
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Set how many workers each role has; those that change their role go on serving."""
+    """Set how many workers each role has; those that change their role keep serving."""
     try:
         prefill, decode = parse_split(split)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    with outcome(), connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as client:
-        _change(
-            client,
-            lambda: client.set_roles(prefill, decode, expected_version=expected_version or 0, dry_run=dry_run),
-            is_dry_run=dry_run,
-            as_json=as_json,
-        )
+    with outcome():
+        change.run(lambda client, options: client.set_roles(prefill, decode, **options))
 
 
 def drain(
+    change: ChangeOptions,
     worker: Annotated[str, typer.Argument(metavar="WORKER", help="Its id, as `baton status` shows it.")],
-    dry_run: DryRun = False,
-    expected_version: ExpectedVersion = None,
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: AsJson = False,
 ) -> None:
-    """Take a worker out: it gets nothing new, and ends when nothing is left on it."""
-    with outcome(), connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as client:
-        _change(
-            client,
-            lambda: client.drain(worker, expected_version=expected_version or 0, dry_run=dry_run),
-            is_dry_run=dry_run,
-            as_json=as_json,
-        )
+    """Take a worker out: it gets no new requests, and ends when the last one has left it."""
+    with outcome():
+        change.run(lambda client, options: client.drain(worker, **options))
 
 
 def parse_split(text: str) -> tuple[int, int]:
-    """From `3:1`, workers for prefill and for decode; raises ValueError that says the form."""
+    """Workers for prefill and for decode, from `3:1`. Raises ValueError, which names the form."""
     numbers = text.split(":")
     if len(numbers) != 2 or not all(n.isascii() and n.isdigit() and len(n) < 6 for n in numbers):
         raise ValueError(f"{text!r} is not a split; write PREFILL:DECODE in workers, such as 3:1")
     return int(numbers[0]), int(numbers[1])
 
 
-def _change(client: AdminClient, ask: Callable[[], ChangeResponse], *, is_dry_run: bool, as_json: bool) -> None:
-    """Raises BatonError when it is refused, or when a step fails."""
+def _follow(client: AdminClient, answer: ChangeResponse, *, is_dry_run: bool, as_json: bool) -> None:
+    """Prints the plan and each step as it happens. Raises BatonError when a step fails."""
     from cluster.pb.admin_pb2 import ClusterEvent
 
-    answer = ask()
-    # Progress goes to stderr where stdout is for a program.
+    # With --json, stdout holds the document alone.
     out = sys.stderr if as_json else sys.stdout
     _print_plan(answer, out, is_dry_run)
     failed = ""
@@ -140,7 +106,7 @@ def _change(client: AdminClient, ask: Callable[[], ChangeResponse], *, is_dry_ru
             print(event.text, file=out, flush=True)
         failed = event.text if event.kind == ClusterEvent.KIND_FAILED else ""
     if as_json:
-        print(json.dumps(_described(answer, failed, is_dry_run), indent=2, ensure_ascii=False))
+        print(json.dumps(_document(answer, failed, is_dry_run), indent=2, ensure_ascii=False))
     if failed:
         raise BatonError(failed)
 
@@ -160,7 +126,7 @@ def _print_plan(answer: ChangeResponse, out: Any, is_dry_run: bool) -> None:
     print(what, file=out, flush=True)
 
 
-def _described(answer: ChangeResponse, failed: str, is_dry_run: bool) -> dict[str, Any]:
+def _document(answer: ChangeResponse, failed: str, is_dry_run: bool) -> dict[str, Any]:
     return {
         "version": answer.version,
         "is_change": answer.is_change,

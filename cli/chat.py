@@ -1,7 +1,6 @@
-"""`baton chat`: a conversation. Each line is a message; the history goes along with every one.
+"""`baton chat`: a conversation. Each line is a message, sent together with the messages before it.
 
-At a terminal Ctrl-C stops the answer and Ctrl-D ends; from a pipe each line is answered in turn and the first error
-ends it.
+At a terminal Ctrl-C stops the answer and Ctrl-D ends; from a pipe each line is answered in turn, up to the first error.
 """
 
 from __future__ import annotations
@@ -11,68 +10,37 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, TlsCa, TlsCert, TlsKey, connect, outcome, print_error
-from cli.generate import Greedy, MaxTokens, NoResume, Seed, Temperature, TopK, TopP, collect, resolve_temperature
+from cli.common import RouterOptions, outcome, print_error
+from cli.generate import SamplingOptions, collect
 from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, NotReachable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cluster.pb.generation_pb2 import GenerationSpec
     from tools.client import BatonClient
-
-    Messages = list[dict[str, str]]
 
 _WELCOME = "Each line is a message. Ctrl-C stops an answer, /quit or Ctrl-D ends."
 
 
 def chat(
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    router: RouterOptions,
+    sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="First message, which sets the tone.", show_default=False)] = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
-    greedy: Greedy = False,
-    no_resume: NoResume = False,
 ) -> None:
     """Talk with the model; every message carries the conversation so far."""
-    temperature = resolve_temperature(temperature, greedy)
-    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
-        from tools.client import make_spec
-
-        def spec_of(messages: Messages) -> GenerationSpec:
-            return make_spec(
-                messages, max_output_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed
-            )
-
-        conversation = _Conversation(client, spec_of, is_interactive=sys.stdin.isatty(), resumes=not no_resume)
+    with outcome(), router.connect() as client:
+        conversation = _Conversation(client, sampling, is_interactive=sys.stdin.isatty())
         if system:
             conversation.messages.append({"role": "system", "content": system})
         conversation.run()
 
 
 class _Conversation:
-    """The history and the loop."""
+    """The messages so far, and the loop that reads and answers the next one."""
 
-    def __init__(
-        self,
-        client: BatonClient,
-        spec_of: Callable[[Messages], GenerationSpec],
-        *,
-        is_interactive: bool,
-        resumes: bool = True,
-    ) -> None:
-        self.messages: Messages = []
+    def __init__(self, client: BatonClient, sampling: SamplingOptions, *, is_interactive: bool) -> None:
+        self.messages: list[dict[str, str]] = []
         self._client = client
-        self._spec_of = spec_of
+        self._sampling = sampling
         self._is_interactive = is_interactive
-        self._resumes = resumes
 
     def run(self) -> None:
         if self._is_interactive:
@@ -97,7 +65,7 @@ class _Conversation:
             return ""
 
     def _exchange(self, line: str) -> None:
-        """One question and its answer; a question that got none is taken back."""
+        """Sends one message and prints its answer; a message without an answer leaves the history."""
         self.messages.append({"role": "user", "content": line})
         try:
             answer = self._answer()
@@ -112,12 +80,11 @@ class _Conversation:
             self.messages.pop()
 
     def _answer(self) -> str:
-        """Prints the answer as it comes; what came before a Ctrl-C at a terminal counts as the answer."""
+        """Prints the answer as it comes and returns it; Ctrl-C at a terminal ends it early."""
         from tools.generation_stream import Transcript
 
         transcript = Transcript()
-        spec = self._spec_of(self.messages)
-        with self._client.resuming_stream(spec) if self._resumes else self._client.stream(spec) as stream:
+        with self._sampling.stream(self._client, self._sampling.spec(self.messages)) as stream:
             try:
                 collect(stream, transcript, sys.stdout)
             except KeyboardInterrupt:

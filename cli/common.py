@@ -1,15 +1,18 @@
-"""What the subcommands share: how an error becomes a line on stderr and an exit code, and how they reach the router.
+"""What commands share: their common options, clients of a cluster, and errors as a line on stderr and an exit code.
 
-Light to import: gRPC is loaded by `connect` only, so that `baton --help` and a wrong flag answer at once.
+Light to import: `connect` loads gRPC and `table_console` loads rich, so `baton --help` and a wrong flag answer at once.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -18,6 +21,8 @@ from cluster.errors import BatonError, CheckpointError, ConfigError, InvalidRequ
 from cluster.program import ExitCode
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from cluster.tls import ClientTls
     from tools.client import AdminClient, BatonClient
 
@@ -26,7 +31,7 @@ INTERRUPTED = 130
 
 
 def checked_address(text: str) -> str:
-    """Of an option."""
+    """Callback of an option."""
     try:
         parse_address(text)
     except ValueError as error:
@@ -34,64 +39,130 @@ def checked_address(text: str) -> str:
     return text
 
 
-Address = Annotated[
-    str,
-    typer.Option(
-        metavar="HOST:PORT", envvar="BATON_ADDRESS", callback=checked_address, help="The router's gRPC address."
-    ),
-]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        envvar="BATON_API_KEY",
-        show_envvar=True,
-        show_default=False,
-        help="API key, where the cluster wants one; better in the environment, where `ps` does not show it.",
-    ),
-]
-TlsCa = Annotated[
-    str | None,
-    typer.Option(
-        "--tls-ca",
-        metavar="FILE",
-        envvar="BATON_TLS_CA",
-        show_default=False,
-        help="Use TLS, with a server whose certificate is of these authorities (PEM).",
-    ),
-]
-TlsCert = Annotated[
-    str | None,
-    typer.Option(
-        "--tls-cert",
-        metavar="FILE",
-        envvar="BATON_TLS_CERT",
-        show_default=False,
-        help="Certificate to show, where the cluster wants one.",
-    ),
-]
-TlsKey = Annotated[
-    str | None,
-    typer.Option("--tls-key", metavar="FILE", envvar="BATON_TLS_KEY", show_default=False, help="Its private key."),
-]
 DEFAULT_ADDRESS = "127.0.0.1:50051"
-AdminAddress = Annotated[
-    str,
-    typer.Option(
-        metavar="HOST:PORT",
-        envvar="BATON_ADMIN_ADDRESS",
-        callback=checked_address,
-        help="The AdminService's address, as `baton serve` tells it.",
-    ),
-]
 DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
+@dataclass(frozen=True)
+class Credentials:
+    """Options of every command that calls a server: its API key and its TLS files."""
+
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="BATON_API_KEY",
+            show_envvar=True,
+            show_default=False,
+            help="API key, where the cluster wants one; better in the environment, where `ps` does not show it.",
+        ),
+    ] = None
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="BATON_TLS_CA",
+            show_default=False,
+            help="Use TLS, with a server whose certificate is signed by these authorities (PEM).",
+        ),
+    ] = None
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            envvar="BATON_TLS_CERT",
+            show_default=False,
+            help="The client's certificate, where the cluster wants one.",
+        ),
+    ] = None
+    tls_key: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", envvar="BATON_TLS_KEY", show_default=False, help="Its private key."),
+    ] = None
+
+    @property
+    def tls(self) -> ClientTls | None:
+        """None: without TLS. Raises InvalidRequest for a client certificate without an authority of the server."""
+        from cluster.tls import ClientTls
+
+        if self.tls_ca is None and (self.tls_cert or self.tls_key):
+            raise InvalidRequest(
+                "--tls-cert and --tls-key are for TLS: name the server's authority, too, with --tls-ca"
+            )
+        return None if self.tls_ca is None else ClientTls(self.tls_ca, self.tls_cert, self.tls_key)
+
+
+@dataclass(frozen=True)
+class RouterOptions(Credentials):
+    """Options of a command that calls a router."""
+
+    address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT", envvar="BATON_ADDRESS", callback=checked_address, help="The router's gRPC address."
+        ),
+    ] = DEFAULT_ADDRESS
+
+    def connect(self) -> BatonClient:
+        return connect(self.address, self)
+
+
+@dataclass(frozen=True)
+class AdminOptions(Credentials):
+    """Options of a command that calls the controller."""
+
+    admin_address: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar="BATON_ADMIN_ADDRESS",
+            callback=checked_address,
+            help="The AdminService's address, as `baton serve` prints it.",
+        ),
+    ] = DEFAULT_ADMIN_ADDRESS
+
+    def connect(self) -> AdminClient:
+        silence_grpc()
+        from tools.client import AdminClient
+
+        return AdminClient(self.admin_address, api_key=self.api_key, tls=self.tls)
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Lets a command take dataclasses of options: each of their fields becomes an option of the command.
+
+    Typer has no such groups; it reads the signature, so the decorated command has the one with all the options.
+    """
+    groups: dict[str, type] = {}
+    options: list[inspect.Parameter] = []
+    grouped: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if not (isinstance(group, type) and is_dataclass(group)):
+            options.append(parameter)
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        grouped += [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+            for f in fields(group)
+        ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    keyword_only = [option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in (*options, *grouped)]
+    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
+    return run
+
+
 @contextmanager
 def outcome() -> Iterator[None]:
-    """Around a subcommand's work: errors become one line on stderr and the exit code, Ctrl-C a quiet 130."""
+    """Runs a command's work: errors become one line on stderr and the exit code, Ctrl-C exits with 130."""
     try:
         yield
         sys.stdout.flush()
@@ -101,7 +172,7 @@ def outcome() -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError as error:
-        # The reader has gone (`| head`); what is still buffered has nowhere to go.
+        # The reader has gone (`| head`); flush what is still buffered into nothing.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(ExitCode.FAILED) from error
 
@@ -130,34 +201,24 @@ def print_error(error: BatonError) -> None:
     print("error: " + "\n       ".join(lines), file=sys.stderr)
 
 
-def connect(
-    address: str,
-    api_key: str | None = None,
-    tls_ca: str | None = None,
-    tls_cert: str | None = None,
-    tls_key: str | None = None,
-) -> BatonClient:
-    """gRPC's own log lines are silenced: what they say arrives as an error."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+def connect(address: str, credentials: Credentials) -> BatonClient:
+    """A client of a router."""
+    silence_grpc()
     from tools.client import BatonClient
 
-    return BatonClient(address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
+    return BatonClient(address, api_key=credentials.api_key, tls=credentials.tls)
 
 
-def connect_admin(
-    address: str, api_key: str | None, tls_ca: str | None, tls_cert: str | None, tls_key: str | None
-) -> AdminClient:
-    """The same, to the controller."""
+def silence_grpc() -> None:
+    """Turns gRPC's own log off, before it is loaded: what it says arrives as an error."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    from tools.client import AdminClient
-
-    return AdminClient(address, api_key=api_key, tls=client_tls(tls_ca, tls_cert, tls_key))
 
 
-def client_tls(tls_ca: str | None, tls_cert: str | None, tls_key: str | None) -> ClientTls | None:
-    """None: without TLS. Raises InvalidRequest for a certificate to show where TLS is not asked for."""
-    from cluster.tls import ClientTls
+def table_console(min_width: int = 160) -> Console:
+    """A console on stdout for tables, wide enough where it is no terminal."""
+    from rich.console import Console
 
-    if tls_ca is None and (tls_cert or tls_key):
-        raise InvalidRequest("--tls-cert and --tls-key are for TLS: name the server's authority, too, with --tls-ca")
-    return None if tls_ca is None else ClientTls(tls_ca, tls_cert, tls_key)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = max(console.width, min_width)
+    return console

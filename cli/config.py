@@ -1,13 +1,35 @@
-"""`baton config validate`: is Baton's part of a cluster.yaml right, and what does it ask for.
-`baton config explain`: how would each worker share out its memory."""
+"""`baton config validate` checks Baton's part of a cluster.yaml; `baton config explain` shows how each worker would
+share out this machine's memory.
+
+The memory plan is the worker's own: `python -m worker.explain`, which this module runs and formats.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cli.common import AsJson, outcome
+from cluster.errors import ConfigError, InternalError
+from cluster.program import SOURCE_ROOT, ExitCode, child_environment
+from cluster.units import count_of, format_bytes
+
+if TYPE_CHECKING:
+    from cluster.config import ServingConfig
+
+_PROGRAM = "worker.explain"
+_DECIDED_BY = {
+    "kv_cache_tokens": "as kv_cache_tokens says",
+    "memory": "all that is left",
+    "requests": "four requests of max_model_len, as on every CPU where kv_cache_tokens is null",
+}
+Explained = dict[str, Any]
+"""The number of workers of one role and, if there are any, what the program says of it."""
 
 app = typer.Typer(help="Work with cluster.yaml.", no_args_is_help=True)
 
@@ -37,11 +59,89 @@ def explain(
 ) -> None:
     """Show how each worker would share out this machine's memory: weights, activations, KV pool, requests."""
     with outcome():
-        import json
-
-        from cli.explain import explain_roles, render
         from cluster.config import load_config
 
         config = load_config(file)
-        roles = explain_roles(config, mean_tokens)
-        print(json.dumps({"roles": roles}) if as_json else render(config, roles))
+        roles = _explain_roles(config, mean_tokens)
+        print(json.dumps({"roles": roles}) if as_json else _render(config, roles))
+
+
+def default_config() -> Path:
+    """./cluster.yaml, else the one beside the source, else the installed one. Raises ConfigError."""
+    installed = Path(sys.prefix) / "share" / "baton"
+    candidates = [folder / "cluster.yaml" for folder in (Path.cwd(), SOURCE_ROOT, installed)]
+    found = next((path for path in candidates if path.is_file()), None)
+    if found is None:
+        raise ConfigError("there is no cluster.yaml here; name one with --config")
+    return found
+
+
+def _explain_roles(config: ServingConfig, mean_tokens: int | None) -> dict[str, Explained]:
+    """The memory plan of each role. Raises ConfigError for what the workers would refuse."""
+    from controller.plan import ROLES, plan_worker
+
+    num_workers = {role: config.role(role).num_workers for role in ROLES}
+    present = [role for role in ROLES if num_workers[role] > 0]
+    workers = [plan_worker(config, role).ranks[0].as_dict() for role in present]
+    answers = dict(zip(present, _ask({"mean_tokens": mean_tokens, "workers": workers}), strict=True))
+    return {role: {"workers": num_workers[role], **answers.get(role, {})} for role in ROLES}
+
+
+def _render(config: ServingConfig, roles: dict[str, Explained]) -> str:
+    """The text for people: a block of lines for each role."""
+    name = config.model.name or Path(config.model.path).name
+    return "\n\n".join([f"{name}, on this machine as it is now:", *map(_render_role, roles, roles.values())])
+
+
+def _render_role(role: str, of: Explained) -> str:
+    if of["workers"] == 0:
+        return f"{role}: no workers; decode workers compute prompts as well"
+    rows = [
+        ("free", of["free_bytes"], f"on {of['device']}" + (", for each rank" if of["tensor_parallel"] > 1 else "")),
+        ("budget", of["budget_bytes"], f"{of['memory_utilization']:g} of it (engine.memory_utilization)"),
+        ("- weights", of["weight_bytes"], _weights_note(of)),
+        ("- activations", of["activation_bytes"], _activations_note(of)),
+        ("- reserve", of["reserved_bytes"], "rotary positions" + ("" if of["device"] == "cpu" else ", graphs, slack")),
+        ("= left", of["left_bytes"], f"{of['tokens_that_fit']:,} tokens of {of['kv_bytes_per_token']:,} bytes fit"),
+        ("KV pool", of["pool_bytes"], _pool_note(of)),
+    ]
+    lines = [f"{role}: {count_of(of['workers'], 'worker')} of {count_of(of['tensor_parallel'], 'rank')}"]
+    lines += [f"  {label:<14}{format_bytes(size):>10}   {note}" for label, size, note in rows]
+    mean = f"of {of['mean_tokens']:,} tokens at a time; at most {of['max_num_seqs']} are decoded in one step"
+    return "\n".join([*lines, f"  {'requests':<14}{of['requests_at_mean']:>10,}   {mean}"])
+
+
+def _weights_note(of: Explained) -> str:
+    kept = ", layers in the checkpoint's own 4 bits" if of["keeps_codes"] else ""
+    rounded = of["dtype"] if of["quantization"] == "none" else f"{of['quantization']}, computed in {of['dtype']}"
+    return rounded + kept
+
+
+def _activations_note(of: Explained) -> str:
+    step = f"a step of {of['max_num_batched_tokens']:,} tokens and {of['max_num_seqs']} sequences"
+    how = "measured" if of["activations_are_measured"] else "estimated"
+    return f"{how} for {step}; {of['activations_why']}"
+
+
+def _pool_note(of: Explained) -> str:
+    blocks = f"{of['num_blocks']:,} blocks of {of['block_size']} tokens in {of['kv_dtype']}"
+    return f"{of['num_tokens']:,} tokens, {blocks}; {_DECIDED_BY[of['decided_by']]}"
+
+
+def _ask(question: dict[str, Any]) -> list[Explained]:
+    """Runs the program, which loads torch, in a process of its own. Raises what it raised."""
+    done = subprocess.run(
+        [sys.executable, "-m", _PROGRAM],
+        input=json.dumps(question),
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == ExitCode.DONE:
+        answer: list[Explained] = json.loads(done.stdout)
+        return answer
+    message = done.stderr.rpartition("error: ")[2].strip()
+    if done.returncode == ExitCode.BAD_CONFIG:
+        raise ConfigError(message)
+    raise InternalError(f"python -m {_PROGRAM} ended with code {done.returncode}: {message}")

@@ -1,78 +1,88 @@
-"""`baton generate`: one prompt in, text out as it comes.
+"""`baton generate`: prints the text that continues a prompt as it comes.
 
-With several sequences the first is shown live and the others follow whole, each when the one before has ended. The
-text alone goes to stdout; timing and errors go to stderr.
+With several sequences the first is printed live and each other one once those before it have ended. Only the text goes
+to stdout; timing and errors go to stderr.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Annotated, TextIO
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
+from cli.common import AsJson, RouterOptions, outcome
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cluster.pb.generation_pb2 import GenerateStreamResponse
-    from tools.generation_stream import Transcript
+    from cluster.pb.generation_pb2 import GenerateStreamResponse, GenerationSpec
+    from tools.client import BatonClient, GenerationStream, Prompt
+    from tools.generation_stream import ResumingStream, Transcript
 
-MaxTokens = Annotated[int, typer.Option(min=1, help="Most tokens to generate.")]
-Temperature = Annotated[
-    float | None, typer.Option(help="0 always takes the likeliest token; default: the model's own.", show_default=False)
-]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest tokens that make up this probability.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among this many of the likeliest tokens; 0: all.")]
-Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text.")]
-NoResume = Annotated[
-    bool, typer.Option("--no-resume", help="Give up when the connection breaks, instead of going on from there.")
-]
-Greedy = Annotated[bool, typer.Option("--greedy", help="The same as --temperature 0.")]
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options of a command that generates text."""
+
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 256
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 always takes the likeliest token; default: the model's own.", show_default=False),
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample among the likeliest tokens that make up this probability.")
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample among this many of the likeliest tokens; 0: all.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text.")] = None
+    greedy: Annotated[bool, typer.Option("--greedy", help="Short for --temperature 0.")] = False
+    no_resume: Annotated[
+        bool, typer.Option("--no-resume", help="End when the connection breaks, instead of resuming the stream.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        if self.greedy and self.temperature:
+            raise typer.BadParameter(f"--greedy is temperature 0, and --temperature {self.temperature:g} was given too")
+
+    def spec(self, prompt: Prompt, **fields: Any) -> GenerationSpec:
+        """A request with these options and other fields of it. Raises InvalidRequest."""
+        from tools.client import make_spec
+
+        temperature = 0.0 if self.greedy else self.temperature
+        return make_spec(
+            prompt,
+            max_output_tokens=self.max_tokens,
+            temperature=temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            **fields,
+        )
+
+    def stream(self, client: BatonClient, spec: GenerationSpec) -> GenerationStream | ResumingStream:
+        return client.stream(spec) if self.no_resume else client.resuming_stream(spec)
 
 
 def generate(
+    router: RouterOptions,
+    sampling: SamplingOptions,
     prompt: Annotated[
         str, typer.Argument(metavar="PROMPT", help="Text to continue; `-` reads it from standard input.")
     ],
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    seed: Seed = None,
     n: Annotated[int, typer.Option("--n", "-n", min=1, help="Sequences to generate.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    greedy: Greedy = False,
     as_json: AsJson = False,
     timing: Annotated[bool, typer.Option("--timing", help="Print where the time went, on stderr.")] = False,
-    no_resume: NoResume = False,
 ) -> None:
     """Generate text from a prompt and print it as it comes."""
-    temperature = resolve_temperature(temperature, greedy)
-    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
-        from tools.client import make_spec
+    with outcome(), router.connect() as client:
         from tools.generation_stream import Transcript
 
-        spec = make_spec(
-            _read_prompt(prompt),
-            max_output_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            seed=seed,
-            n=n,
-            stop=stop or (),
-            token_ids=as_json,
-            include_timing=timing or as_json,
-        )
+        text, with_timing = _read_prompt(prompt), timing or as_json
+        spec = sampling.spec(text, n=n, stop=stop or (), token_ids=as_json, include_timing=with_timing)
         transcript = Transcript()
-        with client.stream(spec) if no_resume else client.resuming_stream(spec) as stream:
+        with sampling.stream(client, spec) as stream:
             collect(stream, transcript, None if as_json else sys.stdout)
         if as_json:
             import json
@@ -82,14 +92,8 @@ def generate(
             print(describe_timing(transcript), file=sys.stderr)
 
 
-def resolve_temperature(temperature: float | None, greedy: bool) -> float | None:
-    if greedy and temperature:
-        raise typer.BadParameter(f"--greedy is temperature 0, and --temperature {temperature:g} was given too")
-    return 0.0 if greedy else temperature
-
-
 def _read_prompt(prompt: str) -> str:
-    """Standard input as it is, the last newline included."""
+    """The prompt, or standard input with its last newline. Raises InvalidRequest."""
     from cluster.errors import InvalidRequest
 
     data = sys.stdin.buffer.read() if prompt == "-" else prompt.encode("utf-8", "surrogateescape")
@@ -100,7 +104,7 @@ def _read_prompt(prompt: str) -> str:
 
 
 def collect(stream: Iterable[GenerateStreamResponse], transcript: Transcript, out: TextIO | None) -> None:
-    """Fills the transcript; its text goes to `out` as it comes and ends with a newline, however it ends."""
+    """Fills the transcript and prints its text to `out` as it comes; ends the last line even after an error."""
     printer = _Printer(transcript, out) if out is not None else None
     try:
         for event in stream:
@@ -123,7 +127,7 @@ class _Printer:
         self._last = "\n"
 
     def update(self) -> None:
-        """Prints what is new; a sequence that has ended makes room for the next."""
+        """Prints new text; goes on with the next sequence when one has ended."""
         by_index = {sequence.index: sequence for sequence in self._transcript.sequences}
         while (sequence := by_index.get(self._current)) is not None:
             self._write(sequence.text[self._printed :])

@@ -1,14 +1,22 @@
-"""`baton keys`: makes, shows and revokes API keys. A key is shown once, when it is made; the file holds its hash."""
+"""`baton keys`: makes, lists and revokes API keys. A key is printed once, when it is made; the file holds its hash."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import AsJson, outcome
+from cli.common import AsJson, outcome, table_console
+from cluster.atomic_write import replace_text
+from cluster.errors import ConfigError, NotFound
 
 if TYPE_CHECKING:
     from cluster.api_keys import ApiKey
@@ -51,22 +59,17 @@ def create(
     """Make a key, print it once, and add its hash to the file."""
     with outcome():
         from cluster.api_keys import SCOPES, ApiKey, KeyQuota, digest_of, new_id, new_key
-        from tools.key_store import edited_keys
 
         secret = new_key()
         quota = KeyQuota(requests_per_min, prompt_tokens_per_min, output_tokens_per_min, max_concurrent)
-        asked = {each.value for each in scope}
-        scopes = tuple(each for each in SCOPES if each in asked)
+        wanted = {each.value for each in scope}
+        scopes = tuple(each for each in SCOPES if each in wanted)
         with edited_keys(file, may_be_new=True) as found:
             name = new_id(key.id for key in found)
             found.append(ApiKey(name, digest_of(secret), tenant, scopes, weight, quota, note))
         if as_json:
-            import json
-
             print(json.dumps({"id": name, "key": secret, "tenant": tenant, "scopes": scopes}))
         else:
-            import sys
-
             print(secret)
             print(f"made {name}; {file} holds its hash, and nobody can show the key again", file=sys.stderr)
 
@@ -79,8 +82,6 @@ def list_keys(file: KeysFile = DEFAULT_FILE, as_json: AsJson = False) -> None:
 
         described = [_describe(key) for key in load_keys(file)]
         if as_json:
-            import json
-
             print(json.dumps({"keys": described}, indent=2, ensure_ascii=False))
         else:
             _print_table(described)
@@ -91,11 +92,8 @@ def revoke(
     key_id: Annotated[str, typer.Argument(metavar="ID", help="As `baton keys list` shows it.")],
     file: KeysFile = DEFAULT_FILE,
 ) -> None:
-    """Take a key out of the file: it opens nothing any more; what runs for it ends as it would."""
+    """Remove a key from the file: new requests with it are refused, running ones end normally."""
     with outcome():
-        from cluster.errors import NotFound
-        from tools.key_store import edited_keys
-
         with edited_keys(file) as found:
             left = [key for key in found if key.id != key_id]
             if len(left) == len(found):
@@ -118,12 +116,9 @@ def _describe(key: ApiKey) -> dict[str, Any]:
 
 def _print_table(described: list[dict[str, Any]]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
+    console = table_console()
     if not described:
         console.print("no keys")
         return
@@ -136,3 +131,43 @@ def _print_table(described: list[dict[str, Any]]) -> None:
             key["id"], key["tenant"], ", ".join(key["scopes"]), f"{key['weight']:g}", limits or "-", key["note"] or "-"
         )
     console.print(table)
+
+
+@contextlib.contextmanager
+def edited_keys(path: Path, *, may_be_new: bool = False) -> Iterator[list[ApiKey]]:
+    """Yields the keys of a file as a list to change, and writes them back when the body ends without an error.
+
+    The file is replaced whole or not at all, readable by its owner alone; another edit in the same folder waits. Raises
+    ConfigError for a file that is wrong or cannot be written, and for keys that would make it wrong.
+    """
+    from cluster.api_keys import load_keys, parse_keys, render_keys
+
+    path = path.resolve()
+    with _locked(path.parent):
+        keys = [] if may_be_new and not path.exists() else list(load_keys(path))
+        yield keys
+        text = render_keys(keys)
+        parse_keys(text, str(path))
+        _write(path, text)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot keep keys here: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, text: str) -> None:
+    from cluster.api_keys import OWNER_ONLY
+
+    try:
+        replace_text(path, text, OWNER_ONLY)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error

@@ -1,6 +1,6 @@
-"""The `baton` program: puts the subcommands together. Exit codes are those of `cluster.program.ExitCode`.
+"""The `baton` program: its list of commands. Exit codes are those of `cluster.program.ExitCode`.
 
-Loads no gRPC, Ray or torch by itself: each subcommand imports what it needs when it runs.
+Loads no gRPC, Ray or torch by itself: each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import typer
 
 from cli import bench, change, config, keys
 from cli.chat import chat
-from cli.common import INTERRUPTED
+from cli.common import INTERRUPTED, with_option_groups
 from cli.doctor import doctor
 from cli.generate import generate
 from cli.serve import serve, stop
@@ -51,17 +51,20 @@ def baton(
     """Serve large language models with prefill and decode on different devices."""
 
 
-app.command()(serve)
-app.command()(stop)
-app.command()(generate)
-app.command()(chat)
-app.command()(status)
-app.command()(top)
-app.command()(targets)
-app.command()(change.apply)
-app.command()(change.rebalance)
-app.command()(change.drain)
-app.command()(doctor)
+for command in (
+    serve,
+    stop,
+    generate,
+    chat,
+    status,
+    top,
+    targets,
+    change.apply,
+    change.rebalance,
+    change.drain,
+    doctor,
+):
+    app.command()(with_option_groups(command))
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")

@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,10 +21,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
-from cli.signals import StopSignals
+from cli.config import default_config
 from cluster.address import format_address
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
-from cluster.program import SOURCE_ROOT
+from cluster.program import ExitCode
+from cluster.signals import Signals
 from controller.ports import listen_error
 
 if TYPE_CHECKING:
@@ -125,16 +127,6 @@ def _file(
     return ConfigFile(path or default_config(), model_path, port, admin_port, http_port, is_own=path is not None)
 
 
-def default_config() -> Path:
-    """./cluster.yaml, else the one beside the source, else the one that was installed."""
-    installed = Path(sys.prefix) / "share" / "baton"
-    candidates = [folder / "cluster.yaml" for folder in (Path.cwd(), SOURCE_ROOT, installed)]
-    found = next((path for path in candidates if path.is_file()), None)
-    if found is None:
-        raise ConfigError("there is no cluster.yaml here; name one with --config")
-    return found
-
-
 def _check_ports(serving: ServingConfig) -> None:
     _check_port("--port", serving.router.host, serving.router.port)
     if serving.router.http_port is not None:
@@ -163,7 +155,8 @@ class _Session:
         self._ray_address = ray_address
         self._is_detached = is_detached
         self._view = _View(serving, file, f"baton stop --address {ray_address}" if is_detached else "Ctrl-C")
-        self._signals = StopSignals(on_second=self._kill)
+        self._signals = Signals(self._on_signal)
+        self._stop_asked = threading.Event()
         self._folder: Path | None = None
         self._has_ended = False
 
@@ -172,7 +165,7 @@ class _Session:
             self._view.say("starting Ray" if self._ray_address is None else f"joining the Ray at {self._ray_address}")
             with self._ray():
                 self._signals.take_over()
-                if not self._signals.is_asked:
+                if not self._stop_asked.is_set():
                     self._serve()
         if self._has_ended:
             self._view.done()
@@ -236,7 +229,7 @@ class _Session:
             told: News = ray.get(controller.notices.remote())
             if not any(notice.kind == "serving" for notice in told.notices):
                 self._follow(controller)
-            if self._signals.is_asked:
+            if self._stop_asked.is_set():
                 return
             self._view.say(f"applying {self._file.path}")
             done, failed = ray.get(controller.apply.remote(self._file.read(), str(self._file.path)))
@@ -255,7 +248,7 @@ class _Session:
 
         ray.get(controller.run.remote())
         coming = controller.notices.remote()
-        while not (self._signals.is_asked or (self._is_detached and self._view.is_serving)):
+        while not (self._stop_asked.is_set() or (self._is_detached and self._view.is_serving)):
             if not ray.wait([coming], timeout=_POLL_S)[0]:
                 continue
             try:
@@ -272,12 +265,17 @@ class _Session:
         what = "; Ray starts it again" if self._is_detached else ", and the cluster with it; start it again"
         return BatonError(f"the controller died{what}")
 
-    def _kill(self) -> None:
+    def _on_signal(self) -> None:
+        """The first signal asks for a clean end; the second kills everything at once."""
         from controller import local_ray
 
+        if not self._stop_asked.is_set():
+            self._stop_asked.set()
+            return
         local_ray.kill_descendants()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(ExitCode.FAILED)
 
 
 class _View:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, AsJson, TlsCa, TlsCert, TlsKey, connect, outcome
+from cli.common import AsJson, RouterOptions, outcome, table_console
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import GetStatusResponse, WorkerStatus
@@ -15,16 +15,9 @@ if TYPE_CHECKING:
 _COLUMNS = ("worker", "state", "role", "node", "ranks (pid, device)", "free", "held", "cached", "total", "seqs", "wait")
 
 
-def status(
-    address: Address = DEFAULT_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    as_json: AsJson = False,
-) -> None:
+def status(router: RouterOptions, as_json: AsJson = False) -> None:
     """Show the workers, their KV blocks and the queue."""
-    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
+    with outcome(), router.connect() as client:
         described = describe(client.status())
         if as_json:
             import json
@@ -99,13 +92,10 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
 
 def _print_table(described: dict[str, Any]) -> None:
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
     router = described["router"]
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = max(console.width, 160)
+    console = table_console()
     version = described["config_version"]
     console.print(
         f"{described['model']} at {router['address']}, up {router['uptime_s']} s"

@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import (
-    DEFAULT_ADMIN_ADDRESS,
-    AdminAddress,
-    ApiKeyOption,
-    TlsCa,
-    TlsCert,
-    TlsKey,
-    connect,
-    connect_admin,
-    outcome,
-)
+from cli.common import AdminOptions, connect, outcome
 from cluster.address import address_here, parse_address
 from cluster.atomic_write import replace_text
 from cluster.errors import BatonError
@@ -35,17 +25,13 @@ _LOOK_S = 60.0
 
 
 def targets(
+    controller: AdminOptions,
     file: Annotated[
         Path | None, typer.Option("--file", help="Write them there, for `file_sd_configs`; default: print them.")
     ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Go on until Ctrl-C, and write the file again whenever workers change.")
     ] = False,
-    admin_address: AdminAddress = DEFAULT_ADMIN_ADDRESS,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """List the pages of metrics for Prometheus."""
     if follow and file is None:
@@ -58,11 +44,11 @@ def targets(
             for process in cluster.processes:
                 if process.name.partition("-")[0] == "router" and process.state == "ready":
                     host, port = parse_address(process.address)
-                    with connect(address_here(host, port), api_key, tls_ca, tls_cert, tls_key) as client:
+                    with connect(address_here(host, port), controller) as client:
                         found += [each for each in groups_of(client.status(), process.name) if each not in found]
             return found
 
-        with connect_admin(admin_address, api_key, tls_ca, tls_cert, tls_key) as admin:
+        with controller.connect() as admin:
             _tell(look(admin), file)
             while follow:
                 for _ in admin.events(timeout_s=_LOOK_S):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cli.common import DEFAULT_ADDRESS, Address, ApiKeyOption, TlsCa, TlsCert, TlsKey, connect, outcome
+from cli.common import RouterOptions, outcome
 from cluster.errors import DeadlineExceeded, Unavailable
 
 if TYPE_CHECKING:
@@ -23,20 +23,16 @@ _LEAST_S = 0.2
 
 
 def top(
-    address: Address = DEFAULT_ADDRESS,
+    router: RouterOptions,
     once: Annotated[
         bool, typer.Option("--once", help="Print it once and end, as where the output is no terminal.")
     ] = False,
     interval: Annotated[
         float, typer.Option("--interval", metavar="SECONDS", min=_LEAST_S, max=3600, help="Time between two looks.")
     ] = 1.0,
-    api_key: ApiKeyOption = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
 ) -> None:
     """Watch the workers, the queue, latencies and the last requests."""
-    with outcome(), connect(address, api_key, tls_ca, tls_cert, tls_key) as client:
+    with outcome(), router.connect() as client:
         from rich.console import Console
 
         from cli.top_view import Seen, render

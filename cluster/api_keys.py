@@ -35,6 +35,8 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 PREFIX = "baton-"
 """What every key begins with, so that people and scanners recognise one."""
+OWNER_ONLY = 0o600
+"""Mode of a keys file."""
 _KEY_BYTES = 32
 _ROOT = "keys"
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -1,8 +1,7 @@
-"""`baton bench`: a load offered to a server, and what its clients saw.
+"""`baton bench`: sends a load to a server and measures what its clients see.
 
-workload    which requests come, and when
+workload    which requests are sent, and when; sends them
 targets     a server, over gRPC or OpenAI's API
-samples     what one client saw
-runner      offers the load
-figures     what it amounts to, under the names that vLLM's `bench serve` gives it
+figures     what one client saw, and the figures of a run, under the names of vLLM's `bench serve`
+plots       pictures of runs
 """

@@ -1,13 +1,64 @@
-"""What the clients of one run saw, summed up: vLLM's `bench serve` names, and what it does not tell. Pure."""
+"""What clients saw of their requests, and its figures, under vLLM's `bench serve` names where those exist. Pure."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tools.bench.samples import Sample
+
+@dataclass
+class Sample:
+    """What the client saw of one request; filled in while the answer comes. Instants are of one clock, in seconds."""
+
+    num_prompt_tokens: int
+    sent_at: float
+    message_times: list[float] = field(default_factory=list)
+    """When each message with output came."""
+    num_output_tokens: int = 0
+    message_tokens: list[int] = field(default_factory=list)
+    """Tokens in each message. Only gRPC reports it."""
+    token_ids: list[int] = field(default_factory=list)
+    """The output, where the request asked for token ids."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that came from a cache, by the server's account."""
+    num_moves: int = 0
+    """How often the request moved to another worker, by the server's account."""
+    num_gaps: int = 0
+    """Messages that do not continue the one before: tokens were lost or repeated. Only gRPC numbers tokens."""
+    placement: str = ""
+    """Baton's `Timing.placement`."""
+    ended_at: float = 0.0
+    was_refused: bool = False
+    """Refused because of load or a quota."""
+    error: str = ""
+    """Why the request did not complete."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.error and bool(self.message_times)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.message_times[0] - self.sent_at
+
+    @property
+    def e2el_s(self) -> float:
+        return self.message_times[-1] - self.sent_at
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds of a token after the first; 0 for one token."""
+        num_later = self.num_output_tokens - 1
+        return (self.message_times[-1] - self.message_times[0]) / num_later if num_later > 0 else 0.0
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Seconds between messages; a server may send several tokens in one."""
+        return [after - before for before, after in zip(self.message_times, self.message_times[1:], strict=False)]
+
 
 PERCENTILES = (50, 90, 95, 99)
 OBJECTIVES: Mapping[str, Callable[[Sample], float]] = {
@@ -15,7 +66,7 @@ OBJECTIVES: Mapping[str, Callable[[Sample], float]] = {
     "tpot": lambda sample: sample.tpot_s,
     "e2el": lambda sample: sample.e2el_s,
 }
-"""What a goodput may be held to; milliseconds."""
+"""What `--goodput` may limit."""
 
 
 def figures_of(samples: Sequence[Sample], duration_s: float, objectives_ms: Mapping[str, float]) -> dict[str, Any]:
@@ -50,7 +101,7 @@ def figures_of(samples: Sequence[Sample], duration_s: float, objectives_ms: Mapp
 
 
 def details_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
-    """Of each request that completed, in the order of sending; seconds, and vLLM's names of `--save-detailed`."""
+    """Each completed request in the order of sending, in seconds, under vLLM's names of `--save-detailed`."""
     first = min((sample.sent_at for sample in samples), default=0.0)
     done = sorted((sample for sample in samples if sample.is_complete), key=lambda sample: sample.sent_at)
     return {
@@ -63,7 +114,7 @@ def details_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of values in ascending order, at least one."""
+    """A percentile of at least one value, in ascending order."""
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -71,7 +122,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
-    """`ttft:500` and the like. Raises ValueError."""
+    """Limits in milliseconds, from texts like `ttft:500`. Raises ValueError."""
     found = {}
     for text in texts:
         name, _, most = text.partition(":")

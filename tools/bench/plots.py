@@ -1,6 +1,6 @@
-"""Runs as pictures: first tokens by prompt length, time between messages over the run, goodput by offered rate.
+"""Pictures of runs: TTFT by prompt length, time between messages over the run, goodput by offered rate.
 
-What is drawn is computed apart from the drawing. Needs matplotlib (the extra `plots`), which is loaded by `draw` alone.
+The data are computed apart from the drawing. Only `draw` loads matplotlib (the extra `plots`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Run = Mapping[str, Any]
 """A document of `baton bench`; with `details`, if it was kept `--detailed`."""
 
 NUM_BUCKETS = 60
-"""Of a run's time."""
+"""Parts into which `itl_over_time` divides a run."""
 _SIZE_INCHES = (8.0, 4.5)
 _DPI = 120
 
@@ -37,7 +37,7 @@ class PlotBucket(NamedTuple):
     p99_ms: float
 
 
-class Offered(NamedTuple):
+class GoodputPoint(NamedTuple):
     """One run, as a point."""
 
     rate: float
@@ -46,7 +46,7 @@ class Offered(NamedTuple):
 
 
 def prepare(folder: Path) -> None:
-    """Before a run: makes the folder. Raises ConfigError where nothing could be drawn into it afterwards."""
+    """Makes the folder. Raises ConfigError, before a run, where nothing could be drawn into it afterwards."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
             "plots need matplotlib, which is not installed; pip install 'matplotlib>=3.9', or make setup "
@@ -101,15 +101,15 @@ def ttft_by_prompt(run: Run) -> list[tuple[int, float]]:
 def itl_over_time(run: Run, num_buckets: int = NUM_BUCKETS) -> list[PlotBucket]:
     """Buckets of equal length over the run; NaN where nothing came, so that no line is drawn across it."""
     details = run["details"]
-    told: list[tuple[float, float]] = []
+    messages: list[tuple[float, float]] = []
     for start, ttft, itls in zip(details["start_times"], details["ttfts"], details["itls"], strict=True):
         later = list(accumulate(itls, initial=start + ttft))[1:]
-        told.extend(zip(later, itls, strict=True))
-    if not told:
+        messages.extend(zip(later, itls, strict=True))
+    if not messages:
         return []
-    width = max(at for at, _ in told) / num_buckets
+    width = max(at for at, _ in messages) / num_buckets
     filled: list[list[float]] = [[] for _ in range(num_buckets)]
-    for at, itl in told:
+    for at, itl in messages:
         filled[min(num_buckets - 1, int(at / width))].append(1000 * itl)
     return [_bucket((number + 0.5) * width, sorted(itls)) for number, itls in enumerate(filled)]
 
@@ -120,10 +120,10 @@ def _bucket(at_s: float, ordered: Sequence[float]) -> PlotBucket:
     return PlotBucket(at_s, percentile(ordered, 0.5), percentile(ordered, 0.99))
 
 
-def goodput_by_rate(runs: Iterable[Run]) -> list[Offered]:
-    """Of the runs that had a rate and objectives, from the lowest rate to the highest."""
+def goodput_by_rate(runs: Iterable[Run]) -> list[GoodputPoint]:
+    """The runs that had a rate and objectives, from the lowest rate to the highest."""
     return sorted(
-        Offered(run["request_rate"], run["request_throughput"], run["request_goodput"])
+        GoodputPoint(run["request_rate"], run["request_throughput"], run["request_goodput"])
         for run in runs
         if run.get("request_rate") and run.get("request_goodput") is not None
     )
@@ -156,7 +156,7 @@ def _itl(runs: Mapping[str, Run]) -> Figure:
     return figure
 
 
-def _goodput(points: Sequence[Offered]) -> Figure:
+def _goodput(points: Sequence[GoodputPoint]) -> Figure:
     figure, axes = _blank("requests offered a second", "requests a second")
     rates = [point.rate for point in points]
     axes.plot(rates, rates, color="lightgrey", label="offered")
@@ -180,6 +180,6 @@ def _blank(x: str, y: str) -> tuple[Figure, Axes]:
 
 
 def _finish(axes: Axes, names: Iterable[str]) -> None:
-    """A legend where there is more than one thing."""
+    """Adds a legend where there is more than one thing."""
     if len(list(names)) > 1:
         axes.legend()

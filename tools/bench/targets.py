@@ -1,6 +1,6 @@
-"""Servers that a load can be offered to: Baton over gRPC, and whatever has OpenAI's completions over HTTP.
+"""Servers that can be measured: Baton over gRPC, and any server with OpenAI's completions over HTTP.
 
-Both ask for greedy outputs of exactly the wanted length. What fails is told in the sample, and raises nothing.
+Both ask for greedy outputs of exactly the wanted length. An error of the server goes into the sample; none is raised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import httpx2
 from cluster import rpc
 from cluster.errors import NotReachable
 from cluster.pb import generation_pb2, generation_pb2_grpc
-from tools.bench.samples import Sample
+from tools.bench.figures import Sample
 from tools.bench.workload import BenchRequest
 from tools.client import make_spec
 
@@ -30,7 +30,7 @@ class Target(Protocol):
 
 
 class GrpcTarget:
-    """Baton's own API; counts tokens that were lost or repeated, and moves."""
+    """Baton's own API, which also shows lost and repeated tokens, and moves between workers."""
 
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata = (), timeout_s: float | None = None) -> None:
         self._stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
@@ -45,15 +45,15 @@ class GrpcTarget:
         return sample
 
     async def stream(self, spec: generation_pb2.GenerationSpec, sample: Sample) -> None:
-        """Any request with one output, into its sample."""
+        """Sends any request with one output and fills in its sample."""
         request = generation_pb2.GenerateStreamRequest(spec=spec)
         try:
             async for event in self._stub.GenerateStream(request, timeout=self._timeout_s, metadata=self._metadata):
                 match event.WhichOneof("event"):
                     case "delta":
-                        sample.told.append(time.perf_counter())
+                        sample.message_times.append(time.perf_counter())
                         sample.num_gaps += event.delta.first_token_index != sample.num_output_tokens
-                        sample.num_told.append(event.delta.token_count)
+                        sample.message_tokens.append(event.delta.token_count)
                         sample.num_output_tokens += event.delta.token_count
                         sample.token_ids += event.delta.token_ids
                     case "completed":
@@ -67,8 +67,8 @@ class GrpcTarget:
 
 
 class OpenAiTarget:
-    """`http` knows the server's base URL, such as http://127.0.0.1:8000/v1, and the API key. A field that is None in
-    `extra` is left out."""
+    """OpenAI's completions. `http` has the server's base URL, such as http://127.0.0.1:8000/v1, and the API key.
+    `extra` adds fields to each body; None leaves one out."""
 
     def __init__(self, http: httpx2.AsyncClient, model: str, extra: Mapping[str, Any]) -> None:
         self._http = http
@@ -91,16 +91,16 @@ class OpenAiTarget:
                     return
                 async for line in answer.aiter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
-                        _take(json.loads(line.removeprefix("data: ")), sample)
+                        _add_chunk(json.loads(line.removeprefix("data: ")), sample)
         except (httpx2.HTTPError, ValueError) as error:
             sample.error = f"{type(error).__name__}: {error}"
 
 
-def _take(chunk: dict[str, Any], sample: Sample) -> None:
+def _add_chunk(chunk: dict[str, Any], sample: Sample) -> None:
     if "error" in chunk:
         sample.error = str(chunk["error"])[:300]
     if any(choice.get("text") for choice in chunk.get("choices", ())):
-        sample.told.append(time.perf_counter())
+        sample.message_times.append(time.perf_counter())
     usage = chunk.get("usage")
     if usage:
         sample.num_prompt_tokens = usage["prompt_tokens"]
@@ -109,22 +109,22 @@ def _take(chunk: dict[str, Any], sample: Sample) -> None:
 
 
 async def first_model(http: httpx2.AsyncClient) -> str:
-    """That a server serves. Raises NotReachable."""
+    """The first model that a server lists. Raises NotReachable."""
     try:
         answer = await http.get("models")
         return str(answer.raise_for_status().json()["data"][0]["id"])
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as error:
         raise NotReachable(
-            f"{http.base_url} does not tell its models ({type(error).__name__}: {error}); is it the URL of an OpenAI "
+            f"{http.base_url} does not list its models ({type(error).__name__}: {error}); is it the URL of an OpenAI "
             "API, such as http://127.0.0.1:8000/v1, and does it need an API key?"
         ) from error
 
 
 async def model_over_grpc(channel: grpc.aio.Channel, metadata: Metadata) -> str:
-    """That Baton serves. Raises the error of the call."""
+    """The model that Baton serves. Raises the call's error."""
     stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
     try:
-        told = await stub.GetModel(generation_pb2.GetModelRequest(), metadata=metadata)
+        answer = await stub.GetModel(generation_pb2.GetModelRequest(), metadata=metadata)
     except grpc.aio.AioRpcError as error:
         raise rpc.from_rpc_error(error) from error
-    return str(told.model.name)
+    return str(answer.model.name)

@@ -1,57 +1,63 @@
-"""Which requests come, and when: random lengths, or those of a trace. Pure, and the same for the same seed.
+"""Which requests are sent, and when: random lengths, or those of a trace. The same seed makes the same load.
 
-Prompts are token ids, or the text of such. Those of a trace with block hashes share prefixes as its prompts did.
+Prompts are token ids, or the text of such. Prompts of a trace with block hashes share prefixes as its own did.
 """
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError
+from tools.bench.figures import Sample
 
 LEAST_TOKEN = 10
 """Lower ids are often special ones."""
 _BLOCK_TOKENS = 512
-"""Of one block of the Mooncake traces."""
+"""Tokens of one block of the Mooncake traces."""
 Prompt = list[int] | str
 """Token ids, or text."""
 
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What a server is sent, and when, in seconds from the start."""
+    """A request to send."""
 
     at: float
+    """Seconds from the start."""
     prompt: Prompt
     num_prompt_tokens: int
-    """That were drawn, which a prompt as text need not have exactly."""
+    """Tokens that were drawn; a prompt as text may have a few more or less."""
     num_output_tokens: int
 
 
 @dataclass(frozen=True)
 class RequestShape:
-    """One request: when it comes, in seconds from the start, and how long it is."""
+    """When a request is sent, and its lengths."""
 
     at: float
+    """Seconds from the start."""
     num_prompt_tokens: int
     num_output_tokens: int
     num_shared_tokens: int = 0
-    """So many first ones are everybody's."""
+    """So many first tokens are the same in every prompt."""
     blocks: tuple[int, ...] = ()
-    """Names of what its prompt consists of: equal ones stand for equal tokens."""
+    """Names of the blocks of its prompt: equal names stand for equal tokens."""
     num_block_tokens: int = 0
 
     def prompt(self, vocab: int, seed: int, number: int) -> list[int]:
-        """What is neither shared nor of a block is this number's own."""
+        """Shared tokens, then those of its blocks, then tokens of this request number alone."""
         parts = [_tokens(f"{seed} shared", self.num_shared_tokens, vocab)]
         parts += [_tokens(f"{seed} block {block}", self.num_block_tokens, vocab) for block in self.blocks]
         tokens = [token for part in parts for token in part][: self.num_prompt_tokens]
@@ -59,20 +65,20 @@ class RequestShape:
         return tokens
 
 
-def requests_of(
-    asks: Iterable[RequestShape], vocab: int, seed: int, as_text: Callable[[list[int]], str] | None = None
+def make_requests(
+    shapes: Iterable[RequestShape], vocab: int, seed: int, as_text: Callable[[list[int]], str] | None = None
 ) -> list[BenchRequest]:
     """`as_text`: for a server that takes no token ids."""
-    drawn = [(ask, ask.prompt(vocab, seed, number)) for number, ask in enumerate(asks)]
+    drawn = [(shape, shape.prompt(vocab, seed, number)) for number, shape in enumerate(shapes)]
     return [
-        BenchRequest(ask.at, as_text(tokens) if as_text else tokens, len(tokens), ask.num_output_tokens)
-        for ask, tokens in drawn
+        BenchRequest(shape.at, as_text(tokens) if as_text else tokens, len(tokens), shape.num_output_tokens)
+        for shape, tokens in drawn
     ]
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Decoded; text of random tokens has more of its own than were drawn, and is cut to as many. A few may still be
-    missing or too many, which the server tells.
+    """Decodes tokens. Text of random tokens encodes to more tokens than were drawn and is cut to as many, so a few may
+    be missing or too many; the server's usage has the number.
     """
     text = str(tokenizer.decode(tokens))
     return str(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids[: len(tokens)]))
@@ -89,10 +95,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
         raise ConfigError(f"{file}: is not a tokenizer.json: {error}") from error
 
 
-def random_asks(
+def random_shapes(
     num: int, num_prompt_tokens: int, num_output_tokens: int, spread: float, num_shared_tokens: int, seed: int
 ) -> list[RequestShape]:
-    """All at 0. Lengths are uniform within a share `spread` of what is given; `num_shared_tokens` more begin each."""
+    """Requests at time 0. Lengths vary uniformly by the share `spread`; each prompt begins with `num_shared_tokens`
+    more."""
     draw = random.Random(f"{seed} lengths")
     return [
         RequestShape(
@@ -105,30 +112,30 @@ def random_asks(
     ]
 
 
-def at_rate(asks: Iterable[RequestShape], rate: float, burstiness: float, seed: int) -> list[RequestShape]:
-    """One after another, `rate` a second on the mean.
+def at_rate(shapes: Iterable[RequestShape], rate: float, burstiness: float, seed: int) -> list[RequestShape]:
+    """The same requests one after another, `rate` a second on the mean.
 
-    Intervals are of a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
-    more even (as vLLM's `--burstiness`).
+    Intervals have a gamma distribution of shape `burstiness`, as with vLLM's `--burstiness`: 1 is a Poisson process,
+    less makes bursts, more is more even.
     """
     draw = random.Random(f"{seed} arrivals")
     at, timed = 0.0, []
-    for ask in asks:
+    for shape in shapes:
         at += draw.gammavariate(burstiness, 1 / (rate * burstiness))
-        timed.append(replace(ask, at=at))
+        timed.append(replace(shape, at=at))
     return timed
 
 
 def read_trace(path: Path, num: int, speed: float, length_share: float, most_tokens: int) -> list[RequestShape]:
     """The first `num` requests of a Mooncake trace (JSON lines) or one of Azure (CSV).
 
-    `speed`: times faster than it was; `length_share`: of its lengths; longer ones than `most_tokens` together are cut.
-    Raises ConfigError, naming the line.
+    `speed` divides its times and `length_share` multiplies its lengths; prompts and outputs of more than `most_tokens`
+    together are cut. Raises ConfigError, which names the line.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:
             read = _azure(file) if path.suffix == ".csv" else _mooncake(file)
-            found = [ask for ask, _ in zip(read, range(num), strict=False)]
+            found = [shape for shape, _ in zip(read, range(num), strict=False)]
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -137,8 +144,52 @@ def read_trace(path: Path, num: int, speed: float, length_share: float, most_tok
         raise ConfigError(f"{path}:{error.line}: {error.what}") from error
     if not found:
         raise ConfigError(f"{path}: holds no request")
-    found.sort(key=lambda ask: ask.at)
-    return [_scaled(ask, found[0].at, speed, length_share, most_tokens) for ask in found]
+    found.sort(key=lambda shape: shape.at)
+    return [_scaled(shape, found[0].at, speed, length_share, most_tokens) for shape in found]
+
+
+class Timed(Protocol):
+    """A request with the time at which it is sent."""
+
+    @property
+    def at(self) -> float:
+        """Seconds from the start."""
+        ...
+
+
+R = TypeVar("R", bound=Timed)
+S = TypeVar("S", bound=Sample)
+
+
+async def send_all(
+    requests: Sequence[R],
+    send: Callable[[R, float], Awaitable[S]],
+    *,
+    most_at_once: int | None,
+    on_end: Callable[[S], object],
+) -> list[S]:
+    """Sends each request at its time and waits until all have ended; returns their samples in the same order.
+
+    `send` gets a request and the instant that it is timed from, and puts errors of the server into the sample.
+    `most_at_once` limits the requests under way. Without it a request is timed from when it should have been sent, so
+    that a client that is late counts as latency. `on_end` is called with each sample.
+    """
+    slots = asyncio.Semaphore(most_at_once or len(requests))
+    begun = time.perf_counter()
+
+    async def one(request: R) -> S:
+        async with slots:
+            sample = await send(request, begun + request.at if most_at_once is None else time.perf_counter())
+            sample.ended_at = time.perf_counter()
+        on_end(sample)
+        return sample
+
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for request in requests:
+            await asyncio.sleep(max(0.0, begun + request.at - time.perf_counter()))
+            tasks.append(group.create_task(one(request)))
+    return [task.result() for task in tasks]
 
 
 class _BadLine(Exception):
@@ -151,10 +202,10 @@ class _BadLine(Exception):
 def _mooncake(lines: Iterable[str]) -> Iterator[RequestShape]:
     for number, line in enumerate(lines, 1):
         try:
-            told = json.loads(line)
-            lengths = int(told["input_length"]), int(told["output_length"])
-            blocks = tuple(map(int, told.get("hash_ids", ())))
-            at = told["timestamp"] / 1000
+            record = json.loads(line)
+            lengths = int(record["input_length"]), int(record["output_length"])
+            blocks = tuple(map(int, record.get("hash_ids", ())))
+            at = record["timestamp"] / 1000
             if not math.isfinite(at):
                 raise ValueError(at)
             yield RequestShape(at, *lengths, blocks=blocks, num_block_tokens=_BLOCK_TOKENS)
@@ -172,13 +223,13 @@ def _azure(lines: Iterable[str]) -> Iterator[RequestShape]:
             raise _BadLine(number, "needs the columns TIMESTAMP, ContextTokens and GeneratedTokens") from error
 
 
-def _scaled(ask: RequestShape, begun: float, speed: float, length_share: float, most_tokens: int) -> RequestShape:
-    num_output = min(max(1, round(ask.num_output_tokens * length_share)), most_tokens - 1)
-    num_prompt = min(max(1, round(ask.num_prompt_tokens * length_share)), most_tokens - num_output)
-    num_block_tokens = max(1, round(ask.num_block_tokens * length_share))
+def _scaled(shape: RequestShape, begun: float, speed: float, length_share: float, most_tokens: int) -> RequestShape:
+    num_output = min(max(1, round(shape.num_output_tokens * length_share)), most_tokens - 1)
+    num_prompt = min(max(1, round(shape.num_prompt_tokens * length_share)), most_tokens - num_output)
+    num_block_tokens = max(1, round(shape.num_block_tokens * length_share))
     return replace(
-        ask,
-        at=(ask.at - begun) / speed,
+        shape,
+        at=(shape.at - begun) / speed,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
         num_block_tokens=num_block_tokens,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from cluster.api_keys import load_keys
+from cluster.api_keys import OWNER_ONLY, load_keys
 from cluster.config import describe_config
 from cluster.errors import ConfigError
 from cluster.program import ExitCode
@@ -22,7 +22,6 @@ from controller.plan import BATCH_FOLDER
 from tools.doctor.bounded import NoAnswer, Part
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
-from tools.key_store import OWNER_ONLY
 
 _LEAST_FREE_BYTES = 1_000_000_000
 _MOST_USED = 0.95

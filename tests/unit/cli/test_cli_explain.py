@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scripted_router import ROOT, baton
 
-from cli import explain
+from cli import config
 from cluster.units import format_bytes
 
 ENGINE = "{device: cpu, kv_cache_tokens: 4096, max_num_batched_tokens: 256, max_num_seqs: 16}"
@@ -147,7 +147,7 @@ def test_a_program_that_breaks_is_told_with_its_code(tmp_path: Path, monkeypatch
         assert env["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT), "it runs from any folder"
         return subprocess.CompletedProcess([], 1, stdout="", stderr="ModuleNotFoundError: No module named 'torch'\n")
 
-    monkeypatch.setattr(explain.subprocess, "run", broken)
+    monkeypatch.setattr(config.subprocess, "run", broken)
     done = baton("config", "explain", write(tmp_path))
 
     assert done.exit_code == 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scripted_router import ROOT, ScriptedRouter, baton, contents, start_baton
 
-from cli.serve import default_config
+from cli.config import default_config
 from cluster.errors import (
     BatonError,
     InvalidRequest,

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import typer
+from scripted_router import baton
 
-from cli.targets import _tell, group, groups_of, targets
+from cli.targets import _tell, group, groups_of
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2, worker_pb2
 
@@ -43,5 +43,5 @@ def test_the_file_is_replaced_whole_and_readable_by_prometheus(tmp_path: Path) -
 
 
 def test_following_needs_a_file() -> None:
-    with pytest.raises(typer.BadParameter, match="name it with --file"):
-        targets(file=None, follow=True)
+    done = baton("targets", "--follow")
+    assert done.exit_code == 2 and "name it with --file" in " ".join(done.stderr.split())

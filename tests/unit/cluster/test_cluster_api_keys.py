@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_router import baton
 
+from cli.keys import edited_keys
 from cluster.api_keys import SCOPES, ApiKey, KeyQuota, digest_of, load_keys, new_key, parse_keys, render_keys
 from cluster.errors import ConfigError
-from tools.key_store import edited_keys
 
 DIGEST = digest_of("baton-one")
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:@/-]{0,63}", fullmatch=True)

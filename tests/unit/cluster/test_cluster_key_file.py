@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from cli import keys
+from cli.keys import edited_keys
 from cluster import key_file as key_file_module
 from cluster.api_keys import ApiKey, digest_of, load_keys, render_keys
 from cluster.errors import ConfigError
 from cluster.key_file import KeyFile
-from tools import key_store
-from tools.key_store import edited_keys
 
 STAYS, REVOKED = (ApiKey(name, digest_of(name), "acme", ("generate",)) for name in ("stays", "revoked"))
 
@@ -57,8 +57,8 @@ async def test_a_change_of_a_files_mode_alone_has_it_read_again(file: Path) -> N
 
 def test_a_file_that_root_changes_stays_its_owners(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[int, int]] = []
-    monkeypatch.setattr(key_store.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(key_store.os, "fchown", lambda _, uid, gid: given.append((uid, gid)))
+    monkeypatch.setattr(keys.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(keys.os, "fchown", lambda _, uid, gid: given.append((uid, gid)))
     owner = os.stat(file)
     with edited_keys(file) as found:
         found.remove(REVOKED)

@@ -16,19 +16,18 @@ import pytest
 from scripted_router import baton
 
 from cluster.errors import ConfigError
-from tools.bench.figures import PERCENTILES, figures_of, parse_objectives
-from tools.bench.runner import offer
-from tools.bench.samples import Sample
+from tools.bench.figures import PERCENTILES, Sample, figures_of, parse_objectives
 from tools.bench.targets import OpenAiTarget
 from tools.bench.workload import (
     LEAST_TOKEN,
     BenchRequest,
     RequestShape,
     at_rate,
-    random_asks,
+    make_requests,
+    random_shapes,
     read_tokenizer,
     read_trace,
-    requests_of,
+    send_all,
     text_of,
 )
 
@@ -42,7 +41,7 @@ def sample(sent_at: float, *told: float, num_output_tokens: int = 0, error: str 
 
 def test_the_same_seed_offers_the_same_load_and_another_one_another() -> None:
     def load(seed: int) -> list[BenchRequest]:
-        return requests_of(at_rate(random_asks(20, 50, 10, 0.5, 7, seed), 3.0, 1.0, seed), 500, seed)
+        return make_requests(at_rate(random_shapes(20, 50, 10, 0.5, 7, seed), 3.0, 1.0, seed), 500, seed)
 
     assert load(1) == load(1) != load(2)
     prompts = [request.prompt for request in load(1)]
@@ -70,7 +69,7 @@ def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: 
     assert (first.at, second.at) == (0.0, 0.5)
     assert (first.num_prompt_tokens, first.num_output_tokens) == (600, 25)
     assert (second.num_prompt_tokens, second.num_output_tokens) == (550, 250), "longer than what is allowed: cut"
-    one, other = (request.prompt for request in requests_of([first, second], 900, 0))
+    one, other = (request.prompt for request in make_requests([first, second], 900, 0))
     assert len(one) == 600 and len(other) == 550
     assert one[:512] == other[:512] and one[512:550] != other[512:550]
 
@@ -170,8 +169,8 @@ class Busy:
 @pytest.mark.parametrize(("bound", "expected"), [(3, 3), (None, 20)])
 async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None, expected: int) -> None:
     busy, ended = Busy(), list[Sample]()
-    requests = requests_of(random_asks(20, 5, 5, 0.0, 0, 0), 100, 0)
-    offered = asyncio.create_task(offer(requests, busy.send, most_at_once=bound, on_end=ended.append))
+    requests = make_requests(random_shapes(20, 5, 5, 0.0, 0, 0), 100, 0)
+    offered = asyncio.create_task(send_all(requests, busy.send, most_at_once=bound, on_end=ended.append))
     while busy.num_under_way < expected:
         await asyncio.sleep(0)
     for _ in range(100):  # nobody else comes
@@ -182,9 +181,9 @@ async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None
 
 
 def test_a_prompt_may_be_sent_as_text_that_is_the_same_for_the_same_seed() -> None:
-    tokenizer, asks = read_tokenizer(MODEL), random_asks(5, 300, 5, 0.0, 0, 0)
-    drawn = requests_of(asks, 1000, 7)
-    texts = requests_of(asks, 1000, 7, partial(text_of, tokenizer))
+    tokenizer, asks = read_tokenizer(MODEL), random_shapes(5, 300, 5, 0.0, 0, 0)
+    drawn = make_requests(asks, 1000, 7)
+    texts = make_requests(asks, 1000, 7, partial(text_of, tokenizer))
     for ids, text in zip(drawn, texts, strict=True):
         assert isinstance(ids.prompt, list) and isinstance(text.prompt, str)
         assert text.prompt == text_of(tokenizer, ids.prompt)
@@ -217,5 +216,5 @@ async def test_a_server_that_counts_other_tokens_than_were_drawn_is_believed() -
 
     async with httpx2.AsyncClient(base_url="http://server/v1", transport=httpx2.MockTransport(answer)) as http:
         seen = await OpenAiTarget(http, "m", {"ignore_eos": None}).send(BenchRequest(0.0, "some text", 10, 5), 0.0)
-    assert (seen.num_prompt_tokens, seen.num_output_tokens, len(seen.told), seen.error) == (12, 3, 1, "")
+    assert (seen.num_prompt_tokens, seen.num_output_tokens, len(seen.message_times), seen.error) == (12, 3, 1, "")
     assert asked[0]["prompt"] == "some text" and "ignore_eos" not in asked[0]

@@ -13,9 +13,8 @@ from matplotlib import image
 from scripted_router import baton
 
 from tools.bench import plots
-from tools.bench.figures import details_of, figures_of
-from tools.bench.plots import Offered, PlotBucket, figures, goodput_by_rate, itl_over_time, ttft_by_prompt
-from tools.bench.samples import Sample
+from tools.bench.figures import Sample, details_of, figures_of
+from tools.bench.plots import GoodputPoint, PlotBucket, figures, goodput_by_rate, itl_over_time, ttft_by_prompt
 
 
 def sample(sent_at: float, *told: float, num_prompt_tokens: int = 10, error: str = "") -> Sample:
@@ -60,7 +59,7 @@ def test_first_tokens_and_times_between_messages_are_those_that_clients_saw() ->
 def test_goodput_is_drawn_of_runs_with_a_rate_and_objectives_from_the_lowest_rate_on() -> None:
     fast, slow = sample(0, 0.1, 0.2), sample(0, 2.0, 3.0)
     runs = [run([fast, slow], 8.0, 500), run([fast, fast], 2.0, 500), run([fast], 4.0), run([fast], None, 500)]
-    assert goodput_by_rate(runs) == [Offered(2.0, 0.2, 0.2), Offered(8.0, 0.2, 0.1)]
+    assert goodput_by_rate(runs) == [GoodputPoint(2.0, 0.2, 0.2), GoodputPoint(8.0, 0.2, 0.1)]
     pictures = figures({str(number): each for number, each in enumerate(runs)})
     (axes,) = pictures["goodput"].axes
     drawn = {str(line.get_label()): list(map(float, line.get_ydata())) for line in axes.get_lines()}
