@@ -1,38 +1,39 @@
-"""Sends traces by OpenTelemetry's SDK over OTLP, from a thread of its own.
+"""Sends spans over OTLP with OpenTelemetry's SDK: its batch processor queues them and exports from its own thread.
 
-    over -> [waiting, bounded] -> the thread: spans of the SDK -> one export a batch -> sent | failed
-                               -> dropped, when too much waits
+    CallTrace.on_end -> the SDK's spans -> [queue, bounded] -> one export a batch -> sent | failed
+                                        -> dropped, when too many wait
 
-The event loop only decides whether a call is sampled, and makes a tree of plain values at the end. A collector that is
-slow or away costs spans, which are counted, and nothing else.
+A collector that is slow or away costs spans, which are counted, and nothing else.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
 import random
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from opentelemetry.context import Context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace import Event, ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
-    NonRecordingSpan,
+    INVALID_SPAN_CONTEXT,
     SpanContext,
     SpanKind,
     Status,
     StatusCode,
     TraceFlags,
+    TraceState,
+    format_span_id,
+    format_trace_id,
     get_current_span,
-    set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -42,26 +43,27 @@ from router.observe.tracing import CallTrace, Origin, Span, Traces
 
 log = logging.getLogger(__name__)
 
-MOST_WAITING = 2048
-"""Requests whose spans wait to be sent; one more is dropped."""
-BATCH = 256
-"""Requests sent together."""
+MOST_WAITING = 16384
+"""Spans that wait to be sent; a trace that would exceed it is dropped."""
+BATCH = 2048
+"""Spans sent together."""
 BATCH_WAIT_S = 0.5
-"""The first of a batch waits for others so long."""
+"""Time between two batches that are not full."""
 EXPORT_TIMEOUT_S = 5.0
-"""Of one batch, with every try that the exporter makes."""
+"""Limit for one batch, with every try that the exporter makes."""
 CLOSE_S = 1.0
 _LONGEST_HEADER = 512
 _TRACES_PATH = "/v1/traces"
 _QUIET_S = 60.0
 _PROPAGATOR = TraceContextTextMapPropagator()
+_IDS = RandomIdGenerator()
 _ABOUT_CLIENTS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
 """Loggers that warn of what a client sent in its headers, word for word: anybody could fill the log."""
 SENT, DROPPED, FAILED = "sent", "dropped", "failed"
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """OTLP over HTTP to a collector's base URL, or to its address of traces. Headers, certificates and compression are
+    """OTLP over HTTP to a collector's base URL, or to its address for traces. Headers, certificates and compression are
     those of OpenTelemetry's environment variables (OTEL_EXPORTER_OTLP_HEADERS and the like)."""
     base = endpoint.rstrip("/")
     url = base if base.endswith(_TRACES_PATH) else base + _TRACES_PATH
@@ -69,131 +71,108 @@ def exporter_to(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S)
 
 
-_Ended = tuple[Span, Context, SpanContext]
-"""A root, what it is in, and what it is itself."""
-
-
 class OtelTraces(Traces):
     """Owns the exporter, and closes it."""
 
     def __init__(self, exporter: SpanExporter, counter: LabelledCounter, *, sample: float = 1.0) -> None:
-        """`sample`: the share of calls that are traced, of those that bring no traceparent; else its flag decides."""
-        self._exporter = exporter
-        self._counter = counter
-        self._sample = sample
+        """`sample`: the share of calls that are traced, of those without a traceparent; else its flag decides."""
         for name in _ABOUT_CLIENTS:
             logging.getLogger(name).setLevel(logging.ERROR)
-        self._ended: list[ReadableSpan] = []
-        self._ids = _Ids()
-        self._provider = TracerProvider(ALWAYS_ON, _resource(), shutdown_on_exit=False, id_generator=self._ids)
-        self._provider.add_span_processor(_Collect(self._ended))
-        self._tracer = self._provider.get_tracer("baton.router", version("baton"))
-        self._waiting: queue.Queue[_Ended | None] = queue.Queue(MOST_WAITING)
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self._thread.start()
+        self._counter = counter
+        self._sample = sample
+        self._resource = _resource()
+        self._scope = InstrumentationScope("baton.router", version("baton"))
+        self._exporter = _CountingExporter(exporter, counter)
+        self._processor = BatchSpanProcessor(
+            self._exporter,
+            max_queue_size=MOST_WAITING,
+            schedule_delay_millis=1000 * BATCH_WAIT_S,
+            max_export_batch_size=min(BATCH, MOST_WAITING),
+        )
 
     def begin(self, metadata: Metadata, origin: Origin) -> CallTrace | None:
-        parent = _parent_of(metadata)
-        caller = get_current_span(parent).get_span_context()
+        caller = _caller_of(metadata)
         is_sampled = caller.trace_flags.sampled if caller.is_valid else random.random() < self._sample
         if not is_sampled:
             return None
-        own = _within(caller)
-        carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, set_span_in_context(NonRecordingSpan(own), Context()))
-        return CallTrace(carrier["traceparent"], origin, lambda root: self._put(root, parent, own))
-
-    def _put(self, root: Span, parent: Context, own: SpanContext) -> None:
-        try:
-            self._waiting.put_nowait((root, parent, own))
-        except queue.Full:
-            self._counter.add(root.count, DROPPED)
+        trace_id = caller.trace_id if caller.is_valid else _IDS.generate_trace_id()
+        own = _new_span(trace_id, caller.trace_state)
+        traceparent = f"00-{format_trace_id(trace_id)}-{format_span_id(own.span_id)}-01"
+        return CallTrace(traceparent, origin, lambda root: self._send(root, own, caller if caller.is_valid else None))
 
     def close(self) -> None:
-        self._is_closing.set()
-        if not self._waiting.full():
-            self._waiting.put(None)  # wakes the thread; nobody puts beside the event loop, which has ended its requests
-        self._thread.join(CLOSE_S)
-        self._exporter.shutdown()
-        self._thread.join(CLOSE_S / 2)
+        # The processor's own shutdown waits up to 30 s for an export that hangs.
+        closing = threading.Thread(target=self._processor.shutdown, name="close-traces", daemon=True)
+        closing.start()
+        closing.join(CLOSE_S)
+        if closing.is_alive():
+            self._exporter.shutdown()  # ends the pauses between its tries
+            closing.join(CLOSE_S / 2)
 
-    def _run(self) -> None:
-        has_ended = False
-        while not has_ended:
-            batch, has_ended = self._next_batch()
-            if batch:
-                self._send(batch)
+    def _send(self, root: Span, own: SpanContext, parent: SpanContext | None) -> None:
+        if not self._exporter.reserve(root.count, MOST_WAITING):
+            self._counter.add(root.count, DROPPED)
+            return
+        for span in self._sdk_spans(root, own, parent, SpanKind.SERVER):
+            self._processor.on_end(span)
 
-    def _next_batch(self) -> tuple[list[_Ended], bool]:
-        """At least one, unless nothing will follow; and whether nothing will follow."""
-        batch: list[_Ended] = []
-        until: float | None = None
-        while len(batch) < BATCH:
-            try:
-                if self._is_closing.is_set():
-                    entry = self._waiting.get_nowait()
-                else:
-                    entry = self._waiting.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
-            except queue.Empty:
-                return batch, self._is_closing.is_set()
-            if entry is not None:
-                batch.append(entry)
-                until = until or time.monotonic() + BATCH_WAIT_S
-        return batch, False
+    def _sdk_spans(
+        self, span: Span, own: SpanContext, parent: SpanContext | None, kind: SpanKind
+    ) -> Iterator[ReadableSpan]:
+        """`span` and all below it."""
+        yield ReadableSpan(
+            span.name,
+            own,
+            parent,
+            self._resource,
+            span.attributes,
+            [Event(event.name, timestamp=event.time_ns) for event in span.events],
+            kind=kind,
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=span.begin_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+        for child in span.children:
+            yield from self._sdk_spans(child, _new_span(own.trace_id, own.trace_state), own, SpanKind.INTERNAL)
 
-    def _send(self, batch: list[_Ended]) -> None:
-        num_spans = sum(root.count for root, _, _ in batch)
+
+class _CountingExporter(SpanExporter):
+    """Counts what an exporter sends, and the spans that wait for it: the processor drops without saying how many."""
+
+    def __init__(self, exporter: SpanExporter, counter: LabelledCounter) -> None:
+        self._exporter = exporter
+        self._counter = counter
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._is_shut_down = False
+
+    def reserve(self, num_spans: int, most: int) -> bool:
+        """Counts spans as waiting; False where more than `most` would wait."""
+        with self._lock:
+            fits = self._num_waiting + num_spans <= most
+            self._num_waiting += num_spans if fits else 0
+        return fits
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        with self._lock:
+            self._num_waiting -= len(spans)
         try:
-            for root, parent, own in batch:
-                self._ids.next = own
-                self._emit(root, parent, SpanKind.SERVER)
-            is_sent = self._exporter.export(tuple(self._ended)) is SpanExportResult.SUCCESS
+            result = self._exporter.export(spans)
         except Exception:
-            log.exception("%d spans could not be sent", num_spans)
-            is_sent = False
-        finally:
-            self._ended.clear()
-        self._counter.add(num_spans, SENT if is_sent else FAILED)
+            log.exception("%d spans could not be sent", len(spans))
+            result = SpanExportResult.FAILURE
+        self._counter.add(len(spans), SENT if result is SpanExportResult.SUCCESS else FAILED)
+        return result
 
-    def _emit(self, record: Span, parent: Context, kind: SpanKind) -> None:
-        span = self._tracer.start_span(record.name, parent, kind, record.attributes, start_time=record.begin_ns)
-        for event in record.events:
-            span.add_event(event.name, timestamp=event.time_ns)
-        if record.error:
-            span.set_status(Status(StatusCode.ERROR, record.error))
-        inside = set_span_in_context(span, parent)
-        for child in record.children:
-            self._emit(child, inside, SpanKind.INTERNAL)
-        span.end(record.end_ns)
-
-
-class _Ids(RandomIdGenerator):
-    """At random, but for a root: its ids were made when its call came, so that others could name it before it ended."""
-
-    def __init__(self) -> None:
-        self.next: SpanContext | None = None
-
-    def generate_trace_id(self) -> int:
-        return super().generate_trace_id() if self.next is None else self.next.trace_id
-
-    def generate_span_id(self) -> int:
-        own, self.next = self.next, None
-        return super().generate_span_id() if own is None else own.span_id
-
-
-class _Collect(SpanProcessor):
-    """Hands spans over as they end, on the thread that ends them."""
-
-    def __init__(self, ended: list[ReadableSpan]) -> None:
-        self._ended = ended
-
-    def on_end(self, span: ReadableSpan) -> None:
-        self._ended.append(span)
+    def shutdown(self) -> None:
+        if not self._is_shut_down:
+            self._is_shut_down = True
+            self._exporter.shutdown()
 
 
 class _Seldom(logging.Filter):
-    """An exporter complains of a collector that is away at each try: one line a minute is enough."""
+    """Passes one line a minute: an exporter complains at each try while its collector is away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,15 +189,13 @@ class _Seldom(logging.Filter):
 _SELDOM = _Seldom()
 
 
-def _within(caller: SpanContext) -> SpanContext:
-    """A new span of the caller's trace, or of its own."""
-    ids = RandomIdGenerator()
-    trace_id = caller.trace_id if caller.is_valid else ids.generate_trace_id()
-    return SpanContext(trace_id, ids.generate_span_id(), is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))
+def _new_span(trace_id: int, trace_state: TraceState) -> SpanContext:
+    flags = TraceFlags(TraceFlags.SAMPLED)
+    return SpanContext(trace_id, _IDS.generate_span_id(), is_remote=False, trace_flags=flags, trace_state=trace_state)
 
 
-def _parent_of(metadata: Metadata) -> Context:
-    """The span that the caller says it is in; none where that is missing, doubled or malformed."""
+def _caller_of(metadata: Metadata) -> SpanContext:
+    """The span that the caller says it is in; invalid where that is missing, doubled or malformed."""
     found: dict[str, list[str]] = {"traceparent": [], "tracestate": []}
     for name, value in metadata:
         values = found.get(name.lower())
@@ -226,11 +203,11 @@ def _parent_of(metadata: Metadata) -> Context:
             values.append(value)
     parents, states = found["traceparent"], ",".join(found["tracestate"])
     if len(parents) != 1 or len(parents[0]) > _LONGEST_HEADER:
-        return Context()
+        return INVALID_SPAN_CONTEXT
     carrier = {"traceparent": parents[0]}
     if states and len(states) <= _LONGEST_HEADER:
         carrier["tracestate"] = states
-    return _PROPAGATOR.extract(carrier, Context())
+    return get_current_span(_PROPAGATOR.extract(carrier, Context())).get_span_context()
 
 
 def _resource() -> Resource:
