@@ -9,6 +9,7 @@ where one is needed.
 from __future__ import annotations
 
 import asyncio
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,17 +29,25 @@ from cluster.settings import RouterSettings
 from cluster.state import Store, open_store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.api.admin import HEALTH, ControlService, HealthService, StatusService, reflection_handler
+from router.api.call import principal_of
 from router.api.handlers import service_handler
 from router.api.model_service import ModelService
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.api.tokenizer import Tokenizer
-from router.batches.batching import Batching
+from router.batches.idle import IdleCapacity
+from router.batches.runner import BatchRunner
+from router.batches.sqlite_store import SqliteStore
+from router.batches.store import BatchStore
 from router.observe.page.controller_link import ControllerLink
 from router.observe.page.routes import StatusPage
 from router.observe.router_metrics import VllmNames
 from router.observe.tracing import Traces
-from router.openai.app import OpenAiApp
+from router.openai.app import OpenAiApp, principal_for
+from router.openai.batches import BatchRoutes
+from router.openai.files import FileRoutes, over_store
+from router.openai.generating import LineAnswerer
+from router.openai.http import Operation
 from router.openai.listener import HttpListener
 from router.queue.limits import Limits, Objectives
 from router.routing.dispatcher import Dispatcher
@@ -55,6 +64,8 @@ _HEALTH_NAMES = ("", GENERATION.full_name)
 _LAST_WORDS_S = 1.0
 """After the drain, calls get this long to deliver their last message."""
 _TOKENIZER_THREADS = 2
+_AROUND_A_BODY = 4096
+"""Bytes of a batch's line beside its body."""
 _LOOPBACK = "127.0.0.1"
 _TRANSPORT_SLACK = 4
 """gRPC takes messages this many times larger than the limit, so that the router can refuse them by name; beyond that
@@ -118,9 +129,8 @@ class RouterServer:
         self._models = ModelService(
             self._model, self._tokenizer, self._executor, lambda: self.dispatcher.fleet.weights_revision
         )
-        self._batching = Batching(
-            settings, self.generation.Generate, self.dispatcher, self._gate, self._tokenizer.token_bytes
-        )
+        self._batch_store = open_batch_store(settings.router.batch_store)
+        self._batch_runner = self._new_batch_runner()
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
         self._metrics_page: MetricsPage | None = None
@@ -185,12 +195,12 @@ class RouterServer:
         self._health.set(is_serving=False)
         if self.dispatcher.num_running:
             self._report(f"draining {self.dispatcher.num_running} requests")
-        await self._batching.stop()
+        await self._batch_runner.stop()
         await self.dispatcher.drain(self._settings.drain_timeout_s)
         await asyncio.gather(*(server.stop(_LAST_WORDS_S) for server in self._servers))
         if self._http is not None:
             await self._http.stop()
-        await self._batching.close()
+        await self._batch_store.close()
         if self._controller is not None:
             await self._controller.close()
         await self.generation.resumables.stop()
@@ -234,7 +244,8 @@ class RouterServer:
             lambda: self.dispatcher.fleet.can_serve,
             max_body_bytes=settings.router.max_message_bytes,
             stalled_client_s=settings.router.stalled_client_timeout_s,
-            more_routes=[*page.routes, *self._batching.routes],
+            more_operations=self._batch_operations(),
+            more_routes=page.routes,
         )
         self._http = HttpListener(
             front.app,
@@ -245,7 +256,39 @@ class RouterServer:
             stalled_client_s=settings.router.stalled_client_timeout_s,
         )
         self._http.start()
-        self._batching.start()
+        if not self._has_no_batches:
+            self._batch_runner.start()
+
+    def _new_batch_runner(self) -> BatchRunner:
+        settings, dispatcher, gate = self._settings.router, self.dispatcher, self._gate
+        answerer = LineAnswerer(
+            self.generation.Generate,
+            lambda key_id: principal_of(gate.key_of_id(key_id)),
+            self._tokenizer.token_bytes,
+            settings.max_message_bytes,
+        )
+        return BatchRunner(
+            self._batch_store,
+            IdleCapacity(lambda num_running: dispatcher.admission.has_spare(num_running, dispatcher.clock())),
+            answerer.answer,
+            dispatcher.counters.batch_lines,
+            most_line_bytes=settings.max_message_bytes + _AROUND_A_BODY,
+        )
+
+    def _batch_operations(self) -> list[Operation]:
+        settings, store = self._settings.router, self._batch_store
+        stalled_client_s = settings.stalled_client_timeout_s
+        principal_of_request = functools.partial(principal_for, self._gate)
+        files = FileRoutes(
+            store, principal_of_request, most_bytes=settings.max_file_bytes, stalled_client_s=stalled_client_s
+        )
+        batches = BatchRoutes(store, principal_of_request, self._batch_runner.wake, stalled_client_s=stalled_client_s)
+        return over_store([*files.operations, *batches.operations], is_refused=self._has_no_batches)
+
+    @property
+    def _has_no_batches(self) -> bool:
+        """The routers of this cluster share no store."""
+        return self._settings.router.batch_store == ""
 
     def _serve_metrics(self) -> None:
         """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
@@ -294,3 +337,12 @@ def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:
             "with the extra otel (make setup EXTRAS=dev,otel), or set router.trace_endpoint: null"
         ) from error
     return OtelTraces(exporter_to(settings.router.trace_endpoint), counter, sample=settings.router.trace_sample)
+
+
+def open_batch_store(where: str | None) -> BatchStore:
+    """As `router.batch_store` of the settings has it. Connects, or opens the file, at the first call."""
+    if where is not None and where.startswith(("redis://", "rediss://")):
+        from router.batches.redis_store import RedisBatchStore
+
+        return RedisBatchStore(where)
+    return SqliteStore(where)

@@ -22,6 +22,9 @@ T = TypeVar("T")
 INLINE_BYTES = 8 * 1024
 """A request up to this size is read and tokenized in the event loop; a thread would cost more."""
 
+LONGEST_NAME = 256
+"""Characters of request_id, cache_salt, session_id."""
+
 
 async def run_aside(is_long: bool, work: Callable[[], T], executor: Executor | None = None) -> T:
     """Runs work that takes long on a thread, so that one client's prompt does not hold up another's tokens."""

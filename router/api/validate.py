@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.call import ValidatedRequest
+from router.api.call import LONGEST_NAME, ValidatedRequest
 from router.api.chat import Prompt, read_chat
 from router.api.grammar import CheckGrammar, read_constraint
 from router.api.served_model import ServedModel
@@ -27,8 +27,6 @@ MOST_STOP_TOKENS = 64
 MOST_TOP_LOGPROBS = 20
 LARGEST_STARTED_BYTES = 4_000_000
 """Of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB unless told otherwise."""
-LONGEST_NAME = 256
-"""Characters of request_id, cache_salt, session_id."""
 LONGEST_TIMEOUT_S = 24 * 3600.0
 MOST_PRIORITY = 10
 """From -10 to 10; 0 unless the client says otherwise."""

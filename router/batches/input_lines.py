@@ -7,12 +7,12 @@ What a body may hold is not looked at here: that is for whoever answers the line
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from router.batches.records import BatchProblem
-from router.openai.json_text import read_json
+from router.batches.store import BatchProblem
+from router.openai.bodies import read_json
 
 MOST_LINES = 50_000
 MOST_PROBLEMS = 100
@@ -31,6 +31,18 @@ class Line:
     body: dict[str, Any]
     size_bytes: int
     """Of all of it."""
+
+
+@dataclass(frozen=True)
+class LineResult:
+    """The outcome of one attempt to answer a line."""
+
+    status: int
+    body: Mapping[str, Any]
+    retry_after_s: float | None = None
+    """Not None: there is no answer yet, and the line may be tried again after this time."""
+    is_refusal: bool = False
+    """It has not run."""
 
 
 class Splitter:

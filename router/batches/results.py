@@ -10,14 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from router.batches.input_lines import Line, Splitter, read_line
-from router.batches.records import CANCELLED, CANCELLING, COMPLETED, EXPIRED, Batch, StoredFile
-from router.batches.store import BatchClaim, BatchStore, LineAnswer, StoredRecord
+from router.batches.store import (
+    CANCELLED,
+    CANCELLING,
+    COMPLETED,
+    EXPIRED,
+    PIECE_BYTES,
+    Batch,
+    BatchClaim,
+    BatchStatus,
+    BatchStore,
+    LineAnswer,
+    StoredFile,
+    StoredRecord,
+    pieces_of,
+)
 
-PIECE_BYTES = 2**20
 _AT_ONCE = 50
 """Lines whose answers are read at a time."""
 _UNANSWERED = {
@@ -26,24 +38,8 @@ _UNANSWERED = {
 }
 
 
-class InputGone(Exception):
-    """The input file is not there any more."""
-
-
 class ClaimLost(Exception):
     """Another router has the batch, or the store has lost it."""
-
-
-async def pieces_of(store: BatchStore, tenant: str, file_id: str) -> AsyncIterator[bytes]:
-    """Raises InputGone."""
-    record = await store.find("file", tenant, file_id)
-    if record is None:
-        raise InputGone
-    for number in range(StoredFile.from_json(record.data).num_pieces):
-        piece = await store.piece(file_id, number)
-        if piece is None:
-            raise InputGone
-        yield piece
 
 
 async def lines_of(store: BatchStore, batch: Batch, most_line_bytes: int) -> AsyncIterator[Line]:
@@ -61,7 +57,7 @@ async def lines_of(store: BatchStore, batch: Batch, most_line_bytes: int) -> Asy
         yield line
 
 
-def answer_line(line: Line, request_id: str, status: int, body: dict[str, Any]) -> LineAnswer:
+def answer_line(line: Line, request_id: str, status: int, body: Mapping[str, Any]) -> LineAnswer:
     response = {"status_code": status, "request_id": request_id, "body": body}
     return LineAnswer(line.number, status == 200, _told(request_id, line, response, None))
 
@@ -74,7 +70,7 @@ async def write_results(store: BatchStore, claim: BatchClaim, batch: Batch, most
     good = _Writer(store, claim, batch, "output", now)
     bad = _Writer(store, claim, batch, "error", now)
     totals, num_failed, num_left = _Usage(), 0, 0
-    over = CANCELLED if batch.status == CANCELLING else EXPIRED
+    over: BatchStatus = CANCELLED if batch.status == CANCELLING else EXPIRED
     code, message = _UNANSWERED[over]
     async for lines in _in_parts(lines_of(store, batch, most_line_bytes)):
         answers = {a.number: a for a in await store.answers(batch.batch_id, [line.number for line in lines])}

@@ -22,18 +22,22 @@ from typing import Any, TypeVar
 
 from cluster.state import StoreAway
 from router.batches.idle import IdleCapacity
-from router.batches.input_lines import Checker, Line
-from router.batches.records import (
+from router.batches.input_lines import Checker, Line, LineResult
+from router.batches.results import ClaimLost, answer_line, lines_of, write_results
+from router.batches.store import (
     FAILED,
     FINALIZING,
     IN_PROGRESS,
     KEPT_S,
     VALIDATING,
     Batch,
+    BatchClaim,
     BatchProblem,
+    BatchStore,
+    InputGone,
+    StoredRecord,
+    pieces_of,
 )
-from router.batches.results import ClaimLost, InputGone, answer_line, lines_of, pieces_of, write_results
-from router.batches.store import BatchClaim, BatchStore, StoredRecord
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,19 +55,7 @@ _LONGEST_PAUSE_S, _LONGER_EACH_TIME, _LONGEST_AFTER = 60.0, 1.5, 20
 _SWEEP_AT_ONCE = 100
 
 
-@dataclass(frozen=True)
-class TriedClaim:
-    """What came of running a line once."""
-
-    status: int
-    body: dict[str, Any]
-    retry_after_s: float | None = None
-    """Not None: it is no answer, and may be tried again then."""
-    is_refusal: bool = False
-    """It has not run."""
-
-
-AnswerLine = Callable[[Batch, Line, str], Awaitable[TriedClaim]]
+AnswerLine = Callable[[Batch, Line, str], Awaitable[LineResult]]
 """Of a batch, one line, under a request id."""
 
 
@@ -279,7 +271,7 @@ class BatchRunner:
             raise ClaimLost
         self._counts["completed" if answer.is_good else "failed"] += 1
 
-    async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> TriedClaim:
+    async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> LineResult:
         num_tries = num_failures = 0
         while True:
             async with self._idle.place(batch.tenant):

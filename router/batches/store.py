@@ -1,17 +1,151 @@
-"""The interface of a batch store: records by tenant, pieces of files, claims on batches, answers to lines.
+"""Files and batches as they are stored, how a batch goes from one status to the next, and the interface of a store.
 
-A batch that is open is worked on by who holds its claim. A claim ends when it is not renewed in time; the next one has
-a higher epoch, and whoever writes with an older one is told so: that is how each line gets one answer, however many
-routers there are and whenever they die. A claim that has ended holds as long as nobody else has taken the batch.
+    validating -> in_progress -> finalizing -> completed, or expired with lines that were not answered in time
+         |             \\-> cancelling -> cancelled
+         \\-> failed, cancelling
 
-Records are replaced only by who knows their present version. Every call may raise StoreAway.
+Everything is JSON in the store: a router of another version reads it, so fields are added with defaults, and never
+change their meaning. Records are replaced only by a writer that knows their present version.
+
+A batch that is open is worked on by the router that holds its claim. A claim ends when it is not renewed in time; the
+next one has a higher epoch, and a write with an older one is refused: that is how each line gets one answer, however
+many routers there are and whenever they die. An expired claim still holds while nobody else has taken the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Final, Literal, Protocol, Self
+
+DAY_S = 24 * 3600
+KEPT_S = 30 * DAY_S
+"""How long a file is kept unless its owner says otherwise, and the record of a batch after its end."""
+
+PIECE_BYTES = 2**20
+FilePurpose = Literal["batch", "batch_output"]
+BatchStatus = Literal[
+    "validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "cancelled", "expired"
+]
+VALIDATING: Final = "validating"
+IN_PROGRESS: Final = "in_progress"
+FINALIZING: Final = "finalizing"
+CANCELLING: Final = "cancelling"
+COMPLETED: Final = "completed"
+FAILED: Final = "failed"
+CANCELLED: Final = "cancelled"
+EXPIRED: Final = "expired"
+_LEADS_TO: dict[BatchStatus, tuple[BatchStatus, ...]] = {
+    VALIDATING: (IN_PROGRESS, FAILED, CANCELLING),
+    IN_PROGRESS: (FINALIZING, FAILED, CANCELLING),
+    FINALIZING: (COMPLETED, EXPIRED, FAILED),
+    CANCELLING: (CANCELLED, FAILED),
+    COMPLETED: (),
+    FAILED: (),
+    CANCELLED: (),
+    EXPIRED: (),
+}
+
+
+class _Json:
+    """Reading drops unknown fields."""
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Self:
+        values = json.loads(data)
+        return cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})  # type: ignore[attr-defined]
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), ensure_ascii=False).encode()  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class StoredFile(_Json):
+    """One file; its bytes are in pieces. Times are in seconds since 1970."""
+
+    file_id: str
+    tenant: str
+    filename: str
+    purpose: FilePurpose
+    size_bytes: int
+    num_pieces: int
+    created_at: int
+    expires_at: int
+
+
+@dataclass(frozen=True)
+class BatchProblem:
+    """What is wrong with an input file."""
+
+    code: str
+    message: str
+    line: int | None = None
+    """Counted from 1; None: it is not in one line."""
+    param: str | None = None
+
+
+@dataclass(frozen=True)
+class Batch(_Json):
+    """One batch. Times are in seconds since 1970."""
+
+    batch_id: str
+    tenant: str
+    key_id: str
+    """Id of the API key on whose behalf it runs."""
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    """Lines that have no answer by then are not run any more."""
+    metadata: dict[str, str] | None = None
+    output_kept_s: int = KEPT_S
+    status: BatchStatus = VALIDATING
+    reached: dict[str, int] = field(default_factory=dict)
+    """Time at which it came to each status."""
+    total: int = 0
+    completed: int = 0
+    """Like `failed` and `usage`, set once the batch is over; before, the store counts."""
+    failed: int = 0
+    usage: dict[str, Any] | None = None
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    """Each has the fields of a `BatchProblem`."""
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return not _LEADS_TO[self.status]
+
+    @property
+    def can_cancel(self) -> bool:
+        return CANCELLING in _LEADS_TO[self.status]
+
+    def to(self, status: BatchStatus, now: float, **changes: Any) -> Batch:
+        """The only way to change the status. Raises ValueError for one that cannot follow."""
+        if status not in _LEADS_TO[self.status]:
+            allowed = ", ".join(_LEADS_TO[self.status]) or "nothing: it is over"
+            raise ValueError(f"batch {self.batch_id} cannot go from {self.status} to {status}; allowed: {allowed}")
+        return replace(self, status=status, reached={**self.reached, status: int(now)}, **changes)
+
+    def request_id(self, number: int) -> str:
+        """The request id of one line, in each of its attempts."""
+        return f"batch_req_{self.batch_id.removeprefix('batch_')}-{number}"
+
+    def result_file_id(self, kind: str) -> str:
+        """Fixed, so that a router which takes over from another one writes no second result."""
+        return f"file-{self.batch_id.removeprefix('batch_')}-{kind}"
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
+
+
+def new_batch_id() -> str:
+    return f"batch_{secrets.token_hex(12)}"
+
 
 Kind = Literal["file", "batch"]
 
@@ -123,3 +257,19 @@ class BatchStore(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class InputGone(Exception):
+    """A file is not there any more."""
+
+
+async def pieces_of(store: BatchStore, tenant: str, file_id: str) -> AsyncIterator[bytes]:
+    """The bytes of a file. Raises InputGone."""
+    record = await store.find("file", tenant, file_id)
+    if record is None:
+        raise InputGone
+    for number in range(StoredFile.from_json(record.data).num_pieces):
+        piece = await store.piece(file_id, number)
+        if piece is None:
+            raise InputGone
+        yield piece

@@ -1,15 +1,19 @@
 """What clients of the OpenAI API send: every field that is known here, with its type.
 
-A field that is not known is refused by name, so that nothing is ignored silently; `IGNORED` are those that clients send
-as a matter of course and that change nothing of an answer. What a value may be is the business of
-`router.api.validate`, which every front end shares.
+An unknown field is refused by name, so that nothing is ignored silently; `IGNORED` are those that clients send as a
+matter of course and that change nothing of an answer. `router.api.validate`, which every front end shares, checks the
+values of what generation takes.
 """
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from starlette.datastructures import UploadFile
+
+from router.batches.store import KEPT_S
 
 IGNORED = (
     "user",
@@ -23,7 +27,24 @@ IGNORED = (
     "reasoning_effort",
     "verbosity",
 )
-"""Taken, and without effect."""
+"""Accepted, and without effect."""
+LEAST_KEPT_S = 3600
+MOST_FILES = 10_000
+"""Of one tenant, and on one page."""
+MOST_BATCHES = 100
+"""On one page."""
+
+
+def read_json(data: bytes) -> object:
+    """Raises ValueError for what is not JSON in UTF-8."""
+    text = data.decode("utf-8")
+    try:
+        found: object = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
+    except RecursionError as error:
+        raise ValueError("nests too deep") from error
+    return found
 
 
 class _Body(BaseModel):
@@ -36,7 +57,7 @@ Message = Annotated[
         {"type": "object", "required": ["role"], "properties": {"role": {"type": "string", "minLength": 1}}}
     ),
 ]
-"""What else is in one is the chat template's."""
+"""The chat template decides what else a message may have."""
 _AT_LEAST_ONE: dict[str, Any] = {"minItems": 1}
 
 
@@ -59,7 +80,7 @@ class ResponseFormat(_Body):
 
 
 class StructuredOutputs(_Body):
-    """What the whole output must be, as vLLM's clients write it."""
+    """A constraint on the whole output, as vLLM's clients write it."""
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -69,7 +90,7 @@ class StructuredOutputs(_Body):
 
 
 class _Sampling(_Body):
-    """What both kinds of completions take: OpenAI's fields, then those of other servers that Baton has, too."""
+    """Fields of both kinds of completions: OpenAI's, then those of other servers that Baton has, too."""
 
     model: str
     temperature: float | None = None
@@ -136,7 +157,7 @@ class ChatBody(_Sampling):
 
 
 def _exactly_one(*names: str) -> dict[str, Any]:
-    """For the document; that it is so is checked when a body is read."""
+    """A rule for the document; `specs.tokenize_request` checks it."""
     return {"oneOf": [{"required": [name], "properties": {name: {"not": {"type": "null"}}}} for name in names]}
 
 
@@ -162,7 +183,7 @@ class DetokenizeBody(_Body):
 
 class ExpiresAfter(_Body):
     anchor: Literal["created_at"]
-    seconds: int = Field(json_schema_extra={"minimum": 3600, "maximum": 2_592_000})
+    seconds: int = Field(ge=LEAST_KEPT_S, le=KEPT_S)
 
 
 class BatchBody(_Body):
@@ -173,3 +194,30 @@ class BatchBody(_Body):
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
     output_expires_after: ExpiresAfter | None = None
+
+
+class UploadBody(_Body):
+    """POST /v1/files, the parts of a multipart body."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    file: Annotated[UploadFile, WithJsonSchema({"type": "string", "format": "binary"})]
+    purpose: Literal["batch"]
+    anchor: Literal["created_at"] | None = Field(default=None, alias="expires_after[anchor]")
+    seconds: int | None = Field(default=None, alias="expires_after[seconds]", ge=LEAST_KEPT_S, le=KEPT_S)
+
+
+class FilesQuery(_Body):
+    """GET /v1/files."""
+
+    after: str | None = None
+    limit: int = Field(default=MOST_FILES, ge=1, le=MOST_FILES)
+    order: Literal["asc", "desc"] = "desc"
+    purpose: str | None = None
+
+
+class BatchesQuery(_Body):
+    """GET /v1/batches."""
+
+    after: str | None = None
+    limit: int = Field(default=20, ge=1, le=MOST_BATCHES)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from cluster.errors import BatonError
 
@@ -56,21 +54,25 @@ _FIELDS = {
     "choice": "structured_outputs.choice",
     "grammar_ebnf": "structured_outputs.grammar",
 }
-"""Of the last part of a path in the .proto, what it is called here."""
+"""HTTP names of fields, by the last part of their path in the .proto."""
 _PATH = re.compile(
     r"\b(?:spec\.(?:(?:sampling|stopping|output|cache|scheduling)\.)?|(?=chat\.(?:messages|tools|template_kwargs)\b|token_ids\b))"
     r"([a-z_]+(?:\.[a-z_]+)*)"
 )
-"""Of a GenerationSpec, or of a TokenizeRequest or DetokenizeRequest, which have what they hold beside no spec."""
+"""The path of a field in a GenerationSpec, or in a TokenizeRequest or DetokenizeRequest, which have no spec."""
 
 
-@dataclass(frozen=True)
-class HttpFailure:
-    """Of one HTTP call."""
+class HttpFailure(Exception):
+    """A call that is refused, or has failed."""
 
-    status: int
-    body: dict[str, Any]
-    retry_after_s: float | None = None
+    def __init__(
+        self, status: int, code: str, message: str, param: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+        kind = _TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -82,21 +84,17 @@ class HttpFailure:
 
 
 def failure_of(error: BatonError, names: Mapping[str, str] = MappingProxyType({})) -> HttpFailure:
-    """`names`: of the last part of a path in the .proto, what this client calls it, where that is not as usual."""
+    """`names`: this client's names for fields of the .proto (the last part of their path), where they are not the
+    usual."""
     status = _STATUS[error.grpc_code]
     is_named = error.violations and error.grpc_code != "RESOURCE_EXHAUSTED"
     param = rename(error.violations[0].field, names) if is_named else None
     code = "model_not_found" if (status, param) == (404, "model") else _CODE.get(error.grpc_code, error.reason.lower())
-    return HttpFailure(status, body_of(rename(error.message, names), status, code, param), error.retry_after_s)
-
-
-def body_of(message: str, status: int, code: str, param: str | None = None) -> dict[str, Any]:
-    kind = _TYPE.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return HttpFailure(status, code, rename(error.message, names), param, error.retry_after_s)
 
 
 def rename(text: str, names: Mapping[str, str] = MappingProxyType({})) -> str:
-    """With fields of a GenerationSpec under the names that they have in a body."""
+    """Gives fields of a GenerationSpec the names that they have in a body."""
     return _PATH.sub(lambda found: _name(found[1], {**_FIELDS, **names}), text)
 
 

@@ -2,192 +2,276 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from cluster.auth import Gate
-from cluster.errors import NotFound
+from cluster.errors import FieldViolation, InvalidRequest, NotFound, NotServed
 from cluster.state import StoreAway
-from router.api.call import Principal, principal_of
-from router.batches.records import Batch, StoredFile, new_file_id, told_file
-from router.batches.results import PIECE_BYTES, InputGone, pieces_of
-from router.batches.store import BatchStore, StoredRecord
-from router.openai import pages
-from router.openai.app import GENERATION, Answer, Handler, guarded, headers_of
-from router.openai.errors import HttpFailure, body_of
-from router.openai.exchange import failed, log
-from router.openai.uploads import FileTooLarge, Upload, uploaded
+from router.api.call import Principal
+from router.api.violations import invalid
+from router.batches.store import (
+    KEPT_S,
+    PIECE_BYTES,
+    Batch,
+    BatchStore,
+    InputGone,
+    Kind,
+    StoredFile,
+    StoredRecord,
+    new_file_id,
+    pieces_of,
+)
+from router.openai.answers import DeletedFile, FileAnswer, Page
+from router.openai.bodies import MOST_FILES, FilesQuery, UploadBody
+from router.openai.errors import HttpFailure
+from router.openai.http import BYTES, CALLS, HAS_BODY, Handler, Operation, checked_texts, log, parts_of
 
-MOST_FILES = 10_000
-"""Of one tenant, and on one page."""
+LONGEST_FILENAME = 255
+_BESIDE_BYTES = 64 * 1024
+"""How much longer than its file a body may be: the fields, and what multipart puts between."""
+_MOST_FIELDS = 8
 _MOST_OPEN_BATCHES = 10_000
 _KEPT_AT_ONCE = 20
-"""So many times the largest file may a tenant keep together."""
+"""Together, a tenant's files may be so many times as large as the largest file."""
 _RETRY_AFTER_S = 1.0
+logging.getLogger("python_multipart").setLevel(logging.ERROR)  # a client's mistake is answered, not logged
+
+
+class FileTooLarge(Exception):
+    """The upload has more bytes than are taken."""
 
 
 class FileRoutes:
-    """`routes`: for the HTTP door. `most_bytes`: of one file."""
+    """`operations`: for the HTTP API. `most_bytes`: of one file."""
 
-    def __init__(self, store: BatchStore, gate: Gate, *, most_bytes: int, stalled_client_s: float) -> None:
+    def __init__(
+        self,
+        store: BatchStore,
+        principal_of: Callable[[Request], Principal],
+        *,
+        most_bytes: int,
+        stalled_client_s: float,
+    ) -> None:
         self._store = store
-        self._gate = gate
+        self._principal_of = principal_of
         self._most_bytes = most_bytes
         self._stalled_client_s = stalled_client_s
-        self.routes = [
-            route("/v1/files", POST=self._upload, GET=self._list),
-            route("/v1/files/{file_id}", GET=self._tell, DELETE=self._delete),
-            route("/v1/files/{file_id}/content", GET=self._content),
+        all_files, one, content = "/v1/files", "/v1/files/{file_id}", "/v1/files/{file_id}/content"
+        self.operations = [
+            Operation(
+                "POST",
+                all_files,
+                self._upload,
+                "Upload the lines of a batch",
+                (*HAS_BODY, 413),
+                FileAnswer,
+                body=UploadBody,
+                body_media_type="multipart/form-data",
+            ),
+            Operation(
+                "GET",
+                all_files,
+                self._list,
+                "Files that were uploaded, and results",
+                CALLS,
+                Page[FileAnswer],
+                query=FilesQuery,
+            ),
+            Operation("GET", one, self._get, "One file", (*CALLS, 404), FileAnswer),
+            Operation("DELETE", one, self._delete, "Delete a file", (*CALLS, 404, 409), DeletedFile),
+            Operation("GET", content, self._content, "The bytes of a file", (*CALLS, 404), media_type=BYTES),
         ]
 
-    async def _upload(self, request: Request, request_id: str) -> Answer:
-        caller = caller_for(self._gate, request)
+    async def _upload(self, request: Request) -> Response:
+        principal = self._principal_of(request)
         try:
             async with uploaded(request, self._most_bytes, self._stalled_client_s) as upload:
-                refusal = await self._refusal(caller, upload)
-                if refusal is not None:
-                    return failed(refusal, request_id)
-                file = await self._keep(caller, upload)
-        except FileTooLarge:
+                await self._check_storage(principal, upload)
+                file = await self._add(principal, upload)
+        except FileTooLarge as error:
             message = f"the file is larger than {self._most_bytes} bytes (router.max_file_bytes); split it"
-            return failed(HttpFailure(413, body_of(message, 413, "file_too_large", "file")), request_id)
-        return JSONResponse(told_file(file))
+            raise HttpFailure(413, "file_too_large", message, "file") from error
+        return JSONResponse(_file_answer(file))
 
-    async def _refusal(self, caller: Principal, upload: Upload) -> HttpFailure | None:
-        """What a tenant keeps has bounds."""
-        kept = await self._store.page("file", caller.tenant, after=None, limit=MOST_FILES, is_ascending=True) or []
+    async def _check_storage(self, principal: Principal, upload: Upload) -> None:
+        """Raises HttpFailure where the tenant would keep more than it may."""
+        kept = await self._store.page("file", principal.tenant, after=None, limit=MOST_FILES, is_ascending=True) or []
         size = upload.size_bytes + sum(StoredFile.from_json(record.data).size_bytes for record in kept)
         most = _KEPT_AT_ONCE * self._most_bytes
-        if size <= most and len(kept) < MOST_FILES:
-            return None
-        message = f"with this file there would be more than {most} bytes or {MOST_FILES} files; delete some"
-        return HttpFailure(413, body_of(message, 413, "storage_full", "file"))
+        if size > most or len(kept) >= MOST_FILES:
+            message = f"with this file there would be more than {most} bytes or {MOST_FILES} files; delete some"
+            raise HttpFailure(413, "storage_full", message, "file")
 
-    async def _keep(self, caller: Principal, upload: Upload) -> StoredFile:
+    async def _add(self, principal: Principal, upload: Upload) -> StoredFile:
         file_id, now, number = new_file_id(), int(time.time()), 0
         while piece := await upload.file.read(PIECE_BYTES):
             await self._store.put_piece(file_id, number, piece)
             number += 1
         ends_at = now + upload.kept_s
         name, size = upload.filename, upload.size_bytes
-        file = StoredFile(file_id, caller.tenant, name, "batch", size, number, now, ends_at)
-        await self._store.add(StoredRecord("file", file_id, caller.tenant, file.to_json(), ends_at))
+        file = StoredFile(file_id, principal.tenant, name, "batch", size, number, now, ends_at)
+        await self._store.add(StoredRecord("file", file_id, principal.tenant, file.to_json(), ends_at))
         return file
 
-    async def _list(self, request: Request, request_id: str) -> Answer:
-        caller, query = caller_for(self._gate, request), request.query_params
-        pages.check_names(query, "after", "limit", "order", "purpose")
-        limit = pages.limit_of(query, usual=MOST_FILES, most=MOST_FILES)
-        purpose, found, after = query.get("purpose"), list[StoredFile](), query.get("after")
-        while len(found) <= limit:
-            records = await self._store.page(
-                "file", caller.tenant, after=after, limit=limit + 1, is_ascending=pages.is_ascending(query)
+    async def _list(self, request: Request) -> Response:
+        principal, query = self._principal_of(request), checked_texts(request.query_params, FilesQuery)
+        found, after, is_ascending = list[StoredFile](), query.after, query.order == "asc"
+        while len(found) <= query.limit:
+            records = await page_of(
+                self._store, "file", principal.tenant, after, query.limit, is_ascending=is_ascending
             )
-            if records is None:
-                raise pages.unknown_after()
             files = [StoredFile.from_json(record.data) for record in records]
-            found += [file for file in files if purpose in (None, file.purpose) and not _is_over(file)]
-            if len(records) <= limit:
+            found += [file for file in files if query.purpose in (None, file.purpose) and not _is_over(file)]
+            if len(records) <= query.limit:
                 break
             after = records[-1].record_id
-        return JSONResponse(pages.page([told_file(file) for file in found], limit))
+        return JSONResponse(page_answer([_file_answer(file) for file in found], query.limit))
 
-    async def _tell(self, request: Request, request_id: str) -> Answer:
-        return JSONResponse(told_file(await self._find(request)))
+    async def _get(self, request: Request) -> Response:
+        return JSONResponse(_file_answer(await self._find(request)))
 
-    async def _delete(self, request: Request, request_id: str) -> Answer:
+    async def _delete(self, request: Request) -> Response:
         file = await self._find(request)
-        batch_id = await self._batch_of(file)
+        batch_id = await self._open_batch_of(file)
         if batch_id is not None:
             message = f"{file.file_id} is the input of {batch_id}, which is not over; wait for it, or cancel it first"
-            return failed(HttpFailure(409, body_of(message, 409, "file_in_use")), request_id)
+            raise HttpFailure(409, "file_in_use", message)
         is_gone = await self._store.remove("file", file.tenant, file.file_id)
-        return JSONResponse({"id": file.file_id, "object": "file", "deleted": is_gone})
+        answer: DeletedFile = {"id": file.file_id, "object": "file", "deleted": is_gone}
+        return JSONResponse(answer)
 
-    async def _content(self, request: Request, request_id: str) -> Answer:
+    async def _content(self, request: Request) -> Response:
+        """Reads the first piece before it answers, so that a file which is gone is 404."""
         file = await self._find(request)
-        pieces = _Pieces(self._store, file)
-        await pieces.begin()
-        headers = {"content-length": str(file.size_bytes)}
-        return StreamingResponse(pieces.rest(), media_type="application/octet-stream", headers=headers)
+        pieces = pieces_of(self._store, file.tenant, file.file_id)
+        try:
+            first = await anext(pieces, b"")
+        except InputGone as error:
+            raise no_such_file(file.file_id) from error
+
+        async def all_pieces() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in pieces:
+                yield piece
+
+        return StreamingResponse(all_pieces(), media_type=BYTES, headers={"content-length": str(file.size_bytes)})
 
     async def _find(self, request: Request) -> StoredFile:
         """Raises NotFound."""
-        file_id: str = request.path_params["file_id"]
-        caller = caller_for(self._gate, request)
-        file = await find_file(self._store, caller, file_id)
-        if file is None:
-            raise no_such_file(file_id)
-        return file
+        return await find_file(self._store, self._principal_of(request), request.path_params["file_id"])
 
-    async def _batch_of(self, file: StoredFile) -> str | None:
-        """One that is not over and reads it."""
+    async def _open_batch_of(self, file: StoredFile) -> str | None:
+        """The id of a batch that is not over and reads this file."""
         records = await self._store.page("batch", file.tenant, after=None, limit=_MOST_OPEN_BATCHES, is_ascending=False)
         batches = [Batch.from_json(record.data) for record in records or ()]
         using = (b.batch_id for b in batches if not b.is_over and b.input_file_id == file.file_id)
         return next(using, None)
 
 
-class _Pieces:
-    """What a download sends; the first piece is read before anything is told."""
+@dataclass(frozen=True)
+class Upload:
+    """An uploaded file."""
 
-    def __init__(self, store: BatchStore, file: StoredFile) -> None:
-        self._file = file
-        self._pieces = pieces_of(store, file.tenant, file.file_id)
-        self._first = b""
+    file: UploadFile
+    filename: str
+    size_bytes: int
+    kept_s: int
 
-    async def begin(self) -> None:
-        """Raises NotFound, or StoreAway."""
+
+@contextlib.asynccontextmanager
+async def uploaded(request: Request, most_bytes: int, stalled_client_s: float) -> AsyncIterator[Upload]:
+    """Raises InvalidRequest, FileTooLarge, StoreAway for a full disk, or TimeoutError when no more of it comes."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "multipart/form-data":
+        raise InvalidRequest("the body must be multipart/form-data, with the parts file and purpose")
+    most = most_bytes + _BESIDE_BYTES
+    parts = _bounded(request, most, stalled_client_s)
+    parser = MultiPartParser(request.headers, parts, max_files=1, max_fields=_MOST_FIELDS, max_part_size=_BESIDE_BYTES)
+    try:
+        form = await parser.parse()
+    except MultiPartException as error:
+        raise InvalidRequest(f"the body is no upload of one file: {error.message}") from error
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise StoreAway(f"an upload cannot be kept in {tempfile.gettempdir()} meanwhile: {error.strerror}") from error
+    try:
+        yield _checked(form.multi_items(), most_bytes)
+    finally:
+        await form.close()
+
+
+async def _bounded(request: Request, most: int, stalled_client_s: float) -> AsyncGenerator[bytes, None]:
+    """The parts of a body. The rest of one that is too large is read and dropped, within bounds: a client that is cut
+    off in the middle of its upload sees no answer, only that."""
+    size, is_too_large = 0, int(request.headers.get("content-length") or 0) > most
+    async for part in parts_of(request, stalled_client_s):
+        size += len(part)
+        is_too_large = is_too_large or size > most
+        if size > 4 * most:
+            raise FileTooLarge
+        if not is_too_large:
+            yield part
+    if is_too_large:
+        raise FileTooLarge
+
+
+def _checked(items: list[tuple[str, UploadFile | str]], most_bytes: int) -> Upload:
+    fields = dict(items)
+    if len(fields) < len(items):
+        raise invalid((FieldViolation("file", "each field must be there once"),))
+    body = checked_texts(fields, UploadBody)
+    if (body.anchor is None) != (body.seconds is None):
+        raise invalid((FieldViolation("expires_after", "its anchor and its seconds must both be set"),))
+    size = body.file.size or 0
+    if size > most_bytes:
+        raise FileTooLarge
+    name = (body.file.filename or "")[:LONGEST_FILENAME]
+    if not size or not name:
+        raise invalid((FieldViolation("file", "must hold at least one byte, and have a name"),))
+    return Upload(body.file, name, size, KEPT_S if body.seconds is None else body.seconds)
+
+
+def over_store(operations: Iterable[Operation], *, is_refused: bool) -> list[Operation]:
+    """Operations whose store may be away, which is worth another try. `is_refused`: the routers share no store."""
+    return [replace(each, handle=_refuse if is_refused else _retriable(each.handle)) for each in operations]
+
+
+async def _refuse(request: Request) -> Response:
+    raise NotServed(
+        "files and batches are not kept here: several machines hold routers, and they share none; ask whoever runs "
+        "this cluster to name a Redis in `state`"
+    )
+
+
+def _retriable(handle: Handler) -> Handler:
+    async def endpoint(request: Request) -> Any:
         try:
-            self._first = await anext(self._pieces, b"")
-        except InputGone as error:
-            raise no_such_file(self._file.file_id) from error
-
-    async def rest(self) -> AsyncIterator[bytes]:
-        yield self._first
-        async for piece in self._pieces:
-            yield piece
-
-
-def route(path: str, **handlers: Handler) -> Route:
-    """By method: one route for all of them, so that a refusal of another one names each."""
-    endpoints = {method: _stored(handle) for method, handle in handlers.items()}
-
-    async def endpoint(request: Request) -> Answer:
-        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
-
-    return Route(path, endpoint, methods=list(handlers))
-
-
-def _stored(handle: Handler) -> Callable[[Request], Awaitable[Answer]]:
-    """`handle`, guarded; the store's absence is a failure that is worth another try."""
-
-    async def endpoint(request: Request, request_id: str) -> Answer:
-        try:
-            return await handle(request, request_id)
+            return await handle(request)
         except StoreAway as error:
             log.warning("%s %s: %s", request.method, request.url.path, error)
             message = "files and batches cannot be reached for the moment; the router's log says why"
-            return failed(HttpFailure(503, body_of(message, 503, "store_away"), _RETRY_AFTER_S), request_id)
+            raise HttpFailure(503, "store_away", message, retry_after_s=_RETRY_AFTER_S) from error
 
-    return guarded(endpoint)
-
-
-def caller_for(gate: Gate, request: Request) -> Principal:
-    """Raises Unauthenticated or PermissionDenied."""
-    headers = headers_of(request)
-    gate.check(headers, GENERATION)
-    return principal_of(gate.key_of(headers))
+    return endpoint
 
 
-async def find_file(store: BatchStore, caller: Principal, file_id: str) -> StoredFile | None:
-    record = await store.find("file", caller.tenant, file_id)
+async def find_file(store: BatchStore, principal: Principal, file_id: str) -> StoredFile:
+    """Raises NotFound."""
+    record = await store.find("file", principal.tenant, file_id)
     file = None if record is None else StoredFile.from_json(record.data)
-    return None if file is None or _is_over(file) else file
+    if file is None or _is_over(file):
+        raise no_such_file(file_id)
+    return file
 
 
 def no_such_file(file_id: str) -> NotFound:
@@ -196,3 +280,33 @@ def no_such_file(file_id: str) -> NotFound:
 
 def _is_over(file: StoredFile) -> bool:
     return file.expires_at <= time.time()
+
+
+async def page_of(
+    store: BatchStore, kind: Kind, tenant: str, after: str | None, limit: int, *, is_ascending: bool
+) -> list[StoredRecord]:
+    """One record more than the limit where there are more. Raises InvalidRequest."""
+    records = await store.page(kind, tenant, after=after, limit=limit + 1, is_ascending=is_ascending)
+    if records is None:
+        raise invalid((FieldViolation("after", "is no id of this list; begin without it"),))
+    return records
+
+
+def page_answer(answers: list[Any], limit: int) -> Page[Any]:
+    """`answers` has one more than the limit where there are more."""
+    data = answers[:limit]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(answers) > limit}
+
+
+def _file_answer(file: StoredFile) -> FileAnswer:
+    return {
+        "id": file.file_id,
+        "object": "file",
+        "bytes": file.size_bytes,
+        "created_at": file.created_at,
+        "expires_at": file.expires_at,
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+    }

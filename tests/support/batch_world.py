@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 
 from router.batches.idle import IdleCapacity
-from router.batches.input_lines import Line
-from router.batches.records import CANCELLING, Batch, StoredFile
-from router.batches.runner import BatchRunner, TriedClaim
-from router.batches.store import BatchStore, StoredRecord
+from router.batches.input_lines import Line, LineResult
+from router.batches.runner import BatchRunner
+from router.batches.store import CANCELLING, Batch, BatchStore, StoredFile, StoredRecord
 from router.queue.admission import Admission
 
 ENDPOINT = "/v1/completions"
-OK = TriedClaim(
+OK = LineResult(
     200, {"usage": {"prompt_tokens": 2, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 1}}}
 )
 LEASE_S = 0.3
@@ -38,7 +37,7 @@ class World:
         self.holds: set[str] = set()
         """Prompts that get no answer until they are freed."""
         self._freed = asyncio.Event()
-        self.replies: dict[str, list[TriedClaim]] = {}
+        self.replies: dict[str, list[LineResult]] = {}
         self.began = asyncio.Event()
         self.num_at_once = 0
 
@@ -56,7 +55,7 @@ class World:
         finally:
             await runner.stop()
 
-    async def answer(self, batch: Batch, line: Line, request_id: str) -> TriedClaim:
+    async def answer(self, batch: Batch, line: Line, request_id: str) -> LineResult:
         prompt = line.body["prompt"]
         self.runs[prompt] += 1
         self.began.set()

@@ -26,7 +26,7 @@ from router.api.violations import invalid
 from router.observe.page import document
 from router.observe.page.controller_link import ControllerLink
 from router.observe.page.html import load_page
-from router.openai.app import guarded
+from router.openai.http import guarded
 
 _STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
 _MOST_WORKERS = 99_999
@@ -67,10 +67,10 @@ class StatusPage:
             Route("/api/roles", guarded(self._set_roles), methods=["POST"]),
         ]
 
-    async def _page(self, request: Request, request_id: str) -> Response:
+    async def _page(self, request: Request) -> Response:
         return Response(self._body, headers=self._headers)
 
-    async def _cluster(self, request: Request, request_id: str) -> Response:
+    async def _cluster(self, request: Request) -> Response:
         """`life`, `second` and `request` of the query name what the page has: the rest is told."""
         self._check(request)
         query = request.query_params
@@ -103,7 +103,7 @@ class StatusPage:
         except BatonError as error:
             return None, f"the controller does not answer: {error.message}"
 
-    async def _set_roles(self, request: Request, request_id: str) -> Response:
+    async def _set_roles(self, request: Request) -> Response:
         self._check(request)
         why_not = self._why_not()
         if why_not:

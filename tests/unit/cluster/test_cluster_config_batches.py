@@ -11,9 +11,9 @@ from cluster.config import ServingConfig, parse_config
 from cluster.config.schema import ModelSection, PlacementSection, RouterSection
 from cluster.errors import ConfigError
 from controller.plan import plan_cluster
-from router.batches.batching import open_batch_store
 from router.batches.redis_store import RedisBatchStore
 from router.batches.sqlite_store import SqliteStore
+from router.server import open_batch_store
 
 
 def store_of(state: str | None = None, placement: PlacementSection | None = None, **router: object) -> list[str | None]:

@@ -14,11 +14,11 @@ import pytest
 from batch_world import ENDPOINT, OK, World
 
 from cluster.state import StoreAway
-from router.batches.records import Batch
+from router.batches.input_lines import LineResult
 from router.batches.results import write_results
-from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT, TriedClaim
+from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT
 from router.batches.sqlite_store import SqliteStore
-from router.batches.store import BatchClaim, LineAnswer, StoredRecord
+from router.batches.store import Batch, BatchClaim, LineAnswer, StoredRecord
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 
 async def test_a_batch_ends_with_each_line_answered_in_its_order(world: World) -> None:
-    world.replies["b"] = [TriedClaim(400, {"error": {"message": "no"}})]
+    world.replies["b"] = [LineResult(400, {"error": {"message": "no"}})]
     await world.add("a", "b", "c")
     async with world.running():
         batch = await world.over()
@@ -46,7 +46,7 @@ async def test_a_batch_ends_with_each_line_answered_in_its_order(world: World) -
 
 
 async def test_a_batch_whose_lines_all_fail_has_no_output_file(world: World) -> None:
-    world.replies["a"] = [TriedClaim(400, {})]
+    world.replies["a"] = [LineResult(400, {})]
     await world.add("a")
     async with world.running():
         batch = await world.over()
@@ -62,7 +62,7 @@ async def test_a_file_that_is_wrong_fails_the_batch_and_runs_nothing(world: Worl
 
 
 async def test_what_is_refused_for_load_is_tried_again_for_as_long_as_it_takes(world: World) -> None:
-    refused = TriedClaim(429, {}, 1e-6, is_refusal=True)
+    refused = LineResult(429, {}, 1e-6, is_refusal=True)
     world.replies["a"] = [refused] * (3 * MOST_FAILURES)
     await world.add("a")
     async with world.running():
@@ -71,7 +71,7 @@ async def test_what_is_refused_for_load_is_tried_again_for_as_long_as_it_takes(w
 
 
 async def test_a_line_that_workers_are_lost_with_is_answered_with_that_in_the_end(world: World) -> None:
-    world.replies["a"] = [TriedClaim(503, {"error": {}}, 1e-6)] * 99
+    world.replies["a"] = [LineResult(503, {"error": {}}, 1e-6)] * 99
     await world.add("a", "b")
     async with world.running():
         batch = await world.over()
@@ -101,7 +101,7 @@ async def test_no_more_lines_run_than_there_is_capacity_for_and_batches_take_tur
 
 
 async def test_who_is_refused_leaves_the_place_to_others_meanwhile(world: World) -> None:
-    world.most, world.replies = 1, {"a": [TriedClaim(429, {}, 30.0, is_refusal=True)]}
+    world.most, world.replies = 1, {"a": [LineResult(429, {}, 30.0, is_refusal=True)]}
     await world.add("a", batch_id="batch_1")
     await world.add("b", batch_id="batch_2", tenant="other")
     async with world.running():
@@ -234,7 +234,7 @@ async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World
 
 async def test_one_that_stood_still_while_it_wrote_the_result_spoils_nothing(world: World) -> None:
     """Another one has ended the batch and dropped its answers; what is read now would be that nobody answered."""
-    world.replies["b"] = [TriedClaim(400, {})]
+    world.replies["b"] = [LineResult(400, {})]
     await world.add("a", "b")
     read, goes_on = world.store.answers, asyncio.Event()
 

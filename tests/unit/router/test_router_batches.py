@@ -23,9 +23,9 @@ from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ANYONE, Call
 from router.batches.input_lines import Line
-from router.batches.records import Batch
+from router.batches.store import Batch
 from router.openai.bodies import BatchBody
-from router.openai.line import LineAnswerer
+from router.openai.generating import LineAnswerer
 
 ENDPOINT = "/v1/chat/completions"
 FILE_BYTES = 20_000
@@ -219,8 +219,8 @@ async def test_a_file_that_is_too_large_is_413_however_it_is_sent(tmp_path: Path
 
 
 BAD_UPLOADS: list[tuple[dict[str, Any], str]] = [
-    ({"files": {"file": ("a", b"x")}}, "purpose: must be batch"),
-    ({"files": {"file": ("a", b"x")}, "data": {"purpose": "vision"}}, "purpose: must be batch"),
+    ({"files": {"file": ("a", b"x")}}, "purpose: must be set"),
+    ({"files": {"file": ("a", b"x")}, "data": {"purpose": "vision"}}, "purpose: should be 'batch'"),
     ({"files": {"file": ("a", b"")}, "data": {"purpose": "batch"}}, "file: must hold at least one byte"),
     ({"files": {"document": ("a", b"x")}, "data": {"purpose": "batch"}}, "document: is not a field that is known"),
     ({"data": {"purpose": "batch", "file": "text"}, "files": {}}, "must be multipart/form-data"),
@@ -243,16 +243,16 @@ BAD_BATCHES: list[tuple[dict[str, Any], str]] = [
     ({"metadata": {"a": 1}}, "metadata.a"),
     (
         {"output_expires_after": {"anchor": "created_at", "seconds": 5}},
-        "output_expires_after.seconds: must be from 3600",
+        "output_expires_after.seconds: must be at least 3600 (got 5)",
     ),
 ]
 BAD_QUERIES = [
-    ("/v1/files?limit=0", "limit: must be a whole number from 1 to 10000"),
-    ("/v1/batches?limit=101", "limit: must be a whole number from 1 to 100"),
+    ("/v1/files?limit=0", "limit: must be at least 1 (got 0)"),
+    ("/v1/batches?limit=101", "limit: must be at most 100 (got 101)"),
     ("/v1/batches?limit=2x", "limit"),
     ("/v1/batches?after=batch_none", "after: is no id of this list"),
-    ("/v1/files?order=up", "order: must be asc or desc"),
-    ("/v1/files?page=2", "page: is not a parameter that is known here"),
+    ("/v1/files?order=up", "order: should be 'asc' or 'desc'"),
+    ("/v1/files?page=2", "page: is not a field that is known here"),
 ]
 
 

@@ -1,0 +1,187 @@
+"""Completions and chat completions, made of what GenerationService answers: whole, or chunk by chunk. Pure.
+
+    started            chat: a chunk with the role, for each choice
+    delta              a chunk with text, and the logprobs of its tokens
+    sequence_end       a chunk with the finish reason
+    completed          with `include_usage`, a chunk without choices
+
+A call with several prompts numbers the sequences of the second after those of the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from cluster.errors import FieldViolation
+from cluster.pb import generation_pb2 as pb
+from router.api.violations import invalid
+from router.openai.answers import (
+    AnsweredToken,
+    ChatLogprobs,
+    ChatToken,
+    Ending,
+    FinishReason,
+    TextLogprobs,
+    TokenUsage,
+)
+from router.openai.bodies import ChatBody, CompletionBody
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+    pb.FINISH_REASON_CONTENT_FILTER: "content_filter",
+}
+
+TokenBytes = Callable[[int], bytes]
+"""Returns the bytes of a token's text."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the answers to one call look."""
+
+    is_chat: bool
+    created: int
+    """Seconds since 1970."""
+    n: int
+    """Sequences of each prompt."""
+    wants_logprobs: bool
+    includes_usage: bool
+    token_bytes: TokenBytes
+    stop_token_ids: frozenset[int]
+    """Those that the client named; the model's own end-of-sequence tokens are not among them."""
+
+    @classmethod
+    def of(cls, body: CompletionBody | ChatBody, token_bytes: TokenBytes) -> Form:
+        """Raises InvalidRequest."""
+        if body.stream_options is not None and not body.stream:
+            raise invalid((FieldViolation("stream_options", "needs stream: true"),))
+        return cls(
+            is_chat=isinstance(body, ChatBody),
+            created=int(time.time()),
+            n=1 if body.n is None else body.n,
+            wants_logprobs=bool(body.logprobs) if isinstance(body, ChatBody) else body.logprobs is not None,
+            includes_usage=body.stream_options is not None and body.stream_options.include_usage,
+            token_bytes=token_bytes,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+        )
+
+    def whole(self, answers: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
+        """The answer to a call that does not stream; one response for each prompt."""
+        choices = [choice for number, answer in enumerate(answers) for choice in self._choices(answer, number)]
+        usage = _usage([answer.usage for answer in answers])
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return {**self.head(answers[0], kind), "choices": choices, "usage": usage}
+
+    def head(self, source: pb.GenerateResponse | pb.Started, kind: str) -> dict[str, Any]:
+        return {"id": source.generation_id, "object": kind, "created": self.created, "model": source.model}
+
+    def _choices(self, answer: pb.GenerateResponse, prompt: int) -> Iterable[dict[str, Any]]:
+        """The finished choices of one prompt."""
+        ends = {end.index: end for end in answer.ends}
+        for index in range(self.n):
+            deltas = [delta for delta in answer.outputs if delta.index == index]
+            text = "".join(delta.text for delta in deltas)
+            logprobs = [entry for delta in deltas for entry in delta.logprobs]
+            named = self.logprobs(logprobs) if self.wants_logprobs else None
+            content = {"message": {"role": "assistant", "content": text}} if self.is_chat else {"text": text}
+            yield {"index": prompt * self.n + index, **content, "logprobs": named, **self.ending(ends[index])}
+
+    def ending(self, end: pb.SequenceEnd) -> Ending:
+        """`stop_reason` as in other servers: the stop string or token that matched, of those that the client named."""
+        stop: str | int | None = end.stop_string if end.HasField("stop_string") else None
+        if end.HasField("stop_token_id") and end.stop_token_id in self.stop_token_ids:
+            stop = end.stop_token_id
+        return {"finish_reason": _FINISH_REASONS.get(end.finish_reason, "stop"), "stop_reason": stop}
+
+    def logprobs(self, entries: Sequence[pb.TokenLogprob], offset: int = 0) -> ChatLogprobs | TextLogprobs:
+        """`offset`: characters of the choice whose logprobs were sent before."""
+        if self.is_chat:
+            return {"content": [self._chat_token(entry) for entry in entries], "refusal": None}
+        texts = [self._text(entry.token_id) for entry in entries]
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [
+                {self._text(entry.token_id): entry.logprob, **{self._text(a.token_id): a.logprob for a in entry.top}}
+                for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+    def _chat_token(self, entry: pb.TokenLogprob) -> ChatToken:
+        return {**self._token(entry), "top_logprobs": [self._token(alternative) for alternative in entry.top]}
+
+    def _token(self, token: pb.TokenLogprob | pb.TokenAlternative) -> AnsweredToken:
+        text = self.token_bytes(token.token_id)
+        return {"token": text.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(text)}
+
+    def _text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+
+class Chunks:
+    """The chunks of one stream: all its prompts have one id, and the text offsets of each choice go on."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._head: dict[str, Any] = {}
+        """Fields of every chunk, from the first prompt's start."""
+        self._usages: list[pb.Usage] = []
+        self._num_sent = Counter[int]()
+        """Characters of each choice whose logprobs were sent."""
+
+    def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[dict[str, Any]]:
+        """The chunks for one event of a prompt's stream; for many events, none."""
+        n = self._form.n
+        match event.WhichOneof("event"):
+            case "started":
+                kind = "chat.completion.chunk" if self._form.is_chat else "text_completion"
+                self._head = self._head or self._form.head(event.started, kind)
+                for index in range(n) if self._form.is_chat else ():
+                    yield self._chunk(self._choice(prompt * n + index, role="assistant"))
+            case "delta":
+                delta = event.delta
+                yield self._chunk(self._choice(prompt * n + delta.index, delta.text, delta.logprobs))
+            case "sequence_end":
+                end = event.sequence_end
+                yield self._chunk({**self._choice(prompt * n + end.index), **self._form.ending(end)})
+            case "completed":
+                self._usages.append(event.completed.usage)
+
+    def usage(self) -> dict[str, Any]:
+        """The last chunk of a stream that includes its usage: that of all its prompts."""
+        return self._chunk() | {"usage": _usage(self._usages)}
+
+    def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": list(choices)}
+        return chunk | {"usage": None} if self._form.includes_usage else chunk
+
+    def _choice(
+        self, index: int, text: str = "", logprobs: Sequence[pb.TokenLogprob] = (), role: str = ""
+    ) -> dict[str, Any]:
+        named: Any = self._form.logprobs(logprobs, self._num_sent[index]) if logprobs else None
+        if self._form.is_chat:
+            delta = {"role": role, "content": ""} if role else {"content": text} if text or logprobs else {}
+            return {"index": index, "delta": delta, "logprobs": named, "finish_reason": None}
+        if named is not None:
+            self._num_sent[index] += sum(map(len, named["tokens"]))
+        return {"index": index, "text": text, "logprobs": named, "finish_reason": None}
+
+
+def _usage(usages: Sequence[pb.Usage]) -> TokenUsage:
+    prompt, completion = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in usages)},
+        "completion_tokens_details": {"reasoning_tokens": sum(u.reasoning_tokens for u in usages)},
+    }

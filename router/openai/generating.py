@@ -1,0 +1,220 @@
+"""How a body of completions is answered: whole as JSON, event by event, or as a line of a batch.
+
+    nothing sent -> (a failure: its status) | (the first event: 200, a stream) -> chunks -> [DONE], or an error in it
+
+All three read the body, call GenerationService and name errors in the same way. Owns the tasks of a call: they end with
+it, also when its client hangs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import BatonError, FieldViolation, InternalError
+from cluster.pb import generation_pb2 as pb
+from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, run_aside
+from router.api.validate import MOST_PRIORITY
+from router.api.violations import invalid
+from router.batches.input_lines import Line, LineResult
+from router.batches.store import Batch
+from router.openai import specs
+from router.openai.bodies import ChatBody, CompletionBody
+from router.openai.completions import Chunks, Form, TokenBytes
+from router.openai.errors import failure_of
+from router.openai.http import checked, failed, log, too_large
+
+KEEP_ALIVE_S = 15.0
+"""A stream that is silent for so long gets a comment, so that proxies leave it open."""
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+_RETRY_AFTER_S = 1.0
+
+BodyKind = type[CompletionBody] | type[ChatBody]
+Generate = Callable[[pb.GenerateRequest, Call], Coroutine[Any, Any, pb.GenerateResponse]]
+GenerateStream = Callable[[pb.GenerateStreamRequest, Call], Coroutine[Any, Any, None]]
+Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a body asks for, and in which form."""
+
+    body: CompletionBody | ChatBody
+    specs: list[pb.GenerationSpec]
+    """One for each prompt."""
+    form: Form
+    names: Mapping[str, str]
+    """As in `failure_of`."""
+
+    @classmethod
+    def read(cls, found: object, kind: BodyKind, request_id: str, token_bytes: TokenBytes) -> Wanted:
+        """Raises InvalidRequest or NotServed."""
+        body = checked(found, kind)
+        if isinstance(body, ChatBody):
+            wanted = [specs.chat_spec(body, request_id)]
+        else:
+            wanted = specs.completion_specs(body, request_id)
+        return cls(body, wanted, Form.of(body, token_bytes), specs.names_of(vars(body)))
+
+    async def whole(self, generate: Generate, call: Call, receive: Receive | None = None) -> dict[str, Any]:
+        """Raises ClientDisconnect when `receive` says so."""
+        calls = [generate(pb.GenerateRequest(spec=spec), call) for spec in self.specs]
+        return self.form.whole(await _together(calls, receive))
+
+
+class StreamedAnswer:
+    """A response of Starlette's: server-sent events."""
+
+    def __init__(self, wanted: Wanted, generate: GenerateStream, call: Call, request_id: str) -> None:
+        self._wanted = wanted
+        self._generate = generate
+        self._call = call
+        self._request_id = request_id
+        self._chunks = Chunks(wanted.form)
+        self._has_begun = False
+        self._silent_s = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        requests = [pb.GenerateStreamRequest(spec=spec) for spec in self._wanted.specs]
+        calls = [
+            self._generate(request, replace(self._call, write=self._writer(number, send)))
+            for number, request in enumerate(requests)
+        ]
+        try:
+            await _together(calls, receive, self._keep_alive(send))
+            if self._wanted.form.includes_usage:
+                await self._send(send, _event(self._chunks.usage()))
+            await self._send(send, b"data: [DONE]\n\n")
+        except (ClientDisconnect, ClientStalled):
+            return  # the server closes the connection
+        except BatonError as error:
+            failure = failure_of(error, self._wanted.names)
+            if not self._has_begun:
+                await failed(failure, self._request_id)(scope, receive, send)
+                return
+            await self._send(send, _event(failure.body))
+        await send({"type": "http.response.body", "body": b""})
+
+    def _writer(self, prompt: int, send: Send) -> Write:
+        async def write(event: pb.GenerateStreamResponse) -> None:
+            for chunk in self._chunks.of(event, prompt):
+                await self._send(send, _event(chunk))
+
+        return write
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            headers = [*_STREAM_HEADERS, (b"x-request-id", self._request_id.encode("latin-1"))]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._silent_s = 0.0
+        await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            self._silent_s += 1.0
+            if self._silent_s >= KEEP_ALIVE_S:
+                await self._send(send, b": waiting\n\n")
+
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def _event(data: Mapping[str, Any]) -> bytes:
+    return b"data: " + _encode(data).encode() + b"\n\n"
+
+
+async def _together(
+    calls: Sequence[Coroutine[Any, Any, Any]],
+    receive: Receive | None = None,
+    keep_alive: Coroutine[Any, Any, None] | None = None,
+) -> list[Any]:
+    """Returns the results of all calls. The first failure, or the client's hanging up, ends the others and is
+    raised."""
+    beside = [each for each in (receive and _until_gone(receive), keep_alive) if each is not None]
+    try:
+        async with asyncio.TaskGroup() as group:
+            others = [group.create_task(each) for each in beside]
+            tasks = [group.create_task(each) for each in calls]
+            for task in tasks:
+                await task
+            for other in others:
+                other.cancel()
+    except BaseExceptionGroup as failures:
+        raise _first_of(failures) from failures
+    return [task.result() for task in tasks]
+
+
+def _first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that the client gets, of several at once."""
+    found = failures.exceptions[0]
+    if isinstance(found, BatonError | ClientDisconnect | asyncio.CancelledError):
+        return found
+    log.error("a call over HTTP failed", exc_info=found)
+    return InternalError("the router failed on this request; its log says why")
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
+
+
+class LineAnswerer:
+    """Answers a line of a batch as the same body over HTTP would be, at the lowest priority, whatever its body says.
+
+    A refusal for load, or for a worker that was lost, is no answer yet. `principal_of_id`: the owner of an API key, by
+    its id. `max_body_bytes`: the limit for the same body over HTTP.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        principal_of_id: Callable[[str], Principal],
+        token_bytes: TokenBytes,
+        max_body_bytes: int,
+    ) -> None:
+        self._generate = generate
+        self._principal_of_id = principal_of_id
+        self._token_bytes = token_bytes
+        self._max_body_bytes = max_body_bytes
+
+    async def answer(self, batch: Batch, line: Line, request_id: str) -> LineResult:
+        try:
+            return LineResult(200, await self._whole(batch, line, request_id))
+        except BatonError as error:
+            failure = failure_of(error, specs.names_of(line.body))
+            retry_after_s, is_refusal = None, error.grpc_code == "RESOURCE_EXHAUSTED"
+            if is_refusal or error.grpc_code == "UNAVAILABLE":
+                retry_after_s = error.retry_after_s or _RETRY_AFTER_S
+            return LineResult(failure.status, failure.body, retry_after_s, is_refusal)
+        except Exception:
+            log.exception("a line of a batch failed")
+            failure = failure_of(InternalError("the router failed on this request; its log says why"))
+            return LineResult(failure.status, failure.body)
+
+    async def _whole(self, batch: Batch, line: Line, request_id: str) -> dict[str, Any]:
+        most = self._max_body_bytes
+        if line.size_bytes > most and len(json.dumps(line.body, ensure_ascii=False).encode()) > most:
+            raise too_large(most)
+        kind: BodyKind = ChatBody if batch.endpoint == "/v1/chat/completions" else CompletionBody
+        wanted = await run_aside(
+            line.size_bytes > INLINE_BYTES, lambda: Wanted.read(line.body, kind, request_id, self._token_bytes)
+        )
+        if wanted.body.stream:
+            raise invalid((FieldViolation("stream", "must be false in a batch"),))
+        for spec in wanted.specs:
+            if abs(spec.scheduling.priority) <= MOST_PRIORITY:
+                spec.scheduling.priority = -MOST_PRIORITY
+        return await wanted.whole(self._generate, Call(self._principal_of_id(batch.key_id)))

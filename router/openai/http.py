@@ -1,0 +1,237 @@
+"""HTTP requests of every route: read and checked, answered, and refused in OpenAI's way; and the routes themselves.
+
+An `Operation` declares one method of a path once: its handler, and what /openapi.json says of it. Knows no handler.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
+from router.api.call import LONGEST_NAME
+from router.api.violations import invalid
+from router.openai.bodies import read_json
+from router.openai.errors import HttpFailure, failure_of
+
+log = logging.getLogger(__name__)
+
+Body = TypeVar("Body", bound=BaseModel)
+Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
+Handler = Callable[[Request], Awaitable[Answer]]
+
+EVERY = (500,)
+NEEDS_KEY = (401, 403, *EVERY)
+CALLS = (400, *NEEDS_KEY, 503)
+"""Statuses of an operation that reaches the service or the store."""
+HAS_BODY = (*CALLS, 408)
+GENERATES = (*HAS_BODY, 404, 409, 429, 499, 504)
+JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    handle: Handler
+    summary: str
+    failures: tuple[int, ...]
+    """Statuses that are answered with an ErrorAnswer."""
+    answer: Any = None
+    """Type of what is answered with 200; None: it is no JSON."""
+    body: type[BaseModel] | None = None
+    query: type[BaseModel] | None = None
+    chunk: Any = None
+    """Type of what 200 streams, where the client asks for a stream; None: there is no stream."""
+    media_type: str = JSON
+    """Of 200."""
+    body_media_type: str = JSON
+    others: Mapping[int, Any] = field(default_factory=dict)
+    """Further answers than an ErrorAnswer, by status."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """As in `failure_of`."""
+
+
+def routes_of(operations: Iterable[Operation]) -> list[Route]:
+    """One route for all methods of a path, so that the refusal of another method names each."""
+    by_path: dict[str, dict[str, Callable[[Request], Awaitable[Answer]]]] = {}
+    for each in operations:
+        by_path.setdefault(each.path, {})[each.method] = guarded(each.handle, each.names)
+    return [Route(path, _choose(endpoints), methods=list(endpoints)) for path, endpoints in by_path.items()]
+
+
+def _choose(endpoints: Mapping[str, Handler]) -> Handler:
+    async def endpoint(request: Request) -> Answer:
+        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
+
+    return endpoint
+
+
+def new_app(routes: Sequence[Route]) -> Starlette:
+    return Starlette(routes=list(routes), exception_handlers={HTTPException: _not_found})
+
+
+def guarded(handle: Handler, names: Mapping[str, str] | None = None) -> Handler:
+    """Turns what a handler raises into an answer. `names` as in `failure_of`; a handler may set `request.state.names`
+    once it knows the body."""
+
+    async def endpoint(request: Request) -> Answer:
+        request.state.request_id = request_id = _request_id(request)
+        request.state.names = names or {}
+        try:
+            _refuse_other_sites(request)
+            answer = await handle(request)
+        except HttpFailure as failure:
+            return failed(failure, request_id)
+        except BatonError as error:
+            return failed(failure_of(error, request.state.names), request_id)
+        except ClientDisconnect:
+            return Response()  # that nobody reads
+        except TimeoutError:
+            return failed(HttpFailure(408, "timeout", "the body did not come in time; send it at once"), request_id)
+        except Exception:
+            log.exception("%s failed", request.url.path)
+            return failed(failure_of(InternalError("the router failed on this request; its log says why")), request_id)
+        if isinstance(answer, Response):
+            answer.headers["x-request-id"] = request_id
+        return answer
+
+    return endpoint
+
+
+def failed(failure: HttpFailure, request_id: str) -> JSONResponse:
+    headers = failure.headers | {"x-request-id": request_id}
+    return JSONResponse(failure.body, status_code=failure.status, headers=headers)
+
+
+def _request_id(request: Request) -> str:
+    """The client's own, where it can be sent back."""
+    given = request.headers.get("x-request-id", "")
+    is_good = 0 < len(given) <= LONGEST_NAME and given.isascii() and given.isprintable()
+    return given if is_good else f"req-{secrets.token_hex(12)}"
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Any site that somebody looks at may have his browser send something to a router that wants no key, though not
+    read the answer. Raises PermissionDenied."""
+    if request.method != "GET" and request.headers.get("sec-fetch-site") == "cross-site":
+        raise PermissionDenied("a browser sends this for another site; ask from a program, or from a page of this one")
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Refuses a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path[:200]}: {error.detail.lower()}; see /openapi.json for what is served"
+    code = "not_found" if error.status_code == 404 else "not_allowed"
+    answer = failed(HttpFailure(error.status_code, code, message), _request_id(request))
+    for name, value in (error.headers or {}).items():
+        answer.headers[name] = ", ".join(sorted(value.split(", "))) if name.lower() == "allow" else value
+    return answer
+
+
+def headers_of(request: Request) -> tuple[tuple[str, str], ...]:
+    return tuple(request.headers.items())
+
+
+async def read_body(request: Request, most_bytes: int, stalled_client_s: float) -> bytes:
+    """Raises OutOfRange for a body that is too large, TimeoutError when its client sends no more of it."""
+    data = bytearray()
+    async for part in parts_of(request, stalled_client_s):
+        data += part
+        if len(data) > most_bytes:
+            raise too_large(most_bytes)
+    return bytes(data)
+
+
+def too_large(most_bytes: int) -> OutOfRange:
+    return OutOfRange(f"the body is larger than {most_bytes} bytes, which is the most taken here")
+
+
+async def parts_of(request: Request, stalled_client_s: float) -> AsyncGenerator[bytes, None]:
+    """The parts of a body as they come. Raises TimeoutError when no more of it comes."""
+    parts = request.stream()
+    while True:
+        async with asyncio.timeout(stalled_client_s):
+            part = await anext(parts, None)
+        if part is None:
+            return
+        yield part
+
+
+def json_of(data: bytes) -> object:
+    """The JSON of a body. Raises InvalidRequest."""
+    try:
+        return read_json(data)
+    except ValueError as error:
+        raise InvalidRequest("the body is not JSON in UTF-8") from error
+
+
+def parse(data: bytes, kind: type[Body]) -> Body:
+    """Raises InvalidRequest."""
+    return checked(json_of(data), kind)
+
+
+def checked_texts(found: Mapping[str, object], kind: type[Body]) -> Body:
+    """The fields of a query or a form, in which numbers are texts, as `kind`. Raises InvalidRequest."""
+    numbers = {each.alias or name for name, each in kind.model_fields.items() if "int" in str(each.annotation)}
+    return checked({name: _number(value) if name in numbers else value for name, value in found.items()}, kind)
+
+
+def _number(value: object) -> object:
+    is_number = isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10
+    return int(str(value)) if is_number else value
+
+
+def checked(found: object, kind: type[Body]) -> Body:
+    """What a client sent, as `kind`. Raises InvalidRequest."""
+    if not isinstance(found, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        found = [dict(each) for each in error.errors(include_url=False)]
+        found.sort(key=lambda each: each["type"] != "extra_forbidden")  # another field may be missing for its sake
+        raise invalid(tuple(map(_violation, found))) from error
+
+
+def _violation(error: dict[str, Any]) -> FieldViolation:
+    """An error of pydantic; texts that were sent are not repeated."""
+    path = error["loc"]
+    names = [part for part in path if isinstance(part, int) or _is_field(part)]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")[:_LONGEST_PATH]
+    if error["type"] == "extra_forbidden":
+        return FieldViolation(name, "is not a field that is known here; leave it out")
+    if error["type"] == "missing":
+        return FieldViolation(name, "must be set")
+    if error["type"] == "is_instance_of":
+        return FieldViolation(name, "must be a file, with a file name")
+    if error["type"] in _BOUNDS:
+        words, bound = _BOUNDS[error["type"]]
+        return FieldViolation(name, f"must be {words} {error['ctx'][bound]} (got {error['input']})")
+    return FieldViolation(name, str(error["msg"]).removeprefix("Input "))
+
+
+def _is_field(part: object) -> bool:
+    """pydantic puts the tried type of a union, such as `list[str]`, into a path; those are no names of fields."""
+    return isinstance(part, str) and bool(_NAME.fullmatch(part)) and part.partition("[")[0] not in _TYPES
+
+
+_NAME = re.compile(r"\w+(\[\w+\])?")
+_TYPES = {"str", "int", "float", "bool", "list"}
+_BOUNDS = {"greater_than_equal": ("at least", "ge"), "less_than_equal": ("at most", "le")}
+_LONGEST_PATH = 256
