@@ -29,7 +29,7 @@ from router.stream.coalescing import MessageRate
 from router.stream.detokenizer import Detokenizer
 from router.stream.record import GenerationRecord
 from router.stream.request import LiveRequest
-from router.stream.resume import Resumables
+from router.stream.resume import Resumables, ResumeHooks
 from router.stream.stream_reader import StreamReader
 from router.stream.stream_writer import StreamWriter
 
@@ -60,13 +60,16 @@ class GenerationService:
         self._pace = pace
         self._traces = traces
         self._stalled_client_timeout_s = stalled_client_timeout_s
-        self.resumables = Resumables(
-            dispatcher,
-            store,
-            window_s=resume_window_s,
-            revive=self._revive,
-            new_detokenizers=lambda live: self._new_detokenizers(live.request),
+        hooks = ResumeHooks(
+            dispatcher.clock,
+            dispatcher.adopt,
+            dispatcher.cancel,
+            self._revive,
+            lambda live: self._new_detokenizers(live.request),
+            lambda: dispatcher.fleet.weights_revision,
+            dispatcher.counters,
         )
+        self.resumables = Resumables(store, hooks, window_s=resume_window_s)
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         reader = await self._open(request, call, is_streaming=False)
@@ -77,7 +80,7 @@ class GenerationService:
                 reader.check()
             events = reader.take()
             if reader.is_kept:
-                await self.resumables.before_telling(reader)
+                await self.resumables.before_send(reader)
         finally:
             self._leave(reader)
         if live.error is not None:
@@ -98,7 +101,7 @@ class GenerationService:
                 await self._send(reader, call)
         except ClientStalled:
             self._dispatcher.counters.refused["client_stalled"] += 1
-            self.resumables.give_up(reader)
+            self.resumables.abort(reader)
             raise
         finally:
             self._leave(reader)
@@ -117,7 +120,7 @@ class GenerationService:
             is_over = live.is_over
             events = reader.take()
             if reader.is_kept:
-                await self.resumables.before_telling(reader)
+                await self.resumables.before_send(reader)
             for event in events:
                 await writer.write(event)
             if is_over:
@@ -200,7 +203,7 @@ class GenerationService:
 
     def _leave(self, reader: StreamReader) -> None:
         if reader.is_kept:
-            self.resumables.leave(reader)
+            self.resumables.remove(reader)
         else:
             self._dispatcher.cancel(reader.live.key.request_id, "the client left")
 

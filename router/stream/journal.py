@@ -1,12 +1,12 @@
-"""The journal: what is told of generations that may be resumed is written to a store before it is told.
+"""The journal: what a generation that may be resumed has sent is written to a store before its client is sent it.
 
-    open (the request itself) -> catch_up before each message (what is new) -> close
+    open (a whole entry) -> catch_up before each message (an entry with what is new) -> close
 
 All that waits goes in one batch, one batch at a time, so a message waits for one round trip at most, and the rest of
 the one under way. While the store is away nothing waits: what it missed is written whole when it is back, as is a
 record that it has lost. Every so often each record is written to again, so that it lives on while its request does.
 
-Owns claims, numbers and how much of each record is stored. Knows no client and no worker.
+Owns claims, numbers and how much of each record is stored. Knows no request: entries are bytes from a `Source`.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Generic, TypeVar
 
-from cluster.pb.journal_pb2 import JournalOrigin
-from cluster.state import Claim, Guard, Outcome, Store, StoreAway, Write
-from router.stream.record import Extent, GenerationRecord, entry_since, read_record, whole_entry
-from router.stream.request import LiveRequest
+from cluster.state import Claim, Guard, Log, Outcome, Store, StoreAway, Write
 
 log = logging.getLogger(__name__)
+
+E = TypeVar("E", bound=Hashable)
+"""The extent of a record: how much of it there is."""
 
 MOST_IN_BATCH = 64
 MOST_BATCH_BYTES = 1 << 20
@@ -31,34 +32,39 @@ REFRESH_S = 5.0
 _CANCELLED_OWNER = "cancelled"
 
 
-@dataclass
-class _Page:
-    """One generation's record. `stored`: how much of it is in the store."""
+@dataclass(frozen=True)
+class Source(Generic[E]):
+    """Where the journal reads one generation."""
 
-    live: LiveRequest
-    origin: JournalOrigin
+    extent: Callable[[], E]
+    """How much there is now."""
+    entry: Callable[[E | None], bytes]
+    """All that there is, or what came after an extent."""
+
+
+@dataclass
+class _Page(Generic[E]):
+    """One generation's record."""
+
+    source: Source[E]
     claim: Claim
-    stored: Extent
+    stored: E | None = None
+    """How much of it is in the store. None: the next entry is to be a whole one."""
     number: int = 0
-    is_whole_due: bool = True
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
-    @property
-    def has_news(self) -> bool:
-        return self.is_whole_due or self.stored != Extent.of(self.live)
-
     def release(self) -> None:
-        """Nobody waits for it any more."""
+        """Lets all that wait for it go on."""
         _release(self.waiters)
 
 
 @dataclass
-class _Writing:
-    """One write under way: when it is done, so much is stored, and those who wait for it may go on."""
+class _Writing(Generic[E]):
+    """One write under way: when it is done, `extent` is stored, and those that wait for it may go on."""
 
-    page: _Page
+    page: _Page[E]
     write: Write
-    extent: Extent
+    extent: E
     waiters: list[asyncio.Future[None]]
 
     def release(self) -> None:
@@ -72,15 +78,7 @@ def _release(waiters: list[asyncio.Future[None]]) -> None:
     waiters.clear()
 
 
-@dataclass(frozen=True)
-class Found:
-    """A record in the store, with who holds it."""
-
-    record: GenerationRecord
-    claim: Claim
-
-
-class Journal:
+class Journal(Generic[E]):
     """Lives in one event loop: `start`, then `stop`.
 
     `on_fenced(id, is_cancelled)`: another router has taken that generation, to go on with it or to end it.
@@ -89,10 +87,10 @@ class Journal:
     def __init__(self, store: Store, *, ttl_s: float, on_fenced: Callable[[str, bool], None]) -> None:
         """A record ends `ttl_s` after its router has."""
         self.owner = uuid.uuid4().hex
-        self._store = Guard(store, self._on_back)
+        self._store = Guard(store, self._mark_all)
         self._ttl_s = ttl_s
         self._on_fenced = on_fenced
-        self._pages: dict[str, _Page] = {}
+        self._pages: dict[str, _Page[E]] = {}
         self._dirty: dict[str, None] = {}
         self._closed: dict[str, Claim] = {}
         self._wake = asyncio.Event()
@@ -113,17 +111,15 @@ class Journal:
             page.release()
         await self._store.close()
 
-    def open(self, live: LiveRequest, origin: JournalOrigin, epoch: int = 1) -> None:
+    def open(self, generation_id: str, source: Source[E], epoch: int = 1) -> None:
         """From now on it is written down."""
-        generation_id = live.key.request_id
-        nothing = Extent.nothing(len(live.sequences))
-        self._pages[generation_id] = _Page(live, origin, Claim(self.owner, epoch), nothing)
+        self._pages[generation_id] = _Page(source, Claim(self.owner, epoch))
         self._mark(generation_id)
 
     async def catch_up(self, generation_id: str) -> None:
-        """Until all that is known of it now is stored, or the store is away. Never raises."""
+        """Waits until all that there is now is stored, or the store is away. Never raises."""
         page = self._pages.get(generation_id)
-        if page is None or self._store.is_away or not page.has_news:
+        if page is None or self._store.is_away or page.stored == page.source.extent():
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         page.waiters.append(waiter)
@@ -131,7 +127,7 @@ class Journal:
         await waiter
 
     def close(self, generation_id: str) -> None:
-        """Forgets it, here and in the store."""
+        """Removes the record, here and from the store."""
         page = self._pages.pop(generation_id, None)
         if page is not None:
             self._dirty.pop(generation_id, None)
@@ -139,43 +135,34 @@ class Journal:
             self._closed[generation_id] = page.claim
             self._wake.set()
 
-    def record(self, generation_id: str) -> tuple[GenerationRecord, int]:
-        """What is known here of one that is open, and its epoch."""
-        page = self._pages[generation_id]
-        record = read_record([whole_entry(page.live, page.origin).SerializeToString()])
-        assert record is not None, generation_id
-        return record, page.claim.epoch
-
-    async def find(self, generation_id: str) -> Found | None:
-        """None when there is no such record, or nobody may go on with it. Raises StoreAway."""
+    async def find(self, generation_id: str) -> Log | None:
+        """None when there is no such record, or it is cancelled. Raises StoreAway."""
         found = await self._store.read(generation_id)
-        if found is None or found.claim.owner == _CANCELLED_OWNER:
-            return None
-        record = read_record(found.entries)
-        if record is None:
-            log.warning("the record of %s cannot be read", generation_id)
-        return None if record is None else Found(record, found.claim)
+        return None if found is None or found.claim.owner == _CANCELLED_OWNER else found
 
-    async def take(self, generation_id: str, found: Found, *, to_cancel: bool = False) -> int | None:
-        """Makes it this router's own, or nobody's; its new epoch, or None when another was faster. Raises StoreAway."""
+    async def take(self, generation_id: str, held: Claim, *, to_cancel: bool = False) -> int | None:
+        """Makes a record this router's own, or cancelled. Returns its new epoch; None when another router was faster.
+
+        Raises StoreAway.
+        """
         owner = _CANCELLED_OWNER if to_cancel else self.owner
-        wanted = Claim(owner, found.claim.epoch + 1)
-        is_taken = await self._store.take(generation_id, found.claim, wanted, self._ttl_s)
+        wanted = Claim(owner, held.epoch + 1)
+        is_taken = await self._store.take(generation_id, held, wanted, self._ttl_s)
         return wanted.epoch if is_taken else None
 
     def _mark(self, generation_id: str) -> None:
         self._dirty[generation_id] = None
         self._wake.set()
 
-    def _on_back(self) -> None:
-        """What was written meanwhile is missing, and whatever was there may be."""
+    def _mark_all(self) -> None:
+        """After an absence of the store: what was written meanwhile is missing, and what was there may be."""
         for generation_id in self._pages:
             self._mark(generation_id)
 
     async def _refresh(self) -> None:
         while True:
             await asyncio.sleep(min(REFRESH_S, self._ttl_s / 3))
-            self._on_back()
+            self._mark_all()
 
     async def _write_all(self) -> None:
         while True:
@@ -185,8 +172,8 @@ class Journal:
                 await self._write_some()
 
     async def _write_some(self) -> None:
-        """One batch. What goes wrong in it holds nobody up."""
-        batch: list[_Writing] = []
+        """Writes one batch. A fault in it holds nobody up."""
+        batch: list[_Writing[E]] = []
         try:
             if self._closed:
                 closed, self._closed = self._closed, {}
@@ -199,18 +186,18 @@ class Journal:
         except StoreAway:
             self._dirty.clear()
             for page in self._pages.values():
-                page.is_whole_due = True
+                page.stored = None
                 page.release()
         except Exception:
             log.exception("a batch of the journal could not be written")
             for writing in batch:
-                writing.page.is_whole_due = True
+                writing.page.stored = None
         finally:
             for writing in batch:
                 writing.release()
 
-    def _fill(self, batch: list[_Writing]) -> None:
-        """With what is due, within bounds."""
+    def _fill(self, batch: list[_Writing[E]]) -> None:
+        """Adds what is due, within bounds."""
         size_bytes = 0
         for generation_id in list(islice(self._dirty, MOST_IN_BATCH)):
             if size_bytes >= MOST_BATCH_BYTES:
@@ -218,32 +205,30 @@ class Journal:
             del self._dirty[generation_id]
             page = self._pages[generation_id]
             page.number += 1
-            extent = Extent.of(page.live)
-            entry = whole_entry(page.live, page.origin) if page.is_whole_due else entry_since(page.live, page.stored)
-            data = entry.SerializeToString()
+            extent, data = page.source.extent(), page.source.entry(page.stored)
             size_bytes += len(data)
-            write = Write(generation_id, page.claim, page.number, data, page.is_whole_due, self._ttl_s)
+            write = Write(generation_id, page.claim, page.number, data, page.stored is None, self._ttl_s)
             batch.append(_Writing(page, write, extent, page.waiters))
             page.waiters = []
 
-    def _is_fenced(self, writing: _Writing, outcome: Outcome) -> bool:
-        """Notes what became of a write, unless that was in vain."""
+    def _is_fenced(self, writing: _Writing[E], outcome: Outcome) -> bool:
+        """Records the outcome of a write. True when another router holds the record."""
         page, generation_id = writing.page, writing.write.key
         if self._pages.get(generation_id) is not page:
             return False  # it was closed meanwhile
         if outcome is Outcome.DONE:
-            page.stored, page.is_whole_due = writing.extent, False
+            page.stored = writing.extent
             writing.release()
         elif outcome is Outcome.MISSING:
-            page.is_whole_due = True
+            page.stored = None
             page.waiters, writing.waiters = writing.waiters + page.waiters, []
             self._mark(generation_id)
         else:
             return True
         return False
 
-    async def _lose(self, writing: _Writing) -> None:
-        """Who waits for the write is told nothing before it is known whose the record is now."""
+    async def _lose(self, writing: _Writing[E]) -> None:
+        """Gives up a fenced record. Those that wait for the write go on once it is known who holds the record now."""
         page, generation_id = writing.page, writing.write.key
         try:
             found = await self._store.read(generation_id)

@@ -1,7 +1,8 @@
-"""What is written down of one generation, and read again: pure, between a live request and journal entries.
+"""The journal entries of one generation, written from a live request and read back into another. Pure.
 
-A record goes on from scratch: the validated request with its seed, and every token that its client may have been told.
-Tokens are those of one history however often they are computed, so entries may overlap; only a gap ends what counts.
+A record is enough to go on from scratch: the validated request with its seed, and every token that its client may have
+been sent. A generation has the same tokens however often they are computed, so entries may overlap; tokens behind a gap
+do not count.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from google.protobuf.message import DecodeError
 
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
+from router.stream.journal import Source
 from router.stream.request import LiveRequest
 
 _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
@@ -21,10 +24,10 @@ _CANCELLED = generation_pb2.FINISH_REASON_CANCELLED
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a generation there is, or is written down."""
+    """How much of a generation there is, or is stored."""
 
     num_tokens: tuple[int, ...]
-    """Of each sequence."""
+    """For each sequence."""
     has_ended: tuple[bool, ...]
     has_prompt_logprobs: bool
 
@@ -41,11 +44,11 @@ class Extent:
 
 @dataclass
 class GenerationRecord:
-    """What a row of entries adds up to."""
+    """The sum of all entries of a generation."""
 
     origin: JournalOrigin
     tokens: list[worker_pb2.Tokens] = field(default_factory=list)
-    """Of each sequence, from the first on."""
+    """For each sequence, from its first token on."""
     prompt_logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
     num_cached_tokens: int = 0
     first_token_after_s: float | None = None
@@ -53,7 +56,7 @@ class GenerationRecord:
 
 
 def digest_of(spec: generation_pb2.GenerationSpec) -> bytes:
-    """Of everything that decides what is generated and told: not the client's own name for it."""
+    """Hashes everything that decides what is generated and sent: not the client's own name for it."""
     bare = generation_pb2.GenerationSpec()
     bare.CopyFrom(spec)
     bare.ClearField("resume")
@@ -62,7 +65,7 @@ def digest_of(spec: generation_pb2.GenerationSpec) -> bytes:
 
 
 def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_revision: str) -> JournalOrigin:
-    """`spec`: as the client sent it."""
+    """The first part of a record. `spec`: as the client sent it."""
     origin = JournalOrigin(
         spec=spec,
         sampling=live.request.sampling,
@@ -79,36 +82,34 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
     return origin
 
 
-def entry_since(live: LiveRequest, extent: Extent) -> JournalEntry:
-    """What is known now and was not at `extent`. Empty when there is nothing."""
-    now = Extent.of(live)
-    entry = JournalEntry()
+def source_of(live: LiveRequest, origin: JournalOrigin) -> Source[Extent]:
+    return Source(partial(Extent.of, live), partial(entry_of, live, origin))
+
+
+def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = None) -> bytes:
+    """The entry with what is known now and was not at `since`; None: a whole entry, with the origin."""
+    now, last, entry = Extent.of(live), since or Extent.nothing(len(live.sequences)), JournalEntry()
     for index, sequence in enumerate(live.sequences):
-        first = extent.num_tokens[index]
-        if now.num_tokens[index] > first or (now.has_ended[index] and not extent.has_ended[index]):
+        first = last.num_tokens[index]
+        if now.num_tokens[index] > first or (now.has_ended[index] and not last.has_ended[index]):
             tokens = sequence.known(first)
             if not now.has_ended[index]:
                 tokens.ClearField("finish_reason")
             entry.tokens.append(tokens)
-    if now.has_prompt_logprobs and not extent.has_prompt_logprobs:
+    if now.has_prompt_logprobs and not last.has_prompt_logprobs:
         entry.prompt_logprobs.extend(live.output.prompt_logprobs.take())
     if entry.ByteSize():
         entry.num_cached_tokens, entry.num_moves = live.num_cached_tokens, live.num_moves
         if live.first_token_at is not None:
             entry.first_token_after_s = live.first_token_at - live.arrived_at
-    return entry
-
-
-def whole_entry(live: LiveRequest, origin: JournalOrigin) -> JournalEntry:
-    """The whole record in one entry."""
-    entry = entry_since(live, Extent.nothing(len(live.sequences)))
-    entry.origin.CopyFrom(origin)
-    entry.num_moves = live.num_moves
-    return entry
+    if since is None:
+        entry.origin.CopyFrom(origin)
+        entry.num_moves = live.num_moves
+    return entry.SerializeToString()
 
 
 def read_record(entries: Sequence[bytes]) -> GenerationRecord | None:
-    """None for what is not a record."""
+    """None when the entries are not a record."""
     try:
         parsed = [JournalEntry.FromString(data) for data in entries]
     except DecodeError:
@@ -130,12 +131,12 @@ def read_record(entries: Sequence[bytes]) -> GenerationRecord | None:
 
 
 def _extend(known: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
-    """Tokens that begin behind a gap do not count."""
-    num_doubled = len(known.token_ids) - more.first_token_index
-    if num_doubled < 0 or known.finish_reason:
+    """Adds tokens; those that begin behind a gap do not count."""
+    num_overlapping = len(known.token_ids) - more.first_token_index
+    if num_overlapping < 0 or known.finish_reason:
         return
-    known.token_ids.extend(more.token_ids[num_doubled:])
-    known.logprobs.extend(more.logprobs[num_doubled:])
+    known.token_ids.extend(more.token_ids[num_overlapping:])
+    known.logprobs.extend(more.logprobs[num_overlapping:])
     if more.finish_reason:
         known.finish_reason = more.finish_reason
         if more.HasField("stop_token_id"):

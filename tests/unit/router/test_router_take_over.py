@@ -23,9 +23,9 @@ from router.queue.limits import Limits
 from router.routing.dispatcher import Dispatcher
 from router.routing.load_tracker import NOTHING
 from router.stream.detokenizer import Detokenizer
-from router.stream.record import GenerationRecord, origin_of, whole_entry
+from router.stream.record import GenerationRecord, entry_of, origin_of
 from router.stream.request import LiveRequest
-from router.stream.resume import Resumables
+from router.stream.resume import Resumables, ResumeHooks
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 BYTES = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))
@@ -77,21 +77,24 @@ def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
         assert key.request_id == GENERATION_ID and is_streaming
         return live_request(dispatcher.clock(), key.attempt, caller=caller, first_wanted=first_wanted)
 
-    return Resumables(
-        dispatcher,
-        store,
-        window_s=30.0,
-        revive=revive,
-        new_detokenizers=lambda live: [BYTES.new_detokenizer(live.request.prompt_token_ids)],
+    hooks = ResumeHooks(
+        dispatcher.clock,
+        dispatcher.adopt,
+        dispatcher.cancel,
+        revive,
+        lambda live: [BYTES.new_detokenizer(live.request.prompt_token_ids)],
+        lambda: dispatcher.fleet.weights_revision,
+        dispatcher.counters,
     )
+    return Resumables(store, hooks, window_s=30.0)
 
 
 async def leave_behind(store: MemoryStore, text: str = "") -> None:
     """A record of a router that is gone, with what it has told."""
     live = live_request(0.0)
     live.on_tokens(logged(live.key.to_proto(), 0, text).tokens, 0.0)
-    data = whole_entry(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
-    await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
+    data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
+    await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data, True, 60.0)])
 
 
 def sequences_of(router: WiredRouter, worker_id: str) -> Sequence[str]:
