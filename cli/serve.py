@@ -22,18 +22,17 @@ import typer
 
 from cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
 from cli.config import default_config
-from cluster.address import format_address
+from cluster.address import format_address, listen_error
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
 from cluster.program import ExitCode
 from cluster.signals import Signals
-from controller.ports import listen_error
 
 if TYPE_CHECKING:
     from rich.status import Status
 
     from cluster.config import ServingConfig
     from controller.config_file import ConfigFile
-    from controller.progress_events import News, Notice
+    from controller.events import ProgressBatch, ProgressEvent
 
 _POLL_S = 0.2
 _END_S = 30.0
@@ -203,8 +202,8 @@ class _Session:
                 end_controller(controller, _END_S)
 
     def _start(self) -> Any:
-        from controller.capacity import num_gpus
         from controller.detached import start_detached
+        from controller.launchers import num_gpus
         from controller.plan import plan_cluster
         from controller.reconciler import Programs, start_controller
 
@@ -226,8 +225,8 @@ class _Session:
         from ray.exceptions import RayError
 
         try:
-            told: News = ray.get(controller.notices.remote())
-            if not any(notice.kind == "serving" for notice in told.notices):
+            told: ProgressBatch = ray.get(controller.progress.remote())
+            if not any(event.kind == "serving" for event in told.events):
                 self._follow(controller)
             if self._stop_asked.is_set():
                 return
@@ -241,25 +240,25 @@ class _Session:
             raise BatonError(failed)
 
     def _follow(self, controller: Any) -> None:
-        """Shows the controller's notices until a signal, or, with --detach, until the cluster serves; raises when it
+        """Shows the controller's progress until a signal, or, with --detach, until the cluster serves; raises when it
         cannot come up."""
         import ray
         from ray.exceptions import RayError
 
         ray.get(controller.run.remote())
-        coming = controller.notices.remote()
+        coming = controller.progress.remote()
         while not (self._stop_asked.is_set() or (self._is_detached and self._view.is_serving)):
             if not ray.wait([coming], timeout=_POLL_S)[0]:
                 continue
             try:
-                news: News = ray.get(coming)
+                news: ProgressBatch = ray.get(coming)
             except RayError as error:
                 raise self._died() from error
-            for notice in news.notices:
-                self._view.show(notice)
-                if notice.kind == "failed":
-                    raise (ConfigError if notice.is_mistake else BatonError)(f"{notice.who}: {notice.text}")
-            coming = controller.notices.remote(news.last)
+            for event in news.events:
+                self._view.show(event)
+                if event.kind == "failed":
+                    raise (ConfigError if event.is_mistake else BatonError)(f"{event.who}: {event.text}")
+            coming = controller.progress.remote(news.last)
 
     def _died(self) -> BatonError:
         what = "; Ray starts it again" if self._is_detached else ", and the cluster with it; start it again"
@@ -313,25 +312,25 @@ class _View:
         """What stays on the screen."""
         self._console.print(line)
 
-    def show(self, notice: Notice) -> None:
-        match notice.kind:
+    def show(self, event: ProgressEvent) -> None:
+        match event.kind:
             case "progress" if self.is_serving:
-                self._console.print(f"{notice.who}: {notice.text}")
+                self._console.print(f"{event.who}: {event.text}")
             case "progress":
-                self.say(f"{notice.who}: {notice.text}")
+                self.say(f"{event.who}: {event.text}")
             case "ready":
-                self._console.print(f"{notice.who} is ready")
+                self._console.print(f"{event.who} is ready")
             case "lost":
-                self._console.print(f"{notice.who} was lost ({notice.text}); starting it again")
+                self._console.print(f"{event.who} was lost ({event.text}); starting it again")
             case "change":
-                self._console.print(notice.text)
+                self._console.print(event.text)
             case "admin":
-                self._admin_address = notice.text
+                self._admin_address = event.text
             case "http":
-                self._http_address = notice.text
+                self._http_address = event.text
             case "serving":
                 self.is_serving = True
-                self._banner(notice.text)
+                self._banner(event.text)
 
     def stopping(self) -> None:
         """Ctrl-C shows as ^C on the line, hence the empty one."""

@@ -1,11 +1,13 @@
-"""Addresses as text: which of them cannot leave the machine, and how a host and a port are joined and split.
+"""Addresses as text: which of them cannot leave the machine, how a host and a port are joined and split, and whether a
+port is free.
 
-Pure; nothing is resolved or opened. Kept apart from `cluster.rpc` so that reading a configuration loads no gRPC.
+Apart from `cluster.rpc` so that reading a configuration loads no gRPC.
 """
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """What listens on every address of a machine, and where it is reached from there."""
@@ -42,3 +44,15 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not is_host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         raise ValueError(f"{text!r} is not an address; write HOST:PORT, such as 127.0.0.1:50051")
     return bare, int(port)
+
+
+def listen_error(host: str, port: int) -> OSError | None:
+    """Why nobody could listen there now, or None. The listener's own bind has the last word."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        return error
+    return None

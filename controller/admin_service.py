@@ -1,6 +1,6 @@
 """AdminService: what operators see and change of the whole cluster, on a port of its own in the controller's process.
 
-Translates between messages and the door; decides nothing. Errors become gRPC statuses here.
+Translates between messages and the reconfigurer; decides nothing. Errors become gRPC statuses here.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ from cluster.config import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.tls import ServerTls
-from controller.event_log import ClusterEvent, EventLog
-from controller.reconfigurer import Keep, Plan, ProposalResult, Reconfigurer
+from controller.events import ClusterEvent, EventLog
+from controller.reconfigurer import Plan, ProposalResult, Reconfigurer, SaveConfig
 from controller.supervisor import Supervisor
 from controller.worker_pool import ROLE_NUMBERS, WorkerPool
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
-_TOLD_EVENTS = 20
+_NUM_EVENTS = 20
 _NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
-class Desk(Protocol):
-    """What the service reads and changes; the controller."""
+class AdminBackend(Protocol):
+    """What the service reads and changes: `controller.reconciler.Controller`, or a test's stand-in for it."""
 
-    door: Reconfigurer
+    reconfigurer: Reconfigurer
     events: EventLog
-    crew: WorkerPool
+    pool: WorkerPool
 
     @property
     def routers(self) -> Sequence[Supervisor]: ...
 
     @property
     def config_path(self) -> str:
-        """Of the file that is watched; empty: none."""
+        """Path of the watched file; empty: none."""
         ...
 
     @property
-    def keep(self) -> Keep | None:
+    def save(self) -> SaveConfig | None:
         """Writes an accepted change into that file."""
         ...
 
     @property
     def auto(self) -> admin_pb2.Auto | None:
-        """What `mode: auto` makes of the load; None in another mode."""
+        """The last decision of `mode: auto`; None in another mode."""
         ...
 
     @property
     def metrics_address(self) -> str:
-        """Of the controller's page; empty: there is none."""
+        """Address of the controller's metrics page; empty: there is none."""
         ...
 
     def parse(self, text: str, filename: str) -> ServingConfig:
@@ -67,68 +67,68 @@ class Desk(Protocol):
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, backend: AdminBackend) -> None:
+        self._backend = backend
 
     async def GetCluster(self, request: admin_pb2.GetClusterRequest, context: Context) -> admin_pb2.GetClusterResponse:
-        desk = self._desk
-        members = [m for m in desk.crew.members() if not m.is_draining]
-        changing = desk.door.changing
+        backend = self._backend
+        members = [m for m in backend.pool.members() if not m.is_draining]
+        changing = backend.reconfigurer.changing
         return admin_pb2.GetClusterResponse(
-            version=desk.door.version,
+            version=backend.reconfigurer.version,
             num_prefill=sum(m.role == "prefill" for m in members),
             num_decode=sum(m.role == "decode" for m in members),
-            processes=_processes(desk),
-            router=await desk.router_status(),
+            processes=_processes(backend),
+            router=await backend.router_status(),
             changing=None if changing is None else plan_message(changing),
-            last_sequence=desk.events.last_sequence,
-            config_file=desk.config_path,
-            auto=desk.auto,
-            metrics_address=desk.metrics_address,
-            events=map(event_message, desk.events.newest(_TOLD_EVENTS)),
+            last_sequence=backend.events.last_sequence,
+            config_file=backend.config_path,
+            auto=backend.auto,
+            metrics_address=backend.metrics_address,
+            events=map(event_message, backend.events.newest(_NUM_EVENTS)),
         )
 
     async def SetRoles(self, request: admin_pb2.SetRolesRequest, context: Context) -> admin_pb2.ChangeResponse:
         def change() -> ProposalResult:
-            door = self._desk.door
-            return door.propose(
-                door.with_split(request.num_prefill, request.num_decode),
+            reconfigurer = self._backend.reconfigurer
+            return reconfigurer.propose(
+                reconfigurer.with_split(request.num_prefill, request.num_decode),
                 f"rebalance {request.num_prefill}:{request.num_decode}",
                 expected_version=request.expected_version,
                 dry_run=request.dry_run,
-                keep=self._desk.keep,
+                save=self._backend.save,
             )
 
         return await _answered(context, change)
 
     async def Apply(self, request: admin_pb2.ApplyRequest, context: Context) -> admin_pb2.ChangeResponse:
         def change() -> ProposalResult:
-            desk, origin = self._desk, f"apply {request.filename}".rstrip()
+            backend, origin = self._backend, f"apply {request.filename}".rstrip()
             try:
-                wanted = desk.parse(request.yaml, request.filename)
+                wanted = backend.parse(request.yaml, request.filename)
             except ConfigError as error:
-                desk.door.refuse(origin, error.message)
+                backend.reconfigurer.refuse(origin, error.message)
                 raise InvalidRequest(error.message) from error
-            return desk.door.propose(
-                desk.door.split_kept(wanted),
+            return backend.reconfigurer.propose(
+                backend.reconfigurer.split_kept(wanted),
                 origin,
                 expected_version=request.expected_version,
                 dry_run=request.dry_run,
-                keep=desk.keep,
+                save=backend.save,
             )
 
         return await _answered(context, change)
 
     async def DrainWorker(self, request: admin_pb2.DrainWorkerRequest, context: Context) -> admin_pb2.ChangeResponse:
         def change() -> ProposalResult:
-            door = self._desk.door
-            return door.propose(
-                door.without(request.worker_id),
+            reconfigurer = self._backend.reconfigurer
+            return reconfigurer.propose(
+                reconfigurer.without(request.worker_id),
                 f"drain {request.worker_id}",
                 expected_version=request.expected_version,
                 dry_run=request.dry_run,
                 leaving=[request.worker_id],
-                keep=self._desk.keep,
+                save=self._backend.save,
             )
 
         return await _answered(context, change)
@@ -136,14 +136,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def WatchEvents(
         self, request: admin_pb2.WatchEventsRequest, context: Context
     ) -> AsyncIterator[admin_pb2.ClusterEvent]:
-        events = self._desk.events
+        events = self._backend.events
         since = request.after_sequence if request.HasField("after_sequence") else events.last_sequence
         async for event in events.after(since):
             yield event_message(event)
 
 
 async def start_admin(
-    section: AdminSection, desk: Desk, keys: KeyRing | None = None, tls: ServerTls | None = None
+    section: AdminSection, backend: AdminBackend, keys: KeyRing | None = None, tls: ServerTls | None = None
 ) -> tuple[grpc.aio.Server, str]:
     """Listens; the server and its address. Raises ConfigError for one that it may not or cannot have.
 
@@ -154,7 +154,7 @@ async def start_admin(
     server, port = rpc.create_server(
         section.host, section.port, insecure=section.insecure, tls=tls, interceptors=interceptors
     )
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(desk), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(backend), server)
     await server.start()
     return server, rpc.format_address(section.host, port)
 
@@ -192,14 +192,14 @@ async def _answered(context: Context, change: Callable[[], ProposalResult]) -> a
     await rpc.abort(context, failure)
 
 
-def _processes(desk: Desk) -> list[admin_pb2.ProcessStatus]:
+def _processes(backend: AdminBackend) -> list[admin_pb2.ProcessStatus]:
     workers = []
-    for member in desk.crew:
+    for member in backend.pool:
         process = _process(member.supervisor)
         process.role, process.is_draining = ROLE_NUMBERS[member.plan.role], member.is_draining
         process.tp_size = len(member.plan.ranks)
         workers.append(process)
-    return [*map(_process, desk.routers), *workers]
+    return [*map(_process, backend.routers), *workers]
 
 
 def _process(supervisor: Supervisor) -> admin_pb2.ProcessStatus:

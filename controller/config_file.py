@@ -1,7 +1,7 @@
-"""The operator's cluster.yaml while a cluster runs: read with what `baton serve` was told beside it, watched by its
+"""The operator's cluster.yaml while a cluster runs: read with the flags of `baton serve` on top, watched by its
 content, and edited in place when a change comes from elsewhere, so that file and cluster agree.
 
-`Watch` decides what a look at the file means; who looks, and how often, is the controller's business.
+`ConfigWatch` decides what a look at the file means; who looks, and how often, is the controller's business.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ConfigFile:
         """Raises ConfigError."""
         return self.parse(self.read())
 
-    def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> str:
+    def save(self, wanted: ServingConfig, changed: dict[str, Any]) -> str:
         """Sets the values of these keys and of the split in the file, where it says something else; comments and all
         else stay as they were. Returns the text that the file then has.
 
@@ -88,12 +88,12 @@ class ConfigFile:
         replace_text(target, text, target.stat().st_mode & 0o7777)
 
 
-class Watch:
+class ConfigWatch:
     """Call `look` every so often, when no change is being carried out.
 
     `apply` is given a valid configuration that the file has come to say; `refuse` a text that says what is wrong with
-    it. Either is told once, and only of what stays the same for some looks: a file that is half written may well be
-    valid, and one whose writer got no time is empty for longer than one thinks.
+    it. Either is called once, and only for a content that stays the same for some looks: a file that is half written
+    may well be valid, and one whose writer got no processor time may be empty for long.
     """
 
     def __init__(self, file: ConfigFile, apply: Callable[[ServingConfig], None], refuse: Callable[[str], None]) -> None:
@@ -101,7 +101,7 @@ class Watch:
         self._apply = apply
         self._refuse = refuse
         self._done: tuple[str, str] | None = None
-        """What has been dealt with: a text, or why there is none. At first nothing: an edit during the start counts."""
+        """The content dealt with last: a text, or why there is none. None at first: an edit during the start counts."""
         self._last: tuple[str, str] | None = None
         self._num_same = 0
 
@@ -123,10 +123,10 @@ class Watch:
             self._done = content
             self._refuse(problem)
 
-    def keep(self, wanted: ServingConfig, changed: dict[str, Any]) -> None:
-        """As the file's own. What it writes is no edit: a change that was accepted and then failed is not begun again
-        for standing in the file. Raises FailedPrecondition."""
-        self._done = self._file.keep(wanted, changed), ""
+    def save(self, wanted: ServingConfig, changed: dict[str, Any]) -> None:
+        """Writes as `ConfigFile.save` does, and takes the result for known: an accepted change that then fails is not
+        begun again because the file says so. Raises FailedPrecondition."""
+        self._done = self._file.save(wanted, changed), ""
 
     def _read(self) -> tuple[str, str]:
         try:

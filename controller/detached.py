@@ -17,12 +17,12 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cluster.address import listen_error
 from cluster.config import ServingConfig
 from cluster.errors import ConfigError
-from controller.capacity import num_gpus
 from controller.config_file import ConfigFile
+from controller.launchers import num_gpus
 from controller.plan import CPU_SHARE, ClusterPlan, plan_cluster
-from controller.ports import listen_error
 from controller.reconciler import Controller, Programs
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class DetachedController(Controller):
         await self.run()
 
     def _is_a_port_taken(self) -> bool:
-        config = self.door.config
+        config = self.reconfigurer.config
         wanted = [(config.router.host, config.router.port), (config.admin.host, config.admin.port)]
         if config.router.http_port is not None:
             wanted.append((config.router.host, config.router.http_port))

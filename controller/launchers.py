@@ -1,7 +1,9 @@
 """Starts the processes of a worker, or of a router, on Ray: where they are placed, and in which order they come up.
 
-A worker's ranks share a placement group (STRICT_PACK); rank 0 prepares first and says where the other ranks find it,
-then all start. Knows no other worker, no role and no request.
+A worker's ranks share a placement group (STRICT_PACK); rank 0 prepares first and returns its address for the other
+ranks, then all start. `Capacity` reserves a place for one more worker before that worker is asked for: while no node
+has room, its placement group waits at Ray, which has Ray's autoscaler bring a node where cluster.yaml lets it
+(`max_workers`). Knows no role and no request.
 """
 
 from __future__ import annotations
@@ -13,18 +15,79 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.settings import RouterSettings
 from cluster.units import count_of
-from controller.capacity import Capacity, place, place_apart
 from controller.plan import CPU_SHARE, WorkerPlan
 from controller.ray_actors import HostedProcess, NodePlacement, Strategy
 from controller.supervisor import StartFailed
 
 ROUTER_BUNDLE = {"CPU": CPU_SHARE}
 _PLACING_S = 5.0
+
+
+Bundles = Sequence[dict[str, float]]
+"""What each rank of a worker books."""
+
+
+Labels = Sequence[tuple[str, str]]
+"""Labels of a node, each a key and what Ray selects by."""
+
+
+def place(bundles: Bundles, labels: Labels = ()) -> PlacementGroup:
+    """A placement group on one node with these labels, as soon as one has room for all."""
+    selector = [dict(labels)] * len(bundles) if labels else None
+    group: PlacementGroup = placement_group(list(bundles), strategy="STRICT_PACK", bundle_label_selector=selector)
+    return group
+
+
+def place_apart(num_nodes: int, bundle: dict[str, float]) -> PlacementGroup:
+    """A bundle on each of so many nodes, as soon as there are as many."""
+    group: PlacementGroup = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
+    return group
+
+
+def num_gpus() -> int:
+    """GPUs on the nodes that Ray has now."""
+    return int(ray.cluster_resources().get("GPU", 0))
+
+
+class Capacity:
+    """A place for the next worker. `bundles` returns what that books; `labels`: of nodes on which workers may be."""
+
+    def __init__(self, bundles: Callable[[], Bundles], labels: Labels = ()) -> None:
+        self._bundles = bundles
+        self._labels = labels
+        self._group: PlacementGroup | None = None
+        self._is_for: Bundles = ()
+
+    def ask(self) -> bool:
+        """True where there is a place, which is then reserved; otherwise Ray is asked for one."""
+        bundles = self._bundles()
+        if bundles != self._is_for:
+            self.give_back()
+        if self._group is None:
+            self._group, self._is_for = place(bundles, self._labels), bundles
+        return _is_there(self._group)
+
+    def take(self, bundles: Bundles) -> PlacementGroup | None:
+        """The reserved place, if it fits these; it belongs to the caller from now on."""
+        if self._group is None or bundles != self._is_for or not _is_there(self._group):
+            return None
+        taken, self._group = self._group, None
+        return taken
+
+    def give_back(self) -> None:
+        """Releases the reserved place, or the request for one."""
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def _is_there(group: PlacementGroup) -> bool:
+    return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 class RunningGroup:
@@ -52,22 +115,22 @@ class RunningGroup:
 
 class WorkerLauncher:
     """Starts one worker, as often as it takes, in the placement group that it keeps; `plan`: what the next start goes
-    by, `room`: where a place may be kept for it."""
+    by, `capacity`: may have a place reserved for it."""
 
     def __init__(
-        self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None], room: Capacity
+        self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None], capacity: Capacity
     ) -> None:
         self.plan = plan
         self._module = module
         self._log_dir = log_dir
         self._report = report
-        self._room = room
+        self._capacity = capacity
         self._group: PlacementGroup | None = None
         self.placing_limit_s: float | None = None
 
     async def launch(self) -> RunningGroup:
         if self._group is None:
-            self._group = self._room.take(self.plan.bundles) or place(self.plan.bundles, self.plan.labels)
+            self._group = self._capacity.take(self.plan.bundles) or place(self.plan.bundles, self.plan.labels)
         ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
         try:
             return RunningGroup(ranks, await self._start(ranks))
@@ -100,13 +163,13 @@ class WorkerLauncher:
     async def _locate(self, ranks: Sequence[HostedProcess]) -> list[NodePlacement]:
         """Where Ray placed them. Raises StartFailed when `placing_limit_s` is over; without one it waits for room."""
         labels = "".join(f", {key}={value}" for key, value in self.plan.labels)
-        room = f"a node with room for {len(ranks)} × {self.plan.bundle}{labels}"
+        wanted = f"a node with room for {len(ranks)} × {self.plan.bundle}{labels}"
         try:
             async with asyncio.timeout(self.placing_limit_s):
-                return await _located(ranks, room, self._report)
+                return await _located(ranks, wanted, self._report)
         except TimeoutError:
             raise StartFailed(
-                f"Ray has not found {room} in {self.placing_limit_s:g} s; free some, or ask for fewer devices",
+                f"Ray has not found {wanted} in {self.placing_limit_s:g} s; free some, or ask for fewer devices",
                 is_mistake=True,
             ) from None
 
@@ -130,8 +193,8 @@ class RouterPlaces:
     async def found(self, router: HostedProcess, report: Callable[[str], None]) -> NodePlacement:
         if not self.are_spread:
             return await router.locate()
-        room = f"a node for each of {count_of(self._num_routers, 'router')}"
-        return (await _located([router], room, report))[0]
+        wanted = f"a node for each of {count_of(self._num_routers, 'router')}"
+        return (await _located([router], wanted, report))[0]
 
     def close(self) -> None:
         """Gives the resources back to Ray."""
@@ -180,13 +243,15 @@ class RouterLauncher:
         return RunningGroup([router], {**card, "pids": [place.pid]})
 
 
-async def _located(processes: Sequence[HostedProcess], room: str, report: Callable[[str], None]) -> list[NodePlacement]:
-    """Where Ray placed them; reports what it is waited for when that takes long."""
+async def _located(
+    processes: Sequence[HostedProcess], wanted: str, report: Callable[[str], None]
+) -> list[NodePlacement]:
+    """Returns where Ray placed them; reports what is missing when that takes long."""
     locating = asyncio.gather(*(process.locate() for process in processes))
     try:
         done, _ = await asyncio.wait([locating], timeout=_PLACING_S)
         if not done:
-            report(f"waiting for Ray to find {room}")
+            report(f"waiting for Ray to find {wanted}")
         return await locating
     except asyncio.CancelledError:
         locating.cancel()

@@ -7,8 +7,7 @@ docs/controller-metrics.md.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,8 +15,9 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.metrics import Metric, counter_family, render_reference
-from controller.event_log import EventKind
+from controller.events import EventKind, EventLog
 from controller.rebalance_policy import Reason
+from controller.rebalancer import Rebalancer
 from controller.supervisor import SupervisorState
 
 ROLES = ("prefill", "decode")
@@ -59,34 +59,19 @@ GAIN = Metric(
 METRICS = (WORKERS, LOST, VERSION, CHANGES, VERDICTS, MOVES, GAIN)
 
 
-class ControllerView(Protocol):
-    """The controller, seen from here. Read on the page's thread: counts and copies only."""
-
-    @property
-    def config_version(self) -> int: ...
-
-    @property
-    def events_by_kind(self) -> Mapping[EventKind, int]: ...
-
-    @property
-    def verdicts(self) -> Mapping[Reason, int]: ...
-
-    @property
-    def num_auto_moves(self) -> int: ...
-
-    @property
-    def auto_gain(self) -> float: ...
-
-    def workers(self) -> Counter[tuple[str, SupervisorState]]:
-        """By role and state."""
-        ...
-
-
 class ControllerMetrics(Collector):
     """The page's registry is `registry`."""
 
-    def __init__(self, source: ControllerView) -> None:
-        self._source = source
+    def __init__(
+        self,
+        events: EventLog,
+        rebalancer: Rebalancer,
+        workers_by_state: Callable[[], Counter[tuple[str, SupervisorState]]],
+    ) -> None:
+        """`workers_by_state` counts by role and state. All are read on the page's thread: counts and copies only."""
+        self._events = events
+        self._rebalancer = rebalancer
+        self._workers_by_state = workers_by_state
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -94,21 +79,20 @@ class ControllerMetrics(Collector):
         return []
 
     def collect(self) -> Iterator[MetricFamily]:
-        source = self._source
         workers = GaugeMetricFamily(WORKERS.name, WORKERS.doc, labels=WORKERS.label_names)
-        by_role = source.workers()
+        by_role = self._workers_by_state()
         for role in ROLES:
             for name, state in zip(_STATES, SupervisorState, strict=True):
                 workers.add_metric((role, name), by_role[role, state])
         yield workers
-        events = dict(source.events_by_kind)
+        events = dict(self._events.num_by_kind)
         yield CounterMetricFamily(LOST.name, LOST.doc, value=events.get(EventKind.WORKER_LOST, 0))
-        yield GaugeMetricFamily(VERSION.name, VERSION.doc, value=source.config_version)
+        yield GaugeMetricFamily(VERSION.name, VERSION.doc, value=self._events.version)
         yield counter_family(CHANGES, {outcome: events.get(kind, 0) for outcome, kind in OUTCOMES.items()})
-        verdicts = dict(source.verdicts)
-        yield counter_family(VERDICTS, {reason: verdicts.get(reason, 0) for reason in Reason})
-        yield CounterMetricFamily(MOVES.name, MOVES.doc, value=source.num_auto_moves)
-        yield GaugeMetricFamily(GAIN.name, GAIN.doc, value=source.auto_gain)
+        decisions = dict(self._rebalancer.num_decisions)
+        yield counter_family(VERDICTS, {reason: decisions.get(reason, 0) for reason in Reason})
+        yield CounterMetricFamily(MOVES.name, MOVES.doc, value=self._rebalancer.num_moves)
+        yield GaugeMetricFamily(GAIN.name, GAIN.doc, value=self._rebalancer.gain)
 
 
 _INTRODUCTION = """\

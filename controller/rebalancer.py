@@ -1,9 +1,8 @@
-"""`rebalance.mode: auto` at work: looks at the load once a second and asks the door for another split when it pays.
+"""`rebalance.mode: auto`: looks at the load once a second and proposes another split when that pays.
 
-Decides nothing itself (`controller.rebalance_policy` does) and moves nobody (the door does). Before one more worker is
-asked for there must be a place for it (`ScaleUpCapacity`), which may take a new node minutes to bring; the split goes
-on following the load meanwhile. It says why the split moves, and why it stays when the reason is another one. Knows the
-cluster by what `Sight` and `Split` tell.
+`controller.rebalance_policy` decides, the reconfigurer carries out. One more worker is proposed only when Ray has room
+for it, which may take minutes where a new node must come; the split follows the load meanwhile. Logs why the split
+moves, and why it stays when the reason is a new one. Knows the cluster by `MeasuredLoad` and `Split`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from cluster.config import ServingConfig
 from cluster.demand import Demand
@@ -25,13 +23,13 @@ from controller.reconfigurer import AnotherChange, StaleVersion
 
 logger = logging.getLogger(__name__)
 
-_SAY_AGAIN_S = 30.0
-"""While the same split is right, why is said so often."""
+_REPORT_AGAIN_S = 30.0
+"""The reason of an unchanged decision is logged again after this."""
 
 
 @dataclass(frozen=True)
-class Sight:
-    """What the routers have counted lately, together."""
+class MeasuredLoad:
+    """The demand that all routers have counted lately, and what steps cost their workers."""
 
     window_s: float
     demand: Demand
@@ -39,16 +37,16 @@ class Sight:
     kv_tokens: int
 
     @classmethod
-    def of(cls, reports: list[admin_pb2.GetDemandResponse]) -> Sight | None:
-        """None of nothing."""
+    def of(cls, reports: list[admin_pb2.GetDemandResponse]) -> MeasuredLoad | None:
+        """The reports of all routers together; None without any."""
         if not reports:
             return None
         window_s = max(r.window_s for r in reports)
-        told = [r for r in reports if r.HasField("prefill_cost")]
+        with_costs = [r for r in reports if r.HasField("prefill_cost")]
         costs = None
-        if told:
-            prefill = usual([StepCost.from_proto(r.prefill_cost) for r in told])
-            costs = RoleCosts(prefill, usual([StepCost.from_proto(r.decode_cost) for r in told]))
+        if with_costs:
+            prefill = usual([StepCost.from_proto(r.prefill_cost) for r in with_costs])
+            costs = RoleCosts(prefill, usual([StepCost.from_proto(r.decode_cost) for r in with_costs]))
         return cls(
             window_s=window_s,
             demand=sum((Demand.from_proto(r.demand).scaled(window_s / r.window_s) for r in reports), Demand()),
@@ -59,80 +57,77 @@ class Sight:
 
 @dataclass(frozen=True)
 class Split:
-    """Workers as they are now."""
+    """How many workers each role has now."""
 
     num_prefill: int
     num_decode: int
     version: int
     num_added: int = 0
-    """Of them, by `mode: auto`."""
+    """Workers that `mode: auto` has added."""
 
     @property
     def num_workers(self) -> int:
         return self.num_prefill + self.num_decode
 
 
-class ScaleUpCapacity(Protocol):
-    """A place for one more worker."""
-
-    def ask(self) -> bool:
-        """Whether there is one, which is then kept; while there is none, one is asked for."""
-        ...
-
-    def give_back(self) -> None:
-        """None is needed now; nothing where none was asked for."""
-        ...
-
-
 class Rebalancer:
-    """`look` once a second. `move(num_prefill, num_decode, version, why)` raises BatonError where it cannot be."""
+    """`look` once a second. `move(num_prefill, num_decode, version, why)` raises BatonError for a refused move.
+    `reserve` returns whether a place for one more worker is there, and then reserved, and asks Ray for one otherwise;
+    `release` gives it back."""
 
     def __init__(
         self,
-        sight: Callable[[], Awaitable[Sight | None]],
+        measure: Callable[[], Awaitable[MeasuredLoad | None]],
         split: Callable[[], Split | None],
         move: Callable[[int, int, int, str], None],
-        room: ScaleUpCapacity,
-        say: Callable[[str], None] = logger.info,
+        reserve: Callable[[], bool],
+        release: Callable[[], None],
+        report: Callable[[str], None] = logger.info,
     ) -> None:
-        self._sight = sight
+        self._measure = measure
         self._split = split
         self._move = move
-        self._room = room
-        self._tell = say
+        self._reserve = reserve
+        self._release = release
+        self._report = report
         self._auto: AutoRatio | None = None
         self._settings: tuple[Slo, Patience] | None = None
         self._costs: RoleCosts | None = None
         self._was: tuple[int, int] | None = None
         """Prefill workers, and workers in all, at the last look."""
         self._asks_from = 0.0
-        """The door is not asked before; it has refused what will not be right a second later."""
-        self._said = ""
-        self._said_at = 0.0
+        """No move is proposed before: the last one was refused, and would be a second later."""
+        self._reported = ""
+        self._reported_at = 0.0
         self.num_moves = 0
-        self.num_verdicts: Counter[Reason] = Counter()
-        self.verdict: RebalanceDecision | None = None
+        self.num_decisions: Counter[Reason] = Counter()
+        self.decision: RebalanceDecision | None = None
         """The last one; None while the mode is another."""
+
+    @property
+    def gain(self) -> float:
+        """Share by which the best split is predicted to serve more; 0 in another mode."""
+        return 0.0 if self.decision is None else self.decision.gain
 
     async def look(self, now: float, config: ServingConfig) -> None:
         """Nothing while `config` says another mode, or a change is being carried out (`split` gives None then)."""
         if config.rebalance.mode != "auto":
-            self._auto = self.verdict = None
-            self._room.give_back()
+            self._auto = self.decision = None
+            self._release()
             return
-        split, sight = self._split(), await self._sight()
-        if split is None or sight is None:
+        split, load = self._split(), await self._measure()
+        if split is None or load is None:
             return
         sizes = [config.roles.prefill.tensor_parallel, config.roles.decode.tensor_parallel]
         if sizes[0] != sizes[1]:
             why = (
                 f"stays: the roles differ in tensor_parallel ({sizes[0]} and {sizes[1]}), so that no worker can change"
             )
-            self._auto, self.verdict = (
+            self._auto, self.decision = (
                 None,
                 RebalanceDecision(split.num_prefill, split.num_workers, Reason.UNEQUAL, why),
             )
-            self._say(now, self.verdict)
+            self._report_decision(now, self.decision)
             return
         auto = self._tuned(config)
         now_is = split.num_prefill, split.num_workers
@@ -140,21 +135,21 @@ class Rebalancer:
             auto.moved(now, self._was, now_is)
         self._was = now_is
         worker = None
-        if sight.costs is not None:
+        if load.costs is not None:
             # What a load of one kind does not show was seen in another.
-            known = self._costs or sight.costs
-            self._costs = RoleCosts(sight.costs.prefill.filled(known.prefill), sight.costs.decode.filled(known.decode))
-            worker = WorkerModel(self._costs, config.engine.max_num_seqs, sight.kv_tokens)
+            known = self._costs or load.costs
+            self._costs = RoleCosts(load.costs.prefill.filled(known.prefill), load.costs.decode.filled(known.decode))
+            worker = WorkerModel(self._costs, config.engine.max_num_seqs, load.kv_tokens)
         bounds = self._bounds(config, split)
-        self.verdict = auto.decide(now, sight.demand, sight.window_s, worker, bounds, split.num_prefill)
-        if self.verdict.reason is not Reason.GROWS:
-            self._room.give_back()
-        elif not self._room.ask():
-            why = f"stays until there is room for one more worker; {self.verdict.why}"
-            self.verdict = replace(self.verdict, reason=Reason.ROOM, why=why)
-        self._say(now, self.verdict)
-        if self.verdict.moves and now >= self._asks_from:
-            self._try(now, split, self.verdict, config.rebalance.auto.cooldown_s)
+        self.decision = auto.decide(now, load.demand, load.window_s, worker, bounds, split.num_prefill)
+        if self.decision.reason is not Reason.GROWS:
+            self._release()
+        elif not self._reserve():
+            why = f"stays until there is room for one more worker; {self.decision.why}"
+            self.decision = replace(self.decision, reason=Reason.ROOM, why=why)
+        self._report_decision(now, self.decision)
+        if self.decision.moves and now >= self._asks_from:
+            self._propose(now, split, self.decision, config.rebalance.auto.cooldown_s)
 
     def _bounds(self, config: ServingConfig, split: Split) -> SplitBounds:
         roles, most_devices = config.roles, config.rebalance.auto.max_devices
@@ -163,7 +158,7 @@ class Rebalancer:
         return SplitBounds(split.num_workers, roles.prefill.min_workers, roles.decode.min_workers, least, most)
 
     def _tuned(self, config: ServingConfig) -> AutoRatio:
-        """Its memory lasts until somebody changes what it goes by."""
+        """The policy, whose memory lasts until its settings change."""
         slo, auto = config.rebalance.slo, config.rebalance.auto
         settings = (
             Slo(slo.ttft_ms / 1000, slo.tpot_ms / 1000),
@@ -174,9 +169,9 @@ class Rebalancer:
             self._asks_from = 0.0
         return self._auto
 
-    def _try(self, now: float, split: Split, verdict: RebalanceDecision, cooldown_s: float) -> None:
+    def _propose(self, now: float, split: Split, decision: RebalanceDecision, cooldown_s: float) -> None:
         try:
-            self._move(verdict.num_prefill, verdict.num_workers - verdict.num_prefill, split.version, verdict.why)
+            self._move(decision.num_prefill, decision.num_workers - decision.num_prefill, split.version, decision.why)
             self.num_moves += 1
         except (AnotherChange, StaleVersion) as error:
             # Somebody else changed something at the same moment: the next look sees it.
@@ -185,9 +180,9 @@ class Rebalancer:
             self._asks_from = now + cooldown_s
             logger.warning("auto: the split stays, for %g s at least: %s", cooldown_s, error.message)
 
-    def _say(self, now: float, verdict: RebalanceDecision) -> None:
-        self.num_verdicts[verdict.reason] += 1
-        gist = verdict.why.partition(" serves")[0]
-        if gist != self._said or now - self._said_at >= _SAY_AGAIN_S:
-            self._said, self._said_at = gist, now
-            self._tell(verdict.why)
+    def _report_decision(self, now: float, decision: RebalanceDecision) -> None:
+        self.num_decisions[decision.reason] += 1
+        gist = decision.why.partition(" serves")[0]
+        if gist != self._reported or now - self._reported_at >= _REPORT_AGAIN_S:
+            self._reported, self._reported_at = gist, now
+            self._report(decision.why)

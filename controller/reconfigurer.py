@@ -1,11 +1,10 @@
-"""The one door through which a running cluster changes: the configuration that runs, its version, and the change that
-is being carried out.
+"""Changes the configuration of a running cluster: what runs, its version, and the change that is being carried out.
 
     propose -> refused (the reason, and the version there is)
             -> planned -> carried out step by step -> changed | failed (what was done stays)
 
-Every change names the version that it builds on, or none. There is one change at a time. Knows no file, no RPC and no
-process: `Hands` carry the steps out, `Keep` writes down what was accepted.
+Every change names the version that it builds on, or none. There is one change at a time. Knows no file and no RPC: a
+`StepRunner` carries the steps out, `SaveConfig` writes an accepted change into the file.
 """
 
 from __future__ import annotations
@@ -14,36 +13,22 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.config import RolesSection, ServingConfig
 from cluster.config.changes import differences, refuse_fixed
 from cluster.config.checks import check
 from cluster.config.schema import RoleName
 from cluster.errors import BatonError, FailedPrecondition
-from controller.change_plan import Member, Step, plan_ratio, ratio_of, wanted_of
-from controller.change_steps import StepFailed
-from controller.event_log import EventKind, EventLog
+from controller.change_plan import Step, plan_ratio, ratio_of, wanted_of
+from controller.events import EventKind, EventLog
 from controller.plan import ROLES
+from controller.worker_pool import StepFailed, StepRunner
 
 logger = logging.getLogger(__name__)
 
-Keep = Callable[[ServingConfig, dict[str, Any]], object]
-"""Writes down an accepted configuration (with the keys that changed); raises BatonError when it cannot."""
-
-
-class Hands(Protocol):
-    """What does the work; `controller.change_steps.Steps`."""
-
-    def members(self) -> list[Member]: ...
-
-    async def tell(self) -> None:
-        """Has the router hear how things are now."""
-        ...
-
-    async def carry_out(self, step: Step, config: ServingConfig) -> None:
-        """Returns when the router has seen it; raises StepFailed."""
-        ...
+SaveConfig = Callable[[ServingConfig, dict[str, Any]], object]
+"""Writes an accepted configuration into its file, given the keys that changed; raises BatonError when it cannot."""
 
 
 class StaleVersion(FailedPrecondition):
@@ -83,11 +68,11 @@ class ProposalResult:
 
 
 class Reconfigurer:
-    """In one event loop. `config` is what runs; it is the wanted one from the moment a change is accepted.
-    `num_devices`: that there are now; None: CPU ranks, of which there may be any number."""
+    """Used in one event loop. `config` is what runs; from the moment a change is accepted, the wanted one.
+    `num_devices` returns how many there are now; None: CPU ranks, of which there may be any number."""
 
     def __init__(
-        self, config: ServingConfig, hands: Hands, events: EventLog, num_devices: Callable[[], int] | None = None
+        self, config: ServingConfig, steps: StepRunner, events: EventLog, num_devices: Callable[[], int] | None = None
     ) -> None:
         self.config = config
         self.changing: Plan | None = None
@@ -95,11 +80,11 @@ class Reconfigurer:
         """For a step of which workers reserved memory when they started."""
         self._before = config
         self._began_at = 0
-        self._hands = hands
+        self._steps = steps
         self._events = events
         self._num_devices = num_devices
         self._num_named = _num_devices(config)
-        """Devices of both roles, as an operator last wanted them."""
+        """Devices of both roles that an operator last asked for."""
         self._work: asyncio.Task[None] | None = None
 
     @property
@@ -118,7 +103,7 @@ class Reconfigurer:
         return all(config.roles.prefill.num_workers > 0 for config in (self._before, self.config))
 
     def with_split(self, prefill: int, decode: int) -> ServingConfig:
-        """The configuration that runs, with so many workers of each role."""
+        """The configuration that runs, with these numbers of workers."""
         devices: dict[RoleName, int] = {
             role: count * self.config.role(role).tensor_parallel
             for role, count in zip(ROLES, (prefill, decode), strict=True)
@@ -126,8 +111,8 @@ class Reconfigurer:
         return _with_devices(self.config, devices)
 
     def split_kept(self, wanted: ServingConfig) -> ServingConfig:
-        """`wanted`, with the present split of the same devices, or of those that Baton added to them, where Baton
-        chooses it and each role still fits it: a file that names another one says how a cluster begins."""
+        """`wanted` with the present split, where `mode: auto` chooses it over the same devices (or those it added to
+        them) and each role still fits: then the split in a file only says how a cluster begins."""
         is_auto = wanted.rebalance.mode == self.config.rebalance.mode == "auto"
         is_same = _num_devices(wanted) == self._num_named
         most = max(self._num_named, wanted.rebalance.auto.max_devices or 0)
@@ -138,9 +123,9 @@ class Reconfigurer:
         return kept if all(_fits(kept, role) for role in ROLES) else wanted
 
     def without(self, worker_id: str) -> ServingConfig:
-        """The configuration that runs, with one worker less of the role which that one has."""
+        """The configuration that runs, with one worker less in that worker's role."""
         counts = {role: self.config.role(role).devices for role in ROLES}
-        for member in self._hands.members():
+        for member in self._steps.members():
             if member.worker_id == worker_id and not member.is_draining:
                 counts[member.role] -= self.config.role(member.role).tensor_parallel
         return _with_devices(self.config, counts)
@@ -153,13 +138,13 @@ class Reconfigurer:
         expected_version: int = 0,
         dry_run: bool = False,
         leaving: Collection[str] = (),
-        keep: Keep | None = None,
+        save: SaveConfig | None = None,
         is_auto: bool = False,
     ) -> ProposalResult:
         """Plans at once, and begins to carry out unless it is a dry run or nothing differs.
 
-        Raises FailedPrecondition; `expected_version` 0: whatever is current. `keep` is called once all else is right;
-        `is_auto`: Baton's own wish. What is being carried out already is answered with that.
+        Raises FailedPrecondition; `expected_version` 0: whatever is current. `save` is called once all else is right;
+        `is_auto`: `mode: auto` asks. A proposal equal to the change under way is answered with that one.
         """
         is_plain = not dry_run and not leaving and expected_version in (0, self.version)
         if self.changing is not None and is_plain and not differences(self.config, wanted):
@@ -167,8 +152,8 @@ class Reconfigurer:
         try:
             plan = self._plan(wanted, origin, expected_version, leaving)
             is_change = bool(plan.changes or plan.steps)
-            if is_change and not dry_run and keep is not None:
-                keep(wanted, differences(self.config, wanted))
+            if is_change and not dry_run and save is not None:
+                save(wanted, differences(self.config, wanted))
         except BatonError as error:
             self.refuse(origin, error.message)
             raise
@@ -180,7 +165,7 @@ class Reconfigurer:
         return ProposalResult(self.version, plan, True, self._began_at)
 
     def refuse(self, origin: str, why: str) -> None:
-        """Says that a change did not get as far as a plan."""
+        """Records a change that did not get as far as a plan."""
         self._events.add(EventKind.REFUSED, f"{origin}: refused: {why}")
 
     async def close(self) -> None:
@@ -202,7 +187,7 @@ class Reconfigurer:
         changed = differences(self.config, wanted)
         refuse_fixed(changed)
         self._check_memory(wanted)
-        members = self._hands.members()
+        members = self._steps.members()
         targets = wanted_of(wanted, self.config)
         max_devices = None if self._num_devices is None else self._num_devices()
         steps = plan_ratio(members, targets, max_devices=max_devices, leaving=leaving)
@@ -227,18 +212,18 @@ class Reconfigurer:
         self._work = asyncio.create_task(self._carry_out(wanted, plan), name="carry out a change")
 
     async def _carry_out(self, wanted: ServingConfig, plan: Plan) -> None:
-        began_as = ratio_of(self._hands.members())
+        began_as = ratio_of(self._steps.members())
         problem = ""
         try:
             for step in plan.steps:
                 self._events.add(EventKind.STEP, str(step), step.worker_id)
-                await self._hands.carry_out(step, wanted)
+                await self._steps.carry_out(step, wanted)
                 plan.num_done += 1
                 self._events.add(EventKind.STEP_DONE, f"{step}: done", step.worker_id)
         except StepFailed as error:
             problem = str(error)
         except Exception as error:
-            # A fault of ours must not keep the door shut for ever.
+            # A bug here must not block every later change.
             logger.exception("a step of %s could not be carried out", plan.origin)
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -246,23 +231,23 @@ class Reconfigurer:
             self._events.version += 1
         self._before = self.config
         try:
-            await self._hands.tell()
+            await self._steps.update_routers()
         except Exception as error:
-            logger.exception("the routers could not be told of %s", plan.origin)
-            problem = problem or f"the routers have not heard of it: {type(error).__name__}"
+            logger.exception("the routers could not be updated for %s", plan.origin)
+            problem = problem or f"the routers did not get the update: {type(error).__name__}"
         self.changing = None
         if problem:
             done = f"{plan.num_done} of {len(plan.steps)} steps are done, and they stay"
             self._events.add(EventKind.FAILED, f"{plan.origin}: {problem}; {done}")
         else:
-            is_now = ratio_of(self._hands.members())
+            is_now = ratio_of(self._steps.members())
             split = is_now if is_now == began_as else f"{began_as} to {is_now}"
             self._events.add(EventKind.CHANGED, f"{plan.origin}: done: {split}")
 
     def _as_it_is(self) -> ServingConfig:
-        """After a failure: as before, with the devices that the workers there are make."""
+        """The configuration after a failure: the one before, with the devices of the workers there are."""
         devices: dict[RoleName, int] = dict.fromkeys(ROLES, 0)
-        for member in self._hands.members():
+        for member in self._steps.members():
             devices[member.role] += 0 if member.is_draining else member.tp_size
         return _with_devices(self._before, devices)
 

@@ -1,7 +1,7 @@
-"""The controller's word to the routers, and the routers' to the controller.
+"""The controller's calls to the routers.
 
-A router is told the complete set of workers, with the version, the needs and the objectives of the configuration,
-until it has heard them; what it says of its workers is how a step is verified.
+Every router gets the complete set of workers, with the version, the needs and the run-time settings of the
+configuration; an update is repeated until it arrives. A router's status is how a step of a change is verified.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 CALL_S = 5.0
 LOOK_EVERY_S = 0.05
 _READY = admin_pb2.WorkerStatus.STATE_READY
-_UNHEARD = (grpc.RpcError, BatonError, OSError)
-"""What a call may end with that is tried again later; a certificate that cannot be read now is among it."""
+_RETRIED = (grpc.RpcError, BatonError, OSError)
+"""Errors after which a call is tried again later, such as a certificate that cannot be read now."""
 _ADDED = (
     *("num_queued", "max_queued", "num_running", "num_finished"),
     *("num_cancelled", "num_failed", "num_rejected", "num_orphaned"),
@@ -32,7 +32,7 @@ _ADDED = (
 
 
 class RouterLink:
-    """`compose` makes what the router is told, anew for each attempt. `tls`: of the cluster's inside, if it has any."""
+    """Calls one router. `compose` makes the update, anew for each attempt. `tls`: of the cluster's inside, if any."""
 
     def __init__(
         self, router: Supervisor, compose: Callable[[], admin_pb2.SetWorkersRequest], tls: ClientTls | None = None
@@ -40,62 +40,57 @@ class RouterLink:
         self._router = router
         self._compose = compose
         self._tls = tls
-        self._telling = asyncio.Lock()
+        self._updating = asyncio.Lock()
         self._channels: dict[str, tuple[tuple[int, str], grpc.aio.Channel]] = {}
 
     @property
     def is_up(self) -> bool:
         return self._router.state is SupervisorState.READY
 
-    async def tell(self) -> None:
-        """Returns when the router has heard how things are; waits for one that is down."""
-        while not await self.try_to_tell():
-            await asyncio.sleep(LOOK_EVERY_S)
-
-    async def try_to_tell(self) -> bool:
-        """Once; False when it did not hear."""
-        async with self._telling:
+    async def try_to_update(self) -> bool:
+        """Sends the update once; False when it did not arrive."""
+        async with self._updating:
             if not self.is_up:
                 return False
             try:
                 control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
                 await control.SetWorkers(self._compose(), timeout=CALL_S)
-            except _UNHEARD as error:
-                logger.info("the router has not heard of its workers yet: %s", error)
+            except _RETRIED as error:
+                logger.info("the router did not get its workers: %s", error)
                 return False
         return True
 
     async def status(self) -> admin_pb2.GetStatusResponse | None:
-        """What the router says; None when it does not answer."""
+        """The router's status; None when it does not answer."""
         if not self.is_up:
             return None
         try:
             stub = admin_pb2_grpc.StatusServiceStub(await self._channel("control_address"))
             answer: admin_pb2.GetStatusResponse = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_S)
             return answer
-        except _UNHEARD as error:
+        except _RETRIED as error:
             logger.info("the router does not answer: %s", error)
             return None
 
     async def demand(self) -> list[admin_pb2.GetDemandResponse]:
-        """What clients have asked for lately; nothing while the router does not answer."""
+        """The recent demand of clients; empty while the router does not answer."""
         if not self.is_up:
             return []
         try:
             control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
             return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S)]
-        except _UNHEARD as error:
-            logger.info("the router does not say what is asked of it: %s", error)
+        except _RETRIED as error:
+            logger.info("the router does not report its demand: %s", error)
             return []
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the calls under way."""
         for _, channel in self._channels.values():
             await channel.close(None)
         self._channels.clear()
 
     async def _channel(self, name: str) -> grpc.aio.Channel:
-        """To that address of the router's present life."""
+        """A channel to that address of the router's present life."""
         address = str(self._router.card[name])
         life = (self._router.num_starts, address)
         known = self._channels.get(name)
@@ -109,7 +104,7 @@ class RouterLink:
 
 
 class RouterLinks:
-    """Several routers as one: told the same, and what they say taken together."""
+    """Several routers as one: all get the same updates, and their reports are taken together."""
 
     def __init__(self, links: Sequence[RouterLink]) -> None:
         self._links = links
@@ -122,16 +117,16 @@ class RouterLinks:
     def are_all_up(self) -> bool:
         return all(link.is_up for link in self._links)
 
-    async def tell(self) -> None:
-        """Returns when every router that is up has heard how things are; waits while none is. One that comes up later
-        is told then."""
-        while not await self.try_to_tell():
+    async def update(self) -> None:
+        """Returns when every router that is up has the update; waits while none is up. One that comes up later gets it
+        then."""
+        while not await self.try_to_update():
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def try_to_tell(self) -> bool:
-        """Once; False when one that is up did not hear, or none is."""
+    async def try_to_update(self) -> bool:
+        """Sends the update once; False when a router that is up did not get it, or none is up."""
         up = [link for link in self._links if link.is_up]
-        return bool(up) and all(await asyncio.gather(*(link.try_to_tell() for link in up)))
+        return bool(up) and all(await asyncio.gather(*(link.try_to_update() for link in up)))
 
     async def status(self) -> admin_pb2.GetStatusResponse | None:
         """None when none is up, or one that is does not answer."""
@@ -140,16 +135,16 @@ class RouterLinks:
         return merged(known) if known and len(known) == len(answers) else None
 
     async def demand(self) -> list[admin_pb2.GetDemandResponse]:
-        """Of each router that answers."""
+        """One report from each router that answers."""
         return [one for of_one in await asyncio.gather(*(link.demand() for link in self._links)) for one in of_one]
 
     async def close(self) -> None:
-        """Ends what is under way."""
+        """Ends the calls under way."""
         await asyncio.gather(*(link.close() for link in self._links))
 
 
 def merged(answers: Sequence[admin_pb2.GetStatusResponse]) -> admin_pb2.GetStatusResponse:
-    """Of at least one router. A worker is what all of them see in it; requests are added up."""
+    """One status from those of at least one router. A worker is what all of them see in it; requests add up."""
     whole = admin_pb2.GetStatusResponse()
     whole.CopyFrom(answers[0])
     whole.config_version = min(answer.config_version for answer in answers)

@@ -3,9 +3,10 @@
     STARTING ──► READY ──► BACKING_OFF ──► STARTING …
         └──────────────────────┴──► FAILED        STOPPED is reachable from every state
 
-How a group is started and what it is made of is behind `Launch`; whether it is started again is for
-`controller.restart_policy` to say. Runs in one asyncio loop and knows no Ray, so tests drive it with groups of their
-own.
+How a group is started and what it is made of is behind `Launch`. Whether and when it is started again, `RestartPolicy`
+decides: before a group has served for the first time its errors are the operator's to mend, so a mistake in the
+configuration or the checkpoint ends supervision at once, and anything else after a few tries; a group that has served
+is brought back for ever, at growing intervals. Runs in one asyncio loop and knows no Ray.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
-
-from controller.restart_policy import GiveUp, Restart, RestartPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,61 @@ class RunningProcesses(Protocol):
 
 Launch = Callable[[], Awaitable[RunningProcesses]]
 """Starts a group afresh; raises StartFailed, and leaves no process behind when it raises or is cancelled."""
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start again after `delay_s` seconds."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Starting again cannot help."""
+
+    why: str
+    is_mistake: bool
+    """True when the configuration or the checkpoint is to blame."""
+
+
+class RestartPolicy:
+    """Remembers one group's starts and ends. Pure: the time is an argument."""
+
+    def __init__(
+        self,
+        *,
+        first_delay_s: float = 0.2,
+        max_delay_s: float = 15.0,
+        steady_s: float = 60.0,
+        max_first_tries: int = 3,
+    ) -> None:
+        self._first_delay_s = first_delay_s
+        self._max_delay_s = max_delay_s
+        self._steady_s = steady_s
+        self._max_first_tries = max_first_tries
+        self._num_failures = 0
+        self._has_served = False
+        self._serving_since: float | None = None
+
+    def started(self, now: float) -> None:
+        """The group serves."""
+        self._has_served = True
+        self._serving_since = now
+
+    def ended(self, now: float, why: str, *, is_mistake: bool = False) -> Restart | GiveUp:
+        """The group failed to start, or ended without being asked to."""
+        if self._serving_since is not None and now - self._serving_since >= self._steady_s:
+            self._num_failures = 0
+        self._serving_since = None
+        self._num_failures += 1
+        if not self._has_served:
+            if is_mistake:
+                return GiveUp(why, is_mistake=True)
+            if self._num_failures >= self._max_first_tries:
+                return GiveUp(f"{why} (tried {self._num_failures} times)", is_mistake=False)
+        doublings = min(self._num_failures - 1, 30)
+        return Restart(min(self._max_delay_s, self._first_delay_s * 2**doublings))
 
 
 class SupervisorState(Enum):

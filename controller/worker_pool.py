@@ -1,22 +1,35 @@
-"""The workers that run: for each its supervisor, what it is started with, the role it has now, and whether it drains.
+"""The workers that run, and the steps that change them.
 
-A worker's id is its name from birth to end; its role is a label, which the next start goes by. How a worker is started
-is behind `Launcher`; who tells the router is `controller.router_link`. Knows no Ray.
+`WorkerPool` holds for each worker its supervisor, what it is started with, its role, and whether it drains. A worker's
+id is its name for life; its role is a label, by which it is started the next time. `StepRunner` carries out one step of
+a plan and returns when the routers have seen it done; `controller.change_plan` decides which steps there are, and in
+which order. How a worker is started is behind `Launcher`. Knows no Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cluster.config.schema import RoleName
+from cluster.config import ServingConfig
+from cluster.config.schema import EngineSection, RoleName
 from cluster.pb import admin_pb2, worker_pb2
-from controller.change_plan import Member
-from controller.plan import WorkerPlan
+from controller.change_plan import Flip, Member, Start, Step, Stop
+from controller.plan import WorkerPlan, plan_worker
+from controller.router_link import LOOK_EVERY_S, RouterLinks
 from controller.supervisor import RunningProcesses, Supervisor, SupervisorState
 
+STOP_S = 5.0
+"""How long a worker may take to end by itself."""
+_FLIP_S = 120.0
+"""How long a worker that is down when it flips may take to come back, and others until they can spare it."""
+_PLACE_S = 120.0
+"""How long a worker that a change starts may wait for Ray to place it; to load its weights it may take longer."""
+READY = admin_pb2.WorkerStatus.STATE_READY
+
+Status = admin_pb2.GetStatusResponse
 ROLE_NUMBERS: Mapping[RoleName, worker_pb2.Role] = {
     "prefill": worker_pb2.ROLE_PREFILL,
     "decode": worker_pb2.ROLE_DECODE,
@@ -24,7 +37,7 @@ ROLE_NUMBERS: Mapping[RoleName, worker_pb2.Role] = {
 
 
 class Launcher(Protocol):
-    """Starts one worker, as often as it takes."""
+    """Starts one worker, as often as it takes; `controller.launchers` does so on Ray."""
 
     plan: WorkerPlan
     """What the next start goes by."""
@@ -39,14 +52,14 @@ class Launcher(Protocol):
 
 
 @dataclass
-class CrewMember:
+class PooledWorker:
     """One worker."""
 
     launcher: Launcher
     supervisor: Supervisor
     is_draining: bool = False
     is_named: bool = field(default=True)
-    """The router is told of it; not any more when it is about to end."""
+    """The routers know it; False when it is about to end."""
 
     @property
     def plan(self) -> WorkerPlan:
@@ -63,22 +76,22 @@ class WorkerPool:
     def __init__(self, make_launcher: Callable[[WorkerPlan], Launcher], changed: Callable[[Supervisor], None]) -> None:
         self._make_launcher = make_launcher
         self._changed = changed
-        self._members: dict[str, CrewMember] = {}
+        self._members: dict[str, PooledWorker] = {}
 
-    def __iter__(self) -> Iterator[CrewMember]:
+    def __iter__(self) -> Iterator[PooledWorker]:
         return iter(self._members.values())
 
     def __len__(self) -> int:
         return len(self._members)
 
-    def __getitem__(self, worker_id: str) -> CrewMember:
+    def __getitem__(self, worker_id: str) -> PooledWorker:
         return self._members[worker_id]
 
     def add(self, plans: Iterable[WorkerPlan]) -> None:
-        """They run when `run` is called for them."""
+        """Workers that `run` starts."""
         for plan in plans:
             launcher = self._make_launcher(plan)
-            self._members[plan.worker_id] = CrewMember(
+            self._members[plan.worker_id] = PooledWorker(
                 launcher, Supervisor(plan.worker_id, launcher.launch, self._changed)
             )
 
@@ -88,14 +101,14 @@ class WorkerPool:
             member.supervisor.run()
 
     def members(self) -> list[Member]:
-        """As `controller.change_plan` plans with them."""
+        """The workers as `controller.change_plan` sees them."""
         return [
             Member(m.plan.worker_id, m.plan.role, len(m.plan.ranks), m.is_ready, m.is_draining)
             for m in self._members.values()
         ]
 
     def addresses(self) -> list[admin_pb2.WorkerAddress]:
-        """Of those that are ready, as the router is told them."""
+        """The ready workers, as routers get them."""
         return [
             admin_pb2.WorkerAddress(
                 worker_id=m.plan.worker_id,
@@ -120,3 +133,128 @@ class WorkerPool:
         await asyncio.gather(*(m.supervisor.stop(grace_s) for m in self))
         for member in self:
             member.launcher.close()
+
+
+class StepFailed(Exception):
+    """The step cannot be done; the message says why."""
+
+
+class StepRunner:
+    """`engine`: what every worker here is started with, for its device and memory; what has changed since then reaches
+    it over the router."""
+
+    def __init__(self, pool: WorkerPool, routers: RouterLinks, engine: EngineSection) -> None:
+        self._pool = pool
+        self._routers = routers
+        self._engine = engine
+
+    def members(self) -> list[Member]:
+        return self._pool.members()
+
+    def next_worker(self, config: ServingConfig) -> WorkerPlan:
+        """One more worker of any role, where both roles have workers of one size; it has no number yet."""
+        return self._plan(config, "decode")
+
+    async def update_routers(self) -> None:
+        """Returns when every router that is up knows the workers as they are now."""
+        await self._routers.update()
+
+    async def carry_out(self, step: Step, config: ServingConfig) -> None:
+        """`config`: the wanted one. Raises StepFailed, and leaves no worker behind that did not come up."""
+        match step:
+            case Flip():
+                await self._flip(step, config)
+            case Start():
+                await self._start(step, config)
+            case Stop():
+                await self._stop(step, config)
+
+    async def _flip(self, step: Flip, config: ServingConfig) -> None:
+        member = self._pool[step.worker_id]
+        await self._can_be_spared(step.worker_id, config)
+        number_free = self._plan(config, step.role)
+        ranks = [replace(rank, worker_id=step.worker_id) for rank in number_free.ranks]
+        step_logs = [rank.step_log for rank in member.plan.ranks]
+        member.launcher.plan = replace(
+            number_free,
+            worker_id=step.worker_id,
+            ranks=tuple(replace(rank, step_log=log) for rank, log in zip(ranks, step_logs, strict=True)),
+        )
+        await self._routers.update()
+        await self._until(
+            lambda status: _sees(status, step.worker_id, step.role), _FLIP_S, f"{step.worker_id} is not ready"
+        )
+
+    async def _start(self, step: Start, config: ServingConfig) -> None:
+        number = int(step.worker_id.rpartition("-")[2])
+        plan = self._plan(config, step.role, number)
+        self._pool.add([plan])
+        member = self._pool[step.worker_id]
+        supervisor = member.supervisor
+        member.launcher.placing_limit_s = _PLACE_S
+        supervisor.run()
+        while supervisor.state is not SupervisorState.FAILED:
+            status = await self._routers.status()
+            if status is not None and _sees(status, step.worker_id, step.role):
+                member.launcher.placing_limit_s = None  # from now on it is brought back whenever there is room
+                return
+            await asyncio.sleep(LOOK_EVERY_S)
+        why = supervisor.why
+        await self._pool.remove(step.worker_id, STOP_S)
+        raise StepFailed(f"{step.worker_id} did not start: {why}")
+
+    async def _stop(self, step: Stop, config: ServingConfig) -> None:
+        member = self._pool[step.worker_id]
+        await self._can_be_spared(step.worker_id, config)
+        member.is_draining = True
+        await self._routers.update()
+        # After the limit, what is left goes on elsewhere, as from a lost worker.
+        await self._holds(lambda status: _is_empty(status, step.worker_id), config.rebalance.drain_timeout_s)
+        member.is_named = False
+        await self._routers.update()
+        await self._pool.remove(step.worker_id, STOP_S)
+
+    def _plan(self, config: ServingConfig, role: RoleName, number: int = 0) -> WorkerPlan:
+        return plan_worker(replace(config, engine=self._engine), role, number)
+
+    async def _can_be_spared(self, worker_id: str, config: ServingConfig) -> None:
+        """Waits until the worker's role has its minimum without it."""
+        member = self._pool[worker_id]
+        role = member.plan.role
+        least = max(config.role(role).min_workers, 1 if role == "decode" else 0)
+        if not member.is_draining:
+            await self._until(
+                lambda status: (
+                    sum(_sees(status, m.plan.worker_id, role) for m in self._pool if m is not member) >= least
+                ),
+                _FLIP_S,
+                f"{worker_id} cannot be spared: fewer than {least} other {role} workers are ready",
+            )
+
+    async def _until(self, condition: Callable[[Status], bool], limit_s: float, problem: str) -> None:
+        if not await self._holds(condition, limit_s):
+            raise StepFailed(f"{problem} after {limit_s:g} s")
+
+    async def _holds(self, condition: Callable[[Status], bool], limit_s: float) -> bool:
+        """True as soon as the routers' status meets the condition."""
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    status = await self._routers.status()
+                    if status is not None and condition(status):
+                        return True
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            return False
+
+
+def _sees(status: Status, worker_id: str, role: RoleName) -> bool:
+    return any(
+        w.worker_id == worker_id and w.state == READY and w.role == ROLE_NUMBERS[role] and not w.is_draining
+        for w in status.workers
+    )
+
+
+def _is_empty(status: Status, worker_id: str) -> bool:
+    """No router has a request on it."""
+    return not any(w.worker_id == worker_id and w.num_requests for w in status.workers)

@@ -46,7 +46,6 @@ RAY_ONLY_IN = (
     "controller/reconciler.py",
     "controller/detached.py",
     "controller/launchers.py",
-    "controller/capacity.py",
     "controller/local_ray.py",
     "cli/serve.py",
 )

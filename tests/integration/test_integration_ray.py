@@ -71,7 +71,7 @@ class Cluster:
         programs = Programs(worker="fake_worker_program", router="fake_router_program")
         config = replace(config, log_dir=str(log_dir))
         self.controller: Any = (start_detached if is_detached else start_controller)(config, plan, programs, file)
-        self.notices: list[Any] = []
+        self.events: list[Any] = []
         self._last = 0
         self.admin_address = ""
         self._get: Callable[..., Any] = ray.get
@@ -79,23 +79,23 @@ class Cluster:
         self._get(self.controller.run.remote(), timeout=WAIT_S)
 
     def until(self, kind: str, who: str) -> Any:
-        """The next notice of that kind."""
-        return self._until(lambda notice: (notice.kind, notice.who) == (kind, who))
+        """The next event of that kind."""
+        return self._until(lambda event: (event.kind, event.who) == (kind, who))
 
     def until_text(self, kind: str, part: str) -> Any:
-        """The next notice of that kind which says so."""
-        return self._until(lambda notice: notice.kind == kind and part in notice.text)
+        """The next event of that kind which says so."""
+        return self._until(lambda event: event.kind == kind and part in event.text)
 
     def _until(self, is_wanted: Callable[[Any], bool]) -> Any:
         while True:
-            while self.notices:
-                notice = self.notices.pop(0)
-                if notice.kind == "admin":
-                    self.admin_address = notice.text
-                if is_wanted(notice):
-                    return notice
+            while self.events:
+                event = self.events.pop(0)
+                if event.kind == "admin":
+                    self.admin_address = event.text
+                if is_wanted(event):
+                    return event
             news = self._news()
-            self.notices, self._last = list(news.notices), news.last
+            self.events, self._last = list(news.events), news.last
 
     def _news(self) -> Any:
         """Also of a controller that is just being started again."""
@@ -103,7 +103,7 @@ class Cluster:
 
         for _ in range(100):
             try:
-                return self._get(self.controller.notices.remote(self._last), timeout=WAIT_S)
+                return self._get(self.controller.progress.remote(self._last), timeout=WAIT_S)
             except (ActorUnavailableError, RayActorError):
                 time.sleep(0.1)
         raise AssertionError("the controller does not answer")
@@ -182,8 +182,8 @@ def test_a_killed_router_comes_back_on_its_port_and_hears_of_the_workers(cluster
 
 def test_a_broken_checkpoint_is_reported_at_once_and_not_tried_again(ray_folder: Path, tmp_path: Path) -> None:
     cluster = Cluster(config_of("models/broken"), tmp_path)
-    notice = cluster.until("failed", "decode-0")
-    assert (notice.text, notice.is_mistake) == ("models/broken: model.safetensors is truncated", True)
+    event = cluster.until("failed", "decode-0")
+    assert (event.text, event.is_mistake) == ("models/broken: model.safetensors is truncated", True)
     assert cluster.status()["decode-0"]["num_starts"] == 1
     cluster.close()
 
@@ -278,9 +278,9 @@ def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_p
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         cluster = Cluster(replace(config_of(), admin=AdminSection(port=port)), tmp_path)
-        notice = cluster.until("failed", "admin")
+        event = cluster.until("failed", "admin")
         cluster.close()
-    assert notice.is_mistake and f"cannot listen on 127.0.0.1:{port}" in notice.text
+    assert event.is_mistake and f"cannot listen on 127.0.0.1:{port}" in event.text
 
 
 def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_says(

@@ -1,4 +1,4 @@
-"""What a controller is to its AdminService, without processes: a door over a real file, whose workers are words."""
+"""The controller as its AdminService sees it, without processes: a reconfigurer over a real file and named workers."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from admin_world import FILE, DoorStage
+from admin_world import FILE, ReconfigurerStage
 
 from cluster.config import ServingConfig
 from cluster.pb import admin_pb2
 from controller.config_file import ConfigFile
-from controller.reconfigurer import Keep
+from controller.reconfigurer import SaveConfig
 from controller.supervisor import Supervisor
 from controller.worker_pool import WorkerPool
 
 
-class Desk:
-    """What the controller is to the service, over a copy of the shipped file that says 1:3."""
+class FakeBackend:
+    """Stands in for the controller, over a copy of the shipped file that says 1:3."""
 
     def __init__(self, folder: Path) -> None:
         (folder / "models").symlink_to(FILE.parent / "models")
         shutil.copy(FILE, folder / "cluster.yaml")
         self.file = ConfigFile(folder / "cluster.yaml")
         self.edit("decode:\n        devices: 1", "decode:\n        devices: 3")
-        self.stage = DoorStage(self.file.load())
-        self.door, self.events = self.stage.door, self.stage.events
-        self.crew = WorkerPool(self._no_launcher, lambda _: None)
+        self.stage = ReconfigurerStage(self.file.load())
+        self.reconfigurer, self.events = self.stage.reconfigurer, self.stage.events
+        self.pool = WorkerPool(self._no_launcher, lambda _: None)
         self.routers = [Supervisor("router", self._no_launch, lambda _: None)]
         self.auto = None
         self.config_path = str(self.file.path)
@@ -34,8 +34,8 @@ class Desk:
         self.address = ""
 
     @property
-    def keep(self) -> Keep | None:
-        return self.file.keep
+    def save(self) -> SaveConfig | None:
+        return self.file.save
 
     def parse(self, text: str, filename: str) -> ServingConfig:
         return self.file.parse(text, filename)

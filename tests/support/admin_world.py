@@ -1,18 +1,19 @@
-"""A controller without processes: the door with workers that are only words, and a file that is a real one.
+"""A controller without processes: a reconfigurer whose workers are only names.
 
-A step is carried out when the test says so (or at once), and what the router would be told is kept.
+A step is carried out when the test says so (or at once); updates of the routers are counted.
 """
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 from cluster.config import ModelSection, RoleSection, RolesSection, ServingConfig
 from controller.change_plan import Member, Step, apply_step
-from controller.change_steps import StepFailed
-from controller.event_log import ClusterEvent, EventKind, EventLog
+from controller.events import ClusterEvent, EventKind, EventLog
 from controller.reconfigurer import Reconfigurer
+from controller.worker_pool import StepFailed
 
 FILE = Path(__file__).resolve().parents[2] / "cluster.yaml"
 
@@ -24,7 +25,7 @@ def config_of(prefill: int = 1, decode: int = 3) -> ServingConfig:
     )
 
 
-class WordyHands:
+class FakeSteps:
     """Workers by name only. `gate`: steps wait for it. `broken`: the step with this text fails."""
 
     def __init__(self, config: ServingConfig) -> None:
@@ -41,7 +42,7 @@ class WordyHands:
     def members(self) -> list[Member]:
         return list(self.workers)
 
-    async def tell(self) -> None:
+    async def update_routers(self) -> None:
         self.num_told += 1
 
     async def carry_out(self, step: Step, config: ServingConfig) -> None:
@@ -51,20 +52,20 @@ class WordyHands:
         self.workers = apply_step(self.workers, step)
 
 
-class DoorStage:
-    """A door over wordy hands, and what it told."""
+class ReconfigurerStage:
+    """A reconfigurer over fake steps, and its events."""
 
     def __init__(self, config: ServingConfig | None = None, max_devices: int | None = None) -> None:
         config = config or config_of()
         self.told: list[ClusterEvent] = []
         self.events = EventLog(self.told.append)
-        self.hands = WordyHands(config)
+        self.steps = FakeSteps(config)
         num_devices = None if max_devices is None else lambda: max_devices
-        self.door = Reconfigurer(config, self.hands, self.events, num_devices)
+        self.reconfigurer = Reconfigurer(config, cast(Any, self.steps), self.events, num_devices)
 
     def kinds(self) -> list[EventKind]:
         return [event.kind for event in self.told]
 
     def split(self) -> tuple[int, int]:
-        roles = [worker.role for worker in self.hands.workers]
+        roles = [worker.role for worker in self.steps.workers]
         return roles.count("prefill"), roles.count("decode")

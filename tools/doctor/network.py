@@ -19,12 +19,11 @@ from urllib.parse import urlsplit
 import yaml
 from redis.exceptions import AuthenticationError, RedisError
 
-from cluster.address import format_address, is_loopback
+from cluster.address import format_address, is_loopback, listen_error
 from cluster.state.guard import TIMEOUT_S
 from cluster.state.redis_store import connect
 from cluster.units import count_of
 from controller.plan import ROUTER_PORT_STEP
-from controller.ports import listen_error
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
 

@@ -12,12 +12,11 @@ from admin_world import config_of
 
 from cluster.config import EngineSection
 from cluster.pb import admin_pb2, worker_pb2
-from controller import change_steps as steps_module
+from controller import worker_pool as steps_module
 from controller.change_plan import Flip, Start, Stop
-from controller.change_steps import StepFailed, Steps
 from controller.plan import WorkerPlan, plan_cluster
 from controller.supervisor import StartFailed, Supervisor, SupervisorState
-from controller.worker_pool import WorkerPool
+from controller.worker_pool import StepFailed, StepRunner, WorkerPool
 
 
 class Group:
@@ -60,18 +59,18 @@ class Router:
     """What several ones say together; they believe what they were told last. `busy`: requests on a worker; `blind`:
     workers that one of them does not reach."""
 
-    def __init__(self, crew: WorkerPool) -> None:
-        self.crew = crew
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
         self.told: list[list[admin_pb2.WorkerAddress]] = []
         self.busy: dict[str, int] = {}
         self.blind: set[str] = set()
 
-    async def tell(self) -> None:
-        self.told.append(self.crew.addresses())
+    async def update(self) -> None:
+        self.told.append(self.pool.addresses())
 
     async def status(self) -> admin_pb2.GetStatusResponse:
         states = admin_pb2.WorkerStatus
-        await self.tell()
+        await self.update()
         return admin_pb2.GetStatusResponse(
             workers=[
                 states(
@@ -95,15 +94,15 @@ class Stage:
         self.groups: list[Group] = []
         self.closed: list[str] = []
         self.broken: set[str] = set()
-        self.crew = WorkerPool(lambda plan: GroupLauncher(plan, self), self._changed)
-        self.crew.add(plan_cluster(self.config, num_gpus=0, num_cores=4).workers)
-        self.router = Router(self.crew)
+        self.pool = WorkerPool(lambda plan: GroupLauncher(plan, self), self._changed)
+        self.pool.add(plan_cluster(self.config, num_gpus=0, num_cores=4).workers)
+        self.router = Router(self.pool)
         link: Any = self.router
-        self.steps = Steps(self.crew, link, EngineSection(device="cpu", threads=1))
+        self.steps = StepRunner(self.pool, link, EngineSection(device="cpu", threads=1))
 
     async def come_up(self) -> None:
-        self.crew.run()
-        while not all(member.is_ready for member in self.crew):
+        self.pool.run()
+        while not all(member.is_ready for member in self.pool):
             await asyncio.sleep(0)
 
     def _changed(self, supervisor: Supervisor) -> None:
@@ -116,24 +115,24 @@ async def stage(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stage]:
     made = Stage()
     await made.come_up()
     yield made
-    await made.crew.stop(0.0)
+    await made.pool.stop(0.0)
 
 
 async def test_a_flip_changes_the_label_and_nothing_else(stage: Stage) -> None:
     groups = list(stage.groups)
-    before = stage.crew["decode-1"].plan
+    before = stage.pool["decode-1"].plan
     await stage.steps.carry_out(Flip("decode-1", "prefill"), config_of(2, 1))
     assert stage.router.last()["decode-1"] == (worker_pb2.ROLE_PREFILL, False)
     assert stage.groups == groups, "something was started"
     assert not any(group.is_stopped for group in groups)
-    after = stage.crew["decode-1"].plan
+    after = stage.pool["decode-1"].plan
     assert (after.worker_id, after.role, after.ranks[0].role) == ("decode-1", "prefill", "prefill")
     assert (after.ranks[0].worker_id, after.ranks[0].step_log) == ("decode-1", before.ranks[0].step_log)
 
 
 async def test_a_worker_that_restarts_after_a_flip_starts_with_its_new_role(stage: Stage) -> None:
     await stage.steps.carry_out(Flip("decode-1", "prefill"), config_of(2, 1))
-    group = await stage.crew["decode-1"].launcher.launch()
+    group = await stage.pool["decode-1"].launcher.launch()
     assert isinstance(group, Group)
     assert {rank.role for rank in group.plan.ranks} == {"prefill"}
 
@@ -165,14 +164,14 @@ async def test_a_worker_that_starts_after_steps_became_smaller_reserves_memory_f
     config = config_of(1, 3)
     smaller = replace(config, engine=replace(config.engine, max_num_batched_tokens=256))
     await stage.steps.carry_out(Start("decode-2", "decode", 1), smaller)
-    assert stage.crew["decode-2"].plan.ranks[0].engine.max_num_batched_tokens == 2048
+    assert stage.pool["decode-2"].plan.ranks[0].engine.max_num_batched_tokens == 2048
 
 
 async def test_a_worker_that_does_not_start_is_removed_and_says_why(stage: Stage) -> None:
     stage.broken = {"decode-2"}
     with pytest.raises(StepFailed, match="decode-2 did not start: no room"):
         await stage.steps.carry_out(Start("decode-2", "decode", 1), config_of(1, 3))
-    assert len(stage.crew) == 3
+    assert len(stage.pool) == 3
     assert stage.closed == ["decode-2"]
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from admin_world import FILE, DoorStage
+from admin_world import FILE, ReconfigurerStage
 
 from cluster.config import ServingConfig
 from cluster.config.changes import differences
 from cluster.errors import ConfigError, FailedPrecondition
-from controller.config_file import ConfigFile, Watch
-from controller.event_log import EventKind
+from controller.config_file import ConfigFile, ConfigWatch
+from controller.events import EventKind
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ class Heard:
     def __init__(self, file: ConfigFile) -> None:
         self.applied: list[ServingConfig] = []
         self.refused: list[str] = []
-        self.watch = Watch(file, self.applied.append, self.refused.append)
+        self.watch = ConfigWatch(file, self.applied.append, self.refused.append)
         self.looks(2)
         self.applied.clear()
 
@@ -65,7 +65,7 @@ def test_a_valid_edit_counts_once(file: ConfigFile) -> None:
 def test_an_edit_during_the_start_counts(file: ConfigFile) -> None:
     applied: list[ServingConfig] = []
     edit(file, "devices: 1", "devices: 3")
-    watch = Watch(file, applied.append, lambda _: None)
+    watch = ConfigWatch(file, applied.append, lambda _: None)
     watch.look()
     watch.look()
     assert len(applied) == 1
@@ -118,7 +118,7 @@ def test_a_change_from_elsewhere_is_written_into_the_file_and_is_no_edit_of_it(f
     running = file.load()
     wanted = with_devices(running, 3, 2)
     file.path.chmod(0o640)
-    heard.watch.keep(wanted, differences(running, wanted))
+    heard.watch.save(wanted, differences(running, wanted))
     assert file.load() == wanted
     assert "# A role has devices / tensor_parallel workers." in file.read()
     assert file.path.stat().st_mode & 0o777 == 0o640
@@ -132,25 +132,25 @@ def test_a_change_from_elsewhere_is_written_into_the_file_and_is_no_edit_of_it(f
 
 async def test_a_change_that_failed_is_not_begun_again_for_standing_in_the_file(file: ConfigFile) -> None:
     running = file.load()
-    file.keep(with_devices(running, 1, 3), differences(running, with_devices(running, 1, 3)))
-    stage = DoorStage(file.load())
+    file.save(with_devices(running, 1, 3), differences(running, with_devices(running, 1, 3)))
+    stage = ReconfigurerStage(file.load())
 
     def apply(wanted: ServingConfig) -> None:
-        stage.door.propose(wanted, "the file was edited")
+        stage.reconfigurer.propose(wanted, "the file was edited")
 
-    watch = Watch(file, apply, pytest.fail)
-    stage.hands.broken = "flip decode-2 to prefill"
-    stage.door.propose(stage.door.with_split(3, 1), "rebalance 3:1", keep=watch.keep)
-    await stage.door.settled()
+    watch = ConfigWatch(file, apply, pytest.fail)
+    stage.steps.broken = "flip decode-2 to prefill"
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "rebalance 3:1", save=watch.save)
+    await stage.reconfigurer.settled()
     assert (stage.split(), file.load().roles.prefill.devices) == ((2, 2), 3)
     for _ in range(3):
         watch.look()
-    assert stage.door.changing is None and stage.kinds()[-1] is EventKind.FAILED
+    assert stage.reconfigurer.changing is None and stage.kinds()[-1] is EventKind.FAILED
 
 
 def test_a_file_that_says_the_change_already_is_left_alone(file: ConfigFile) -> None:
     before = file.path.stat().st_mtime_ns
-    file.keep(file.load(), {"roles.decode.devices": 1})
+    file.save(file.load(), {"roles.decode.devices": 1})
     assert file.path.stat().st_mtime_ns == before
 
 
@@ -170,7 +170,7 @@ def test_a_file_that_would_not_agree_afterwards_is_not_written(
     text = file.read()
     wanted = with_devices(running, 2, 1)
     with pytest.raises(FailedPrecondition, match=problem):
-        file.keep(wanted, differences(running, wanted))
+        file.save(wanted, differences(running, wanted))
     assert file.read() == text
 
 
@@ -178,27 +178,31 @@ async def test_a_drain_is_written_down_after_auto_has_moved_and_its_move_was_not
     edit(file, "mode: fixed", "mode: auto")
     edit(file, "devices: 1", "devices: 2")
     edit(file, "devices: 1", "devices: 2")
-    stage = DoorStage(file.load())
-    stage.door.propose(stage.door.with_split(1, 3), "mode auto 1:3")
-    await stage.door.settled()
-    stage.door.propose(stage.door.without("decode-1"), "drain decode-1", leaving=["decode-1"], keep=file.keep)
-    await stage.door.settled()
+    stage = ReconfigurerStage(file.load())
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(1, 3), "mode auto 1:3")
+    await stage.reconfigurer.settled()
+    stage.reconfigurer.propose(
+        stage.reconfigurer.without("decode-1"), "drain decode-1", leaving=["decode-1"], save=file.save
+    )
+    await stage.reconfigurer.settled()
     assert stage.split() == (1, 2)
-    assert file.load() == stage.door.config
+    assert file.load() == stage.reconfigurer.config
 
 
 async def test_a_drain_is_written_down_after_a_plan_of_which_only_the_first_step_was_done(file: ConfigFile) -> None:
     running = file.load()
-    file.keep(with_devices(running, 1, 3), differences(running, with_devices(running, 1, 3)))
-    stage = DoorStage(file.load())
-    stage.hands.broken = "flip decode-2 to prefill"
-    stage.door.propose(stage.door.with_split(3, 1), "rebalance 3:1", keep=file.keep)
-    await stage.door.settled()
+    file.save(with_devices(running, 1, 3), differences(running, with_devices(running, 1, 3)))
+    stage = ReconfigurerStage(file.load())
+    stage.steps.broken = "flip decode-2 to prefill"
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "rebalance 3:1", save=file.save)
+    await stage.reconfigurer.settled()
     assert (stage.split(), file.load().roles.prefill.devices) == ((2, 2), 3)
-    stage.door.propose(stage.door.without("decode-0"), "drain decode-0", leaving=["decode-0"], keep=file.keep)
-    await stage.door.settled()
+    stage.reconfigurer.propose(
+        stage.reconfigurer.without("decode-0"), "drain decode-0", leaving=["decode-0"], save=file.save
+    )
+    await stage.reconfigurer.settled()
     assert stage.split() == (2, 1)
-    assert file.load() == stage.door.config
+    assert file.load() == stage.reconfigurer.config
 
 
 def test_a_file_that_is_not_utf8_is_a_mistake_that_names_the_byte(tmp_path: Path) -> None:

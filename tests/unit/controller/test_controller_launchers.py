@@ -16,11 +16,10 @@ from admin_world import config_of
 from cluster.config import EngineSection, ModelSection
 from cluster.pb import admin_pb2
 from cluster.settings import RouterSettings
-from controller import change_steps
+from controller import worker_pool as change_steps
 from controller.change_plan import Start
-from controller.change_steps import StepFailed, Steps
 from controller.plan import WorkerPlan, plan_worker
-from controller.worker_pool import WorkerPool
+from controller.worker_pool import StepFailed, StepRunner, WorkerPool
 
 if TYPE_CHECKING:
     from controller.launchers import WorkerLauncher
@@ -62,26 +61,26 @@ class Host:
 
 
 class Cluster:
-    """A crew without workers, over one host, and a router that sees who is ready."""
+    """A pool without workers, over one host, and a router that sees who is ready."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from controller import capacity, launchers
+        from controller import launchers
 
         self.host = Host()
         self.groups: list[Any] = []
         self.lines: list[str] = []
-        monkeypatch.setattr(capacity, "placement_group", self._book)
+        monkeypatch.setattr(launchers, "placement_group", self._book)
         monkeypatch.setattr(launchers, "remove_placement_group", self.groups.remove)
         monkeypatch.setattr(launchers.WorkerLauncher, "_host", lambda *_: self.host)
         monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
         monkeypatch.setattr(change_steps, "LOOK_EVERY_S", 0.0)
         self.selectors: list[Any] = []
-        self.crew = WorkerPool(self._launcher, lambda _: None)
+        self.pool = WorkerPool(self._launcher, lambda _: None)
         link: Any = self
-        self.steps = Steps(self.crew, link, EngineSection(device="cpu", threads=1))
+        self.steps = StepRunner(self.pool, link, EngineSection(device="cpu", threads=1))
 
     async def status(self) -> admin_pb2.GetStatusResponse:
-        ready = self.crew.addresses()
+        ready = self.pool.addresses()
         states = admin_pb2.WorkerStatus
         return admin_pb2.GetStatusResponse(
             workers=[states(worker_id=w.worker_id, role=w.role, state=states.STATE_READY) for w in ready]
@@ -93,8 +92,7 @@ class Cluster:
         return self.groups[-1]
 
     def _launcher(self, plan: WorkerPlan) -> WorkerLauncher:
-        from controller.capacity import Capacity
-        from controller.launchers import WorkerLauncher
+        from controller.launchers import Capacity, WorkerLauncher
 
         return WorkerLauncher(plan, "worker.program", None, self.lines.append, Capacity(lambda: plan.bundles))
 
@@ -107,7 +105,7 @@ async def test_a_worker_that_ray_cannot_place_is_taken_back_and_the_step_fails(m
     monkeypatch.setattr(change_steps, "_PLACE_S", 0.0)
     with pytest.raises(StepFailed, match=r"decode-3 did not start: Ray has not found a node with room for 1 × "):
         await cluster.steps.carry_out(START, config_of(1, 4))
-    assert len(cluster.crew) == 0
+    assert len(cluster.pool) == 0
     assert cluster.host.is_killed and not cluster.groups
 
 
@@ -128,34 +126,34 @@ async def test_a_worker_that_is_placed_loads_for_as_long_as_it_takes(monkeypatch
         limits[0].reschedule(0.0)  # only one that still holds can be put off
     cluster.host.loaded.set()
     await starting
-    assert cluster.crew["decode-3"].launcher.placing_limit_s is None
-    await cluster.crew.stop(0.0)
+    assert cluster.pool["decode-3"].launcher.placing_limit_s is None
+    await cluster.pool.stop(0.0)
 
 
 async def test_without_a_limit_a_worker_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
-    cluster.crew.add([plan_worker(config_of(1, 4), "decode", 3)])
-    cluster.crew.run()
+    cluster.pool.add([plan_worker(config_of(1, 4), "decode", 3)])
+    cluster.pool.run()
     while not cluster.lines:
         await asyncio.sleep(0)
     assert cluster.lines[0].startswith("waiting for Ray to find a node with room for 1 × ")
     cluster.host.has_room.set()
     cluster.host.loaded.set()
-    while not cluster.crew["decode-3"].is_ready:
+    while not cluster.pool["decode-3"].is_ready:
         await asyncio.sleep(0)
-    await cluster.crew.stop(0.0)
+    await cluster.pool.stop(0.0)
 
 
 async def test_a_worker_is_placed_on_a_node_with_its_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch)
     plan = replace(plan_worker(config_of(1, 4), "decode", 3), labels=(("zone", "in(a,b)"),))
-    cluster.crew.add([plan])
-    cluster.crew.run()
+    cluster.pool.add([plan])
+    cluster.pool.run()
     while not cluster.lines:
         await asyncio.sleep(0)
     assert cluster.selectors == [[{"zone": "in(a,b)"}]]
     assert cluster.lines[0].endswith(", zone=in(a,b)")
-    await cluster.crew.stop(0.0)
+    await cluster.pool.stop(0.0)
 
 
 class Hosted(Host):
@@ -173,7 +171,7 @@ class Hosted(Host):
 
 
 async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    from controller import capacity, launchers
+    from controller import launchers
 
     booked: list[tuple[int, str]] = []
 
@@ -181,7 +179,7 @@ async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monke
         booked.append((len(bundles), strategy))
         return booked
 
-    monkeypatch.setattr(capacity, "placement_group", book)
+    monkeypatch.setattr(launchers, "placement_group", book)
     monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
     hosts: list[Hosted] = []
     monkeypatch.setattr(launchers, "HostedProcess", lambda *a, **b: hosts.append(Hosted(*a, **b)) or hosts[-1])

@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from controller import metrics as module
-from controller.event_log import EventKind, EventLog
+from controller.events import EventKind, EventLog
 from controller.metrics import METRICS, ControllerMetrics
 from controller.rebalance_policy import Reason
+from controller.rebalancer import Rebalancer
 from controller.supervisor import SupervisorState
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+class Decisions:
+    """The rebalancer's figures."""
+
+    num_moves = 2
+    gain = 0.25
+
+    def __init__(self) -> None:
+        self.num_decisions: Counter[Reason] = Counter()
+
+
 class Controller:
     """What the page is made of."""
 
-    config_version = 7
-    num_auto_moves = 2
-    auto_gain = 0.25
-
     def __init__(self) -> None:
         self.log = EventLog()
-        self.verdicts: Counter[Reason] = Counter()
+        self.log.version = 7
+        self.rebalancer = Decisions()
         self.by_role: Counter[tuple[str, SupervisorState]] = Counter()
-
-    @property
-    def events_by_kind(self) -> Mapping[EventKind, int]:
-        return self.log.num_by_kind
-
-    def workers(self) -> Counter[tuple[str, SupervisorState]]:
-        return self.by_role
 
 
 def read(controller: Controller) -> dict[tuple[str, ...], float]:
     """Each series, by its name and the values of its labels."""
-    page = generate_latest(ControllerMetrics(controller).registry).decode()
+    metrics = ControllerMetrics(controller.log, cast(Rebalancer, controller.rebalancer), lambda: controller.by_role)
+    page = generate_latest(metrics.registry).decode()
     families = text_string_to_metric_families(page)
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
@@ -60,7 +62,7 @@ def test_it_tells_workers_changes_and_why_auto_moves_or_does_not() -> None:
     controller.by_role.update({("decode", SupervisorState.READY): 3, ("prefill", SupervisorState.BACKING_OFF): 1})
     for kind in (EventKind.CHANGED, EventKind.REFUSED, EventKind.REFUSED, EventKind.WORKER_LOST, EventKind.AUTO):
         controller.log.add(kind, "text")
-    controller.verdicts.update({Reason.MOVES: 2, Reason.DWELL: 9})
+    controller.rebalancer.num_decisions.update({Reason.MOVES: 2, Reason.DWELL: 9})
     told = read(controller)
     assert told["baton_workers", "decode", "ready"] == 3 and told["baton_workers", "prefill", "backing_off"] == 1
     outcomes = [told["baton_changes_total", outcome] for outcome in ("done", "failed", "refused")]

@@ -1,4 +1,4 @@
-"""The loop of `mode: auto`: what it asks the door for, and when it keeps still."""
+"""The loop of `mode: auto`: what it asks the reconfigurer for, and when it keeps still."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2
 from cluster.step_cost import RoleCosts, StepCost
 from controller.rebalance_policy import Reason
-from controller.rebalancer import Rebalancer, Sight, Split
+from controller.rebalancer import MeasuredLoad, Rebalancer, Split
 from controller.reconfigurer import AnotherChange, StaleVersion
 
 pytestmark = pytest.mark.asyncio
@@ -35,7 +35,7 @@ AUTO = ServingConfig(
 
 
 class World:
-    """Four workers and a door that does what it is asked at once."""
+    """Four workers and a reconfigurer that does what it is asked at once."""
 
     def __init__(self, demand: Demand | None = LONG_PROMPTS) -> None:
         self.demand = demand
@@ -45,11 +45,11 @@ class World:
         self.costs = COSTS
         self.has_room = False
         self.num_kept_places = 0
-        self.pilot = Rebalancer(self.sight, lambda: self.split, self.move, self)
+        self.rebalancer = Rebalancer(self.measure, lambda: self.split, self.move, self.ask, self.give_back)
         self.now = 0.0
 
-    async def sight(self) -> Sight | None:
-        return None if self.demand is None else Sight(10.0, self.demand, self.costs, 0)
+    async def measure(self) -> MeasuredLoad | None:
+        return None if self.demand is None else MeasuredLoad(10.0, self.demand, self.costs, 0)
 
     def ask(self) -> bool:
         self.num_kept_places = 1
@@ -68,23 +68,23 @@ class World:
     async def run(self, seconds: int, config: ServingConfig = AUTO) -> None:
         for _ in range(seconds):
             self.now += 1
-            await self.pilot.look(self.now, config)
+            await self.rebalancer.look(self.now, config)
 
 
 async def test_moves_to_where_most_is_served_and_stays_there() -> None:
     world = World()
     await world.run(30)
     assert world.asked == [(3, 1, 7)]
-    assert world.pilot.verdict is not None and world.pilot.verdict.why.startswith("stays: 3:1 serves")
-    counted = world.pilot.num_verdicts
-    assert counted[Reason.MOVES] == world.pilot.num_moves == 1 and counted[Reason.CONFIRM] == 2
+    assert world.rebalancer.decision is not None and world.rebalancer.decision.why.startswith("stays: 3:1 serves")
+    counted = world.rebalancer.num_decisions
+    assert counted[Reason.MOVES] == world.rebalancer.num_moves == 1 and counted[Reason.CONFIRM] == 2
     assert counted[Reason.BEST] == 27 and counted.total() == 30
 
 
 async def test_another_mode_moves_nothing() -> None:
     world = World()
     await world.run(30, replace(AUTO, rebalance=replace(AUTO.rebalance, mode="fixed")))
-    assert not world.asked and world.pilot.verdict is None
+    assert not world.asked and world.rebalancer.decision is None
 
 
 async def test_while_a_change_is_carried_out_or_no_router_answers_nothing_moves() -> None:
@@ -123,8 +123,8 @@ async def test_roles_of_different_sizes_stay_and_it_is_said_why() -> None:
     decode = replace(AUTO.roles.decode, tensor_parallel=2, devices=2)
     await world.run(30, replace(AUTO, roles=replace(AUTO.roles, decode=decode)))
     assert not world.asked
-    assert world.pilot.verdict is not None and not world.pilot.verdict.moves
-    assert world.pilot.verdict.why.startswith("stays: the roles differ in tensor_parallel (1 and 2)")
+    assert world.rebalancer.decision is not None and not world.rebalancer.decision.moves
+    assert world.rebalancer.decision.why.startswith("stays: the roles differ in tensor_parallel (1 and 2)")
 
 
 async def test_after_an_operators_change_there_is_peace_as_after_its_own() -> None:
@@ -154,8 +154,8 @@ async def test_the_reports_of_several_routers_are_one_sight() -> None:
         decode_cost=COST.to_proto(),
         kv_tokens=40,
     )
-    assert Sight.of([one, two]) == Sight(15, Demand(num_arrived=9), COSTS, 40)
-    assert Sight.of([]) is None
+    assert MeasuredLoad.of([one, two]) == MeasuredLoad(15, Demand(num_arrived=9), COSTS, 40)
+    assert MeasuredLoad.of([]) is None
 
 
 async def test_what_a_load_does_not_show_is_known_from_one_that_did() -> None:
@@ -176,8 +176,8 @@ async def test_one_more_worker_is_asked_for_once_there_is_room() -> None:
     world = World()
     await world.run(30, GROWING)
     assert world.asked == [(3, 1, 7)] and world.num_kept_places == 1
-    assert world.pilot.verdict is not None and world.pilot.verdict.reason is Reason.ROOM
-    assert world.pilot.verdict.why.startswith("stays until there is room for one more worker; grows: 4:1 serves")
+    assert world.rebalancer.decision is not None and world.rebalancer.decision.reason is Reason.ROOM
+    assert world.rebalancer.decision.why.startswith("stays until there is room for one more worker; grows: 4:1 serves")
     world.has_room = True
     await world.run(1, GROWING)
     assert world.asked == [(3, 1, 7), (4, 1, 8)]

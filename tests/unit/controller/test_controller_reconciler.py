@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from controller.restart_policy import GiveUp, Restart, RestartPolicy
-from controller.supervisor import StartFailed, Supervisor, SupervisorState
+from controller.supervisor import GiveUp, Restart, RestartPolicy, StartFailed, Supervisor, SupervisorState
 
 
 def test_a_mistake_at_the_first_start_is_not_tried_again() -> None:

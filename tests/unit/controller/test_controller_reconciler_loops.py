@@ -49,7 +49,7 @@ class Link:
         self.answers = list(answers)
         self.workers: list[admin_pb2.WorkerStatus] = []
 
-    async def try_to_tell(self) -> bool:
+    async def try_to_update(self) -> bool:
         answer = self.answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -70,9 +70,9 @@ async def until(condition: Callable[[], bool], task: asyncio.Task[None]) -> None
 
 async def test_a_fault_while_routers_are_told_is_told_again(controller: Controller) -> None:
     link: Any = Link(KeyError("control_address"), False, True)
-    controller._link = link
+    controller._links = link
     controller._changed.set()
-    task = asyncio.create_task(controller._announce())
+    task = asyncio.create_task(controller._keep_routers_updated())
     await until(lambda: not link.answers, task)
 
 
@@ -91,8 +91,8 @@ async def test_a_fault_while_the_file_is_looked_at_does_not_end_the_watch(contro
 async def test_a_router_that_has_just_gone_is_not_announced_as_serving(controller: Controller) -> None:
     ready = admin_pb2.WorkerStatus.STATE_READY
     link: Any = Link()
-    link.workers = [admin_pb2.WorkerStatus(worker_id=m.plan.worker_id, state=ready) for m in controller.crew]
-    controller._link = link
+    link.workers = [admin_pb2.WorkerStatus(worker_id=m.plan.worker_id, state=ready) for m in controller.pool]
+    controller._links = link
     assert not controller.routers[0].card
     serving = asyncio.create_task(controller._first_served())
     for _ in range(20):
@@ -102,4 +102,4 @@ async def test_a_router_that_has_just_gone_is_not_announced_as_serving(controlle
     await serving
     assert not controller._has_served
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(controller.notices(), 0.01)
+        await asyncio.wait_for(controller.progress(), 0.01)

@@ -1,4 +1,4 @@
-"""The one door for changes: versions, one change at a time, what is refused, and what stays when a step fails."""
+"""Changes of a running cluster: versions, one change at a time, what is refused, and what stays when a step fails."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from admin_world import DoorStage, config_of
+from admin_world import ReconfigurerStage, config_of
 
 from cluster.config import ServingConfig
 from cluster.errors import FailedPrecondition
-from controller.event_log import EventKind
+from controller.events import EventKind
 from controller.reconfigurer import AnotherChange, StaleVersion
 
 
 async def test_a_change_is_carried_out_and_gets_the_next_version() -> None:
-    stage = DoorStage()
-    answer = stage.door.propose(stage.door.with_split(3, 1), "a test")
-    assert (answer.is_change, answer.version, stage.door.version) == (True, 2, 2)
+    stage = ReconfigurerStage()
+    answer = stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "a test")
+    assert (answer.is_change, answer.version, stage.reconfigurer.version) == (True, 2, 2)
     assert [str(step) for step in answer.plan.steps] == ["flip decode-1 to prefill", "flip decode-2 to prefill"]
-    await stage.door.settled()
+    await stage.reconfigurer.settled()
     assert stage.split() == (3, 1)
-    assert stage.door.changing is None
+    assert stage.reconfigurer.changing is None
     step = [EventKind.STEP, EventKind.STEP_DONE]
     assert stage.kinds() == [EventKind.PLANNED, *step, *step, EventKind.CHANGED]
     assert stage.told[-1].text == "a test: done: 1:3 to 3:1"
@@ -30,10 +30,10 @@ async def test_a_change_is_carried_out_and_gets_the_next_version() -> None:
 
 
 async def test_a_dry_run_plans_and_changes_nothing() -> None:
-    stage = DoorStage()
-    answer = stage.door.propose(stage.door.with_split(3, 1), "a test", dry_run=True)
+    stage = ReconfigurerStage()
+    answer = stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "a test", dry_run=True)
     assert (answer.is_change, answer.version, len(answer.plan.steps)) == (False, 1, 2)
-    assert (stage.split(), stage.told, stage.door.changing) == ((1, 3), [], None)
+    assert (stage.split(), stage.told, stage.reconfigurer.changing) == ((1, 3), [], None)
 
 
 async def test_where_baton_chooses_the_split_a_file_that_names_another_does_not() -> None:
@@ -41,18 +41,18 @@ async def test_where_baton_chooses_the_split_a_file_that_names_another_does_not(
         rebalance = replace(config.rebalance, mode="auto", auto=replace(config.rebalance.auto, margin=margin))
         return replace(config, rebalance=rebalance)
 
-    stage = DoorStage()
-    fixed, door = stage.door.config, stage.door
-    assert door.split_kept(auto(fixed)) == auto(fixed), "the mode is new: the file's split counts"
-    door.propose(auto(fixed), "the file")
-    await door.settled()
-    door.propose(door.with_split(2, 2), "mode auto")
-    await door.settled()
-    kept = door.split_kept(auto(fixed, margin=0.5))
+    stage = ReconfigurerStage()
+    fixed, reconfigurer = stage.reconfigurer.config, stage.reconfigurer
+    assert reconfigurer.split_kept(auto(fixed)) == auto(fixed), "the mode is new: the file's split counts"
+    reconfigurer.propose(auto(fixed), "the file")
+    await reconfigurer.settled()
+    reconfigurer.propose(reconfigurer.with_split(2, 2), "mode auto")
+    await reconfigurer.settled()
+    kept = reconfigurer.split_kept(auto(fixed, margin=0.5))
     assert (kept.roles.prefill.devices, kept.rebalance.auto.margin) == (2, 0.5)
-    assert door.split_kept(fixed) == fixed
+    assert reconfigurer.split_kept(fixed) == fixed
     one_more = replace(fixed.roles, decode=replace(fixed.roles.decode, devices=4))
-    assert door.split_kept(auto(replace(fixed, roles=one_more))).roles == one_more
+    assert reconfigurer.split_kept(auto(replace(fixed, roles=one_more))).roles == one_more
 
 
 @pytest.mark.parametrize(("present", "named", "change"), [(3, 2, {"tensor_parallel": 2}), (2, 3, {"min_workers": 3})])
@@ -60,175 +60,175 @@ async def test_a_split_that_a_role_does_not_fit_any_more_gives_way_to_the_files(
     present: int, named: int, change: dict[str, int]
 ) -> None:
     first = config_of(4 - present, present)
-    stage = DoorStage(replace(first, rebalance=replace(first.rebalance, mode="auto")))
+    stage = ReconfigurerStage(replace(first, rebalance=replace(first.rebalance, mode="auto")))
     roles = config_of(4 - named, named).roles
-    wanted = replace(stage.door.config, roles=replace(roles, decode=replace(roles.decode, **change)))
-    assert stage.door.split_kept(wanted) == wanted
+    wanted = replace(stage.reconfigurer.config, roles=replace(roles, decode=replace(roles.decode, **change)))
+    assert stage.reconfigurer.split_kept(wanted) == wanted
 
 
 async def test_what_runs_already_is_no_change() -> None:
-    stage = DoorStage()
-    answer = stage.door.propose(config_of(), "a test")
-    assert (answer.is_change, stage.door.version, stage.told) == (False, 1, [])
+    stage = ReconfigurerStage()
+    answer = stage.reconfigurer.propose(config_of(), "a test")
+    assert (answer.is_change, stage.reconfigurer.version, stage.told) == (False, 1, [])
 
 
 async def test_a_change_that_builds_on_an_old_version_is_refused_with_the_current_one() -> None:
-    stage = DoorStage()
-    stage.door.propose(stage.door.with_split(2, 2), "first", expected_version=1)
-    await stage.door.settled()
+    stage = ReconfigurerStage()
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "first", expected_version=1)
+    await stage.reconfigurer.settled()
     with pytest.raises(StaleVersion, match="version 1 is not current: 2 is"):
-        stage.door.propose(stage.door.with_split(3, 1), "second", expected_version=1)
+        stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "second", expected_version=1)
     assert (stage.split(), stage.kinds()[-1]) == ((2, 2), EventKind.REFUSED)
 
 
 async def test_one_change_at_a_time_and_the_other_is_named() -> None:
-    stage = DoorStage()
-    stage.hands.gate.clear()
-    first = stage.door.propose(stage.door.with_split(2, 2), "the first")
+    stage = ReconfigurerStage()
+    stage.steps.gate.clear()
+    first = stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "the first")
     with pytest.raises(AnotherChange, match=r"another change is being carried out \(the first: .*flip decode-2"):
-        stage.door.propose(stage.door.with_split(3, 1), "the second")
-    again = stage.door.propose(stage.door.with_split(2, 2), "the file says so too")
+        stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "the second")
+    again = stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "the file says so too")
     assert (again.plan, again.after_sequence) == (first.plan, first.after_sequence)
-    stage.hands.gate.set()
-    await stage.door.settled()
+    stage.steps.gate.set()
+    await stage.reconfigurer.settled()
     assert stage.split() == (2, 2)
 
 
 async def test_steps_may_become_smaller_while_the_cluster_runs_but_not_larger_than_memory_was_reserved_for() -> None:
-    stage = DoorStage()
-    engine = stage.door.config.engine
-    smaller = replace(stage.door.config, engine=replace(engine, max_num_batched_tokens=512))
-    stage.door.propose(smaller, "a test")
-    await stage.door.settled()
-    stage.door.propose(replace(smaller, engine=engine), "back")
-    await stage.door.settled()
-    larger = replace(stage.door.config, engine=replace(engine, max_num_batched_tokens=4096))
+    stage = ReconfigurerStage()
+    engine = stage.reconfigurer.config.engine
+    smaller = replace(stage.reconfigurer.config, engine=replace(engine, max_num_batched_tokens=512))
+    stage.reconfigurer.propose(smaller, "a test")
+    await stage.reconfigurer.settled()
+    stage.reconfigurer.propose(replace(smaller, engine=engine), "back")
+    await stage.reconfigurer.settled()
+    larger = replace(stage.reconfigurer.config, engine=replace(engine, max_num_batched_tokens=4096))
     with pytest.raises(FailedPrecondition, match=r"max_num_batched_tokens: 4096 is more than the 2048 for which"):
-        stage.door.propose(larger, "a test")
+        stage.reconfigurer.propose(larger, "a test")
 
 
 async def test_a_key_that_only_a_restart_changes_is_refused_by_name() -> None:
-    stage = DoorStage()
-    model = replace(stage.door.config.model, path="models/other")
+    stage = ReconfigurerStage()
+    model = replace(stage.reconfigurer.config.model, path="models/other")
     with pytest.raises(FailedPrecondition, match=r"model\.path cannot change while the cluster runs: restart"):
-        stage.door.propose(replace(stage.door.with_split(3, 1), model=model), "a test")
-    assert (stage.split(), stage.door.version) == ((1, 3), 1)
+        stage.reconfigurer.propose(replace(stage.reconfigurer.with_split(3, 1), model=model), "a test")
+    assert (stage.split(), stage.reconfigurer.version) == ((1, 3), 1)
 
 
 async def test_what_requests_should_keep_changes_without_moving_a_worker() -> None:
-    stage = DoorStage()
-    slo = replace(stage.door.config.rebalance.slo, ttft_ms=100.0)
-    wanted = replace(stage.door.config, rebalance=replace(stage.door.config.rebalance, slo=slo))
-    answer = stage.door.propose(wanted, "a test")
-    await stage.door.settled()
+    stage = ReconfigurerStage()
+    slo = replace(stage.reconfigurer.config.rebalance.slo, ttft_ms=100.0)
+    wanted = replace(stage.reconfigurer.config, rebalance=replace(stage.reconfigurer.config.rebalance, slo=slo))
+    answer = stage.reconfigurer.propose(wanted, "a test")
+    await stage.reconfigurer.settled()
     assert (answer.plan.changes, answer.plan.steps) == (("rebalance.slo.ttft_ms: 100.0",), ())
-    assert stage.hands.num_told == 1, "the router was not told"
+    assert stage.steps.num_told == 1, "the router was not told"
     assert stage.told[-1].text == "a test: done: 1:3"
 
 
 async def test_a_step_that_fails_leaves_what_was_done_and_the_door_open_for_another_try() -> None:
-    stage = DoorStage()
-    stage.hands.broken = "flip decode-2 to prefill"
-    stage.door.propose(stage.door.with_split(3, 1), "a test")
-    await stage.door.settled()
+    stage = ReconfigurerStage()
+    stage.steps.broken = "flip decode-2 to prefill"
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "a test")
+    await stage.reconfigurer.settled()
     assert (stage.split(), stage.kinds()[-1]) == ((2, 2), EventKind.FAILED)
     assert stage.told[-1].text == "a test: decode-2 did not; 1 of 2 steps are done, and they stay"
-    assert (stage.door.version, stage.door.config) == (3, config_of(2, 2))
-    stage.hands.broken = ""
-    assert stage.door.propose(stage.door.with_split(3, 1), "once more").is_change
-    await stage.door.settled()
+    assert (stage.reconfigurer.version, stage.reconfigurer.config) == (3, config_of(2, 2))
+    stage.steps.broken = ""
+    assert stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "once more").is_change
+    await stage.reconfigurer.settled()
     assert stage.split() == (3, 1)
 
 
 async def test_a_fault_of_the_hands_does_not_keep_the_door_shut(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = DoorStage()
+    stage = ReconfigurerStage()
 
     async def fall(*_: object) -> None:
         raise KeyError("a fault")
 
-    monkeypatch.setattr(stage.hands, "carry_out", fall)
-    stage.door.propose(stage.door.with_split(2, 2), "a test")
-    await stage.door.settled()
-    assert (stage.kinds()[-1], stage.door.changing) == (EventKind.FAILED, None)
+    monkeypatch.setattr(stage.steps, "carry_out", fall)
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "a test")
+    await stage.reconfigurer.settled()
+    assert (stage.kinds()[-1], stage.reconfigurer.changing) == (EventKind.FAILED, None)
 
 
 @pytest.mark.parametrize("broken", ["", "flip decode-2 to prefill"], ids=["done", "failed"])
 async def test_routers_that_cannot_be_told_do_not_keep_the_door_shut(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = DoorStage()
-    stage.hands.broken = broken
+    stage = ReconfigurerStage()
+    stage.steps.broken = broken
 
     async def fall() -> None:
         raise KeyError("a fault")
 
-    monkeypatch.setattr(stage.hands, "tell", fall)
-    stage.door.propose(stage.door.with_split(2, 2), "a test")
-    await stage.door.settled()
-    assert (stage.kinds()[-1], stage.door.changing) == (EventKind.FAILED, None)
-    assert ("the routers have not heard of it: KeyError" in stage.told[-1].text) == (not broken)
-    assert stage.door.config == (config_of(1, 3) if broken else config_of(2, 2))
+    monkeypatch.setattr(stage.steps, "update_routers", fall)
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "a test")
+    await stage.reconfigurer.settled()
+    assert (stage.kinds()[-1], stage.reconfigurer.changing) == (EventKind.FAILED, None)
+    assert ("the routers did not get the update: KeyError" in stage.told[-1].text) == (not broken)
+    assert stage.reconfigurer.config == (config_of(1, 3) if broken else config_of(2, 2))
 
 
 async def test_a_drained_worker_takes_its_devices_out_of_its_role() -> None:
-    stage = DoorStage()
-    stage.door.propose(stage.door.without("decode-1"), "drain decode-1", leaving=["decode-1"])
-    await stage.door.settled()
-    assert [worker.worker_id for worker in stage.hands.workers] == ["prefill-0", "decode-0", "decode-2"]
-    assert stage.door.config.roles.decode.devices == 2
+    stage = ReconfigurerStage()
+    stage.reconfigurer.propose(stage.reconfigurer.without("decode-1"), "drain decode-1", leaving=["decode-1"])
+    await stage.reconfigurer.settled()
+    assert [worker.worker_id for worker in stage.steps.workers] == ["prefill-0", "decode-0", "decode-2"]
+    assert stage.reconfigurer.config.roles.decode.devices == 2
 
 
 @pytest.mark.parametrize(("worker", "role"), [("decode-0", "decode"), ("prefill-0", "prefill")])
 async def test_the_last_worker_of_a_role_is_not_drained(worker: str, role: str) -> None:
-    stage = DoorStage(config_of(1, 1))
+    stage = ReconfigurerStage(config_of(1, 1))
     with pytest.raises(FailedPrecondition, match=f"0 {role} workers cannot be"):
-        stage.door.propose(stage.door.without(worker), f"drain {worker}", leaving=[worker])
+        stage.reconfigurer.propose(stage.reconfigurer.without(worker), f"drain {worker}", leaving=[worker])
     assert stage.split() == (1, 1)
 
 
 async def test_an_unknown_worker_is_refused_with_those_there_are() -> None:
-    stage = DoorStage(config_of(1, 1))
+    stage = ReconfigurerStage(config_of(1, 1))
     with pytest.raises(FailedPrecondition, match="there is no worker decode-7; there are decode-0, prefill-0"):
-        stage.door.propose(stage.door.without("decode-7"), "drain decode-7", leaving=["decode-7"])
+        stage.reconfigurer.propose(stage.reconfigurer.without("decode-7"), "drain decode-7", leaving=["decode-7"])
 
 
 async def test_what_cannot_be_written_down_is_not_done() -> None:
-    stage = DoorStage()
+    stage = ReconfigurerStage()
 
-    def keep(wanted: ServingConfig, changed: dict[str, Any]) -> None:
+    def save(wanted: ServingConfig, changed: dict[str, Any]) -> None:
         assert changed == {"roles.prefill.devices": 2, "roles.decode.devices": 2}
         raise FailedPrecondition("the file is not writable")
 
     with pytest.raises(FailedPrecondition, match="not writable"):
-        stage.door.propose(stage.door.with_split(2, 2), "a test", keep=keep)
-    assert (stage.split(), stage.door.version, stage.kinds()) == ((1, 3), 1, [EventKind.REFUSED])
+        stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "a test", save=save)
+    assert (stage.split(), stage.reconfigurer.version, stage.kinds()) == ((1, 3), 1, [EventKind.REFUSED])
 
 
 async def test_requests_wait_for_prefill_only_where_it_is_there_before_and_after() -> None:
     roles = config_of().roles
     none = replace(config_of(0, 4), roles=replace(roles, prefill=replace(roles.prefill, devices=0, min_workers=0)))
-    stage = DoorStage(none)
-    stage.hands.gate.clear()
-    stage.door.propose(config_of(1, 3), "a test")
-    assert not stage.door.needs_prefill
-    stage.hands.gate.set()
-    await stage.door.settled()
-    assert stage.door.needs_prefill
+    stage = ReconfigurerStage(none)
+    stage.steps.gate.clear()
+    stage.reconfigurer.propose(config_of(1, 3), "a test")
+    assert not stage.reconfigurer.needs_prefill
+    stage.steps.gate.set()
+    await stage.reconfigurer.settled()
+    assert stage.reconfigurer.needs_prefill
 
 
 async def test_closing_stops_between_two_steps() -> None:
-    stage = DoorStage()
-    stage.hands.gate.clear()
-    stage.door.propose(stage.door.with_split(3, 1), "a test")
+    stage = ReconfigurerStage()
+    stage.steps.gate.clear()
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(3, 1), "a test")
     await asyncio.sleep(0)
-    await stage.door.close()
+    await stage.reconfigurer.close()
     assert stage.split() == (1, 3)
 
 
 async def test_a_listener_hears_what_came_before_and_what_comes_next() -> None:
-    stage = DoorStage()
+    stage = ReconfigurerStage()
     stage.events.add(EventKind.WORKER_READY, "zero")
-    answer = stage.door.propose(stage.door.with_split(2, 2), "a test")
+    answer = stage.reconfigurer.propose(stage.reconfigurer.with_split(2, 2), "a test")
     heard = []
     async for event in stage.events.after(answer.after_sequence):
         heard.append(event.kind)

@@ -78,6 +78,6 @@ async def test_a_call_that_cannot_be_made_is_one_that_was_not_heard(
     life: Any = Life()
     router: Supervisor = life
     link = RouterLink(router, admin_pb2.SetWorkersRequest)
-    assert not await link.try_to_tell()
+    assert not await link.try_to_update()
     assert await link.status() is None
     assert await link.demand() == []

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import httpx2 as httpx
 import pytest
-from admin_desk import Desk
+from admin_desk import FakeBackend
 from certificates import Authority
 from fake_worker import pair
 from router_harness import Router, ids, running_router, text_spec
@@ -51,22 +51,22 @@ async def serving(folder: Path, **settings: Any) -> AsyncIterator[tuple[Router, 
 @contextlib.asynccontextmanager
 async def controlled(
     router: Router, folder: Path, keys: KeyRing | None = None, inside: InternalTls | None = None
-) -> AsyncIterator[Desk]:
+) -> AsyncIterator[FakeBackend]:
     """A controller that has named itself to the router; its one prefill and three decode workers are words."""
     folder.mkdir()
-    desk = Desk(folder)
+    backend = FakeBackend(folder)
     tls, client = (None, None) if inside is None else (inside.server, inside.client)
-    server, desk.address = await start_admin(AdminSection(port=0), desk, keys, tls)
+    server, backend.address = await start_admin(AdminSection(port=0), backend, keys, tls)
     async with rpc.create_channel(router.control_address, tls=client) as channel:
         control: Any = admin_pb2_grpc.ControlServiceStub(channel)  # type: ignore[no-untyped-call]
         fleet = router.server.dispatcher.fleet
         workers = [admin_pb2.WorkerAddress(worker_id=w.worker_id, address=w.address, role=w.role) for w in fleet]
-        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers, admin_address=desk.address))
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers, admin_address=backend.address))
     try:
-        yield desk
+        yield backend
     finally:
-        desk.stage.hands.gate.set()
-        await desk.door.close()
+        backend.stage.steps.gate.set()
+        await backend.reconfigurer.close()
         await server.stop(None)
 
 
@@ -128,13 +128,13 @@ async def test_data_and_changes_need_the_scope_admin_and_the_page_itself_nothing
         for headers, status in (({}, 401), ({"authorization": "Bearer baton-a"}, 403), (ADMIN, 200)):
             assert (await http.get("/api/cluster", headers=headers)).status_code == status
         assert [(await refusal(http))[0], (await refusal(http, authorization="Bearer baton-a"))[0]] == [401, 403]
-        async with controlled(router, tmp_path / "controller", KeyRing(KEYS)) as desk:
+        async with controlled(router, tmp_path / "controller", KeyRing(KEYS)) as backend:
             told = (await http.get("/api/cluster", headers=ADMIN)).json()
             assert told["change"] == {"may": True, "why": ""} and told["controller"]["version"] == 1
             planned = await http.post("/api/roles", json=TWO_TWO, headers=ADMIN)
             assert planned.status_code == 200 and planned.json()["is_change"] is False
             (step,) = planned.json()["plan"]["steps"]
-            assert re.fullmatch(r"flip decode-\d to prefill", step) and desk.stage.split() == (1, 3)
+            assert re.fullmatch(r"flip decode-\d to prefill", step) and backend.stage.split() == (1, 3)
         # The router passes keys on, and it is the controller that lets them change something.
         async with controlled(router, tmp_path / "strict", KeyRing(KEYS[:1])):
             assert (await refusal(http, **ADMIN))[0] == 401
@@ -143,22 +143,22 @@ async def test_data_and_changes_need_the_scope_admin_and_the_page_itself_nothing
 
 
 async def test_a_plan_changes_nothing_and_is_applied_once_by_whoever_comes_first(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as desk:
+    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as backend:
         plan = (await http.post("/api/roles", json=TWO_TWO)).json()
         assert plan["plan"]["changes"] == ["roles.prefill.devices: 2", "roles.decode.devices: 2"]
-        assert (plan["version"], desk.door.version, desk.file.load().roles.prefill.devices) == (1, 1, 1)
+        assert (plan["version"], backend.reconfigurer.version, backend.file.load().roles.prefill.devices) == (1, 1, 1)
         wanted = [{"prefill": p, "decode": 4 - p, "dry_run": False, "expected_version": 1} for p in (2, 3)]
-        desk.stage.hands.gate.clear()
+        backend.stage.steps.gate.clear()
         answers = await asyncio.gather(*(http.post("/api/roles", json=each) for each in wanted))
         changing = (await http.get("/api/cluster")).json()["controller"]["changing"]
         assert changing["done"] == 0 and changing["steps"]
-        desk.stage.hands.gate.set()
+        backend.stage.steps.gate.set()
         assert sorted(answer.status_code for answer in answers) == [200, 400]
         won = wanted[[answer.status_code for answer in answers].index(200)]["prefill"]
-        async for event in desk.events.after(0):
+        async for event in backend.events.after(0):
             if event.kind.name == "CHANGED":
                 break
-        assert desk.stage.split() == (won, 4 - won) and desk.file.load().roles.prefill.devices == won
+        assert backend.stage.split() == (won, 4 - won) and backend.file.load().roles.prefill.devices == won
         told = await until(http, lambda told: told["controller"]["changing"] is None)
         assert [event["kind"] for event in told["controller"]["events"]][-2:] == ["step_done", "changed"]
         status, why = await refusal(http, {"prefill": 9, "decode": 0, "dry_run": True})
@@ -166,7 +166,7 @@ async def test_a_plan_changes_nothing_and_is_applied_once_by_whoever_comes_first
 
 
 async def test_another_site_or_a_name_that_points_here_changes_nothing(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as desk:
+    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as backend:
         host = router.server.http_address
         for headers in (
             {"origin": "http://evil.example"},
@@ -184,7 +184,7 @@ async def test_another_site_or_a_name_that_points_here_changes_nothing(tmp_path:
         assert (await http.post("/api/roles", json=TWO_TWO, headers=fine)).status_code == 200
         named = {"host": f"localhost:{host.rpartition(':')[2]}"}
         assert (await http.post("/api/roles", json=TWO_TWO, headers=named)).status_code == 200
-        assert desk.stage.split() == (1, 3)
+        assert backend.stage.split() == (1, 3)
 
 
 async def test_where_everybody_can_come_nobody_changes_anything(tmp_path: Path) -> None:
@@ -214,14 +214,14 @@ async def test_a_certificate_is_as_good_as_a_key_and_routers_show_the_controller
     async with running_router(tmp_path / "model", host="0.0.0.0", http_port=0, tls=client, **settings) as router:
         port = router.server.http_address.rpartition(":")[2]
         async with (
-            controlled(router, tmp_path / "controller", inside=inside) as desk,
+            controlled(router, tmp_path / "controller", inside=inside) as backend,
             httpx.AsyncClient(base_url=f"https://localhost:{port}", verify=client.context(), timeout=20) as http,
         ):
             assert (await http.get("/api/cluster")).json()["change"] == {"may": True, "why": ""}
             assert (await http.post("/api/roles", json=TWO_TWO)).json()["plan"]["steps"]
             assert (await refusal(http, origin="https://evil.example"))[0] == 403
-            desk.stage.hands.gate.set()
-            async with rpc.create_channel(desk.address) as stranger:
+            backend.stage.steps.gate.set()
+            async with rpc.create_channel(backend.address) as stranger:
                 admin: Any = admin_pb2_grpc.AdminServiceStub(stranger)  # type: ignore[no-untyped-call]
                 with pytest.raises(grpc.aio.AioRpcError):
                     await admin.GetCluster(admin_pb2.GetClusterRequest(), timeout=20)
@@ -244,12 +244,12 @@ WRONG_BODIES = [
 
 
 async def test_a_body_with_a_mistake_is_refused_by_name(tmp_path: Path) -> None:
-    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as desk:
+    async with serving(tmp_path) as (router, http), controlled(router, tmp_path / "controller") as backend:
         headers = {"content-type": "application/json; charset=utf-8"}
         for body, where in WRONG_BODIES:
             answer = await http.post("/api/roles", content=body.encode("latin-1"), headers=headers)
             assert answer.status_code == 400 and where in answer.json()["error"]["message"], answer.text
-        assert desk.stage.split() == (1, 3)
+        assert backend.stage.split() == (1, 3)
 
 
 async def test_a_controller_that_is_gone_is_said_and_found_again_elsewhere(tmp_path: Path) -> None:
