@@ -25,14 +25,17 @@ from typing import Any
 import torch
 
 from cluster.errors import BatonError
+from cluster.pb import handoff_pb2, rank_pb2
+from cluster.request_key import RequestKey
 from cluster.settings import JsonSettings
-from kv_transfer.actions import Range
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import Landing, PairSpec, Sending, SlotRange, TransferEngine
+from kv_transfer.transfer_engine import Landing, Sending, TransferEngine
 from kv_transfer.transports.interface import Meeting, Pair, StoreClients, TransferWork
 from kv_transfer.transports.registry import make_pair
 
 HOST = "127.0.0.1"
+KEY = RequestKey("benchmark", 1)
 TIMEOUT_S = 20.0
 BLOCK_SIZE = 16
 SPARE_BLOCKS = 8
@@ -103,18 +106,17 @@ class Peer:
         return {}
 
     def _open(self, pair: str, transport: str, chunk_tokens: int) -> None:
-        self._mover.open_pair(
-            PairSpec(
-                pair_epoch=pair,
-                store_address=self._settings.store_address,
-                is_sender=self._settings.is_sender,
-                remote=LAYOUT,
-                transport=transport,
-                wire_format="native",
-                chunk_tokens=chunk_tokens,
-                num_slots=self._settings.num_slots,
-            )
+        settings = self._settings
+        agreed = handoff_pb2.ReceiverHello(
+            store_address=settings.store_address,
+            transport=transport,
+            wire_format="native",
+            chunk_tokens=chunk_tokens,
+            num_slots=settings.num_slots,
         )
+        remote = LAYOUT.to_proto()
+        spec = rank_pb2.OpenPair(pair_epoch=pair, is_sender=settings.is_sender, remote=remote, agreed=agreed)
+        self._mover.open_pair(self._mover.add_pair(spec))
 
     def _ranges(self, chunk_tokens: int, passes: int) -> list[Range]:
         """The prompt in chunks of all layers, several times over."""
@@ -157,7 +159,7 @@ class Peer:
                     if not free.acquire(timeout=TIMEOUT_S):
                         break  # one of the jobs has failed and tells why
                     slot = number % num_slots
-                    self._mover.gather(SlotRange(pair, slot, number, where), self._table)
+                    self._mover.gather(Chunk(KEY, pair, number, slot, where), self._table)
                     gathered.put(slot)
             finally:
                 gathered.put(None)
@@ -182,7 +184,7 @@ class Peer:
                 for number, where in enumerate(ranges):
                     if not free.acquire(timeout=TIMEOUT_S):
                         break
-                    what = SlotRange(pair, number % num_slots, number, where)
+                    what = Chunk(KEY, pair, number, number % num_slots, where)
                     posted.put(self._mover.post_receive(what, self._table))
                     self._grants.send(b"\1")
             finally:

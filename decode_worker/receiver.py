@@ -188,14 +188,13 @@ class Receiver:
         message = handoff_pb2.Reserved(key=key.to_proto(), num_cached_tokens=num_cached_tokens)
         return [Tell(incoming.epoch, handoff_pb2.ReceiverMessage(reserved=message))]
 
-    def offered(self, epoch: str, offer: handoff_pb2.Offer) -> Actions:
+    def offered(self, epoch: str, offer: handoff_pb2.Chunk) -> Actions:
         """A chunk waits in the sender's slot."""
         incoming = self._find(epoch, RequestKey.of(offer.key))
         inlet = self._inlets.get(epoch)
         if incoming is None or inlet is None or incoming.state is not State.RECEIVING:
             return []
-        where = Range(offer.token_start, offer.token_end, offer.layer_start, offer.layer_end)
-        chunk = Chunk(incoming.key, epoch, offer.chunk_index, offer.slot, where)
+        chunk = Chunk.from_proto(offer, epoch)
         problem = self._problem_of(chunk, incoming, inlet)
         if problem:
             return self._fail(incoming, problem)

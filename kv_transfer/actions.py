@@ -7,6 +7,7 @@ worker and the pair of its ranks. A slot is one of the pair's; token ranges are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
@@ -41,6 +42,29 @@ class Chunk:
     """From 0 within the hand-off."""
     slot: int
     range: Range
+
+    @property
+    def tag(self) -> int:
+        """The chunk's identity in 64 bits, equal on both sides: (request, attempt, pair epoch, index)."""
+        name = f"{self.key.request_id}\0{self.key.attempt}\0{self.epoch}\0{self.index}"
+        return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")
+
+    def to_proto(self) -> handoff_pb2.Chunk:
+        where = self.range
+        return handoff_pb2.Chunk(
+            key=self.key.to_proto(),
+            index=self.index,
+            slot=self.slot,
+            token_start=where.token_start,
+            token_end=where.token_end,
+            layer_start=where.layer_start,
+            layer_end=where.layer_end,
+        )
+
+    @classmethod
+    def from_proto(cls, message: handoff_pb2.Chunk, epoch: str) -> Chunk:
+        where = Range(message.token_start, message.token_end, message.layer_start, message.layer_end)
+        return cls(RequestKey.of(message.key), epoch, message.index, message.slot, where)
 
 
 @dataclass(frozen=True)

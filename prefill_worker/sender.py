@@ -229,17 +229,7 @@ class Sender:
         if not out.is_live:
             return self._finish(out, chunk)
         out.chunks[chunk.index] = (chunk, Stage.OFFERED)
-        where = chunk.range
-        offer = handoff_pb2.Offer(
-            key=chunk.key.to_proto(),
-            chunk_index=chunk.index,
-            slot=chunk.slot,
-            token_start=where.token_start,
-            token_end=where.token_end,
-            layer_start=where.layer_start,
-            layer_end=where.layer_end,
-        )
-        told: Actions = [Tell(out.epoch, handoff_pb2.SenderMessage(offer=offer))]
+        told: Actions = [Tell(out.epoch, handoff_pb2.SenderMessage(offer=chunk.to_proto()))]
         return told + self._commit_if_offered(out)
 
     def granted(self, epoch: str, key: RequestKey, chunk_index: int) -> Actions:

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from hashlib import blake2b
 from typing import Protocol
 
 from cluster.pb import handoff_pb2, rank_pb2, worker_pb2
@@ -260,16 +259,7 @@ class Carrier:
                 else:
                     self.decode.link_up(epoch)
 
-        pair = rank_pb2.OpenPair(
-            pair_epoch=epoch,
-            store_address=agreed.store_address,
-            is_sender=is_sender,
-            remote=remote,
-            transport=agreed.transport,
-            wire_format=agreed.wire_format,
-            chunk_tokens=agreed.chunk_tokens,
-            num_slots=agreed.num_slots,
-        )
+        pair = rank_pb2.OpenPair(pair_epoch=epoch, is_sender=is_sender, remote=remote, agreed=agreed)
         self._issue(rank_pb2.RankCommand(open_pair=pair), opened)
 
     def _retire_on(self, epoch: str, error: str, kind: Kind) -> None:
@@ -309,8 +299,8 @@ class Carrier:
                 self._metrics.opened(RequestKey.of(message.open.key), link.epoch)
             case "offer":
                 key = RequestKey.of(message.offer.key)
-                link.unanswered[key, message.offer.chunk_index] = now
-                self._metrics.offered(key, message.offer.chunk_index, now)
+                link.unanswered[key, message.offer.index] = now
+                self._metrics.offered(key, message.offer.index, now)
             case "commit":
                 key = RequestKey.of(message.commit.key)
                 link.unanswered[key, -1] = now
@@ -354,22 +344,7 @@ class Carrier:
         self._on_done[self.ranks.issue(command)] = done
 
 
-def _pages_of(chunk: Chunk, block_table: list[int], after_step: int) -> rank_pb2.PageRange:
-    where = chunk.range
-    return rank_pb2.PageRange(
-        pair_epoch=chunk.epoch,
-        slot=chunk.slot,
-        tag=_tag_of(chunk),
-        token_start=where.token_start,
-        token_end=where.token_end,
-        layer_start=where.layer_start,
-        layer_end=where.layer_end,
-        block_table=block_table,
-        after_step=after_step,
+def _pages_of(chunk: Chunk, block_table: list[int], after_step: int) -> rank_pb2.ChunkPages:
+    return rank_pb2.ChunkPages(
+        pair_epoch=chunk.epoch, chunk=chunk.to_proto(), block_table=block_table, after_step=after_step
     )
-
-
-def _tag_of(chunk: Chunk) -> int:
-    """The chunk's identity in 64 bits, equal on both sides: (request, attempt, pair epoch, chunk)."""
-    name = f"{chunk.key.request_id}\0{chunk.key.attempt}\0{chunk.epoch}\0{chunk.index}"
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big")

@@ -81,11 +81,11 @@ class SenderMessage(_message.Message):
     number: int
     hello: SenderHello
     open: Open
-    offer: Offer
+    offer: Chunk
     commit: Commit
     abort: Abort
     alive: Alive
-    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., hello: _Optional[_Union[SenderHello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., offer: _Optional[_Union[Chunk, _Mapping]] = ..., commit: _Optional[_Union[Commit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
 
 class ReceiverMessage(_message.Message):
     __slots__ = ("number", "hello", "reserved", "grant", "committed", "abort", "alive")
@@ -125,23 +125,23 @@ class Reserved(_message.Message):
     num_cached_tokens: int
     def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., num_cached_tokens: _Optional[int] = ...) -> None: ...
 
-class Offer(_message.Message):
-    __slots__ = ("key", "chunk_index", "slot", "token_start", "token_end", "layer_start", "layer_end")
+class Chunk(_message.Message):
+    __slots__ = ("key", "index", "slot", "token_start", "token_end", "layer_start", "layer_end")
     KEY_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_INDEX_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_END_FIELD_NUMBER: _ClassVar[int]
     LAYER_START_FIELD_NUMBER: _ClassVar[int]
     LAYER_END_FIELD_NUMBER: _ClassVar[int]
     key: _worker_pb2.RequestKey
-    chunk_index: int
+    index: int
     slot: int
     token_start: int
     token_end: int
     layer_start: int
     layer_end: int
-    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., chunk_index: _Optional[int] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[_worker_pb2.RequestKey, _Mapping]] = ..., index: _Optional[int] = ..., slot: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("key", "chunk_index")

@@ -23,12 +23,12 @@ class RankCommand(_message.Message):
     step: bytes
     open_pair: OpenPair
     close_pair: ClosePair
-    gather: PageRange
+    gather: ChunkPages
     send: Send
-    receive: PageRange
+    receive: ChunkPages
     stop: Stop
     start: Start
-    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[PageRange, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[PageRange, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
     __slots__ = ("incarnation", "store_address")
@@ -39,24 +39,16 @@ class Start(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ...) -> None: ...
 
 class OpenPair(_message.Message):
-    __slots__ = ("pair_epoch", "store_address", "is_sender", "remote", "transport", "wire_format", "chunk_tokens", "num_slots")
+    __slots__ = ("pair_epoch", "is_sender", "remote", "agreed")
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IS_SENDER_FIELD_NUMBER: _ClassVar[int]
     REMOTE_FIELD_NUMBER: _ClassVar[int]
-    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
-    WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    AGREED_FIELD_NUMBER: _ClassVar[int]
     pair_epoch: str
-    store_address: str
     is_sender: bool
     remote: _handoff_pb2.KvLayout
-    transport: str
-    wire_format: str
-    chunk_tokens: int
-    num_slots: int
-    def __init__(self, pair_epoch: _Optional[str] = ..., store_address: _Optional[str] = ..., is_sender: bool = ..., remote: _Optional[_Union[_handoff_pb2.KvLayout, _Mapping]] = ..., transport: _Optional[str] = ..., wire_format: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+    agreed: _handoff_pb2.ReceiverHello
+    def __init__(self, pair_epoch: _Optional[str] = ..., is_sender: bool = ..., remote: _Optional[_Union[_handoff_pb2.KvLayout, _Mapping]] = ..., agreed: _Optional[_Union[_handoff_pb2.ReceiverHello, _Mapping]] = ...) -> None: ...
 
 class ClosePair(_message.Message):
     __slots__ = ("pair_epoch",)
@@ -64,27 +56,17 @@ class ClosePair(_message.Message):
     pair_epoch: str
     def __init__(self, pair_epoch: _Optional[str] = ...) -> None: ...
 
-class PageRange(_message.Message):
-    __slots__ = ("pair_epoch", "slot", "tag", "token_start", "token_end", "layer_start", "layer_end", "block_table", "after_step")
+class ChunkPages(_message.Message):
+    __slots__ = ("pair_epoch", "chunk", "block_table", "after_step")
     PAIR_EPOCH_FIELD_NUMBER: _ClassVar[int]
-    SLOT_FIELD_NUMBER: _ClassVar[int]
-    TAG_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_START_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_END_FIELD_NUMBER: _ClassVar[int]
-    LAYER_START_FIELD_NUMBER: _ClassVar[int]
-    LAYER_END_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
     pair_epoch: str
-    slot: int
-    tag: int
-    token_start: int
-    token_end: int
-    layer_start: int
-    layer_end: int
+    chunk: _handoff_pb2.Chunk
     block_table: _containers.RepeatedScalarFieldContainer[int]
     after_step: int
-    def __init__(self, pair_epoch: _Optional[str] = ..., slot: _Optional[int] = ..., tag: _Optional[int] = ..., token_start: _Optional[int] = ..., token_end: _Optional[int] = ..., layer_start: _Optional[int] = ..., layer_end: _Optional[int] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
+    def __init__(self, pair_epoch: _Optional[str] = ..., chunk: _Optional[_Union[_handoff_pb2.Chunk, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., after_step: _Optional[int] = ...) -> None: ...
 
 class Send(_message.Message):
     __slots__ = ("pair_epoch", "slot")

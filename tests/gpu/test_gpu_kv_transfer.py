@@ -17,11 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.pb import handoff_pb2, rank_pb2
+from cluster.request_key import RequestKey
 from kv_transfer import pages
-from kv_transfer.actions import Range
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.failures import TransferFailed
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import PairSpec, SlotRange, TransferEngine
+from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import serve_store
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -65,9 +67,11 @@ except TransferFailed:
 # Layers, tokens, tokens of a chunk, slots, store. Sends its pages, which count from 0, again for each line it reads.
 IPC_SENDER = """
 import sys, threading, queue, torch
-from kv_transfer.actions import Range
+from cluster.pb import handoff_pb2, rank_pb2
+from cluster.request_key import RequestKey
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import TransferEngine, PairSpec, SlotRange
+from kv_transfer.transfer_engine import TransferEngine
 layers, tokens, chunk, slots = map(int, sys.argv[1:5])
 layout = KvLayout(
     num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
@@ -75,7 +79,11 @@ layout = KvLayout(
 kv = torch.arange(layers * 2 * tokens * 8 * 128, device="cuda", dtype=torch.int32).view(torch.int16)[::2]
 kv = kv.contiguous().view(torch.bfloat16).view(layers, 2, tokens // 16, 16, 8, 128)
 mover = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
-mover.open_pair(PairSpec("e1", sys.argv[5], True, layout, "cuda_ipc", "native", chunk, slots))
+agreed = handoff_pb2.ReceiverHello(
+    store_address=sys.argv[5], transport="cuda_ipc", wire_format="native", chunk_tokens=chunk, num_slots=slots
+)
+spec = rank_pb2.OpenPair(pair_epoch="e1", is_sender=True, remote=layout.to_proto(), agreed=agreed)
+mover.open_pair(mover.add_pair(spec))
 print("open", flush=True)
 table = range(tokens // 16)
 for line in sys.stdin:
@@ -92,11 +100,34 @@ for line in sys.stdin:
     waiter.start()
     for number, start in enumerate(starts):
         slot = free.get()
-        mover.gather(SlotRange("e1", slot, number, Range(start, start + chunk, 0, layers)), table)
+        mover.gather(Chunk(RequestKey("r", 1), "e1", number, slot, Range(start, start + chunk, 0, layers)), table)
         sent.put(mover.send("e1", slot))
         print("sent", flush=True)
     waiter.join()
 """
+
+
+def spec(
+    address: str,
+    is_sender: bool,
+    remote: KvLayout,
+    transport: str,
+    chunk_tokens: int,
+    num_slots: int,
+    wire_format: str = "native",
+) -> rank_pb2.OpenPair:
+    agreed = handoff_pb2.ReceiverHello(
+        store_address=address,
+        transport=transport,
+        wire_format=wire_format,
+        chunk_tokens=chunk_tokens,
+        num_slots=num_slots,
+    )
+    return rank_pb2.OpenPair(pair_epoch="e1", is_sender=is_sender, remote=remote.to_proto(), agreed=agreed)
+
+
+def a_chunk(index: int, token_start: int, token_end: int, num_layers: int, slot: int = 0) -> Chunk:
+    return Chunk(RequestKey("r", 1), "e1", index, slot, Range(token_start, token_end, 0, num_layers))
 
 
 @pytest.fixture
@@ -140,11 +171,11 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
     movers = [
         TransferEngine(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest) for kv in (sender_kv, receiver_kv)
     ]
-    specs = [PairSpec("e1", store_address, side, LAYOUT, transport, wire_format, 48, 2) for side in (True, False)]
+    specs = [spec(store_address, side, LAYOUT, transport, 48, 2, wire_format) for side in (True, False)]
     with ThreadPoolExecutor(2) as pool:
-        for opening in [pool.submit(mover.open_pair, spec) for mover, spec in zip(movers, specs, strict=True)]:
+        for opening in [pool.submit(m.open_pair, m.add_pair(its)) for m, its in zip(movers, specs, strict=True)]:
             opening.result(30)
-    what = SlotRange("e1", 0, 9, Range(0, 48, 0, LAYERS))
+    what = a_chunk(0, 0, 48, LAYERS)
     landing = movers[1].post_receive(what, TABLE)
     fresh = truth.cuda()
     torch.cuda.synchronize()
@@ -180,7 +211,7 @@ def ipc_pair(
     command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         try:
-            mover.open_pair(PairSpec("e1", address, False, layout, "cuda_ipc", "native", chunk, slots))
+            mover.open_pair(mover.add_pair(spec(address, False, layout, "cuda_ipc", chunk, slots)))
             assert sender.stdout is not None and sender.stdout.readline() == "open\n"
             yield sender, mover, kv
         finally:
@@ -192,7 +223,7 @@ def receive_all(mover: TransferEngine, tokens: int, chunk: int, slots: int, laye
     """Bytes that arrived."""
     table = range(tokens // 16)
     chunks = [
-        SlotRange("e1", number % slots, number, Range(start, start + chunk, 0, layers))
+        a_chunk(number, start, start + chunk, layers, number % slots)
         for number, start in enumerate(range(0, tokens, chunk))
     ]
     landings = [mover.post_receive(what, table) for what in chunks[:slots]]
@@ -237,7 +268,7 @@ def test_what_a_killed_sender_had_sent_still_lands_and_its_memory_is_given_back(
     torch.cuda.synchronize()
     with ipc_pair(store_address, 4, 1024, 1024, 1) as (sender, mover, kv):
         assert sender.stdin is not None and sender.stdout is not None
-        landing = mover.post_receive(SlotRange("e1", 0, 0, Range(0, 1024, 0, 4)), range(64))
+        landing = mover.post_receive(a_chunk(0, 0, 1024, 4), range(64))
         sender.stdin.write("1024\n")
         sender.stdin.flush()
         assert sender.stdout.readline() == "sent\n"
@@ -247,7 +278,7 @@ def test_what_a_killed_sender_had_sent_still_lands_and_its_memory_is_given_back(
         expected = torch.arange(kv.numel(), device="cuda", dtype=torch.int32).view(torch.int16)[::2]
         assert torch.equal(kv.view(torch.int16).flatten(), expected)
         with pytest.raises(TransferFailed):
-            mover.complete_receive(mover.post_receive(SlotRange("e1", 0, 1, Range(0, 16, 0, 4)), range(64)))
+            mover.complete_receive(mover.post_receive(a_chunk(1, 0, 16, 4), range(64)))
         del landing
         mapped = torch.cuda.mem_get_info()[0]
         mover.close()

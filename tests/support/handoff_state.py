@@ -135,7 +135,7 @@ def describe(message: Message) -> tuple[object, ...]:
     kind = str(message.WhichOneof("message"))
     body = getattr(message, kind)
     key = (body.key.request_id, body.key.attempt) if kind != "hello" else ()
-    return (kind, *key, getattr(body, "chunk_index", None))
+    return (kind, *key, getattr(body, "index", getattr(body, "chunk_index", None)))
 
 
 def clone_sender(sender: Sender) -> Sender:

@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kv_transfer.actions import Range
+from cluster.pb import handoff_pb2, rank_pb2
+from cluster.request_key import RequestKey
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.failures import TransferFailed
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
-from kv_transfer.transfer_engine import Landing, PairSpec, SlotRange, TransferEngine
+from kv_transfer.transfer_engine import Landing, TransferEngine
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,18 +34,23 @@ HOST_TRANSPORTS = ("shm", "gloo")
 # Epoch, store, transport. Opens a pair as its sender, gathers a chunk and, told "send", posts it.
 PEER = """
 import sys, torch
-from kv_transfer.actions import Range
+from cluster.pb import handoff_pb2, rank_pb2
+from cluster.request_key import RequestKey
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import TransferEngine, PairSpec, SlotRange
+from kv_transfer.transfer_engine import TransferEngine
 layout = KvLayout(num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", tp_size=1, block_size=4, model="m")
-mover = TransferEngine(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
-mover.open_pair(PairSpec(sys.argv[1], sys.argv[2], True, layout, sys.argv[3], "native", 16, 2))
-what = SlotRange(sys.argv[1], 0, 0, Range(0, 16, 0, 2))
-mover.gather(what, range(4))
+engine = TransferEngine(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
+agreed = handoff_pb2.ReceiverHello(
+    store_address=sys.argv[2], transport=sys.argv[3], wire_format="native", chunk_tokens=16, num_slots=2
+)
+spec = rank_pb2.OpenPair(pair_epoch=sys.argv[1], is_sender=True, remote=layout.to_proto(), agreed=agreed)
+engine.open_pair(engine.add_pair(spec))
+engine.gather(Chunk(RequestKey("r", 1), sys.argv[1], 0, 0, Range(0, 16, 0, 2)), range(4))
 print("open", flush=True)
 for line in sys.stdin:
     if line == "send\\n":
-        sending = mover.send(sys.argv[1], 0)
+        sending = engine.send(sys.argv[1], 0)
         print("sent", flush=True)
 """
 
@@ -114,17 +121,17 @@ class Worker:
         for mover in self.movers:
             mover.close()
 
-    def spec(self, epoch: str, address: str, remote: KvLayout, *, is_sender: bool, transport: str = "shm") -> PairSpec:
-        return PairSpec(
-            pair_epoch=epoch,
+    def spec(
+        self, epoch: str, address: str, remote: KvLayout, *, is_sender: bool, transport: str = "shm"
+    ) -> rank_pb2.OpenPair:
+        agreed = handoff_pb2.ReceiverHello(
             store_address=address,
-            is_sender=is_sender,
-            remote=remote,
             transport=transport,
             wire_format="native",
             chunk_tokens=self.chunk_tokens,
             num_slots=self.num_slots,
         )
+        return rank_pb2.OpenPair(pair_epoch=epoch, is_sender=is_sender, remote=remote.to_proto(), agreed=agreed)
 
 
 def make_layout(tp_size: int = 1, block_size: int = 4, dtype: str = "float32", model: str = "m") -> KvLayout:
@@ -145,10 +152,12 @@ def make_truth(dtype: str = "float32") -> torch.Tensor:
     )
 
 
-def chunk(
-    epoch: str, slot: int, start: int, end: int, layers: tuple[int, int] = (0, LAYERS), tag: int = 0
-) -> SlotRange:
-    return SlotRange(epoch, slot, tag, Range(start, end, *layers))
+def chunk(epoch: str, slot: int, start: int, end: int, layers: tuple[int, int] = (0, LAYERS), index: int = 0) -> Chunk:
+    return Chunk(RequestKey("r", 1), epoch, index, slot, Range(start, end, *layers))
+
+
+def open_pair(engine: TransferEngine, spec: rank_pb2.OpenPair) -> None:
+    engine.open_pair(engine.add_pair(spec))
 
 
 def run_all(jobs: Sequence[Callable[[], object]]) -> list[object]:
@@ -161,20 +170,21 @@ def open_both(sender: Worker, receiver: Worker, epoch: str, address: str, transp
     outgoing = sender.spec(epoch, address, receiver.layout, is_sender=True, transport=transport)
     incoming = receiver.spec(epoch, address, sender.layout, is_sender=False, transport=transport)
     run_all(
-        [lambda m=m: m.open_pair(outgoing) for m in sender.movers]
-        + [lambda m=m: m.open_pair(incoming) for m in receiver.movers]
+        [lambda m=m: open_pair(m, outgoing) for m in sender.movers]
+        + [lambda m=m: open_pair(m, incoming) for m in receiver.movers]
     )
 
 
 def move(
-    sender: Worker, receiver: Worker, epoch: str, chunks: Sequence[tuple[int, ...]], tag: int = 0
+    sender: Worker, receiver: Worker, epoch: str, chunks: Sequence[tuple[int, ...]], first_index: int = 0
 ) -> tuple[int, int]:
     """Moves chunks (token start, end and, unless all, layer start, end) one after another, slots in turn.
 
     Returns the bytes gathered and those received.
     """
     ranges = [Range(*piece) if len(piece) == 4 else Range(*piece, 0, LAYERS) for piece in chunks]
-    numbered = [SlotRange(epoch, i % sender.num_slots, tag + i, piece) for i, piece in enumerate(ranges)]
+    key, num_slots = RequestKey("r", 1), sender.num_slots
+    numbered = [Chunk(key, epoch, first_index + i, i % num_slots, piece) for i, piece in enumerate(ranges)]
 
     def send(mover: TransferEngine) -> int:
         gathered = 0
@@ -205,7 +215,8 @@ def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> 
     command = [sys.executable, "-c", PEER, epoch, address, transport]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         try:
-            receiver.mover.open_pair(receiver.spec(epoch, address, make_layout(), is_sender=False, transport=transport))
+            incoming = receiver.spec(epoch, address, make_layout(), is_sender=False, transport=transport)
+            open_pair(receiver.mover, incoming)
             assert peer.stdout is not None and peer.stdout.readline() == "open\n"
             yield peer
         finally:

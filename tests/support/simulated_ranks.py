@@ -159,12 +159,10 @@ class Ranks:
         self.pages = pages
         self.num_steps = 0
         self.num_steps_done = 0
-        self.next_chunk: Chunk | None = None
-        """What the next gather or receive is for: the command names it by its tag only."""
         self._long_tokens = long_tokens
         self._number = 0
         self._step: Step | None = None
-        self._gathers: list[tuple[int, rank_pb2.PageRange, Chunk]] = []
+        self._gathers: list[tuple[int, rank_pb2.ChunkPages, Chunk]] = []
         self._closes: list[tuple[int, str]] = []
         self._sides: dict[str, PairSide] = {}
         """Of the pairs that are not over."""
@@ -177,8 +175,8 @@ class Ranks:
     def issue(self, command: rank_pb2.RankCommand) -> int:
         self._number += 1
         number, kind = self._number, str(command.WhichOneof("command"))
-        what, chunk = getattr(command, kind), self.next_chunk
-        self.next_chunk = None
+        what = getattr(command, kind)
+        chunk = Chunk.from_proto(what.chunk, what.pair_epoch) if kind in ("gather", "receive") else None
         match kind:
             case "gather":
                 assert chunk is not None
@@ -208,7 +206,7 @@ class Ranks:
         if self._step is not None and self._step.is_long and not self._step.is_done:
             yield self._step.advance
         for entry in self._gathers:
-            if self._has_written(entry[1].after_step, entry[1].layer_end):
+            if self._has_written(entry[1].after_step, entry[1].chunk.layer_end):
                 yield lambda entry=entry: self._gather(*entry)  # type: ignore[misc]
         for close in self._closes:
             yield lambda close=close: self._close(*close)  # type: ignore[misc]
@@ -221,27 +219,28 @@ class Ranks:
     def _post(self, number: int, kind: str, what: Any, chunk: Chunk | None) -> None:
         side = self._side(what.pair_epoch)
         transfer = self._pair(what.pair_epoch).next_transfer(side)
-        if kind == "send":
+        if chunk is None:
             transfer.send_slot = what.slot
         else:
-            transfer.receive_slot = what.slot
-            if any(p.kind == "receive" and p.command.slot == what.slot for p in side.posted):
-                raise Alarm(f"a receive into slot {what.slot} of {what.pair_epoch} is posted while another is")
+            transfer.receive_slot = chunk.slot
+            if any(p.chunk is not None and p.chunk.slot == transfer.receive_slot for p in side.posted):
+                raise Alarm(f"a receive into slot {chunk.slot} of {what.pair_epoch} is posted while another is")
         side.posted.append(Posted(number, kind, what, chunk, transfer))
 
-    def _gather(self, number: int, what: rank_pb2.PageRange, chunk: Chunk) -> None:
+    def _gather(self, number: int, what: rank_pb2.ChunkPages, chunk: Chunk) -> None:
         self._gathers.remove((number, what, chunk))
         side, world = self._side(what.pair_epoch), self.node.world
-        if any(p.kind == "send" and p.command.slot == what.slot for p in side.posted):
+        if any(p.kind == "send" and p.command.slot == chunk.slot for p in side.posted):
             raise Alarm(f"{chunk} is gathered over a slot that is being sent")
-        places = self.pages.places(what.block_table, what.token_start, what.token_end)
-        mine = world.mark_of(chunk.key).cells(world.tokens_of(chunk.key)[: what.token_end], what.token_start)
-        layers = slice(what.layer_start, what.layer_end)
+        where = chunk.range
+        places = self.pages.places(what.block_table, where.token_start, where.token_end)
+        mine = world.mark_of(chunk.key).cells(world.tokens_of(chunk.key)[: where.token_end], where.token_start)
+        layers = slice(where.layer_start, where.layer_end)
         cells = self.pages.read(places, layers, mine, f"a gather of {self.node.name} for {chunk}")
         if side.is_closed or world.strikes("gather failed"):
             self._reply(number, "the gather failed", KIND_TRANSFER)
             return
-        side.slots[what.slot] = what.tag, cells
+        side.slots[chunk.slot] = chunk.tag, cells
         self._reply(number, "", KIND_NONE, cells.nbytes)
 
     def _close(self, number: int, epoch: str) -> None:
@@ -295,26 +294,28 @@ class Ranks:
     def _land(self, side: PairSide, posted: Posted) -> None:
         what, chunk = posted.command, posted.chunk
         assert chunk is not None
-        tag, cells = side.slots[what.slot]
-        if tag != what.tag:
+        tag, cells = side.slots[chunk.slot]
+        if tag != chunk.tag:
             raise Alarm(f"{chunk} was expected in its landing slot, but another chunk lies there")
         if self.node.world.strikes("damaged"):
             return self._reply(posted.number, "the digest differs", KIND_CORRUPT)
-        places = self.pages.places(what.block_table, what.token_start, what.token_end)
-        owner, layers = self.node.world.mark_of(chunk.key).owner, slice(what.layer_start, what.layer_end)
+        where = chunk.range
+        places = self.pages.places(what.block_table, where.token_start, where.token_end)
+        owner, layers = self.node.world.mark_of(chunk.key).owner, slice(where.layer_start, where.layer_end)
         cells = cells.copy()
         cells[OWNER] = owner
         self.pages.write(places, layers, cells, owner, f"a landing of {self.node.name} for {chunk}")
         return self._reply(posted.number, "", KIND_NONE, cells.nbytes)
 
     def _tear_if_landing(self, posted: Posted) -> None:
-        if posted.chunk is None or self.node.world.random.random() < 0.5:
+        what, chunk = posted.command, posted.chunk
+        if chunk is None or self.node.world.random.random() < 0.5:
             return
-        what = posted.command
         self.node.world.counts["landings torn"] += 1
-        places = self.pages.places(what.block_table, what.token_start, what.token_end)
-        owner, layers = self.node.world.mark_of(posted.chunk.key).owner, slice(what.layer_start, what.layer_end)
-        self.pages.tear(places, layers, owner, f"a failing landing of {self.node.name} for {posted.chunk}")
+        where = chunk.range
+        places = self.pages.places(what.block_table, where.token_start, where.token_end)
+        owner, layers = self.node.world.mark_of(chunk.key).owner, slice(where.layer_start, where.layer_end)
+        self.pages.tear(places, layers, owner, f"a failing landing of {self.node.name} for {chunk}")
 
     def _has_written(self, num_steps: int, num_layers: int) -> bool:
         ahead = num_steps - self.num_steps_done

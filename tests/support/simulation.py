@@ -22,7 +22,6 @@ from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
 from engine.sampling.sampler import Sampler
-from kv_transfer.actions import Chunk
 from worker.core import Core
 from worker.metrics import HandoffMetrics
 from worker.step_log import StepLog
@@ -90,7 +89,6 @@ class Node:
         self.ranks = Ranks(self, pages, sizes["long_tokens"])
         self.core.attach(self.ranks, self)
         self.core.carrier._clock = lambda: world.now
-        self._name_chunks()
         self.core.session_opened(self.session, worker_pb2.WorkerInfo(worker_id=name))
 
     def post(self, handler: str, *arguments: Any) -> None:
@@ -138,21 +136,6 @@ class Node:
         end = link.end_of(self) if link is not None else None
         if link is not None and end is not None:
             link.close(end, "it is not needed any more")
-
-    def _name_chunks(self) -> None:
-        """Lets the ranks know which chunk a command is for: the wire names it by a tag."""
-        carrier, ranks = self.core.carrier, self.ranks
-        gather, land = carrier.gather, carrier.land
-
-        def named_gather(chunk: Chunk, block_table: list[int], after_step: int) -> None:
-            ranks.next_chunk = chunk
-            gather(chunk, block_table, after_step)
-
-        def named_land(chunk: Chunk, block_table: list[int]) -> None:
-            ranks.next_chunk = chunk
-            land(chunk, block_table)
-
-        carrier.gather, carrier.land = named_gather, named_land  # type: ignore[method-assign]
 
 
 class World:

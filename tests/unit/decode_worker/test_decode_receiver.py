@@ -30,10 +30,10 @@ def failures(actions: Actions) -> list[Fail]:
 
 def offer(
     index: int, start: int, end: int, slot: int | None = None, key: RequestKey = KEY, layers: tuple[int, int] = (0, 1)
-) -> handoff_pb2.Offer:
-    return handoff_pb2.Offer(
+) -> handoff_pb2.Chunk:
+    return handoff_pb2.Chunk(
         key=key.to_proto(),
-        chunk_index=index,
+        index=index,
         slot=index if slot is None else slot,
         token_start=start,
         token_end=end,
@@ -346,7 +346,7 @@ def test_an_abort_is_always_answered() -> None:
     ],
     ids=["beyond the prompt", "empty", "backwards", "too large", "no such slot", "no such layer", "no layers"],
 )
-def test_an_offer_that_was_not_reserved_is_refused(bad: handoff_pb2.Offer) -> None:
+def test_an_offer_that_was_not_reserved_is_refused(bad: handoff_pb2.Chunk) -> None:
     receiver = receiving()
     actions = receiver.offered("e", bad)
     assert failures(actions) and told(actions) == ["abort"] and not landings(actions)

@@ -55,7 +55,7 @@ class Surroundings:
 
     def offer(self, key: RequestKey, epoch: str, index: int, token_start: int, token_end: int) -> None:
         where = {"token_start": token_start, "token_end": token_end, "layer_start": 0, "layer_end": 1}
-        offer = handoff_pb2.Offer(key=key.to_proto(), chunk_index=index, slot=index % 2, **where)
+        offer = handoff_pb2.Chunk(key=key.to_proto(), index=index, slot=index % 2, **where)
         self.role.hear(epoch, handoff_pb2.SenderMessage(offer=offer))
 
     def reserved(self, key: RequestKey) -> list[int]:

@@ -157,18 +157,18 @@ def test_under_many_faults_what_is_said_to_have_landed_is_right(
     open_both(sender, receiver, f"e{epoch}", store_address, transport)
     while landed < 60:
         receiver.caches[0].fill_(POISON)
-        what = chunk(f"e{epoch}", landed % 2, 0, 16, tag=landed)
+        what = chunk(f"e{epoch}", landed % 2, 0, 16, index=landed)
         try:
             landing = receiver.mover.post_receive(what, receiver.table)
             sender.mover.gather(what, sender.table)
-            sending = sender.mover.send(what.pair_epoch, what.slot)
+            sending = sender.mover.send(what.epoch, what.slot)
             receiver.mover.complete_receive(landing)
             sender.mover.complete_send(sending)
         except TransferFailed:
             failed += 1
             assert torch.equal(receiver.caches[0], expected) or not receiver.caches[0].ne(POISON).any()
-            sender.mover.close_pair(what.pair_epoch)
-            receiver.mover.close_pair(what.pair_epoch)
+            sender.mover.close_pair(what.epoch)
+            receiver.mover.close_pair(what.epoch)
             epoch += 1
             open_both(sender, receiver, f"e{epoch}", store_address, transport)
         else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from mover_harness import (
@@ -20,13 +18,13 @@ from mover_harness import (
     make_truth,
     move,
     open_both,
+    open_pair,
 )
 
-from kv_transfer.actions import Range
 from kv_transfer.failures import TransferFailed
 from kv_transfer.header import HEADER_BYTES
 from kv_transfer.layout import LayoutMismatch
-from kv_transfer.transfer_engine import SlotRange, TransferEngine
+from kv_transfer.transfer_engine import TransferEngine
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 
@@ -129,7 +127,7 @@ def test_one_worker_sends_to_two_and_receives_from_one_at_the_same_time(
 def test_receives_are_posted_ahead_and_land_in_order(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
     expected = receiver.fill(make_truth(), 0, 20)
-    first, second = chunk("e1", 0, 0, 16, tag=1), chunk("e1", 1, 16, 20, tag=2)
+    first, second = chunk("e1", 0, 0, 16, index=1), chunk("e1", 1, 16, 20, index=2)
     landings = [receiver.mover.post_receive(what, receiver.table) for what in (first, second)]
     sizes = [sender.mover.gather(what, sender.table) for what in (first, second)]
     sendings = [sender.mover.send("e1", slot) for slot in (0, 1)]
@@ -155,9 +153,9 @@ def test_a_gathered_chunk_no_longer_needs_its_pages(pair: tuple[Worker, Worker])
 def test_a_slot_may_be_gathered_into_again_instead_of_being_sent(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
     expected = receiver.fill(make_truth(), 16, 20)
-    sender.mover.gather(chunk("e1", 0, 0, 16, tag=1), sender.table)  # its request was cancelled before the grant
-    landing = receiver.mover.post_receive(chunk("e1", 0, 16, 20, tag=2), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 16, 20, tag=2), sender.table)
+    sender.mover.gather(chunk("e1", 0, 0, 16, index=1), sender.table)  # its request was cancelled before the grant
+    landing = receiver.mover.post_receive(chunk("e1", 0, 16, 20, index=2), receiver.table)
+    sender.mover.gather(chunk("e1", 0, 16, 20, index=2), sender.table)
     sending = sender.mover.send("e1", 0)
     receiver.mover.complete_receive(landing)
     sender.mover.complete_send(sending)
@@ -168,7 +166,7 @@ def test_a_sender_that_a_lower_rank_replicates_has_nothing_to_do(workers: list[W
     sender = Worker(make_layout(8))
     workers.append(sender)
     idle = sender.movers[1]
-    idle.open_pair(sender.spec("e1", "127.0.0.1:1", make_layout(2), is_sender=True))  # meets nobody: needs no store
+    open_pair(idle, sender.spec("e1", "127.0.0.1:1", make_layout(2), is_sender=True))  # meets nobody: needs no store
     assert idle.gather(chunk("e1", 0, 0, 16), sender.table) == 0
     idle.complete_send(idle.send("e1", 0))
     idle.close_pair("e1")
@@ -177,12 +175,13 @@ def test_a_sender_that_a_lower_rank_replicates_has_nothing_to_do(workers: list[W
 def test_layouts_that_do_not_fit_are_refused_when_the_pair_meets(pair: tuple[Worker, Worker]) -> None:
     sender, _ = pair
     with pytest.raises(LayoutMismatch, match="model is m at the sender and other at the receiver"):
-        sender.mover.open_pair(sender.spec("e2", "127.0.0.1:1", make_layout(model="other"), is_sender=True))
+        open_pair(sender.mover, sender.spec("e2", "127.0.0.1:1", make_layout(model="other"), is_sender=True))
     with pytest.raises(LayoutMismatch, match="float16"):
-        sender.mover.open_pair(sender.spec("e2", "127.0.0.1:1", make_layout(dtype="float16"), is_sender=True))
+        open_pair(sender.mover, sender.spec("e2", "127.0.0.1:1", make_layout(dtype="float16"), is_sender=True))
     spec = sender.spec("e2", "127.0.0.1:1", make_layout(), is_sender=True)
+    spec.agreed.wire_format = "int3"
     with pytest.raises(LayoutMismatch, match="wire_format"):
-        sender.mover.open_pair(dataclasses.replace(spec, wire_format="int3"))
+        open_pair(sender.mover, spec)
 
 
 def test_a_cache_that_is_not_what_its_layout_says_is_refused() -> None:
@@ -216,11 +215,11 @@ def test_what_the_caller_got_wrong_is_said_and_harms_no_pair(
         with pytest.raises(ValueError, match="does not fit"):
             source.gather(chunk("e1", 0, 0, 8, layers), sender.table)
     with pytest.raises(ValueError, match="layers"):
-        source.gather(SlotRange("e1", 0, 0, Range(0, 4, 0, 3)), sender.table)
+        source.gather(chunk("e1", 0, 0, 4, (0, 3)), sender.table)
     with pytest.raises(ValueError, match="pair e1 was opened as the sender"):
         source.post_receive(chunk("e1", 0, 0, 8), sender.table)
     with pytest.raises(ValueError, match="pair e1 is open already"):
-        source.open_pair(sender.spec("e1", "127.0.0.1:1", receiver.layout, is_sender=True))
+        source.add_pair(sender.spec("e1", "127.0.0.1:1", receiver.layout, is_sender=True))
     with pytest.raises(ValueError, match="slot 1 is free; gather it first"):
         source.send("e1", 1)
     source.gather(chunk("e1", 0, 0, 8), sender.table)

@@ -84,7 +84,7 @@ def test_one_route_that_fails_ends_all_routes_of_the_link(
     def fail(slot: int, num_bytes: int) -> TransferWork:
         raise TransferFailed(f"no {num_bytes} bytes of slot {slot}")
 
-    sender.mover._links["e1"]._lanes[0].pair.send = fail  # type: ignore[method-assign]
+    sender.mover._pairs["e1"]._routes[0].pair.send = fail  # type: ignore[method-assign]
     sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
     with pytest.raises(TransferFailed, match="bytes of slot 0"):
         sender.mover.send("e1", 0)
@@ -103,7 +103,7 @@ def test_a_damaged_slot_touches_no_page_and_retires_the_pair(
     open_both(sender, receiver, "e1", store_address, transport)
     landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
     assert sender.mover.gather(chunk("e1", 0, 0, 16), sender.table) == 3136
-    sender.mover._links["e1"]._lanes[0].slots[0][place] ^= 16
+    sender.mover._pairs["e1"]._routes[0].slots[0][place] ^= 16
     sending = sender.mover.send("e1", 0)
     with pytest.raises(Corrupted):
         receiver.mover.complete_receive(landing)
@@ -117,8 +117,8 @@ def test_a_damaged_slot_touches_no_page_and_retires_the_pair(
 
 def test_a_chunk_under_another_name_is_corrupt(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16, tag=1 << 63), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 0, 16, tag=1 << 62), sender.table)
+    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16, index=7), receiver.table)
+    sender.mover.gather(chunk("e1", 0, 0, 16, index=6), sender.table)
     sending = sender.mover.send("e1", 0)
     with pytest.raises(Corrupted, match="tag"):
         receiver.mover.complete_receive(landing)
@@ -148,7 +148,7 @@ def test_slots_of_a_pair_that_cannot_be_closed_stay_quarantined(
     sender, receiver = make_workers(workers)
     open_both(sender, receiver, "e1", store_address, "gloo")
     landing = receiver.mover.post_receive(chunk("e1", 1, 0, 16), receiver.table)
-    address, close = landing.lanes[0].slots[1].data_ptr(), GlooPair.close
+    address, close = landing.routes[0].slots[1].data_ptr(), GlooPair.close
 
     def cannot_close(pair: GlooPair) -> None:
         close(pair)
@@ -172,7 +172,7 @@ def test_slots_are_quarantined_until_the_pair_is_closed(
 ) -> None:
     sender, receiver = make_workers(workers)
     open_both(sender, receiver, "e1", store_address, transport)
-    pair = receiver.mover._links["e1"]._lanes[0].pair
+    pair = receiver.mover._pairs["e1"]._routes[0].pair
     is_closing, may_close, close = threading.Event(), threading.Event(), pair.close
 
     def close_slowly() -> None:

@@ -25,6 +25,7 @@ from mover_harness import (
     mapped_rings,
     move,
     open_both,
+    open_pair,
     running_peer,
 )
 
@@ -43,10 +44,10 @@ def test_a_pair_that_is_closed_while_it_opens_never_opens(
     incoming = receiver.spec("e1", store_address, sender.layout, is_sender=False, transport=transport)
     outgoing = sender.spec("e1", store_address, receiver.layout, is_sender=True, transport=transport)
     with ThreadPoolExecutor(2) as pool:
-        opening = pool.submit(sender.mover.open_pair, outgoing)
-        first.open_pair(incoming)
+        opening = pool.submit(open_pair, sender.mover, outgoing)
+        open_pair(first, incoming)
         sender.mover.close_pair("e1")  # its connection to the second rank is still missing
-        meeting = pool.submit(second.open_pair, incoming)
+        meeting = pool.submit(open_pair, second, incoming)
         with pytest.raises(TransferFailed, match=r"it was closed|not wanted any more"):
             opening.result(15)
         assert isinstance(meeting.exception(15), TransferFailed | None)
@@ -61,9 +62,9 @@ def test_a_shared_memory_pair_that_is_closed_while_it_waits_for_its_peer_gives_u
     workers.append(sender)
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(
-            sender.mover.open_pair, sender.spec("e1", store_address, sender.layout, is_sender=True, transport="shm")
+            open_pair, sender.mover, sender.spec("e1", store_address, sender.layout, is_sender=True, transport="shm")
         )
-        while not sender.mover._links:
+        while not sender.mover._pairs:
             os.sched_yield()
         started = time.monotonic()
         sender.mover.close_pair("e1")
@@ -83,7 +84,7 @@ def test_a_peer_that_never_comes_fails_the_opening_and_leaves_the_epoch_free(
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(TransferFailed, match=f"{transport} pair e1/0-0 was not made"):
-            worker.mover.open_pair(spec)
+            open_pair(worker.mover, spec)
         assert time.monotonic() - started < 0.3 + 2 * QUICK_S
     with pytest.raises(TransferFailed, match="it was never opened, or closed"):
         worker.mover.send("e1", 0)
@@ -93,7 +94,7 @@ def test_a_stopping_worker_opens_no_pair(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
     sender.mover.close()
     with pytest.raises(TransferFailed, match="this worker is stopping"):
-        sender.mover.open_pair(sender.spec("e2", "127.0.0.1:1", receiver.layout, is_sender=True))
+        open_pair(sender.mover, sender.spec("e2", "127.0.0.1:1", receiver.layout, is_sender=True))
 
 
 @both

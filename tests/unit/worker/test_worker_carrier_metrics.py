@@ -111,7 +111,7 @@ def test_the_times_of_a_hand_off_are_those_at_which_it_was_told_and_heard(rig: R
     rig.carrier.gather(chunk(epoch), [0], after_step=1)
     rig.now += 1
     rig.done(size_bytes=640)
-    offer = handoff_pb2.Offer(key=KEY.to_proto(), chunk_index=0)
+    offer = handoff_pb2.Chunk(key=KEY.to_proto(), index=0)
     rig.carrier.tell(epoch, handoff_pb2.SenderMessage(offer=offer))
     rig.now += 2
     rig.carrier.link_heard(epoch, heard(grant=handoff_pb2.Grant(key=KEY.to_proto(), chunk_index=0)))
@@ -189,7 +189,7 @@ def test_workers_that_can_never_meet_count_as_incompatible(rig: Rig) -> None:
 
 def test_an_answer_that_is_overdue_counts_as_a_timeout(rig: Rig) -> None:
     epoch = rig.sending()
-    rig.carrier.tell(epoch, handoff_pb2.SenderMessage(offer=handoff_pb2.Offer(key=KEY.to_proto())))
+    rig.carrier.tell(epoch, handoff_pb2.SenderMessage(offer=handoff_pb2.Chunk(key=KEY.to_proto())))
     rig.carrier.tick()
     assert rig.failures() == {}
     rig.now += ANSWER_TIMEOUT_S + 0.1

@@ -1,6 +1,6 @@
 """What a rank does beside its steps: in which order, waiting for what, and with which answers.
 
-The mover here is a real object with the same seam that moves nothing: an operation ends when the test says so.
+The transfer engine here moves nothing: an operation ends when the test says so. Its pairs are real.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from cluster.pb import handoff_pb2, rank_pb2
+from cluster.request_key import RequestKey
 from engine.model_runner import StepOutput
 from engine.step_input import SequenceSlice, StepInput, build_step
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.failures import Corrupted, TransferFailed
+from kv_transfer.rank_pair import RankPair
 from worker.rank import OVERLAP_TOKENS, RankExecutor
 
 NO_KIND = rank_pb2.RankReply.KIND_UNSPECIFIED
@@ -52,14 +55,23 @@ class FakeRunner:
         return StepOutput(torch.tensor(step.token_ids))
 
 
+class FakePair(RankPair):
+    """A pair without routes."""
+
+    def __init__(self, spec: rank_pb2.OpenPair) -> None:
+        super().__init__(spec)
+        self.may_end = threading.Event()
+        self.error: Exception | None = None
+
+
 @dataclass
-class FakePair:
-    is_closed: threading.Event = field(default_factory=threading.Event)
-    may_end: threading.Event = field(default_factory=threading.Event)
-    error: Exception | None = None
+class Posted:
+    """A send or a receive on a pair."""
+
+    pair: FakePair
 
 
-class FakeMover:
+class FakeEngine:
     """Sends and landings last until `may_end` of their pair is set, or the pair is closed."""
 
     def __init__(self, runner: FakeRunner) -> None:
@@ -82,19 +94,22 @@ class FakeMover:
         with self.changed:
             assert self.changed.wait_for(lambda: call in self.calls, SOON_S), f"{call} is not in {self.calls}"
 
-    def open_pair(self, spec: Any) -> None:
-        self.note("opening", spec.pair_epoch)
-        pair = self.pairs[spec.pair_epoch] = FakePair()
-        while not self.peers_there.wait(0.001):
-            if pair.is_closed.is_set():
-                break
-        if pair.is_closed.is_set():
-            raise TransferFailed("given up while it opened")
+    def add_pair(self, spec: rank_pb2.OpenPair) -> FakePair:
+        if spec.pair_epoch in self.pairs:
+            raise ValueError(f"pair {spec.pair_epoch} is open already")
+        pair = self.pairs[spec.pair_epoch] = FakePair(spec)
+        return pair
+
+    def open_pair(self, pair: FakePair) -> None:
+        self.note("opening", pair.epoch)
+        while not self.peers_there.wait(0.001) and pair.ended is None:
+            continue
+        pair.check_wanted()
 
     def close_pair(self, epoch: str) -> None:
         pair = self.pairs.pop(epoch, None)
         if pair is not None:
-            pair.is_closed.set()
+            pair.end("it was closed")
             pair.may_end.set()
             self.num_closed += 1
         self.note("closed", epoch)
@@ -103,37 +118,37 @@ class FakeMover:
         for epoch in list(self.pairs):
             self.close_pair(epoch)
 
-    def gather(self, what: Any, block_table: Any, ready: object = None) -> int:
+    def gather(self, chunk: Chunk, block_table: Any, ready: object = None) -> int:
         assert ready is None
-        self.written_at[f"gather {what.slot}"] = self.runner.num_written
-        self.note("gather", what.pair_epoch, what.slot)
+        self.written_at[f"gather {chunk.slot}"] = self.runner.num_written
+        self.note("gather", chunk.epoch, chunk.slot)
         return 100
 
-    def _post(self, name: str, epoch: str, slot: int) -> FakePair:
+    def _post(self, name: str, epoch: str, slot: int) -> Posted:
         if epoch not in self.pairs:
             raise TransferFailed(f"pair {epoch} is not open")
         self.note(name, epoch, slot)
-        return self.pairs[epoch]
+        return Posted(self.pairs[epoch])
 
     def _complete(self, pair: FakePair) -> None:
         assert pair.may_end.wait(SOON_S)
         if pair.error is not None:
             raise pair.error
-        if pair.is_closed.is_set():
+        if pair.ended is not None:
             raise TransferFailed("the pair was closed")
 
-    def send(self, epoch: str, slot: int) -> FakePair:
+    def send(self, epoch: str, slot: int) -> Posted:
         return self._post("send", epoch, slot)
 
-    def complete_send(self, sending: FakePair) -> None:
-        self._complete(sending)
+    def complete_send(self, sending: Posted) -> None:
+        self._complete(sending.pair)
 
-    def post_receive(self, what: Any, block_table: Any) -> FakePair:
-        return self._post("receive", what.pair_epoch, what.slot)
+    def post_receive(self, chunk: Chunk, block_table: Any) -> Posted:
+        return self._post("receive", chunk.epoch, chunk.slot)
 
-    def complete_receive(self, landing: FakePair) -> int:
+    def complete_receive(self, landing: Posted) -> int:
         self.written_at["scatter"] = self.runner.num_written
-        self._complete(landing)
+        self._complete(landing.pair)
         return 7
 
 
@@ -162,14 +177,14 @@ class Bench:
 
     def __init__(self) -> None:
         self.runner, self.replies = FakeRunner(), Replies()
-        self.mover = FakeMover(self.runner)
-        self.executor = RankExecutor(self.runner, self.mover, self.replies)  # type: ignore[arg-type]
+        self.engine = FakeEngine(self.runner)
+        self.executor = RankExecutor(self.runner, self.engine, self.replies)  # type: ignore[arg-type]
         self.number = 0
 
     def issue(self, **command: Any) -> int:
-        self.number += 1
-        self.executor.execute(rank_pb2.RankCommand(number=self.number, **command))
-        return self.number
+        self.number = number = self.number + 1
+        self.executor.execute(rank_pb2.RankCommand(number=number, **command))
+        return number
 
     def open(self, epoch: str = "e") -> int:
         return self.issue(open_pair=rank_pb2.OpenPair(pair_epoch=epoch, remote=LAYOUT))
@@ -178,26 +193,25 @@ class Bench:
         return self.issue(close_pair=rank_pb2.ClosePair(pair_epoch=epoch))
 
     def gather(self, after_step: int, layer_end: int = NUM_LAYERS, slot: int = 0, epoch: str = "e") -> int:
-        return self.issue(gather=self.range(after_step, layer_end, slot, epoch))
+        return self.issue(gather=self.pages(after_step, layer_end, slot, epoch))
 
     def receive(self, after_step: int = 0, slot: int = 0, epoch: str = "e") -> int:
-        return self.issue(receive=self.range(after_step, NUM_LAYERS, slot, epoch))
+        return self.issue(receive=self.pages(after_step, NUM_LAYERS, slot, epoch))
 
     def send(self, slot: int = 0, epoch: str = "e") -> int:
         return self.issue(send=rank_pb2.Send(pair_epoch=epoch, slot=slot))
 
     @staticmethod
-    def range(after_step: int, layer_end: int, slot: int, epoch: str) -> rank_pb2.PageRange:
-        return rank_pb2.PageRange(
-            pair_epoch=epoch, slot=slot, token_end=16, layer_end=layer_end, block_table=[0], after_step=after_step
-        )
+    def pages(after_step: int, layer_end: int, slot: int, epoch: str) -> rank_pb2.ChunkPages:
+        chunk = Chunk(RequestKey("r", 1), epoch, 0, slot, Range(0, 16, 0, layer_end))
+        return rank_pb2.ChunkPages(pair_epoch=epoch, chunk=chunk.to_proto(), block_table=[0], after_step=after_step)
 
     def opened(self, epoch: str = "e") -> str:
         assert self.replies.of(self.open(epoch)) == ("", NO_KIND, 0)
         return epoch
 
     def gathered_slots(self) -> list[int]:
-        return [slot for name, _, slot in self.mover.calls if name == "gather"]
+        return [slot for name, _, slot in self.engine.calls if name == "gather"]
 
 
 @contextmanager
@@ -236,8 +250,8 @@ def test_a_gather_waits_for_its_layers_of_the_step_under_way(bench: Bench) -> No
         bench.runner.may_write.release(2)
         assert bench.replies.of(numbers[1]) == ("", NO_KIND, 100)
         assert bench.runner.num_written == NUM_LAYERS + 3, "the step ended before its layers were gathered"
-    assert bench.mover.written_at["gather 1"] == NUM_LAYERS + 1
-    assert bench.mover.written_at["gather 3"] == NUM_LAYERS + 3
+    assert bench.engine.written_at["gather 1"] == NUM_LAYERS + 1
+    assert bench.engine.written_at["gather 3"] == NUM_LAYERS + 3
 
 
 def test_a_gather_of_a_step_that_was_not_run_yet_waits_for_it(bench: Bench) -> None:
@@ -247,7 +261,7 @@ def test_a_gather_of_a_step_that_was_not_run_yet_waits_for_it(bench: Bench) -> N
     assert bench.replies.of(ready) == ("", NO_KIND, 100)
     bench.executor.step(a_step(OVERLAP_TOKENS))
     assert bench.replies.of(number) == ("", NO_KIND, 100)
-    assert bench.mover.written_at["gather 2"] == 2 * NUM_LAYERS
+    assert bench.engine.written_at["gather 2"] == 2 * NUM_LAYERS
 
 
 def test_a_gather_that_must_wait_does_not_hold_up_one_whose_pages_are_written(bench: Bench) -> None:
@@ -265,74 +279,74 @@ def test_a_short_step_is_gathered_from_once_it_has_ended(bench: Bench) -> None:
         number = bench.gather(1, layer_end=1)
         bench.runner.may_write.release(NUM_LAYERS - 1)
     assert bench.replies.of(number) == ("", NO_KIND, 100)
-    assert bench.mover.written_at["gather 0"] == NUM_LAYERS
+    assert bench.engine.written_at["gather 0"] == NUM_LAYERS
 
 
 def test_what_landed_is_scattered_after_the_steps_launched_before_it(bench: Bench) -> None:
     bench.opened()
-    bench.mover.pairs["e"].may_end.set()
+    bench.engine.pairs["e"].may_end.set()
     with stepping(bench, OVERLAP_TOKENS):
         number = bench.receive(after_step=1)
-        bench.mover.await_call("receive", "e", 0)
+        bench.engine.await_call("receive", "e", 0)
         bench.runner.may_write.release(NUM_LAYERS - 1)
     assert bench.replies.of(number) == ("", NO_KIND, 7)
-    assert bench.mover.written_at["scatter"] == NUM_LAYERS
+    assert bench.engine.written_at["scatter"] == NUM_LAYERS
 
 
 def test_a_pair_whose_peer_stalls_holds_up_no_other(bench: Bench) -> None:
     bench.opened("stalled")
     bench.opened("well")
     stalled = [bench.send(epoch="stalled"), bench.receive(epoch="stalled")]
-    bench.mover.pairs["well"].may_end.set()
+    bench.engine.pairs["well"].may_end.set()
     well = [bench.send(epoch="well"), bench.receive(epoch="well"), bench.gather(0, epoch="well")]
     assert [bench.replies.of(n) for n in well] == [("", NO_KIND, 0), ("", NO_KIND, 7), ("", NO_KIND, 100)]
     assert not any(bench.replies.is_there(n) for n in stalled)
-    bench.mover.pairs["stalled"].may_end.set()
+    bench.engine.pairs["stalled"].may_end.set()
     assert [bench.replies.of(n) for n in stalled] == [("", NO_KIND, 0), ("", NO_KIND, 7)]
 
 
 def test_operations_are_posted_in_the_order_of_the_log(bench: Bench) -> None:
     bench.opened()
-    bench.mover.pairs["e"].may_end.set()
+    bench.engine.pairs["e"].may_end.set()
     expected = []
     for slot in range(20):
         number = bench.send(slot) if slot % 3 else bench.receive(slot=slot)
         expected.append(("send" if slot % 3 else "receive", "e", slot))
     bench.replies.of(number)
-    assert [call for call in bench.mover.calls if call[0] in ("send", "receive")] == expected
+    assert [call for call in bench.engine.calls if call[0] in ("send", "receive")] == expected
 
 
 def test_closing_a_pair_does_not_wait_for_its_operations_and_answers_them_all(bench: Bench) -> None:
     bench.opened()
     numbers = [bench.send(0), bench.receive(slot=1), bench.send(2)]
-    bench.mover.await_call("send", "e", 2)
+    bench.engine.await_call("send", "e", 2)
     assert bench.replies.of(bench.close()) == ("", NO_KIND, 0)
     assert [bench.replies.of(n)[1] for n in numbers] == [TRANSFER] * 3
     assert bench.replies.of(bench.send())[1] == TRANSFER
 
 
 def test_a_pair_that_is_closed_while_it_opens_is_given_up(bench: Bench) -> None:
-    bench.mover.peers_there.clear()
+    bench.engine.peers_there.clear()
     opening = bench.open()
-    bench.mover.await_call("opening", "e", -1)
+    bench.engine.await_call("opening", "e", -1)
     assert bench.replies.of(bench.close()) == ("", NO_KIND, 0)
     assert bench.replies.of(opening)[1] == TRANSFER
-    assert not bench.mover.pairs
+    assert not bench.engine.pairs
 
 
-def test_a_pair_that_is_closed_before_it_was_known_to_the_mover_does_not_stay_open(bench: Bench) -> None:
+def test_a_pair_that_is_closed_before_it_began_to_open_does_not_stay_open(bench: Bench) -> None:
     closings: list[int] = []
-    really_open = bench.mover.open_pair
+    really_open = bench.engine.open_pair
 
-    def open_late(spec: Any) -> None:
+    def open_late(pair: FakePair) -> None:
         closings.append(bench.close())
-        bench.replies.of(closings[0])  # nothing to close yet
-        really_open(spec)
+        bench.replies.of(closings[0])
+        really_open(pair)
 
-    bench.mover.open_pair = open_late  # type: ignore[method-assign]
+    bench.engine.open_pair = open_late  # type: ignore[method-assign]
     assert bench.replies.of(bench.open())[1] == TRANSFER
     assert closings
-    assert not bench.mover.pairs
+    assert not bench.engine.pairs
 
 
 def test_an_epoch_that_is_open_is_not_opened_again(bench: Bench) -> None:
@@ -340,7 +354,7 @@ def test_an_epoch_that_is_open_is_not_opened_again(bench: Bench) -> None:
     error, kind, _ = bench.replies.of(bench.open())
     assert "open already" in error
     assert kind == NO_KIND
-    assert [call[0] for call in bench.mover.calls] == ["opening"]
+    assert [call[0] for call in bench.engine.calls] == ["opening"]
 
 
 @pytest.mark.parametrize(
@@ -349,8 +363,8 @@ def test_an_epoch_that_is_open_is_not_opened_again(bench: Bench) -> None:
 )
 def test_an_answer_says_what_kind_of_failure_it_was(bench: Bench, error: Exception, kind: int) -> None:
     bench.opened()
-    bench.mover.pairs["e"].error = error
-    bench.mover.pairs["e"].may_end.set()
+    bench.engine.pairs["e"].error = error
+    bench.engine.pairs["e"].may_end.set()
     assert bench.replies.of(bench.receive()) == (str(error), kind, 0)
     assert bench.replies.of(bench.send()) == (str(error), kind, 0)
 
@@ -371,13 +385,13 @@ def test_no_thread_outlives_its_pair(bench: Bench) -> None:
             assert not thread.is_alive(), thread.name
     assert len([t for t in threads if t.name.startswith("kv-wait")]) == 1000
     assert threading.active_count() <= before + 1  # the last kv-close may be about to end
-    assert bench.mover.num_closed == 1000
+    assert bench.engine.num_closed == 1000
 
 
 def test_at_the_end_everything_that_waits_is_answered() -> None:
     bench = Bench()
     bench.opened()
     numbers = [bench.gather(after_step=5), bench.send(), bench.receive(after_step=5, slot=1)]
-    bench.mover.await_call("receive", "e", 1)
+    bench.engine.await_call("receive", "e", 1)
     bench.executor.close()
     assert all(bench.replies.of(number)[0] for number in numbers)
