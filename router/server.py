@@ -52,7 +52,7 @@ from router.openai.listener import HttpListener
 from router.queue.limits import Limits, Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
-from router.stream.coalescing import MessageRate
+from router.stream.client_stream import MessageRate
 
 GENERATION: ServiceDescriptor = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
 STATUS: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["StatusService"]

@@ -25,13 +25,11 @@ from router.api.violations import invalid
 from router.observe.tracing import CallTrace, Origin, Traces
 from router.queue.preadmission import least_of
 from router.routing.dispatcher import Dispatcher
-from router.stream.coalescing import MessageRate
+from router.stream.client_stream import MessageRate, StreamReader, StreamWriter
 from router.stream.detokenizer import Detokenizer
 from router.stream.record import GenerationRecord
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
-from router.stream.stream_reader import StreamReader
-from router.stream.stream_writer import StreamWriter
 
 _SEED_BITS = 63
 
@@ -45,7 +43,7 @@ class GenerationService:
         tokenizer: Tokenizer,
         dispatcher: Dispatcher,
         executor: Executor,
-        pace: MessageRate,
+        rate: MessageRate,
         store: Store,
         traces: Traces,
         *,
@@ -57,7 +55,7 @@ class GenerationService:
         self._grammars = Grammars(lambda: tokenizer.definition, model.vocab_size)
         self._dispatcher = dispatcher
         self._executor = executor
-        self._pace = pace
+        self._rate = rate
         self._traces = traces
         self._stalled_client_timeout_s = stalled_client_timeout_s
         hooks = ResumeHooks(
@@ -97,7 +95,7 @@ class GenerationService:
     async def GenerateStream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
         reader = await self._open(request, call, is_streaming=True)
         try:
-            with self._pace.stream():
+            with self._rate.stream():
                 await self._send(reader, call)
         except ClientStalled:
             self._dispatcher.counters.refused["client_stalled"] += 1
@@ -112,7 +110,7 @@ class GenerationService:
         """Sends every event until the request is over. A client that named an interval gets that and no pauses."""
         live = reader.live
         writer = StreamWriter(call, reader, self._stalled_client_timeout_s)
-        is_paced = live.request.stream_interval_tokens is None
+        is_spaced = live.request.stream_interval_tokens is None
         while True:
             reader.check()
             await reader.output.wait()
@@ -125,8 +123,8 @@ class GenerationService:
                 await writer.write(event)
             if is_over:
                 return
-            if is_paced and live.first_token_at is not None and self._pace.spacing_s:
-                await reader.output.pause(self._pace.spacing_s)
+            if is_spaced and live.first_token_at is not None and self._rate.spacing_s:
+                await reader.output.pause(self._rate.spacing_s)
 
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
         """A generation of another tenant is as unknown as one that never was."""

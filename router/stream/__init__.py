@@ -1,1 +1,1 @@
-"""A request while it runs: its state, its text, its retries, and how its output reaches the client."""
+"""A request while it runs: its state, its output, and how the output reaches the client."""

@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import ValidatedRequest
-from router.stream.detokenizer import Detokenizer
+from router.stream.detokenizer import Detokenizer, StopMatcher
 from router.stream.prompt_logprobs import PromptLogprobs
-from router.stream.stop_strings import StopMatcher
 
 _STOP = generation_pb2.FINISH_REASON_STOP
 _OPEN = generation_pb2.FINISH_REASON_UNSPECIFIED

@@ -35,6 +35,7 @@ from cluster.state import Claim, Store, StoreAway
 from router.api.call import Principal
 from router.api.violations import invalid
 from router.observe.counters import Counters
+from router.stream.client_stream import StreamReader
 from router.stream.detokenizer import Detokenizer
 from router.stream.failures import RETRY_AFTER_S
 from router.stream.journal import Journal
@@ -49,7 +50,6 @@ from router.stream.record import (
     source_of,
 )
 from router.stream.request import LiveRequest
-from router.stream.stream_reader import StreamReader
 
 log = logging.getLogger(__name__)
 

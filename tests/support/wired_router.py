@@ -28,8 +28,8 @@ from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from router.routing.load_tracker import NOTHING
 from router.routing.worker_client import WorkerClient
+from router.stream.client_stream import StreamReader
 from router.stream.request import LiveRequest
-from router.stream.stream_reader import StreamReader
 
 T = TypeVar("T")
 S = RequestState

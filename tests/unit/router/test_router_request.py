@@ -20,8 +20,8 @@ from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
 from router.routing.load_tracker import Charge, LoadTracker, Placement
+from router.stream.client_stream import StreamReader
 from router.stream.request import Attempt, Effect, LiveRequest
-from router.stream.stream_reader import StreamReader
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
 ROUTER_TOKENIZER = Tokenizer(TOKENIZER.to_str().encode(), ChatTemplate({}, {}))

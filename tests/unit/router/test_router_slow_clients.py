@@ -18,7 +18,7 @@ from router_harness import Router, running_router, text_of, text_spec
 
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import generation_pb2_grpc, worker_pb2
-from router.stream import stream_writer
+from router.stream import client_stream
 
 WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024), ("grpc.use_local_subchannel_pool", 1)]
 """Options of a client whose flow-control window is small and stays so."""
@@ -106,8 +106,8 @@ def read_to_the_end(client: socket.socket) -> bytes:
 async def test_more_than_may_be_held_for_a_client_ends_its_stream_before_the_time_is_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_writer, "MOST_PENDING_BYTES", 100 * 64)
-    monkeypatch.setattr(stream_writer, "LOOK_S", 0.05)
+    monkeypatch.setattr(client_stream, "MOST_PENDING_BYTES", 100 * 64)
+    monkeypatch.setattr(client_stream, "LOOK_S", 0.05)
     prefill, decode = pair()
     async with (
         running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=3600.0) as router,

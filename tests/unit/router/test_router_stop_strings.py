@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.stream.stop_strings import StopMatcher
+from router.stream.detokenizer import StopMatcher
 
 LETTERS = st.text(alphabet="ab", max_size=40)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4, unique=True)

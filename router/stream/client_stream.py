@@ -1,12 +1,42 @@
-"""One call that reads a request: it turns the request's state and output into the messages that its client is sent."""
+"""The stream of one client: its messages, how often they are sent, and how long the client may take to read them.
+
+    StreamReader.take -> messages -> StreamWriter.write -> a pause of MessageRate.spacing_s -> take ...
+
+A message costs the router and its client a tenth of a millisecond of a core whether it carries one token or ten. A few
+streams send each token as it comes. Many share a budget of messages, so that sending takes no more than a part of the
+machine; each of them then sends several tokens at a time.
+
+gRPC takes a message at once while the client's flow-control window is open, and keeps the one that is not taken; what
+comes meanwhile merges into one delta in the output buffer. A client that has taken nothing for a while is cut off, and
+so is one for which more waits than may be held for it. Knows no dispatcher: it raises.
+"""
 
 from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2
 from cluster.pb.generation_pb2 import GenerateStreamResponse
+from router.api.call import Call, ClientStalled
 from router.stream.request import LiveRequest
+
+MESSAGES_PER_CORE = 250
+"""Messages a second for each core: some fortieth of a core here, and as much on the client's side."""
+MOST_SPACING_S = 0.1
+LEAST_SPACING_S = 0.002
+"""Below this, waiting would cost what it saves."""
+
+MOST_PENDING_BYTES = 128 * 1024
+"""Bytes behind the message that gRPC keeps, which was as large at most when it was written."""
+LOOK_S = 0.5
+"""Interval at which a write that takes longer is checked."""
+_TOKEN_BYTES = 64
+_LOGPROB_BYTES, _ALTERNATIVE_BYTES = 64, 32
 
 _PHASES = {
     RequestState.QUEUED: generation_pb2.Heartbeat.PHASE_QUEUED,
@@ -90,3 +120,63 @@ class StreamReader:
         is_migrating = live.has_run and live.num_tokens > 0 and state is not RequestState.DECODING
         phase = generation_pb2.Heartbeat.PHASE_MIGRATING if is_migrating else _PHASES[state]
         return generation_pb2.Heartbeat(phase=phase, queue_position=position)
+
+
+class MessageRate:
+    """The budget of messages that all streams share."""
+
+    def __init__(self, messages_per_s: float | None = None) -> None:
+        """None: by the cores of this machine."""
+        self._messages_per_s = messages_per_s or MESSAGES_PER_CORE * (os.cpu_count() or 1)
+        self._num_streams = 0
+
+    @contextmanager
+    def stream(self) -> Iterator[None]:
+        """Counts one stream more while the context lasts."""
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    @property
+    def spacing_s(self) -> float:
+        """How long a stream waits after a message with tokens; 0: not at all."""
+        spacing_s = min(self._num_streams / self._messages_per_s, MOST_SPACING_S)
+        return spacing_s if spacing_s > LEAST_SPACING_S else 0.0
+
+
+class StreamWriter:
+    """Writes the messages of one stream. `timeout_s`: how long one message may take."""
+
+    def __init__(self, call: Call, reader: StreamReader, timeout_s: float) -> None:
+        self._call = call
+        self._output = reader.output
+        self._timeout_s = timeout_s
+        request, bytes_per_token = reader.live.request, _TOKEN_BYTES
+        if request.wants_logprobs:
+            bytes_per_token += _LOGPROB_BYTES + request.sampling.top_logprobs * _ALTERNATIVE_BYTES
+        self._most_pending_tokens = MOST_PENDING_BYTES // bytes_per_token
+
+    async def write(self, message: GenerateStreamResponse) -> None:
+        """Returns when the next one may be written. Raises ClientStalled."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s) as limit:
+                self._timer = loop.call_later(LOOK_S, self._look, limit, loop)
+                try:
+                    await self._call.write(message)
+                finally:
+                    self._timer.cancel()
+        except TimeoutError:
+            raise ClientStalled(
+                f"the client does not read: {self._output.num_pending} tokens wait for it, "
+                "and its generation was cancelled; call again, and read the stream as it comes"
+            ) from None
+
+    def _look(self, limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
+        """Ends the write now if too much waits behind it."""
+        if self._output.num_pending > self._most_pending_tokens:
+            limit.reschedule(loop.time())
+        else:
+            self._timer = loop.call_later(LOOK_S, self._look, limit, loop)

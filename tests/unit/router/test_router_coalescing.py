@@ -12,23 +12,23 @@ from router_harness import ids, running_router, text_spec
 
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from router.stream import coalescing as pace_module
-from router.stream.coalescing import LEAST_SPACING_S, MESSAGES_PER_CORE, MOST_SPACING_S, MessageRate
+from router.stream import client_stream
+from router.stream.client_stream import LEAST_SPACING_S, MESSAGES_PER_CORE, MOST_SPACING_S, MessageRate
 
 FOREVER_S = 3600.0
 
 
 def test_the_more_streams_the_longer_each_waits() -> None:
-    pace, found = MessageRate(1000), []
+    rate, found = MessageRate(1000), []
     with ExitStack() as streams:
         for count in range(1, 301):
-            streams.enter_context(pace.stream())
-            found.append(pace.spacing_s)
-            assert pace.spacing_s in (0.0, min(count / 1000, MOST_SPACING_S))
+            streams.enter_context(rate.stream())
+            found.append(rate.spacing_s)
+            assert rate.spacing_s in (0.0, min(count / 1000, MOST_SPACING_S))
     assert found[0] == found[1] == 0.0, "a wait of 2 ms or less costs what it saves"
     assert found[2] == pytest.approx(0.003) and found[2] > LEAST_SPACING_S
     assert found == sorted(found) and found[-1] == MOST_SPACING_S
-    assert pace.spacing_s == 0.0, "they are all over"
+    assert rate.spacing_s == 0.0, "they are all over"
 
 
 def test_the_budget_is_by_cores_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ async def counts_of(folder: Path, *, stream_interval_tokens: int | None, at_once
 async def test_what_comes_during_a_pause_is_told_together_and_the_end_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace_module, "MOST_SPACING_S", FOREVER_S)
+    monkeypatch.setattr(client_stream, "MOST_SPACING_S", FOREVER_S)
     async with asyncio.timeout(20):
         assert await counts_of(tmp_path, stream_interval_tokens=None, at_once=True) == [1, 4]
 
@@ -75,13 +75,13 @@ async def test_what_comes_during_a_pause_is_told_together_and_the_end_at_once(
 async def test_a_client_that_names_an_interval_is_told_as_it_wants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace_module, "MOST_SPACING_S", FOREVER_S)
+    monkeypatch.setattr(client_stream, "MOST_SPACING_S", FOREVER_S)
     async with asyncio.timeout(20):
         assert await counts_of(tmp_path, stream_interval_tokens=1, at_once=False) == [1] * 5
 
 
 async def test_a_client_that_leaves_during_a_pause_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pace_module, "MOST_SPACING_S", FOREVER_S)
+    monkeypatch.setattr(client_stream, "MOST_SPACING_S", FOREVER_S)
     prefill, decode = FakeWorker("p", worker_pb2.ROLE_PREFILL), FakeWorker("d", worker_pb2.ROLE_DECODE)
     async with (
         asyncio.timeout(20),
