@@ -82,7 +82,7 @@ class ModelService:
         return self._tokenizer.encode_prompt(prompt, add_special_tokens=request.add_special_tokens)
 
     def _card(self) -> pb.Model:
-        model, tokenizer, defaults = self._model, self._tokenizer, self._model.defaults
+        model, tokenizer = self._model, self._tokenizer
         return pb.Model(
             name=model.name,
             max_context_tokens=model.max_model_len,
@@ -92,13 +92,6 @@ class ModelService:
             eos_token_ids=model.eos_token_ids,
             tokenizer_sha256=tokenizer.sha256,
             weights_revision=self._weights_revision(),
-            default_sampling=pb.SamplingParams(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-                n=1,
-            ),
+            default_sampling=model.defaults,
             capabilities=[*_CAPABILITIES, *(["chat"] if tokenizer.chat_template.is_present else [])],
         )

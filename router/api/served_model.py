@@ -6,27 +6,22 @@ Owns reading config.json and generation_config.json of the model folder. Knows n
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
+from cluster.pb import generation_pb2 as pb
 
 MOST_SEQUENCES = 16
 """Largest `n` of a request, however many sequences a worker can hold."""
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """Values for the fields a client leaves unset, from generation_config.json."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    max_new_tokens: int | None = None
-    """Caps `max_output_tokens` where the client sets none; None: the rest of the context."""
+def default_sampling(**given: float) -> pb.SamplingParams:
+    """The values for fields that a client leaves unset: those that are `given`, else the usual ones."""
+    usual = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, n=1)
+    usual.MergeFrom(pb.SamplingParams(**given))  # type: ignore[arg-type]  # the stubs name each field
+    return usual
 
 
 @dataclass(frozen=True)
@@ -39,7 +34,10 @@ class ServedModel:
     max_sequences: int
     """Largest `n` of a request."""
     eos_token_ids: tuple[int, ...]
-    defaults: SamplingDefaults = SamplingDefaults()
+    defaults: pb.SamplingParams = field(default_factory=default_sampling)
+    """From generation_config.json."""
+    max_new_tokens: int | None = None
+    """Caps `max_output_tokens` where the client sets none; None: the rest of the context."""
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str, max_model_len: int | None, max_num_seqs: int) -> ServedModel:
@@ -57,15 +55,16 @@ class ServedModel:
             max_sequences=min(MOST_SEQUENCES, max_num_seqs),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
             defaults=_defaults(generation),
+            max_new_tokens=generation.get("max_new_tokens"),
         )
 
-    def check_name(self, field: str, name: str) -> None:
+    def check_name(self, path: str, name: str) -> None:
         """An empty name means the served model. Raises NotFound for any other than its own."""
         if name and name != self.name:
             shown = name if len(name) <= 100 else name[:100] + "…"
             raise NotFound(
                 f"model {shown!r} is not served here; this router serves {self.name!r}",
-                violations=(FieldViolation(field, f"must be empty or {self.name!r}"),),
+                violations=(FieldViolation(path, f"must be empty or {self.name!r}"),),
             )
 
 
@@ -89,18 +88,9 @@ def _positive_int(config: dict[str, Any], key: str) -> int:
     return value
 
 
-def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
-    is_greedy = generation.get("do_sample") is False
-    return SamplingDefaults(
-        temperature=0.0 if is_greedy else float(_given(generation, "temperature", 1.0)),
-        top_p=float(_given(generation, "top_p", 1.0)),
-        top_k=max(0, int(_given(generation, "top_k", 0))),
-        min_p=float(_given(generation, "min_p", 0.0)),
-        repetition_penalty=float(_given(generation, "repetition_penalty", 1.0)),
-        max_new_tokens=generation.get("max_new_tokens"),
-    )
-
-
-def _given(generation: dict[str, Any], key: str, default: float) -> float:
-    value = generation.get(key)
-    return default if value is None else value
+def _defaults(generation: dict[str, Any]) -> pb.SamplingParams:
+    names = ("temperature", "top_p", "min_p", "repetition_penalty")
+    given = {name: float(generation[name]) for name in names if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        given["temperature"] = 0.0
+    return default_sampling(**given, top_k=max(0, int(generation.get("top_k") or 0)))

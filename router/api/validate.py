@@ -16,9 +16,23 @@ from router.api.grammar import CheckGrammar, read_constraint
 from router.api.served_model import ServedModel
 from router.api.violations import Violations, invalid
 
-MOST_TEMPERATURE = 2.0
-MOST_PENALTY = 2.0
-MOST_REPETITION_PENALTY = 10.0
+SAMPLING_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 10.0),
+}
+"""Sampling parameters that are numbers with a fraction, and what each may be."""
+_ABOVE = ("top_p", "repetition_penalty")
+"""Must be above the low end of their range."""
+_SCALARS = tuple(
+    field.name
+    for field in generation_pb2.SamplingParams.DESCRIPTOR.fields
+    if field.name in worker_pb2.Sampling.DESCRIPTOR.fields_by_name and not field.is_repeated
+)
+"""Sampling parameters that the engine takes as the client gives them, by the same name."""
 MOST_BIAS = 100.0
 MOST_BIASED_TOKENS = 1024
 MOST_STOP_STRINGS = 16
@@ -144,26 +158,13 @@ def _prompt(
 def _sampling(
     params: generation_pb2.SamplingParams, model: ServedModel, wrong: Violations, fresh_seed: int
 ) -> worker_pb2.Sampling:
-    defaults = model.defaults
-    sampling = worker_pb2.Sampling(
-        temperature=params.temperature if params.HasField("temperature") else defaults.temperature,
-        top_p=params.top_p if params.HasField("top_p") else defaults.top_p,
-        top_k=params.top_k if params.HasField("top_k") else defaults.top_k,
-        min_p=params.min_p if params.HasField("min_p") else defaults.min_p,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        repetition_penalty=(
-            params.repetition_penalty if params.HasField("repetition_penalty") else defaults.repetition_penalty
-        ),
-        seed=params.seed if params.HasField("seed") else fresh_seed,
-        n=params.n if params.HasField("n") else 1,
-    )
-    wrong.number("sampling.temperature", sampling.temperature, 0, MOST_TEMPERATURE)
-    wrong.number("sampling.top_p", sampling.top_p, 0, 1, above=True)
-    wrong.number("sampling.min_p", sampling.min_p, 0, 1)
-    wrong.number("sampling.frequency_penalty", sampling.frequency_penalty, -MOST_PENALTY, MOST_PENALTY)
-    wrong.number("sampling.presence_penalty", sampling.presence_penalty, -MOST_PENALTY, MOST_PENALTY)
-    wrong.number("sampling.repetition_penalty", sampling.repetition_penalty, 0, MOST_REPETITION_PENALTY, above=True)
+    """The parameters that the engine gets: the client's, else the model's defaults."""
+    resolved = generation_pb2.SamplingParams(seed=fresh_seed)
+    resolved.MergeFrom(model.defaults)
+    resolved.MergeFrom(params)
+    sampling = worker_pb2.Sampling(**{name: getattr(resolved, name) for name in _SCALARS})
+    for name, allowed in SAMPLING_RANGES.items():
+        wrong.number(f"sampling.{name}", getattr(sampling, name), *allowed, above=name in _ABOVE)
     wrong.number("sampling.n", sampling.n, 1, model.max_sequences)
     if sampling.top_k < -1:
         wrong.add("sampling.top_k", f"must be at least 1, or 0 or -1 for off (got {sampling.top_k})")
@@ -197,7 +198,7 @@ def _stopping(
             what = f"{num_prompt_tokens} prompt tokens and {most} output tokens exceed the context of"
             too_long.add("stopping.max_output_tokens", f"{what} {model.max_model_len}; at most {room} fit")
     else:
-        most = min(room, model.defaults.max_new_tokens or room)
+        most = min(room, model.max_new_tokens or room)
     if criteria.min_output_tokens > most:
         text = f"must be at most spec.stopping.max_output_tokens, {most} (got {criteria.min_output_tokens})"
         wrong.add("stopping.min_output_tokens", text)

@@ -14,6 +14,7 @@ from google.protobuf import json_format, struct_pb2
 
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
+from router.api.validate import SAMPLING_RANGES
 from router.api.violations import Violations
 from router.openai.bodies import (
     ChatBody,
@@ -142,7 +143,7 @@ def _common(
 ) -> pb.GenerationSpec:
     spec = pb.GenerationSpec(model=body.model, request_id=request_id)
     sampling, stopping = spec.sampling, spec.stopping
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+    for name in SAMPLING_RANGES:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
