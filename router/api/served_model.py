@@ -16,6 +16,16 @@ from cluster.pb import generation_pb2 as pb
 MOST_SEQUENCES = 16
 """Largest `n` of a request, however many sequences a worker can hold."""
 
+SAMPLING_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.0, 10.0),
+}
+"""Sampling parameters that are numbers with a fraction, and what each may be."""
+
 
 def default_sampling(**given: float) -> pb.SamplingParams:
     """The values for fields that a client leaves unset: those that are `given`, else the usual ones."""

@@ -13,18 +13,9 @@ from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import LONGEST_NAME, ValidatedRequest
 from router.api.chat import Prompt, read_chat
 from router.api.grammar import CheckGrammar, read_constraint
-from router.api.served_model import ServedModel
+from router.api.served_model import SAMPLING_RANGES, ServedModel
 from router.api.violations import Violations, invalid
 
-SAMPLING_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 10.0),
-}
-"""Sampling parameters that are numbers with a fraction, and what each may be."""
 _ABOVE = ("top_p", "repetition_penalty")
 """Must be above the low end of their range."""
 _SCALARS = tuple(

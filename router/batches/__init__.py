@@ -1,5 +1,5 @@
-"""Batches of requests that can wait: files of lines, a queue of batches, and who works on it in idle capacity.
+"""Batches of requests that can wait: files of lines, a queue of batches, and the runner that works on it when idle.
 
-`records` are what is kept, `store` where (`sqlite_store`, `redis_store`), `input_lines` what a file of requests must
-be, `idle` when a line may run, `runner` what becomes of a batch. Knows no HTTP: how one line is answered it is given.
+`store` says what is kept (`sqlite_store` and `redis_store` keep it), `lines` what input and result files hold, `idle`
+when a line may run, `runner` how a batch gets from start to end. Knows no HTTP: how a line is answered is passed in.
 """

@@ -1,7 +1,7 @@
-"""When the next line of any batch may run: one after another, as they ask, while workers have capacity to spare.
+"""Idle capacity for the lines of batches: they run one after another, as they ask, while workers have some to spare.
 
-Owns how many lines run. What capacity is spare is for `has_spare`. Who waits stands in the row of its tenant, and the
-first of each in the row of all: so tenants take turns, however many lines each has.
+Counts the lines that run; `has_spare` decides. A waiting line stands in the queue of its tenant, and the first of each
+queue waits in a common one: so tenants take turns, however many lines each has.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 
 LOOK_AGAIN_S = 0.05
-"""An overload, or the time that prompts take, ends without anybody saying so."""
+"""The end of an overload is not reported, so that it is looked for so often."""
 
 
 class IdleCapacity:
-    """`has_spare` is given how many lines run."""
+    """`has_spare` gets the number of lines that run."""
 
     def __init__(self, has_spare: Callable[[int], bool]) -> None:
         self.num_running = 0
         self._has_spare = has_spare
-        self._rows: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
-        self._row = asyncio.Lock()
+        self._queues: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._queue = asyncio.Lock()
         self._left = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Entered when a line of the tenant may run; it runs until it is left."""
-        own_row = self._rows.setdefault(tenant, asyncio.Lock())
-        async with own_row, self._row:
+        """Entered when a line of the tenant may run, for as long as it runs."""
+        tenant_queue = self._queues.setdefault(tenant, asyncio.Lock())
+        async with tenant_queue, self._queue:
             await self._until_spare()
             self.num_running += 1
         try:

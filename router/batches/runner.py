@@ -1,11 +1,11 @@
-"""Who works on batches: claims those that are open, brings each from status to status, and ends them.
+"""Runs batches: claims those that are open, brings each from status to status, and ends them.
 
-    claim -> validate -> run lines in idle capacity, keeping each answer -> write the result -> close
-      the claim is lost, or the store is away -> all of it is dropped: whoever claims it next goes on from the answers
-      cancelled, or the time is over          -> what runs is dropped, and the result tells what was answered
+    claim -> validate -> run lines in idle capacity, storing each answer -> write the results -> close
+      the claim is lost, or the store is away -> this router drops its work; the next one goes on from the answers
+      cancelled, or the time is over          -> running lines are dropped, and the results hold what was answered
 
-A line runs until it has an answer: one that workers had no room for, or that lost its worker, is tried again. Owns the
-tasks; how a line is answered is its caller's (`AnswerLine`), what a file must be is of `input_lines`.
+A line is tried until it has an answer: one that workers had no capacity for, or that lost its worker, runs again. Owns
+the tasks; its caller says how a line is answered (`AnswerLine`), and `lines` what a file must be.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from cluster.state import StoreAway
 from router.batches.idle import IdleCapacity
-from router.batches.input_lines import Checker, Line, LineResult
-from router.batches.results import ClaimLost, answer_line, lines_of, write_results
+from router.batches.lines import Checker, ClaimLost, Line, LineResult, answer_line, lines_of, write_results
 from router.batches.store import (
     FAILED,
     FINALIZING,
@@ -43,31 +42,31 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LEASE_S = 6.0
-"""After so long without a word, others may go on with the batches of a router."""
+"""A claim that is not renewed for so long may be taken by another router."""
 SWEEP_EVERY_S = 60.0
 MOST_BATCHES, MOST_OF_A_TENANT = 64, 8
-"""That one router works on at a time."""
+"""Batches that one router works on at a time, and how many of them are one tenant's."""
 MOST_LINES = 256
-"""Of one batch, that run or wait for it."""
+"""Lines of one batch that run or wait for capacity."""
 MOST_FAILURES = 10
-"""A line that workers were lost with so often is answered with that: it may be the reason."""
+"""A line with which workers were lost so often is answered with that error: it may be the cause."""
 _LONGEST_PAUSE_S, _LONGER_EACH_TIME, _LONGEST_AFTER = 60.0, 1.5, 20
 _SWEEP_AT_ONCE = 100
 
 
 AnswerLine = Callable[[Batch, Line, str], Awaitable[LineResult]]
-"""Of a batch, one line, under a request id."""
+"""Answers one line of a batch, under a request id."""
 
 
 @dataclass
 class ClaimedBatch:
-    """A batch that is worked on here."""
+    """A batch that this router works on."""
 
     claim: BatchClaim
     record: StoredRecord
     batch: Batch
     changed: asyncio.Event
-    """Somebody may have cancelled it."""
+    """Set when its record may have changed: it may have been cancelled."""
 
 
 class BatchRunner:
@@ -83,7 +82,7 @@ class BatchRunner:
         most_line_bytes: int,
         lease_s: float = LEASE_S,
     ) -> None:
-        """`counts`: of lines, what came of them: completed, failed and retried."""
+        """`counts`: lines that were completed, failed and retried."""
         self._store = store
         self._idle = idle
         self._answer = answer
@@ -101,7 +100,7 @@ class BatchRunner:
         self._begin(self._follow(), "batches")
 
     async def stop(self) -> None:
-        """Drops what runs, for whoever goes on, and lets others do so at once."""
+        """Drops running lines and releases the claims, so that other routers can go on at once."""
         held = list(self._held.values())
         tasks = list(self._tasks)
         for task in tasks:
@@ -111,10 +110,12 @@ class BatchRunner:
             for one in held:
                 await self._store.release(one.claim)
         except StoreAway as error:
-            log.warning("batches were not given back, others go on with them in %g s: %s", self._lease_s, error)
+            log.warning(
+                "claims on batches were not released, other routers go on with them in %g s: %s", self._lease_s, error
+            )
 
     def wake(self, batch_id: str = "") -> None:
-        """There is a new batch, or somebody has changed this one."""
+        """Looks for new batches now, and at this one, which was changed."""
         self._woken.set()
         if batch_id in self._held:
             self._held[batch_id].changed.set()
@@ -125,7 +126,7 @@ class BatchRunner:
         task.add_done_callback(self._tasks.discard)
 
     async def _follow(self) -> None:
-        """Looks for batches when there is a new one, and now and then for those that others have left."""
+        """Looks for batches when there is a new one, and regularly for those that other routers have left."""
         while True:
             self._woken.clear()
             try:
@@ -159,7 +160,7 @@ class BatchRunner:
             self._begin(self._hold(held), f"batch {claim.batch_id}")
 
     async def _sweep(self) -> None:
-        """Drops files whose time is over, and what is known of batches that ended long ago."""
+        """Removes files that have expired, and the records of batches that ended long ago."""
         now = time.time()
         if now - self._swept_at < SWEEP_EVERY_S:
             return
@@ -170,12 +171,12 @@ class BatchRunner:
             self._swept_at = now
 
     async def _hold(self, held: ClaimedBatch) -> None:
-        """Works on it as long as the claim holds."""
+        """Works on a batch while its claim holds."""
         try:
             async with asyncio.TaskGroup() as group:
-                keeper = group.create_task(self._keep(held))
+                renewal = group.create_task(self._renew(held))
                 await self._advance(held)
-                keeper.cancel()
+                renewal.cancel()
         except* ClaimLost:
             log.warning("batch %s is worked on by another router now, or was lost", held.claim.batch_id)
         except* StoreAway as errors:
@@ -187,20 +188,22 @@ class BatchRunner:
                 del self._held[held.claim.batch_id]
             self._woken.set()
 
-    async def _keep(self, held: ClaimedBatch) -> None:
-        """Renews the claim, and looks whether the batch was cancelled. Raises ClaimLost."""
+    async def _renew(self, held: ClaimedBatch) -> None:
+        """Renews the claim, and checks whether the batch was cancelled. Raises ClaimLost."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            if not await self._insist(lambda: self._store.renew(held.claim, self._lease_s)):
+            if not await self._store_call(lambda: self._store.renew(held.claim, self._lease_s)):
                 raise ClaimLost
-            record = await self._insist(lambda: self._store.find("batch", held.record.tenant, held.record.record_id))
+            record = await self._store_call(
+                lambda: self._store.find("batch", held.record.tenant, held.record.record_id)
+            )
             if record is None:
                 raise ClaimLost
             if record.version != held.record.version:
                 held.changed.set()
 
     async def _advance(self, held: ClaimedBatch) -> None:
-        """From status to status. Somebody may have cancelled it before any of them."""
+        """Brings a batch from status to status. It may be cancelled before any of them."""
         while not held.batch.is_over:
             try:
                 match held.batch.status:
@@ -229,7 +232,7 @@ class BatchRunner:
             await self._change(held, VALIDATING, lambda b: b.to(IN_PROGRESS, time.time(), total=checker.total))
 
     async def _run(self, held: ClaimedBatch) -> None:
-        """Until each line has its answer, the time is over, or it was cancelled."""
+        """Runs lines until each has its answer, the time is over, or the batch was cancelled."""
         lines = asyncio.create_task(self._run_lines(held), name=f"lines of {held.batch.batch_id}")
         try:
             while held.batch.status == IN_PROGRESS and not lines.done() and time.time() < held.batch.expires_at:
@@ -243,7 +246,7 @@ class BatchRunner:
         await self._change(held, IN_PROGRESS, lambda b: b.to(FINALIZING, time.time()))
 
     async def _until_changed(self, held: ClaimedBatch, lines: asyncio.Task[None]) -> None:
-        """Or the lines have ended, or the time is over."""
+        """Returns when the batch was changed, its lines have ended, or the time is over."""
         changed = asyncio.create_task(held.changed.wait())
         try:
             time_left_s = max(0.0, held.batch.expires_at - time.time())
@@ -267,7 +270,7 @@ class BatchRunner:
         request_id = held.batch.request_id(line.number)
         tried = await self._until_answered(held.batch, line, request_id)
         answer = answer_line(line, request_id, tried.status, tried.body)
-        if not await self._insist(lambda: self._store.answer(held.claim, answer)):
+        if not await self._store_call(lambda: self._store.answer(held.claim, answer)):
             raise ClaimLost
         self._counts["completed" if answer.is_good else "failed"] += 1
 
@@ -284,18 +287,18 @@ class BatchRunner:
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_s) * random.uniform(1.0, 1.5))
 
     async def _finalize(self, held: ClaimedBatch) -> None:
-        """Of one that was cancelled, too: what was answered is told."""
+        """Writes the results, also of a cancelled batch: they hold what was answered."""
         over = await write_results(self._store, held.claim, held.batch, self._most_line_bytes, time.time())
         await self._change(held, held.batch.status, lambda _: over)
 
     async def _fail(self, held: ClaimedBatch, problems: list[BatchProblem]) -> None:
-        told = [asdict(problem) for problem in problems]
+        stored = [asdict(problem) for problem in problems]
         completed, failed = await self._store.counts(held.batch.batch_id)
         counts = {"completed": completed, "failed": failed}
-        await self._change(held, held.batch.status, lambda b: b.to(FAILED, time.time(), problems=told, **counts))
+        await self._change(held, held.batch.status, lambda b: b.to(FAILED, time.time(), problems=stored, **counts))
 
     async def _change(self, held: ClaimedBatch, status: str, change: Callable[[Batch], Batch]) -> None:
-        """Changes it as long as it has this status; somebody who has cancelled it meanwhile comes first."""
+        """Changes a batch while it has this status; a cancellation that came meanwhile wins."""
         while held.batch.status == status:
             wanted = change(held.batch)
             ends_at = (time.time() if wanted.is_over else wanted.expires_at) + KEPT_S
@@ -307,7 +310,7 @@ class BatchRunner:
                 raise ClaimLost
 
     async def _reload(self, held: ClaimedBatch) -> bool:
-        """False: nobody has changed it. Raises ClaimLost when it is not there any more."""
+        """Returns False where nobody has changed the record. Raises ClaimLost when it does not exist any more."""
         record = await self._store.find("batch", held.record.tenant, held.record.record_id)
         if record is None:
             raise ClaimLost
@@ -315,8 +318,8 @@ class BatchRunner:
         held.record, held.batch = record, Batch.from_json(record.data)
         return is_new
 
-    async def _insist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """While the store is away for a moment. An answer was paid for, and one that comes late is fenced."""
+    async def _store_call(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Retries while the store is away for a moment: an answer was paid for, and one that comes late is fenced."""
         until = time.monotonic() + 10 * self._lease_s
         while True:
             try:
@@ -328,7 +331,7 @@ class BatchRunner:
 
 
 def _first_of(error: BaseException) -> BaseException:
-    """What a group of tasks failed with first."""
+    """The first error of a group of tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

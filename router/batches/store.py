@@ -150,19 +150,19 @@ def new_batch_id() -> str:
 Kind = Literal["file", "batch"]
 
 ORPHAN_S = 3600.0
-"""Pieces whose file has not been added by then are dropped: their writer has died."""
+"""Pieces whose file was not added within this time are removed: their writer has died."""
 
 
 @dataclass(frozen=True)
 class StoredRecord:
-    """What is known of one file or batch; `data` is its owner's."""
+    """The record of one file or batch; `data` is its JSON."""
 
     kind: Kind
     record_id: str
     tenant: str
     data: bytes
     ends_at: float
-    """When it may be swept away, in seconds since 1970."""
+    """When it may be removed, in seconds since 1970."""
     version: int = 1
 
 
@@ -177,10 +177,9 @@ class BatchClaim:
 
 @dataclass(frozen=True)
 class LineAnswer:
-    """To one line."""
+    """The stored answer to one line."""
 
     number: int
-    """Of the line."""
     is_good: bool
     data: bytes
     """A line of the output file, without its end."""
@@ -190,34 +189,35 @@ class BatchStore(Protocol):
     """Used from one event loop."""
 
     async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
-        """Writes it over one of the same id. A batch is open from now on. False: the claim is over, and nothing was
-        written."""
+        """Writes a record, over one of the same id. A batch is open from now on. Returns False where the claim is lost
+        and nothing was written."""
         ...
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
-        """One of another tenant is as unknown as one that never was."""
+        """Finds nothing where the record is another tenant's."""
         ...
 
     async def page(
         self, kind: Kind, tenant: str, *, after: str | None, limit: int, is_ascending: bool
     ) -> list[StoredRecord] | None:
-        """By the order in which they were added. None: `after` is not known."""
+        """Records in the order in which they were added. None: `after` is not known."""
         ...
 
     async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
-        """By one with the next version. False: there is another version by now, none at all, or the claim is over."""
+        """Replaces a record, with the next version. Returns False where there is another version by now, no record, or
+        where the claim is lost."""
         ...
 
     async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
-        """With the pieces of a file. False: there was none."""
+        """Removes a record, and the pieces of a file. Returns False where there was none."""
         ...
 
     async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
-        """Some of those that may be swept away."""
+        """Some of the records that may be removed."""
         ...
 
     async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:
-        """Of a file that is added afterwards. Numbers count from 0. False: as with `add`."""
+        """Writes a piece of a file that is added afterwards. Numbers count from 0. Returns False as `add` does."""
         ...
 
     async def piece(self, file_id: str, number: int) -> bytes | None: ...
@@ -225,27 +225,29 @@ class BatchStore(Protocol):
     async def claim(
         self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
     ) -> tuple[BatchClaim, StoredRecord] | None:
-        """The oldest open batch that nobody holds, of none of these tenants and none of these; None: there is none."""
+        """Claims the oldest open batch without a holder, except for these tenants' and these batches. None: there is
+        none."""
         ...
 
     async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
-        """False: somebody else has it, or it is gone."""
+        """Returns False where another router has the batch, or it is gone."""
         ...
 
     async def release(self, claim: BatchClaim) -> None:
-        """Others may take it at once."""
+        """Lets other routers take the batch at once."""
         ...
 
     async def close_batch(self, claim: BatchClaim) -> None:
-        """It is open no more, and its answers are dropped."""
+        """Makes the batch no longer open, and removes its answers."""
         ...
 
     async def answer(self, claim: BatchClaim, answer: LineAnswer) -> bool:
-        """Keeps it unless the line has one already. False: the claim is over, and nothing was written."""
+        """Stores an answer unless the line has one already. Returns False where the claim is lost and nothing was
+        written."""
         ...
 
     async def counts(self, batch_id: str) -> tuple[int, int]:
-        """Lines that were answered well, and with an error."""
+        """How many lines were answered well, and with an error."""
         ...
 
     async def answered(self, batch_id: str) -> frozenset[int]:
@@ -253,7 +255,7 @@ class BatchStore(Protocol):
         ...
 
     async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[LineAnswer]:
-        """Of these lines, in the order of their numbers; those without one are left out."""
+        """The answers of these lines, in the order of their numbers."""
         ...
 
     async def close(self) -> None: ...

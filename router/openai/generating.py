@@ -22,7 +22,7 @@ from cluster.pb import generation_pb2 as pb
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, run_aside
 from router.api.validate import MOST_PRIORITY
 from router.api.violations import invalid
-from router.batches.input_lines import Line, LineResult
+from router.batches.lines import Line, LineResult
 from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody

@@ -14,7 +14,7 @@ from google.protobuf import json_format, struct_pb2
 
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
-from router.api.validate import SAMPLING_RANGES
+from router.api.served_model import SAMPLING_RANGES
 from router.api.violations import Violations
 from router.openai.bodies import (
     ChatBody,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from router.batches.idle import IdleCapacity
-from router.batches.input_lines import Line, LineResult
+from router.batches.lines import Line, LineResult
 from router.batches.runner import BatchRunner
 from router.batches.store import CANCELLING, Batch, BatchStore, StoredFile, StoredRecord
 from router.queue.admission import Admission

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.batches.input_lines import MOST_PROBLEMS, Checker, Line, Splitter, read_line
+from router.batches.lines import MOST_PROBLEMS, Checker, Line, Splitter, read_line
 
 CHAT = "/v1/chat/completions"
 MOST_BYTES = 1000

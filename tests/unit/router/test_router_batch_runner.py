@@ -14,8 +14,7 @@ import pytest
 from batch_world import ENDPOINT, OK, World
 
 from cluster.state import StoreAway
-from router.batches.input_lines import LineResult
-from router.batches.results import write_results
+from router.batches.lines import LineResult, write_results
 from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import Batch, BatchClaim, LineAnswer, StoredRecord

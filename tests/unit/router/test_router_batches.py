@@ -22,7 +22,7 @@ from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ANYONE, Call
-from router.batches.input_lines import Line
+from router.batches.lines import Line
 from router.batches.store import Batch
 from router.openai.bodies import BatchBody
 from router.openai.generating import LineAnswerer
