@@ -68,15 +68,18 @@ class StreamReader:
 
     def take(self) -> list[GenerateStreamResponse]:
         """Returns everything that the client has not been sent, in the contract's order."""
-        live, out = self.live, list[GenerateStreamResponse]()
-        is_prefilling = live.lifecycle.instant(RequestState.PREFILLING) is not None
-        unsent = self.output.take(is_prefilling=is_prefilling)
+        live, output = self.live, self.output
+        is_prefilling = output.is_started or live.lifecycle.instant(RequestState.PREFILLING) is not None
+        unsent = output.take(is_prefilling=is_prefilling)
+        out: list[GenerateStreamResponse] = []
         if unsent.has_begun:
             out.append(GenerateStreamResponse(started=self._started()))
         if unsent.is_heartbeat_due:
             out.append(GenerateStreamResponse(heartbeat=self._heartbeat()))
-        out += [GenerateStreamResponse(delta=delta) for delta in unsent.deltas]
-        out += [GenerateStreamResponse(sequence_end=end) for end in unsent.ends]
+        for delta in unsent.deltas:
+            out.append(GenerateStreamResponse(delta=delta))
+        for sequence in unsent.ended:
+            out.append(GenerateStreamResponse(sequence_end=sequence.end))
         if live.lifecycle.state is RequestState.FINISHED:
             completed = generation_pb2.Completed(usage=live.usage, timing=self.timing())
             out.append(GenerateStreamResponse(completed=completed))

@@ -210,7 +210,8 @@ class Unsent(NamedTuple):
     """`Started` is due, before everything else."""
     is_heartbeat_due: bool
     deltas: list[generation_pb2.SequenceDelta]
-    ends: list[generation_pb2.SequenceEnd]
+    ended: list[SequenceOutput]
+    """Sequences whose end is due."""
 
 
 class OutputBuffer:
@@ -222,7 +223,8 @@ class OutputBuffer:
         self.prompt_logprobs = prompt_logprobs
         self._is_streaming = is_streaming
         self._is_over = False
-        self._is_started = False
+        self.is_started = False
+        """The client has been sent `Started`."""
         self._is_heartbeat_due = False
         self._ended = [sequence for sequence in sequences if sequence.end is not None]
         """Sequences whose end the client has not been sent."""
@@ -310,14 +312,17 @@ class OutputBuffer:
         due = [s for s in self.sequences if s.is_due or (self._is_over and s.num_pending)]
         has_output = bool(due or self._ended)
         can_begin = has_output or (is_prefilling and (self.prompt_logprobs.is_complete or self._is_over))
-        has_begun = can_begin and not self._is_started
-        self._is_started |= has_begun
+        has_begun = can_begin and not self.is_started
+        self.is_started = can_begin or self.is_started
         is_heartbeat_due = self._is_heartbeat_due and not has_output and not self._is_over
         self._is_heartbeat_due = False
-        deltas = [delta for sequence in due if (delta := sequence.take()) is not None]
-        ends = [sequence.end for sequence in self._ended if sequence.end is not None]
-        self._ended = []
-        return Unsent(has_begun, is_heartbeat_due, deltas, ends)
+        deltas = []
+        for sequence in due:
+            delta = sequence.take()
+            if delta is not None:
+                deltas.append(delta)
+        ended, self._ended = self._ended, []
+        return Unsent(has_begun, is_heartbeat_due, deltas, ended)
 
 
 def _resolve(paused: asyncio.Future[None]) -> None:
