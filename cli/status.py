@@ -1,4 +1,4 @@
-"""`baton status`: what the router knows of its workers, as a table or as JSON.
+"""`baton status`: the workers as one router sees them, as a table or as JSON.
 
 The JSON is a contract for programs: its keys are made here and nowhere else.
 """
@@ -28,7 +28,7 @@ def status(router: RouterOptions, as_json: AsJson = False) -> None:
 
 
 def describe(status: GetStatusResponse) -> dict[str, Any]:
-    """The document that `--json` prints."""
+    """Returns the document that `--json` prints."""
     router = status.router
     return {
         "model": status.model,
@@ -118,7 +118,7 @@ def _print_table(described: dict[str, Any]) -> None:
 
 
 def _row(worker: dict[str, Any]) -> list[str]:
-    """In the order of _COLUMNS; numbers of a worker that has not answered are unknown."""
+    """Cells in the order of _COLUMNS; `-` for the numbers of a worker that has not answered."""
     ranks = ", ".join(f"{rank['tp_rank']} ({rank['pid']}, {rank['device']})" for rank in worker["ranks"])
     blocks = worker["kv_blocks"]
     numbers = [*blocks.values(), worker["running_sequences"], worker["waiting_requests"]]

@@ -1,6 +1,7 @@
-"""`baton targets`: where Prometheus finds the pages of metrics, in the form of its file-based service discovery.
+"""`baton targets`: the addresses of the pages of metrics, for Prometheus's file-based service discovery.
 
-The JSON is Prometheus's own: a list of `{"targets": [HOST:PORT], "labels": {...}}`. Written whole or not at all.
+The JSON is Prometheus's own: a list of `{"targets": [HOST:PORT], "labels": {...}}`. A file is
+written whole or not at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tools.client import AdminClient
 
 _LOOK_S = 60.0
-"""With --follow, the file is written at least so often."""
+"""With --follow, the longest time between two writes."""
 
 
 def targets(
@@ -38,7 +39,7 @@ def targets(
         raise typer.BadParameter("--follow writes a file; name it with --file")
     with outcome():
 
-        def look(admin: AdminClient) -> list[dict[str, Any]]:
+        def find(admin: AdminClient) -> list[dict[str, Any]]:
             cluster = admin.cluster()
             found = group(cluster.metrics_address, "controller")
             for process in cluster.processes:
@@ -49,15 +50,15 @@ def targets(
             return found
 
         with controller.connect() as admin:
-            _tell(look(admin), file)
+            _write(find(admin), file)
             while follow:
                 for _ in admin.events(timeout_s=_LOOK_S):
-                    _tell(look(admin), file)
-                _tell(look(admin), file)
+                    _write(find(admin), file)
+                _write(find(admin), file)
 
 
 def groups_of(status: GetStatusResponse, router: str = "router") -> list[dict[str, Any]]:
-    """What one router knows: its own page and its workers'."""
+    """The pages that one router knows: its own and its workers'."""
     found = group(status.router.metrics_address, router)
     for worker in status.workers:
         found += group(worker.info.metrics_address, worker.worker_id or worker.info.worker_id)
@@ -65,11 +66,11 @@ def groups_of(status: GetStatusResponse, router: str = "router") -> list[dict[st
 
 
 def group(address: str, process: str) -> list[dict[str, Any]]:
-    """None for a process without a page."""
+    """Empty for a process without a page."""
     return [{"targets": [address], "labels": {"process": process}}] if address else []
 
 
-def _tell(groups: list[dict[str, Any]], file: Path | None) -> None:
+def _write(groups: list[dict[str, Any]], file: Path | None) -> None:
     text = json.dumps(groups, indent=2) + "\n"
     if file is None:
         print(text, end="", flush=True)

@@ -1,6 +1,6 @@
-"""`baton top`: the cluster as one router sees it, drawn again and again until Ctrl-C; once where nobody looks at it.
+"""`baton top`: the cluster as one router sees it, redrawn until Ctrl-C; printed once where the output is no terminal.
 
-Asks the router; how it looks is `cli.top_view`'s. A router that does not answer any more is asked again.
+Polls the router, again after it fails to answer; `cli.top_view` draws.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def top(
         bool, typer.Option("--once", help="Print it once and end, as where the output is no terminal.")
     ] = False,
     interval: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", min=_LEAST_S, max=3600, help="Time between two looks.")
+        float, typer.Option("--interval", metavar="SECONDS", min=_LEAST_S, max=3600, help="Time between two polls.")
     ] = 1.0,
 ) -> None:
     """Watch the workers, the queue, latencies and the last requests."""
@@ -38,7 +38,7 @@ def top(
         from cli.top_view import Seen, render
 
         console, seen = Console(highlight=False, markup=False, emoji=False), Seen()
-        look(client, seen)  # one that cannot be reached is an error here, and a line later
+        poll(client, seen)  # a router that cannot be reached is an error here, and a line on the screen later
         if console.is_terminal and not once:
             _watch(console, client, seen, interval)
             return
@@ -47,14 +47,14 @@ def top(
         console.print(render(seen, console))
 
 
-def look(client: BatonClient, seen: Seen) -> None:
+def poll(client: BatonClient, seen: Seen) -> None:
     """Raises BatonError."""
     status = client.status()
     seen.note(status, client.activity(seen.since()))
 
 
 def _watch(console: Console, client: BatonClient, seen: Seen, interval_s: float) -> None:
-    """Until Ctrl-C, on the terminal's other screen: what was there before is there again after it."""
+    """Draws until Ctrl-C on the terminal's alternate screen, which leaves what was there before as it was."""
     from rich.live import Live
 
     from cli.top_view import render
@@ -64,7 +64,7 @@ def _watch(console: Console, client: BatonClient, seen: Seen, interval_s: float)
             while True:
                 time.sleep(interval_s)
                 try:
-                    look(client, seen)
+                    poll(client, seen)
                 except (Unavailable, DeadlineExceeded) as error:
                     seen.problem = error.message
                 live.update(render(seen, console), refresh=True)

@@ -1,4 +1,4 @@
-"""What `baton top` shows: made from what a router tells of itself, as text that rich lays out. Pure but for rich.
+"""The display of `baton top`, made from a router's status and activity as text that rich lays out. Pure but for rich.
 
 Where there are no colours, letters stand for the phases of a request: q(ueue), p(refill), h(and-off), d(ecode).
 """
@@ -21,13 +21,13 @@ from cluster.units import format_bytes
 _KEPT_SECONDS = 60
 _KEPT_REQUESTS = 100
 _WIDE = 112
-"""Columns from which on workers tell what they send and receive."""
+"""Columns from which on KV bytes sent and received are shown."""
 _BAR = 12
 _BESIDE_CURVE = 26
-"""Columns: its name, and the most of it."""
+"""Columns that a curve's name and maximum take."""
 _LIFE, _LEAST_LIFE = 32, 6
 _WITH_WORKERS, _BESIDE_LIFE = 100, 56
-"""Columns from which on requests tell their workers, and of what they tell beside their lives without them."""
+"""Columns from which on the workers of requests are shown; columns beside a request's life without them."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _ROLE_COLORS = {"prefill": "blue", "decode": "yellow"}
 _PHASES = {
@@ -36,13 +36,13 @@ _PHASES = {
     "transferring": ("h", "magenta"),
     "decoding": ("d", "yellow"),
 }
-_ROWS_BESIDE = 19
-"""Lines that are no workers, pairs or requests."""
+_OTHER_ROWS = 19
+"""Lines that are not workers, pairs or requests."""
 _LEAST_REQUESTS = 3
 
 
 class Seen:
-    """What is known by now. `problem`: why the last look brought nothing."""
+    """What was received so far. `problem`: why the last poll failed."""
 
     def __init__(self) -> None:
         self.status = admin_pb2.GetStatusResponse()
@@ -59,7 +59,7 @@ class Seen:
         )
 
     def note(self, status: admin_pb2.GetStatusResponse, activity: admin_pb2.GetActivityResponse) -> None:
-        """The answers to one look; a router that was restarted begins anew."""
+        """Adds the responses to one poll; a restarted router starts anew."""
         if activity.life != self.activity.life:
             self.seconds.clear()
             self.requests.clear()
@@ -69,10 +69,10 @@ class Seen:
 
 
 def render(seen: Seen, console: Console) -> RenderableType:
-    """As many requests as the console has lines for; where it is no terminal, ten."""
+    """Shows as many requests as the console has lines for; ten where it is no terminal."""
     is_plain = not console.is_terminal or console.no_color
     num_workers, num_pairs = len(seen.status.workers), len(seen.activity.pairs)
-    room = console.height - _ROWS_BESIDE - num_workers - num_pairs if console.is_terminal else 10
+    num_lines = console.height - _OTHER_ROWS - num_workers - num_pairs if console.is_terminal else 10
     parts: list[RenderableType] = [
         _head(seen),
         _figures(seen),
@@ -82,7 +82,7 @@ def render(seen: Seen, console: Console) -> RenderableType:
     if num_pairs:
         parts.append(_pairs(seen.activity.pairs))
     if seen.requests:
-        newest = list(seen.requests)[-max(_LEAST_REQUESTS, room) :][::-1]
+        newest = list(seen.requests)[-max(_LEAST_REQUESTS, num_lines) :][::-1]
         parts.append(_requests(newest, console.width, is_plain=is_plain))
     return Group(*parts)
 
@@ -120,7 +120,7 @@ def _quantiles(quantiles: admin_pb2.Quantiles) -> str:
 
 
 def _curves(seen: Seen, width: int) -> Table:
-    """Of the last minute, a mark for each second; fewer where there is no room."""
+    """Curves of the last minute, a mark for each second; fewer on a narrow console."""
     table = Table.grid(padding=(0, 1))
     num_marks = max(1, min(_KEPT_SECONDS, width - _BESIDE_CURVE))
     seconds = list(seen.seconds)[-num_marks:]
@@ -167,7 +167,7 @@ def _workers(seen: Seen, width: int) -> Table:
 
 
 def _kv(stats: worker_pb2.WorkerStats, color: str) -> Text:
-    """Held, cached and free blocks as a bar, and the held share."""
+    """Draws held, cached and free blocks as a bar, with the held share."""
     total = stats.blocks_total
     if not total:
         return Text("-")
@@ -210,7 +210,7 @@ def _requests(requests: Sequence[admin_pb2.RequestLife], width: int, *, is_plain
 
 
 def _life(life: admin_pb2.RequestLife, longest: float, most_marks: int, *, is_plain: bool) -> Text:
-    """A mark for each part of the longest time, in the phase that the request was in then."""
+    """Draws a mark for each part of the longest time, with the phase of the request at that time."""
     text, took = Text(), _took(life)
     num_marks = max(1, round(most_marks * took / longest)) if longest else 1
     for mark in range(num_marks):

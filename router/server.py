@@ -39,8 +39,8 @@ from router.batches.idle import IdleCapacity
 from router.batches.runner import BatchRunner
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore
-from router.observe.page.controller_link import ControllerLink
-from router.observe.page.routes import StatusPage
+from router.observe.controller_link import ControllerLink
+from router.observe.page import StatusPage
 from router.observe.router_metrics import VllmNames
 from router.observe.tracing import Traces
 from router.openai.app import OpenAiApp, principal_for
@@ -231,9 +231,16 @@ class RouterServer:
             return
         registry = self.dispatcher.metrics.registry
         inside = None if self._internal_tls is None else self._internal_tls.client
-        self._controller = ControllerLink(self._control, inside)
+        self._controller = ControllerLink(lambda: self._control.admin_address, inside)
         knows_callers = self.keys is not None or settings.tls.client_ca is not None
-        page = StatusPage(status, self._controller, self._gate, host=settings.router.host, knows_callers=knows_callers)
+        page = StatusPage(
+            status.GetStatus,
+            status.GetActivity,
+            self._controller,
+            self._gate,
+            host=settings.router.host,
+            knows_callers=knows_callers,
+        )
         front = OpenAiApp(
             self.generation.Generate,
             self.generation.GenerateStream,

@@ -46,32 +46,35 @@ def test_a_life_on_the_page_is_the_timing_that_the_client_was_told(cluster: Plai
         (timing.time_to_first_token, 0.0, life["first_token_s"]),
     ):
         assert duration.ToNanoseconds() / 1e9 == pytest.approx(end - begin, abs=1e-5)
-    assert (life["id"], life["outcome"], life["placement"]) == (stream.generation_id, "finished", timing.placement)
-    assert (life["prompt_tokens"], life["output_tokens"], life["prefill"], life["decode"]) == (90, 40, PREFILL, DECODE)
+    assert (life["generation_id"], life["outcome"]) == (stream.generation_id, "finished")
+    assert (life["num_prompt_tokens"], life["num_output_tokens"]) == (90, 40)
+    assert (life["prefill_id"], life["decode_id"], life["placement"]) == (PREFILL, DECODE, timing.placement)
     assert life["arrival_time"] == pytest.approx(timing.arrival_time.ToNanoseconds() / 1e9, abs=1e-3)
 
 
 def test_seconds_add_up_to_what_was_generated_and_running_requests_are_seen(cluster: PlainCluster) -> None:
     cluster.client.generate(token_spec([1, 2, 3], 5))
-    cluster.wait_for(lambda status: sum(s["finished"] for s in seconds(cluster)) == status.router.num_finished)
+    cluster.wait_for(lambda status: sum(s["num_finished"] for s in seconds(cluster)) == status.router.num_finished)
     last = seconds(cluster)[-1]["number"]
     streams = [Stream(cluster, token_spec([number, 5, 6] * 20, 200)) for number in range(4, 8)]
     for stream in streams:
         stream.wait_for_tokens(3)
-    during = told(cluster)
-    assert during["router"]["running"] > 0 and sum(w["requests"] for w in during["workers"]) > 0
+    during = told(cluster)["status"]
+    assert during["router"]["num_running"] > 0 and sum(w["num_requests"] for w in during["workers"]) > 0
     for stream in streams:
         assert sum(event.delta.token_count for event in stream.result()) == 200
-    cluster.wait_for(lambda _: sum(second["finished"] for second in seconds(cluster, last)) >= 4)
+    cluster.wait_for(lambda _: sum(second["num_finished"] for second in seconds(cluster, last)) >= 4)
     new = seconds(cluster, last)
-    assert sum(second["output_tokens"] for second in new) == 800
-    assert sum(second["prompt_tokens"] for second in new) == 240
+    assert sum(second["num_output_tokens"] for second in new) == 800
+    assert sum(second["num_prompt_tokens"] for second in new) == 240
     assert sum(second["ttft"]["count"] for second in new if second["ttft"]) == 4
-    assert sum(second["failed"] + second["rejected"] + second["cancelled"] for second in new) == 0
+    assert sum(second["num_failed"] + second["num_rejected"] + second["num_cancelled"] for second in new) == 0
     (pair,) = told(cluster)["activity"]["pairs"]
-    assert (pair["prefill"], pair["decode"], pair["now"]) == (PREFILL, DECODE, 0) and pair["count"] >= 4
-    after = {worker["id"]: worker for worker in told(cluster)["workers"]}
-    assert after[DECODE]["kv"]["total"] == cluster.stats(DECODE).blocks_total and after[DECODE]["role"] == "decode"
+    assert (pair["prefill_id"], pair["decode_id"], pair["num_now"]) == (PREFILL, DECODE, 0)
+    assert pair["num_handed_over"] >= 4
+    after = {worker["worker_id"]: worker for worker in told(cluster)["status"]["workers"]}
+    assert after[DECODE]["stats"]["blocks_total"] == cluster.stats(DECODE).blocks_total
+    assert after[DECODE]["role"] == "decode"
 
 
 def test_a_client_that_leaves_is_a_life_that_was_cancelled(cluster: PlainCluster) -> None:

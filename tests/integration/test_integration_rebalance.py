@@ -184,7 +184,7 @@ def test_the_page_plans_and_sets_the_split_through_the_controller(cluster: Clust
     with httpx.Client(base_url=http, timeout=WAIT_S) as page:
         told = page.get("/api/cluster").json()
         assert told["change"] == {"may": True, "why": ""}
-        assert (told["controller"]["prefill"], told["controller"]["decode"]) == (prefill, decode)
+        assert (told["controller"]["num_prefill"], told["controller"]["num_decode"]) == (prefill, decode)
         plan = page.post("/api/roles", json=body | {"dry_run": True}).json()
         assert len(plan["plan"]["steps"]) == 1 and cluster.roles() == (prefill, decode)
         since = cluster.last_sequence()

@@ -99,16 +99,18 @@ def test_figures_lines_and_requests_are_those_of_the_load(cluster: Cluster, open
             "document.querySelectorAll('.life').length === 12 && document.querySelectorAll('#pairs tr').length === 3"
         )
         tab.picture("load-1280-light")
-        seen = tab.page.evaluate("() => ({told: known.told.router.finished, requests: known.requests.length})")
+        seen = tab.page.evaluate(
+            "() => ({told: known.told.status.router.num_finished, requests: known.requests.length})"
+        )
         narrow = open_tab(cluster.http, width=400, scheme="dark")
         narrow.until("document.querySelectorAll('.life').length === 12")
         assert narrow.overflow() <= 0
         narrow.picture("load-400-dark")
         load.wait_for_more(NUM_THREADS)
     assert load.problems == [] and seen["told"] > 0 and seen["requests"] > 12
-    tab.until("known.told.router.running === 0")
+    tab.until("known.told.status.router.num_running === 0")
     status = cluster.client.status()
-    tab.until("(n) => known.told.router.finished === n", status.router.num_finished)
+    tab.until("(n) => known.told.status.router.num_finished === n", status.router.num_finished)
     for chart in ("Time to first token", "Time between tokens"):
         label = tab.page.get_attribute(f"section[aria-label='{chart}'] svg", "aria-label")
         assert re.fullmatch(rf"{chart}: p95 [\d.]+ m?s, p50 [\d.]+ m?s", label), label
@@ -125,7 +127,7 @@ def test_figures_lines_and_requests_are_those_of_the_load(cluster: Cluster, open
         "() => { const bar = document.querySelector('.timeline .bar'); const last = bar.lastElementChild;"
         " return last.getBoundingClientRect().right / bar.getBoundingClientRect().right; }"
     )
-    assert 0.995 < filled <= 1.001 and life["output_tokens"] > 0 and life["prefill"] == "prefill-0"
+    assert 0.995 < filled <= 1.001 and life["num_output_tokens"] > 0 and life["prefill_id"] == "prefill-0"
 
 
 def test_the_slider_plans_and_then_moves_workers_under_streams(cluster: Cluster, open_tab: Callable[..., Any]) -> None:

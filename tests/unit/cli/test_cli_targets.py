@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scripted_router import baton
 
-from cli.targets import _tell, group, groups_of
+from cli.targets import _write, group, groups_of
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2, worker_pb2
 
@@ -34,12 +34,12 @@ def test_each_process_that_has_a_page_is_a_target() -> None:
 def test_the_file_is_replaced_whole_and_readable_by_prometheus(tmp_path: Path) -> None:
     file = tmp_path / "targets.json"
     for address in ("192.0.2.2:9000", "192.0.2.3:9000"):
-        _tell(group(address, "router"), file)
+        _write(group(address, "router"), file)
         assert json.loads(file.read_text()) == [{"targets": [address], "labels": {"process": "router"}}]
     assert file.stat().st_mode & 0o777 == 0o644
     assert list(tmp_path.iterdir()) == [file]
     with pytest.raises(BatonError, match="cannot be written: No such file or directory"):
-        _tell([], tmp_path / "nowhere" / "targets.json")
+        _write([], tmp_path / "nowhere" / "targets.json")
 
 
 def test_following_needs_a_file() -> None:

@@ -127,7 +127,7 @@ def test_it_fits_the_terminal(width: int) -> None:
 
 @pytest.mark.parametrize("error", [Unavailable("gone"), DeadlineExceeded("gone")])
 def test_a_router_that_is_gone_or_hangs_is_asked_again(monkeypatch: pytest.MonkeyPatch, error: BatonError) -> None:
-    monkeypatch.setattr(top, "look", Mock(side_effect=[error, KeyboardInterrupt()]))
+    monkeypatch.setattr(top, "poll", Mock(side_effect=[error, KeyboardInterrupt()]))
     seen, output = Seen(), io.StringIO()
     seen.note(cluster(), activity())
     top._watch(Console(file=output, force_terminal=True, width=100), Mock(), seen, 0.0)

@@ -102,13 +102,13 @@ async def test_what_it_is_told_is_what_was_served_and_only_what_is_new(tmp_path:
         spec = text_spec(request_id="mine")
         await router.generation.Generate(pb.GenerateRequest(spec=spec))
         told = (await http.get("/api/cluster")).json()
-        assert (told["router"]["finished"], told["router"]["model"]) == (1, "model")
-        assert [(w["id"], w["role"], w["state"]) for w in told["workers"]] == [
+        assert (told["status"]["router"]["num_finished"], told["status"]["model"]) == (1, "model")
+        assert [(w["worker_id"], w["role"], w["state"]) for w in told["status"]["workers"]] == [
             ("decode-0", "decode", "ready"),
             ("prefill-0", "prefill", "ready"),
         ]
         (life,) = told["activity"]["requests"]
-        assert (life["request_id"], life["outcome"], life["prompt_tokens"]) == ("mine", "finished", 5)
+        assert (life["request_id"], life["outcome"], life["num_prompt_tokens"]) == ("mine", "finished", 5)
         assert "hello" not in json.dumps(told) and "yes" not in json.dumps(told), "neither prompts nor outputs"
         assert told["controller"] is None and told["change"]["may"] is False
         assert "without a controller" in told["change"]["why"]
@@ -151,7 +151,7 @@ async def test_a_plan_changes_nothing_and_is_applied_once_by_whoever_comes_first
         backend.stage.steps.gate.clear()
         answers = await asyncio.gather(*(http.post("/api/roles", json=each) for each in wanted))
         changing = (await http.get("/api/cluster")).json()["controller"]["changing"]
-        assert changing["done"] == 0 and changing["steps"]
+        assert changing["num_done"] == 0 and changing["steps"]
         backend.stage.steps.gate.set()
         assert sorted(answer.status_code for answer in answers) == [200, 400]
         won = wanted[[answer.status_code for answer in answers].index(200)]["prefill"]
@@ -258,7 +258,7 @@ async def test_a_controller_that_is_gone_is_said_and_found_again_elsewhere(tmp_p
             assert (await http.get("/api/cluster")).json()["change"]["may"] is True
         told = await until(http, lambda told: not told["change"]["may"])
         assert "does not answer" in told["change"]["why"]
-        assert len(told["workers"]) == 2 and (await refusal(http))[0] == 503
+        assert len(told["status"]["workers"]) == 2 and (await refusal(http))[0] == 503
         # One that is silent is waited for once, by however many look.
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = rpc.format_address(*silent.getsockname())

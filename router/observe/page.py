@@ -1,14 +1,21 @@
-"""The paths of the page: `/`, and under `/api` what it shows and what it asks for.
+"""The page at `/`: the cluster as one router sees it, for people, and the split of the workers for an admin.
 
-`/` holds no data and asks nobody who they are. `/api` wants a key with the scope admin where there are keys. The split
-is changed by an admin only, from this page only: not by another site that the operator's browser happens to show.
+`/` is one file of HTML (`page.html`): it holds no data and needs no key. Once a second it asks for `/api/cluster`, the
+documents of StatusService and AdminService, and `/api/roles` changes the split; both need a key with the scope admin
+where there are keys. The controller changes the split, with the key of whoever asks, for requests from this page only:
+not from another site that the operator's browser shows.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import re
 import time
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
+from importlib.resources import files
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -20,15 +27,18 @@ from cluster.address import is_loopback
 from cluster.auth import Gate
 from cluster.errors import BatonError, FieldViolation, InvalidRequest, OutOfRange, PermissionDenied
 from cluster.pb import admin_pb2
-from router.api.admin import StatusService
+from cluster.proto_names import to_document
 from router.api.call import Call
 from router.api.violations import invalid
-from router.observe.page import document
-from router.observe.page.controller_link import ControllerLink
-from router.observe.page.html import load_page
+from router.observe.controller_link import ControllerLink
 from router.openai.http import guarded
 
+GetStatus = Callable[[admin_pb2.GetStatusRequest, Call], Awaitable[admin_pb2.GetStatusResponse]]
+GetActivity = Callable[[admin_pb2.GetActivityRequest, Call], Awaitable[admin_pb2.GetActivityResponse]]
+
 _STATUS = admin_pb2.DESCRIPTOR.services_by_name["StatusService"].full_name
+_INLINE = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+_NOT_STORED = {"cache-control": "no-store"}
 _MOST_WORKERS = 99_999
 _MOST_BODY_BYTES = 4096
 _BODY_S = 5.0
@@ -36,7 +46,7 @@ _MOST_NUMBER = 2**63
 
 
 class RolesBody(BaseModel):
-    """How many workers each role shall have."""
+    """The wanted number of workers of each role."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -49,17 +59,25 @@ class RolesBody(BaseModel):
 
 
 class StatusPage:
-    """`routes` are for the HTTP door."""
+    """`routes` are for the router's HTTP app."""
 
     def __init__(
-        self, status: StatusService, controller: ControllerLink, gate: Gate, *, host: str, knows_callers: bool
+        self,
+        get_status: GetStatus,
+        get_activity: GetActivity,
+        controller: ControllerLink,
+        gate: Gate,
+        *,
+        host: str,
+        knows_callers: bool,
     ) -> None:
         """`host`: where HTTP listens. `knows_callers`: by a key or a certificate, so that not everybody is an admin."""
-        self._status = status
+        self._get_status = get_status
+        self._get_activity = get_activity
         self._controller = controller
         self._gate = gate
-        self._is_open = not knows_callers
-        self._is_closed_door = knows_callers or is_loopback(host)
+        self._knows_callers = knows_callers
+        self._can_be_trusted = knows_callers or is_loopback(host)
         self._body, self._headers = load_page()
         self.routes = [
             Route("/", guarded(self._page), methods=["GET"]),
@@ -71,7 +89,7 @@ class StatusPage:
         return Response(self._body, headers=self._headers)
 
     async def _cluster(self, request: Request) -> Response:
-        """`life`, `second` and `request` of the query name what the page has: the rest is told."""
+        """`life`, `second` and `request` of the query name what the page has already."""
         self._check(request)
         query = request.query_params
         since = admin_pb2.GetActivityRequest(
@@ -79,29 +97,30 @@ class StatusPage:
             after_second=_number(query, "second"),
             after_request=_number(query, "request"),
         )
-        status = await self._status.GetStatus(admin_pb2.GetStatusRequest(), Call())
-        activity = await self._status.GetActivity(since, Call())
+        status = await self._get_status(admin_pb2.GetStatusRequest(), Call())
+        activity = await self._get_activity(since, Call())
         why_not = self._why_not()
         controller, problem = await self._ask_controller(request)
-        told = {
+        document = {
             "version": version("baton"),
             "time": time.time(),
-            "router": document.router_part(status),
-            "workers": document.workers_part(status, activity.rates),
-            "activity": document.activity_part(activity),
+            "status": to_document(status),
+            "activity": to_document(activity),
             "controller": controller,
             "change": {"may": not (why_not or problem), "why": why_not or problem},
         }
-        return JSONResponse(told, headers={"cache-control": "no-store"})
+        return JSONResponse(document, headers=_NOT_STORED)
 
-    async def _ask_controller(self, request: Request) -> tuple[document.Json | None, str]:
-        """What it says, or why it says nothing; neither without a controller."""
+    async def _ask_controller(self, request: Request) -> tuple[dict[str, Any] | None, str]:
+        """What the controller reports, or why it does not; neither without a controller."""
         if not self._controller.is_there:
             return None, ""
         try:
-            return document.controller_part(await self._controller.cluster(tuple(request.headers.items()))), ""
+            document = to_document(await self._controller.cluster(tuple(request.headers.items())))
         except BatonError as error:
             return None, f"the controller does not answer: {error.message}"
+        del document["router"]  # the status of one router, which need not be this one
+        return document, ""
 
     async def _set_roles(self, request: Request) -> Response:
         self._check(request)
@@ -116,18 +135,18 @@ class StatusPage:
             dry_run=body.dry_run,
             expected_version=body.expected_version,
         )
-        answer = await self._controller.set_roles(wanted, tuple(request.headers.items()))
-        return JSONResponse(document.change_part(answer), headers={"cache-control": "no-store"})
+        response = await self._controller.set_roles(wanted, tuple(request.headers.items()))
+        return JSONResponse(to_document(response), headers=_NOT_STORED)
 
     def _check(self, request: Request) -> None:
         """Raises Unauthenticated or PermissionDenied."""
         self._gate.check(tuple(request.headers.items()), _STATUS)
 
     def _why_not(self) -> str:
-        """The split cannot be changed here; empty: it can."""
+        """Why the split cannot be changed here; empty: it can."""
         if not self._controller.is_there:
             return "This router was started without a controller, which changes splits; `baton serve` starts one."
-        if not self._is_closed_door:
+        if not self._can_be_trusted:
             return (
                 "Everybody who reaches this address could change the cluster; set auth.keys_file or tls.client_ca to "
                 "change the split here, or use `baton rebalance`."
@@ -135,8 +154,8 @@ class StatusPage:
         return ""
 
     def _refuse_other_sites(self, request: Request) -> None:
-        """A browser says which site a request comes from; where there are no keys, a name that somebody has pointed at
-        this machine is another site, too. Raises PermissionDenied."""
+        """Raises PermissionDenied for a request that a browser sends for another site. Where there are no keys, a name
+        that somebody has pointed at this machine is another site as well."""
         headers = request.headers
         host = headers.get("host", "")
         origin = headers.get("origin")
@@ -148,14 +167,45 @@ class StatusPage:
         if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
             raise InvalidRequest("the body must be application/json")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-        if self._is_open and not is_loopback(name):
+        if not self._knows_callers and not is_loopback(name):
             raise PermissionDenied(
                 f"without API keys the split is changed at a loopback address only, such as 127.0.0.1, not at {host!r}"
             )
 
 
+def load_page() -> tuple[bytes, dict[str, str]]:
+    """Returns the page and its headers. Their policy lets a browser run the page's own script and style, by their
+    digests, and nothing else, and talk to this router only."""
+    text = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    digests = {kind: _digest(content) for kind, content in _INLINE.findall(text)}
+    policy = (
+        "default-src 'none'",
+        f"script-src 'sha256-{digests['script']}'",
+        f"style-src 'sha256-{digests['style']}'",
+        "connect-src 'self'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+    headers = {
+        "content-security-policy": "; ".join(policy),
+        "content-type": "text/html; charset=utf-8",
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
+    return text.encode(), headers
+
+
+def _digest(content: str) -> str:
+    return base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
 def _number(query: Any, name: str) -> int:
-    """Of the query; 0 where there is none. Raises InvalidRequest."""
+    """Reads a number of the query, 0 where there is none. Raises InvalidRequest."""
     text = query.get(name, "0")
     if not (text.isascii() and text.isdigit() and len(text) < 19):
         raise invalid((FieldViolation(name, "must be a whole number"),))
@@ -163,7 +213,7 @@ def _number(query: Any, name: str) -> int:
 
 
 async def _read(request: Request) -> RolesBody:
-    """Raises InvalidRequest, OutOfRange, or TimeoutError for a client that does not send on."""
+    """Raises InvalidRequest, OutOfRange, or TimeoutError for a client that stops sending."""
     data = bytearray()
     async with asyncio.timeout(_BODY_S):
         async for part in request.stream():

@@ -1,13 +1,13 @@
-"""The router's way to the controller, for operators who look at its page: each call carries the caller's own key.
+"""The router's connection to the controller, for operators who use its page: each call carries the caller's own key.
 
-The controller names the address itself (`ControlService.SetWorkers`); a router that was started by hand has none.
+The controller sends its address itself (`ControlService.SetWorkers`); a router that was started by hand has none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -17,23 +17,22 @@ from cluster.auth import HEADER
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.tls import ClientTls
-from router.api.admin import ControlService
 
 _LOOK_S = 1.0
-"""The page would rather say that the controller does not answer than wait for it."""
+"""The page shows that the controller does not answer rather than wait for it."""
 _CHANGE_S = 10.0
 _FRESH_S = 0.5
-"""What it said serves everybody who looks within this time."""
+"""A response is reused for this long, whoever asks."""
 
 Headers = tuple[tuple[str, str], ...]
 
 
 class ControllerLink:
-    """In one event loop; `close` it there. Errors of calls are BatonErrors."""
+    """Used in one event loop; `close` it there. Errors of calls are BatonErrors."""
 
-    def __init__(self, control: ControlService, tls: ClientTls | None) -> None:
-        """`tls`: of the cluster's inside, if it has any."""
-        self._control = control
+    def __init__(self, admin_address: Callable[[], str], tls: ClientTls | None) -> None:
+        """`admin_address` returns the controller's, empty: there is none. `tls`: the cluster's internal one, if any."""
+        self._admin_address = admin_address
         self._tls = tls
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
@@ -42,45 +41,46 @@ class ControllerLink:
 
     @property
     def is_there(self) -> bool:
-        return bool(self._control.admin_address)
+        return bool(self._admin_address())
 
     async def cluster(self, headers: Headers) -> admin_pb2.GetClusterResponse:
-        """For callers who may see it: what another one was told just now, or that nobody answers, is told again."""
+        """Returns a fresh enough response, or raises the error that stands for one. The caller must be allowed to see
+        the cluster: a response to somebody else's key is reused."""
         async with self._asking:
-            is_same = self._control.admin_address == self._address
+            is_same = self._admin_address() == self._address
             if self._last is None or not is_same or time.monotonic() - self._last[0] > _FRESH_S:
                 self._last = None
-                answer = await self._ask(headers)
-                self._last = (time.monotonic(), answer)
-            answer = self._last[1]
-        if isinstance(answer, BatonError):
-            raise answer
-        return answer
+                response = await self._ask(headers)
+                self._last = (time.monotonic(), response)
+            response = self._last[1]
+        if isinstance(response, BatonError):
+            raise response
+        return response
 
     async def _ask(self, headers: Headers) -> admin_pb2.GetClusterResponse | BatonError:
-        """An error is returned that has nothing to do with who asks."""
+        """Returns an error that does not depend on who asks; raises others."""
         stub = await self._stub()
         call = stub.GetCluster(admin_pb2.GetClusterRequest(), timeout=_LOOK_S, metadata=_key_of(headers))
         try:
-            answer: admin_pb2.GetClusterResponse = await _answer(call)
+            response: admin_pb2.GetClusterResponse = await _response(call)
         except (Unavailable, DeadlineExceeded) as error:
             return error
-        return answer
+        return response
 
     async def set_roles(self, request: admin_pb2.SetRolesRequest, headers: Headers) -> admin_pb2.ChangeResponse:
         stub = await self._stub()
-        answer: admin_pb2.ChangeResponse = await _answer(
+        response: admin_pb2.ChangeResponse = await _response(
             stub.SetRoles(request, timeout=_CHANGE_S, metadata=_key_of(headers))
         )
         self._last = None
-        return answer
+        return response
 
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close(None)
 
     async def _stub(self) -> Any:
-        address = self._control.admin_address
+        address = self._admin_address()
         if not address:
             raise FailedPrecondition("this router has no controller; a cluster of `baton serve` has one")
         if address != self._address or self._channel is None:
@@ -91,7 +91,7 @@ class ControllerLink:
         return admin_pb2_grpc.AdminServiceStub(self._channel)
 
 
-async def _answer(call: Awaitable[Any]) -> Any:
+async def _response(call: Awaitable[Any]) -> Any:
     try:
         return await call
     except grpc.aio.AioRpcError as error:
