@@ -21,12 +21,12 @@ from types import MappingProxyType
 
 from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from kv_transfer.actions import Actions, Chunk, Fail, Land, Range, Ready, ReleasePages, Reserve, Tell
+from kv_transfer.actions import Actions, Chunk, Fail, Land, Range, Ready, ReleasePages, Reserve, SendMessage
 
 Reason = worker_pb2.Failed.Reason
 
 
-class State(Enum):
+class ReceiveState(Enum):
     ANNOUNCED = "announced"  # the router has spoken
     WAITING = "waiting"  # the prefill worker too: blocks are wanted
     RECEIVING = "receiving"  # blocks are held; chunks land
@@ -35,7 +35,7 @@ class State(Enum):
     CLOSED = "closed"  # over, and forgotten here
 
 
-class Event(Enum):
+class ReceiveEvent(Enum):
     OPENED = "opened"
     RESERVED = "reserved"
     COMPLETED = "completed"
@@ -46,15 +46,17 @@ class Event(Enum):
     DRAINED = "drained"
 
 
-_ENDS = dict.fromkeys((Event.CANCEL, Event.FAILED, Event.PEER_ABORTED, Event.LINK_DOWN), State.CLOSING)
-TABLE: Mapping[State, Mapping[Event, State]] = MappingProxyType(
+_ENDS = dict.fromkeys(
+    (ReceiveEvent.CANCEL, ReceiveEvent.FAILED, ReceiveEvent.PEER_ABORTED, ReceiveEvent.LINK_DOWN), ReceiveState.CLOSING
+)
+TABLE: Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]] = MappingProxyType(
     {
-        State.ANNOUNCED: {Event.OPENED: State.WAITING, Event.CANCEL: State.CLOSING},
-        State.WAITING: {Event.RESERVED: State.RECEIVING, **_ENDS},
-        State.RECEIVING: {Event.COMPLETED: State.READY, **_ENDS},
-        State.CLOSING: {Event.DRAINED: State.CLOSED},
-        State.READY: {},
-        State.CLOSED: {},
+        ReceiveState.ANNOUNCED: {ReceiveEvent.OPENED: ReceiveState.WAITING, ReceiveEvent.CANCEL: ReceiveState.CLOSING},
+        ReceiveState.WAITING: {ReceiveEvent.RESERVED: ReceiveState.RECEIVING, **_ENDS},
+        ReceiveState.RECEIVING: {ReceiveEvent.COMPLETED: ReceiveState.READY, **_ENDS},
+        ReceiveState.CLOSING: {ReceiveEvent.DRAINED: ReceiveState.CLOSED},
+        ReceiveState.READY: {},
+        ReceiveState.CLOSED: {},
     }
 )
 """Every legal move. What is not here is dropped: it belongs to a moment that is over."""
@@ -68,7 +70,7 @@ class Incoming:
     num_tokens: int
     num_layers: int
     epoch: str | None = None
-    state: State = State.ANNOUNCED
+    state: ReceiveState = ReceiveState.ANNOUNCED
     num_cached_tokens: int = 0
     landing: dict[int, Chunk] = field(default_factory=dict)
     """Chunks granted and not landed."""
@@ -77,7 +79,7 @@ class Incoming:
     failure: tuple[Reason, str] | None = None
     """What the router is told at the end; None when it asked for the end, or hears of it from the sender."""
 
-    def advance(self, event: Event) -> bool:
+    def advance(self, event: ReceiveEvent) -> bool:
         """False, and nothing changed, when the table has no such move."""
         state = TABLE[self.state].get(event)
         if state is None:
@@ -101,10 +103,11 @@ class Incoming:
 
 
 @dataclass
-class Inlet:
-    """One link: its free landing slots, how much one holds, and offers that wait for theirs."""
+class LandingSlots:
+    """The landing slots of one connection, and offers that wait for theirs."""
 
-    chunk_tokens: int
+    capacity: int
+    """Tokens times layers that one slot holds."""
     free_slots: set[int]
     num_slots: int
     is_open: bool = False
@@ -119,7 +122,7 @@ class Receiver:
         self._incoming: dict[RequestKey, Incoming] = {}
         self._opened: dict[RequestKey, str] = {}
         """Epochs whose Open arrived before the router's announcement."""
-        self._inlets: dict[str, Inlet] = {}
+        self._slots: dict[str, LandingSlots] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._incoming
@@ -131,20 +134,20 @@ class Receiver:
     def count_stages(self) -> dict[str, int]:
         """Landing slots of all links by what is in them."""
         posted = sum(len(incoming.landing) for incoming in self._incoming.values())
-        return {"posted": posted, "free": sum(len(inlet.free_slots) for inlet in self._inlets.values())}
+        return {"posted": posted, "free": sum(len(slots.free_slots) for slots in self._slots.values())}
 
     # Links
 
     def link_called(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
         """A prefill worker has called; a landing slot will hold `chunk_tokens` tokens of all layers."""
-        self._inlets[epoch] = Inlet(chunk_tokens, set(range(num_slots)), num_slots)
+        self._slots[epoch] = LandingSlots(chunk_tokens * self._num_layers, set(range(num_slots)), num_slots)
         return []
 
     def link_up(self, epoch: str) -> Actions:
         """The pair is open on every rank: receives may be posted on it."""
-        inlet = self._inlets[epoch]
-        inlet.is_open = True
-        return self._pump(inlet)
+        slots = self._slots[epoch]
+        slots.is_open = True
+        return self._pump(slots)
 
     def link_down(
         self,
@@ -153,11 +156,11 @@ class Receiver:
         why: str = "the prefill worker was lost during the hand-off",
     ) -> Actions:
         """The link is closed, and what had not been handed over is lost with it."""
-        self._inlets.pop(epoch, None)
+        self._slots.pop(epoch, None)
         self._opened = {key: e for key, e in self._opened.items() if e != epoch}
         actions: Actions = []
         for incoming in [i for i in self._incoming.values() if i.epoch == epoch]:
-            actions += self._give_up(incoming, Event.LINK_DOWN, (reason, why))
+            actions += self._close(incoming, ReceiveEvent.LINK_DOWN, (reason, why))
         return actions
 
     # One hand-off
@@ -174,32 +177,32 @@ class Receiver:
         if incoming is None:
             self._opened[key] = epoch
             return []
-        if incoming.state is not State.ANNOUNCED:
-            return [self._tell_abort(epoch, key, "this request is being handed off already")]
+        if incoming.state is not ReceiveState.ANNOUNCED:
+            return [self._abort_message(epoch, key, "this request is being handed off already")]
         return self._match(incoming, epoch)
 
     def reserved(self, key: RequestKey, num_cached_tokens: int) -> Actions:
         """Blocks are held for the whole prompt; its first `num_cached_tokens` tokens are here already."""
         incoming = self._incoming[key]
-        if not incoming.advance(Event.RESERVED):
+        if not incoming.advance(ReceiveEvent.RESERVED):
             return []
         assert incoming.epoch is not None
         incoming.num_cached_tokens = num_cached_tokens
         message = handoff_pb2.Reserved(key=key.to_proto(), num_cached_tokens=num_cached_tokens)
-        return [Tell(incoming.epoch, handoff_pb2.ReceiverMessage(reserved=message))]
+        return [SendMessage(incoming.epoch, handoff_pb2.ReceiverMessage(reserved=message))]
 
     def offered(self, epoch: str, offer: handoff_pb2.Chunk) -> Actions:
         """A chunk waits in the sender's slot."""
         incoming = self._find(epoch, RequestKey.of(offer.key))
-        inlet = self._inlets.get(epoch)
-        if incoming is None or inlet is None or incoming.state is not State.RECEIVING:
+        slots = self._slots.get(epoch)
+        if incoming is None or slots is None or incoming.state is not ReceiveState.RECEIVING:
             return []
         chunk = Chunk.from_proto(offer, epoch)
-        problem = self._problem_of(chunk, incoming, inlet)
+        problem = self._problem_of(chunk, incoming, slots)
         if problem:
             return self._fail(incoming, problem)
-        inlet.offers.append(chunk)
-        return self._pump(inlet)
+        slots.offers.append(chunk)
+        return self._pump(slots)
 
     def landed(
         self, chunk: Chunk, error: str = "", reason: Reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
@@ -209,21 +212,21 @@ class Receiver:
         del incoming.landing[chunk.index]
         if not error:
             incoming.landed.append(chunk.range)
-        inlet = self._inlets.get(chunk.epoch)
-        if inlet is not None:
-            inlet.free_slots.add(chunk.slot)
-        if error and incoming.state is State.RECEIVING:
+        slots = self._slots.get(chunk.epoch)
+        if slots is not None:
+            slots.free_slots.add(chunk.slot)
+        if error and incoming.state is ReceiveState.RECEIVING:
             actions = self._fail(incoming, error, reason)
-        elif incoming.state is State.CLOSING:
+        elif incoming.state is ReceiveState.CLOSING:
             actions = self._close_if_drained(incoming)
         else:
             actions = self._finish_if_complete(incoming)
-        return actions + (self._pump(inlet) if inlet is not None else [])
+        return actions + (self._pump(slots) if slots is not None else [])
 
     def committed(self, epoch: str, commit: handoff_pb2.Commit) -> Actions:
         """The sender has offered everything."""
         incoming = self._find(epoch, RequestKey.of(commit.key))
-        if incoming is None or incoming.state is not State.RECEIVING or incoming.commit is not None:
+        if incoming is None or incoming.state is not ReceiveState.RECEIVING or incoming.commit is not None:
             return []
         incoming.commit = commit
         return self._finish_if_complete(incoming)
@@ -231,57 +234,57 @@ class Receiver:
     def cancel(self, key: RequestKey, reason: str) -> Actions:
         """The router does not want the request any more."""
         incoming = self._incoming.get(key)
-        if incoming is None or Event.CANCEL not in TABLE[incoming.state]:
+        if incoming is None or ReceiveEvent.CANCEL not in TABLE[incoming.state]:
             return []
-        told: Actions = [] if incoming.epoch is None else [self._tell_abort(incoming.epoch, key, reason)]
-        return told + self._give_up(incoming, Event.CANCEL, None)
+        told: Actions = [] if incoming.epoch is None else [self._abort_message(incoming.epoch, key, reason)]
+        return told + self._close(incoming, ReceiveEvent.CANCEL, None)
 
     def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
         """The sender gave the request up; the router hears of it from the sender."""
         if self._opened.get(key) == epoch:
             del self._opened[key]
-        answer: Actions = [self._tell_abort(epoch, key, "aborted")]
+        answer: Actions = [self._abort_message(epoch, key, "aborted")]
         incoming = self._find(epoch, key)
-        return answer if incoming is None else answer + self._give_up(incoming, Event.PEER_ABORTED, None)
+        return answer if incoming is None else answer + self._close(incoming, ReceiveEvent.PEER_ABORTED, None)
 
     def check_idle(self) -> None:
         """Raises AssertionError unless every hand-off is over and every slot of the open links is back."""
         assert not self._incoming and not self._opened, (self._incoming, self._opened)
-        for inlet in self._inlets.values():
-            assert not inlet.offers and len(inlet.free_slots) == inlet.num_slots, inlet
+        for slots in self._slots.values():
+            assert not slots.offers and len(slots.free_slots) == slots.num_slots, slots
 
     def _find(self, epoch: str, key: RequestKey) -> Incoming | None:
         incoming = self._incoming.get(key)
         return incoming if incoming is not None and incoming.epoch == epoch else None
 
     def _match(self, incoming: Incoming, epoch: str) -> Actions:
-        incoming.advance(Event.OPENED)
+        incoming.advance(ReceiveEvent.OPENED)
         incoming.epoch = epoch
         return [Reserve(incoming.key)]
 
-    def _problem_of(self, chunk: Chunk, incoming: Incoming, inlet: Inlet) -> str:
+    def _problem_of(self, chunk: Chunk, incoming: Incoming, slots: LandingSlots) -> str:
         """Why an offer breaks the protocol, or nothing."""
         where = chunk.range
-        fits = 0 < where.num_cells <= inlet.chunk_tokens * self._num_layers and where.num_tokens > 0
+        fits = 0 < where.num_cells <= slots.capacity and where.num_tokens > 0
         inside = incoming.num_cached_tokens <= where.token_start and where.token_end <= incoming.num_tokens
-        if not fits or not inside or where.layer_end > self._num_layers or chunk.slot >= inlet.num_slots:
+        if not fits or not inside or where.layer_end > self._num_layers or chunk.slot >= slots.num_slots:
             return f"the prefill worker offered {where}, which was not reserved"
-        waiting = [c.index for c in inlet.offers if c.key == chunk.key]
+        waiting = [c.index for c in slots.offers if c.key == chunk.key]
         if chunk.index in incoming.landing or chunk.index in waiting:
             return f"the prefill worker offered chunk {chunk.index} twice"
         return ""
 
-    def _pump(self, inlet: Inlet) -> Actions:
+    def _pump(self, slots: LandingSlots) -> Actions:
         """Grants offers whose slots are free, in their order."""
         actions: Actions = []
-        for chunk in list(inlet.offers) if inlet.is_open else []:
-            if chunk.slot not in inlet.free_slots:
+        for chunk in list(slots.offers) if slots.is_open else []:
+            if chunk.slot not in slots.free_slots:
                 continue
-            inlet.offers.remove(chunk)
-            inlet.free_slots.remove(chunk.slot)
+            slots.offers.remove(chunk)
+            slots.free_slots.remove(chunk.slot)
             self._incoming[chunk.key].landing[chunk.index] = chunk
             grant = handoff_pb2.Grant(key=chunk.key.to_proto(), chunk_index=chunk.index)
-            actions += [Land(chunk), Tell(chunk.epoch, handoff_pb2.ReceiverMessage(grant=grant))]
+            actions += [Land(chunk), SendMessage(chunk.epoch, handoff_pb2.ReceiverMessage(grant=grant))]
         return actions
 
     def _finish_if_complete(self, incoming: Incoming) -> Actions:
@@ -294,30 +297,30 @@ class Receiver:
         ):
             covered = f"{incoming.num_whole_tokens} of {incoming.num_tokens} prompt tokens"
             return self._fail(incoming, f"the hand-off was committed with {covered}")
-        incoming.advance(Event.COMPLETED)
+        incoming.advance(ReceiveEvent.COMPLETED)
         del self._incoming[incoming.key]
         answer = handoff_pb2.ReceiverMessage(committed=handoff_pb2.Committed(key=incoming.commit.key))
-        return [Tell(incoming.epoch, answer), Ready(incoming.key, tuple(incoming.commit.first_tokens))]
+        return [SendMessage(incoming.epoch, answer), Ready(incoming.key, tuple(incoming.commit.first_tokens))]
 
     def _fail(
         self, incoming: Incoming, message: str, reason: Reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
     ) -> Actions:
         assert incoming.epoch is not None
-        told = self._tell_abort(incoming.epoch, incoming.key, message)
-        return [told, *self._give_up(incoming, Event.FAILED, (reason, message))]
+        told = self._abort_message(incoming.epoch, incoming.key, message)
+        return [told, *self._close(incoming, ReceiveEvent.FAILED, (reason, message))]
 
-    def _give_up(self, incoming: Incoming, event: Event, failure: tuple[Reason, str] | None) -> Actions:
+    def _close(self, incoming: Incoming, event: ReceiveEvent, failure: tuple[Reason, str] | None) -> Actions:
         """Drops what was not granted; what was granted drains first."""
         if not incoming.advance(event):
             return []
         incoming.failure = failure
-        inlet = self._inlets.get(incoming.epoch or "")
-        if inlet is not None:
-            inlet.offers = deque(chunk for chunk in inlet.offers if chunk.key != incoming.key)
+        slots = self._slots.get(incoming.epoch or "")
+        if slots is not None:
+            slots.offers = deque(chunk for chunk in slots.offers if chunk.key != incoming.key)
         return self._close_if_drained(incoming)
 
     def _close_if_drained(self, incoming: Incoming) -> Actions:
-        if incoming.landing or not incoming.advance(Event.DRAINED):
+        if incoming.landing or not incoming.advance(ReceiveEvent.DRAINED):
             return []
         del self._incoming[incoming.key]
         num_kept = incoming.num_whole_tokens
@@ -325,6 +328,6 @@ class Receiver:
         return [*failed, ReleasePages(incoming.key, num_kept)]
 
     @staticmethod
-    def _tell_abort(epoch: str, key: RequestKey, reason: str) -> Tell:
+    def _abort_message(epoch: str, key: RequestKey, reason: str) -> SendMessage:
         message = handoff_pb2.Abort(key=key.to_proto(), reason=reason)
-        return Tell(epoch, handoff_pb2.ReceiverMessage(abort=message))
+        return SendMessage(epoch, handoff_pb2.ReceiverMessage(abort=message))

@@ -68,7 +68,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Tell:
+class SendMessage:
     """Send a control message to the peer."""
 
     epoch: str
@@ -129,7 +129,7 @@ class ReleasePages:
 
 @dataclass(frozen=True)
 class Fail:
-    """Tell the router that the request cannot go on here."""
+    """SendMessage the router that the request cannot go on here."""
 
     key: RequestKey
     reason: worker_pb2.Failed.Reason
@@ -137,5 +137,5 @@ class Fail:
     num_kept_tokens: int = 0
 
 
-Action = Tell | Gather | Transmit | Land | BeginPrefill | Reserve | Ready | ReleasePages | Fail
+Action = SendMessage | Gather | Transmit | Land | BeginPrefill | Reserve | Ready | ReleasePages | Fail
 Actions = list[Action]

@@ -28,7 +28,7 @@ from kv_transfer.actions import (
     Gather,
     Range,
     ReleasePages,
-    Tell,
+    SendMessage,
     Transmit,
 )
 
@@ -38,7 +38,7 @@ MIN_LAYERED_TOKENS = 64
 """A last step shorter than this is not cut: its transfer is shorter than the messages of one more chunk."""
 
 
-class State(Enum):
+class SendState(Enum):
     OPENING = "opening"  # Open is told
     STREAMING = "streaming"  # the receiver has reserved; chunks move
     COMMITTING = "committing"  # everything is offered and Commit told
@@ -46,7 +46,7 @@ class State(Enum):
     SETTLED = "settled"  # no grant can come any more; what was granted drains
 
 
-class Event(Enum):
+class SendEvent(Enum):
     RESERVED = "reserved"
     COMPUTED = "computed"
     COMMIT = "commit"
@@ -56,25 +56,25 @@ class Event(Enum):
     LINK_DOWN = "link down"
 
 
-_ENDS = {Event.PEER_ABORTED: State.SETTLED, Event.LINK_DOWN: State.SETTLED}
-TABLE: Mapping[State, Mapping[Event, State]] = MappingProxyType(
+_ENDS = {SendEvent.PEER_ABORTED: SendState.SETTLED, SendEvent.LINK_DOWN: SendState.SETTLED}
+TABLE: Mapping[SendState, Mapping[SendEvent, SendState]] = MappingProxyType(
     {
-        State.OPENING: {Event.RESERVED: State.STREAMING, Event.ABORT: State.CLOSING, **_ENDS},
-        State.STREAMING: {
-            Event.COMPUTED: State.STREAMING,
-            Event.COMMIT: State.COMMITTING,
-            Event.ABORT: State.CLOSING,
+        SendState.OPENING: {SendEvent.RESERVED: SendState.STREAMING, SendEvent.ABORT: SendState.CLOSING, **_ENDS},
+        SendState.STREAMING: {
+            SendEvent.COMPUTED: SendState.STREAMING,
+            SendEvent.COMMIT: SendState.COMMITTING,
+            SendEvent.ABORT: SendState.CLOSING,
             **_ENDS,
         },
-        State.COMMITTING: {Event.COMMITTED: State.SETTLED, Event.ABORT: State.CLOSING, **_ENDS},
-        State.CLOSING: {Event.COMMITTED: State.SETTLED, **_ENDS},
-        State.SETTLED: {},
+        SendState.COMMITTING: {SendEvent.COMMITTED: SendState.SETTLED, SendEvent.ABORT: SendState.CLOSING, **_ENDS},
+        SendState.CLOSING: {SendEvent.COMMITTED: SendState.SETTLED, **_ENDS},
+        SendState.SETTLED: {},
     }
 )
 """Every legal move. What is not here is dropped: it belongs to a moment that is over."""
 
 
-class Stage(Enum):
+class ChunkStage(Enum):
     """Of one chunk that has a slot."""
 
     GATHERING = "gathering"
@@ -89,25 +89,25 @@ class Outgoing:
     key: RequestKey
     epoch: str
     num_tokens: int
-    state: State = State.OPENING
+    state: SendState = SendState.OPENING
     next_token: int = 0
     """Tokens before it are the receiver's already, or in a chunk."""
     waiting: deque[tuple[Range, int]] = field(default_factory=deque)
     """Ranges that wait for a slot, each with the number of steps that write it."""
-    chunks: dict[int, tuple[Chunk, Stage]] = field(default_factory=dict)
+    chunks: dict[int, tuple[Chunk, ChunkStage]] = field(default_factory=dict)
     num_chunks: int = 0
     first_tokens: list[handoff_pb2.FirstToken] | None = None
     holds_pages: bool = True
 
     @property
     def is_live(self) -> bool:
-        return self.state in (State.OPENING, State.STREAMING, State.COMMITTING)
+        return self.state in (SendState.OPENING, SendState.STREAMING, SendState.COMMITTING)
 
     @property
     def is_gathering(self) -> bool:
-        return any(stage is Stage.GATHERING for _, stage in self.chunks.values())
+        return any(stage is ChunkStage.GATHERING for _, stage in self.chunks.values())
 
-    def advance(self, event: Event) -> bool:
+    def advance(self, event: SendEvent) -> bool:
         """False, and nothing changed, when the table has no such move."""
         state = TABLE[self.state].get(event)
         if state is None:
@@ -117,10 +117,11 @@ class Outgoing:
 
 
 @dataclass
-class Outlet:
-    """One link that is up: its free slots, and how much one holds."""
+class SendSlots:
+    """The send slots of one connection that is open."""
 
-    chunk_tokens: int
+    capacity: int
+    """Tokens times layers that one slot holds."""
     free_slots: list[int]
     num_slots: int
     is_suspect: bool = False
@@ -132,7 +133,7 @@ class Sender:
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._outgoing: dict[RequestKey, Outgoing] = {}
-        self._outlets: dict[str, Outlet] = {}
+        self._slots: dict[str, SendSlots] = {}
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._outgoing
@@ -148,25 +149,25 @@ class Sender:
 
     def count_stages(self) -> dict[str, int]:
         """Slots of all links by what is in them."""
-        counts = {stage.value: 0 for stage in Stage}
+        counts = {stage.value: 0 for stage in ChunkStage}
         for out in self._outgoing.values():
             for _, stage in out.chunks.values():
                 counts[stage.value] += 1
-        return counts | {"free": sum(len(outlet.free_slots) for outlet in self._outlets.values())}
+        return counts | {"free": sum(len(slots.free_slots) for slots in self._slots.values())}
 
     # Links
 
     def link_up(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
         """The pair is open on every rank; a slot holds `chunk_tokens` tokens of all layers."""
-        self._outlets[epoch] = Outlet(chunk_tokens, list(range(num_slots)), num_slots)
+        self._slots[epoch] = SendSlots(chunk_tokens * self._num_layers, list(range(num_slots)), num_slots)
         return self._pump(epoch)
 
     def link_suspected(self, epoch: str, is_suspect: bool) -> Actions:
         """The peer is silent, or was heard again: nothing new is gathered for a suspect."""
-        outlet = self._outlets.get(epoch)
-        if outlet is None:
+        slots = self._slots.get(epoch)
+        if slots is None:
             return []
-        outlet.is_suspect = is_suspect
+        slots.is_suspect = is_suspect
         return self._pump(epoch)
 
     def link_down(
@@ -176,10 +177,10 @@ class Sender:
         why: str = "the decode worker was lost during the hand-off",
     ) -> Actions:
         """The link is closed: no grant can come, and its slots go with the pair."""
-        self._outlets.pop(epoch, None)
+        self._slots.pop(epoch, None)
         actions: Actions = []
         for out in [o for o in self._outgoing.values() if o.epoch == epoch]:
-            actions += self._settle(out, Event.LINK_DOWN, reason, why)
+            actions += self._settle(out, SendEvent.LINK_DOWN, reason, why)
         return actions
 
     # One hand-off
@@ -188,12 +189,12 @@ class Sender:
         """The router named a decode worker, to which `epoch` is the link, for a prompt of `num_tokens` tokens."""
         self._outgoing[key] = Outgoing(key, epoch, num_tokens)
         message = handoff_pb2.Open(key=key.to_proto(), num_tokens=num_tokens)
-        return [Tell(epoch, handoff_pb2.SenderMessage(open=message))]
+        return [SendMessage(epoch, handoff_pb2.SenderMessage(open=message))]
 
     def reserved(self, epoch: str, key: RequestKey, num_cached_tokens: int) -> Actions:
         """The receiver holds blocks for the prompt and has its first `num_cached_tokens` tokens."""
         out = self._find(epoch, key)
-        if out is None or not out.advance(Event.RESERVED):
+        if out is None or not out.advance(SendEvent.RESERVED):
             return []
         out.next_token = num_cached_tokens
         return [BeginPrefill(key)]
@@ -201,7 +202,7 @@ class Sender:
     def computing(self, key: RequestKey, token_end: int, after_step: int) -> Actions:
         """Step number `after_step` is about to compute this prompt's tokens up to `token_end`, layer by layer."""
         out = self._outgoing.get(key)
-        if out is None or not out.advance(Event.COMPUTED):
+        if out is None or not out.advance(SendEvent.COMPUTED):
             return []
         is_cut = token_end - out.next_token >= MIN_LAYERED_TOKENS
         self._queue(out, token_end, after_step, MIN_LAYER_GROUPS if is_cut else 1)
@@ -210,7 +211,7 @@ class Sender:
     def computed(self, key: RequestKey, num_computed: int, after_step: int) -> Actions:
         """The KV of tokens [0, num_computed) lies in this worker's pages since step `after_step`."""
         out = self._outgoing.get(key)
-        if out is None or not out.advance(Event.COMPUTED):
+        if out is None or not out.advance(SendEvent.COMPUTED):
             return []
         self._queue(out, num_computed, after_step, 1)
         return self._pump(out.epoch)
@@ -218,7 +219,7 @@ class Sender:
     def commit(self, key: RequestKey, first_tokens: list[handoff_pb2.FirstToken]) -> Actions:
         """The prompt is computed and its first tokens are sampled."""
         out = self._outgoing.get(key)
-        if out is None or out.state is not State.STREAMING:
+        if out is None or out.state is not SendState.STREAMING:
             return []
         out.first_tokens = first_tokens
         return self._pump(out.epoch) + self._commit_if_offered(out)
@@ -228,19 +229,19 @@ class Sender:
         out = self._outgoing[chunk.key]
         if not out.is_live:
             return self._finish(out, chunk)
-        out.chunks[chunk.index] = (chunk, Stage.OFFERED)
-        told: Actions = [Tell(out.epoch, handoff_pb2.SenderMessage(offer=chunk.to_proto()))]
+        out.chunks[chunk.index] = (chunk, ChunkStage.OFFERED)
+        told: Actions = [SendMessage(out.epoch, handoff_pb2.SenderMessage(offer=chunk.to_proto()))]
         return told + self._commit_if_offered(out)
 
     def granted(self, epoch: str, key: RequestKey, chunk_index: int) -> Actions:
         """The receiver has posted a receive for the chunk."""
         out = self._find(epoch, key)
-        if out is None or out.state is State.SETTLED:
+        if out is None or out.state is SendState.SETTLED:
             return []
         chunk, stage = out.chunks.get(chunk_index, (None, None))
-        if chunk is None or stage is not Stage.OFFERED:
+        if chunk is None or stage is not ChunkStage.OFFERED:
             return []
-        out.chunks[chunk_index] = (chunk, Stage.SENDING)
+        out.chunks[chunk_index] = (chunk, ChunkStage.SENDING)
         return [Transmit(chunk)]
 
     def sent(self, chunk: Chunk) -> Actions:
@@ -250,18 +251,18 @@ class Sender:
     def committed(self, epoch: str, key: RequestKey) -> Actions:
         """The receiver has everything."""
         out = self._find(epoch, key)
-        if out is None or not out.advance(Event.COMMITTED):
+        if out is None or not out.advance(SendEvent.COMMITTED):
             return []
         return self._drop_offers(out)
 
     def abort(self, key: RequestKey, reason: str) -> Actions:
         """The router cancelled, or this worker cannot go on. The receiver will answer with its own Abort."""
         out = self._outgoing.get(key)
-        if out is None or not out.advance(Event.ABORT):
+        if out is None or not out.advance(SendEvent.ABORT):
             return []
         out.waiting.clear()
         message = handoff_pb2.Abort(key=key.to_proto(), reason=reason)
-        return [Tell(out.epoch, handoff_pb2.SenderMessage(abort=message)), *self._release_pages(out)]
+        return [SendMessage(out.epoch, handoff_pb2.SenderMessage(abort=message)), *self._release_pages(out)]
 
     def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
         """The receiver gave the request up, or answers an abort: every grant it made has been heard by now."""
@@ -269,19 +270,19 @@ class Sender:
         if out is None:
             return []
         reason, why = worker_pb2.Failed.REASON_TRANSFER_FAILED, "the decode worker gave the hand-off up"
-        return self._settle(out, Event.PEER_ABORTED, reason, why)
+        return self._settle(out, SendEvent.PEER_ABORTED, reason, why)
 
     def check_idle(self) -> None:
         """Raises AssertionError unless every hand-off is over and every slot of the open links is back."""
         assert not self._outgoing, self._outgoing
-        for outlet in self._outlets.values():
-            assert sorted(outlet.free_slots) == list(range(outlet.num_slots)), outlet
+        for slots in self._slots.values():
+            assert sorted(slots.free_slots) == list(range(slots.num_slots)), slots
 
     def _find(self, epoch: str, key: RequestKey) -> Outgoing | None:
         out = self._outgoing.get(key)
         return out if out is not None and out.epoch == epoch else None
 
-    def _settle(self, out: Outgoing, event: Event, reason: worker_pb2.Failed.Reason, why: str) -> Actions:
+    def _settle(self, out: Outgoing, event: SendEvent, reason: worker_pb2.Failed.Reason, why: str) -> Actions:
         was_live = out.is_live
         if not out.advance(event):
             return []
@@ -292,7 +293,7 @@ class Sender:
         """Nothing more can be granted: what waits or is offered will never be sent."""
         out.waiting.clear()
         for index, (chunk, stage) in list(out.chunks.items()):
-            if stage is Stage.OFFERED:
+            if stage is ChunkStage.OFFERED:
                 del out.chunks[index]
                 self._free_slot(chunk)
         return self._release_pages(out) + self._pump(out.epoch)
@@ -312,27 +313,26 @@ class Sender:
 
     def _pump(self, epoch: str) -> Actions:
         """Gathers what waits, oldest hand-off first, while the link has slots."""
-        outlet = self._outlets.get(epoch)
-        if outlet is None or outlet.is_suspect:
+        slots = self._slots.get(epoch)
+        if slots is None or slots.is_suspect:
             return []
         actions: Actions = []
-        capacity = outlet.chunk_tokens * self._num_layers
         for out in self._outgoing.values():
-            while out.epoch == epoch and out.waiting and outlet.free_slots:
+            while out.epoch == epoch and out.waiting and slots.free_slots:
                 whole, after_step = out.waiting.popleft()
-                part, rest = _cut(whole, capacity)
+                part, rest = _cut(whole, slots.capacity)
                 out.waiting.extendleft((piece, after_step) for piece in reversed(rest))
-                chunk = Chunk(out.key, epoch, out.num_chunks, outlet.free_slots.pop(), part)
+                chunk = Chunk(out.key, epoch, out.num_chunks, slots.free_slots.pop(), part)
                 out.num_chunks += 1
-                out.chunks[chunk.index] = (chunk, Stage.GATHERING)
+                out.chunks[chunk.index] = (chunk, ChunkStage.GATHERING)
                 actions.append(Gather(chunk, after_step))
         return actions
 
     def _commit_if_offered(self, out: Outgoing) -> Actions:
-        if out.first_tokens is None or not self._is_read(out) or not out.advance(Event.COMMIT):
+        if out.first_tokens is None or not self._is_read(out) or not out.advance(SendEvent.COMMIT):
             return []
         commit = handoff_pb2.Commit(key=out.key.to_proto(), num_chunks=out.num_chunks, first_tokens=out.first_tokens)
-        return [*self._release_pages(out), Tell(out.epoch, handoff_pb2.SenderMessage(commit=commit))]
+        return [*self._release_pages(out), SendMessage(out.epoch, handoff_pb2.SenderMessage(commit=commit))]
 
     @staticmethod
     def _is_read(out: Outgoing) -> bool:
@@ -343,7 +343,7 @@ class Sender:
         is_over = out.first_tokens is not None and self._is_read(out) if out.is_live else not out.is_gathering
         released: Actions = [ReleasePages(out.key)] if out.holds_pages and is_over else []
         out.holds_pages = out.holds_pages and not is_over
-        if out.state is State.SETTLED and not out.holds_pages and not out.chunks:
+        if out.state is SendState.SETTLED and not out.holds_pages and not out.chunks:
             self._outgoing.pop(out.key, None)
         return released
 
@@ -354,9 +354,9 @@ class Sender:
         return self._release_pages(out) + self._pump(chunk.epoch)
 
     def _free_slot(self, chunk: Chunk) -> None:
-        outlet = self._outlets.get(chunk.epoch)
-        if outlet is not None:
-            outlet.free_slots.append(chunk.slot)
+        slots = self._slots.get(chunk.epoch)
+        if slots is not None:
+            slots.free_slots.append(chunk.slot)
 
 
 def _cut(whole: Range, capacity: int) -> tuple[Range, list[Range]]:

@@ -39,6 +39,7 @@ DECIDES = (
     "engine/kv/block_manager.py",
     "engine/sampling/constraint.py",
     "engine/sampling/params.py",
+    "worker/core.py",
 )
 """What chooses what runs next; decisions are tested without torch."""
 RAY_ONLY_IN = (

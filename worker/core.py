@@ -1,9 +1,9 @@
-"""The engine thread of a worker: one loop that hears events, plans a step, runs it and tells what came of it.
+"""The engine thread of a worker: one loop that takes events in, plans a step, runs it and reports its output.
 
-Everything that owns memory or decides runs on this thread, so nothing here is locked. Other threads `post` to it:
-router sessions and hand-off links (the speaking side, `worker.service`) and finished rank commands. It never waits but
-for work. A long step runs elsewhere while this thread goes on hearing; blocks that are given back meanwhile stay held
-until it has ended. Sessions and links are opaque names here.
+Everything that owns memory or decides runs on this thread, so nothing here is locked. Other threads post to its
+`Inbox`: router sessions, streams of hand-off connections and finished rank commands. It waits for work only. A long
+step runs elsewhere while this thread goes on taking events in; blocks that are released meanwhile stay held until the
+step has ended. It knows no tensors: ranks compute, sample and answer with plain values.
 """
 
 from __future__ import annotations
@@ -12,49 +12,95 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
-from cluster.step_cost import StepCost, StepSize
-from decode_worker.role import DecodeRole
+from cluster.step_cost import StepSize
 from decode_worker.scheduler import BlockCopies
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constrainer
-from engine.sampling.params import SampledToken
-from engine.sampling.sampler import Sampler
-from engine.sequence import Request, ScheduledSequence, Sequence
+from engine.sampling.params import SampledToken, SampleRow
+from engine.sequence import ScheduledSequence, Sequence
 from engine.step_budget import StepBudget
-from engine.step_input import build_step
-from prefill_worker.role import PrefillRole
-from worker.cache_reporter import CacheReporter
-from worker.convert import request_of
-from worker.handoff_connection import Carrier, PeerLinks
-from worker.metrics import HandoffMetrics, HeldResources
-from worker.ranks import Launched, Ranks
-from worker.reporter import Reporter, Voice
+from engine.step_input import StepInput, build_step
+from worker.admit import problem_of, request_of
+from worker.decode_role import DecodeRole
+from worker.handoff_connection import HandoffContext
+from worker.handoffs import Dial, Handoffs
+from worker.prefill_role import PrefillRole
+from worker.reporter import CacheReporter, Reporter, RouterSession
 from worker.step_clock import StepClock
 from worker.step_log import StepLog
-from worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 STATS_INTERVAL_S = 0.2
-TELL_INTERVAL_S = 0.004
-"""Tokens in the middle of outputs are told no oftener. Telling takes the interpreter from the step after it, and costs
-as much for one token as for ten."""
+REPORT_INTERVAL_S = 0.004
+"""Tokens in the middle of outputs are sent no more often. Sending takes the interpreter from the step after it, and
+costs as much for one token as for ten."""
 
 
-class Speaker(Voice, PeerLinks, Protocol):
-    """The speaking side, whole."""
+class Inbox:
+    """Calls that other threads have the engine thread make."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        """From any thread: calls `function(*arguments)` on the engine thread before the next step."""
+        self._calls.put((function, arguments))
+
+    def run(self, wait: bool) -> None:
+        """Makes the calls that were posted; waits for one first, if asked to."""
+        while wait or not self._calls.empty():
+            function, arguments = self._calls.get()
+            function(*arguments)
+            wait = False
+
+    @property
+    def is_empty(self) -> bool:
+        return self._calls.empty()
+
+
+class Launched(Protocol):
+    """A step that was launched."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its output is there."""
+        ...
+
+    def sample(self, rows: Seq[Seq[SampleRow]]) -> list[SampledToken]:
+        """Waits for the step, or raises what made it fail, and samples each row of logits for its rows, one or more."""
+        ...
+
+    def scores(self) -> list[SampledToken]:
+        """The prompt tokens that the step was to score."""
+        ...
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks of this worker, as one (`worker.group.RankGroup`)."""
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps were launched: a transfer command may name the newest, or the next, as the one it follows."""
+        ...
+
+    def launch(self, step: StepInput) -> Launched:
+        """Sets one forward pass off on every rank; the one before it must be done.
+
+        A short step is done when this returns. When a long one ends, something is posted to the engine thread.
+        """
+        ...
 
 
 @dataclass
@@ -73,64 +119,57 @@ class Flight:
 
 
 class Core:
-    """State of one worker. `attach` comes before `run`."""
+    """State of one worker."""
 
     def __init__(
         self,
+        inbox: Inbox,
+        ranks: Ranks,
         blocks: BlockManager,
-        sampler: Sampler,
-        metrics: HandoffMetrics,
+        handoff_context: HandoffContext,
+        dial: Dial,
         settings: WorkerSettings,
         *,
         max_model_len: int,
+        vocab_size: int,
         num_layers: int,
         step_log: StepLog,
         constrainer: Constrainer | None = None,
         clock: Callable[[], float] = time.monotonic,
-        meter: StepMeter | None = None,
     ) -> None:
-        """`meter`: None where nobody reads it."""
+        self.inbox = inbox
         self.blocks = blocks
-        self._sampler = sampler
+        self._ranks = ranks
+        self._vocab_size = vocab_size
         self._settings = settings
         self._max_model_len = max_model_len
         self._step_log = step_log
         self._constrainer = constrainer
         self._clock = clock
-        self.meter = meter
         self._step_clock = StepClock()
-        self._inbox: SimpleQueue[tuple[Callable[..., None], tuple[Any, ...]]] = SimpleQueue()
-        self._stats = worker_pb2.WorkerStats()
+        self._stats = handoff_context.stats
         self._sent_stats = worker_pb2.WorkerStats()
         self._stats_due = 0.0
-        self._tell_due = 0.0
+        self._report_due = 0.0
         self._flight: Flight | None = None
         self._is_stopping = False
         self.reporter = Reporter()
         self._cache_reporter = CacheReporter(blocks, self.reporter)
-        self.carrier = Carrier(
-            settings.worker_id,
-            self._stats,
-            metrics,
+        self.prefill = PrefillRole(self.reporter, blocks, num_layers)
+        self.decode = DecodeRole(self.reporter, blocks, settings.engine.max_num_seqs, num_layers)
+        self.handoffs = Handoffs(
+            handoff_context,
+            self.prefill,
+            self.decode,
+            dial,
+            worker_id=settings.worker_id,
             max_pairs=settings.transfer.max_pairs,
             answer_timeout_s=2 * settings.transfer.timeout_s,
         )
-        self.prefill = PrefillRole(self.reporter, self.carrier, blocks, num_layers)
-        self.decode = DecodeRole(self.reporter, self.carrier, blocks, settings.engine.max_num_seqs, num_layers)
-        self.carrier.prefill, self.carrier.decode = self.prefill, self.decode
-
-    def attach(self, ranks: Ranks, speaker: Speaker) -> None:
-        """Sets what carries the work out: the ranks, and the speaking side."""
-        self._ranks = self.carrier.ranks = ranks
-        self.carrier.links = self.reporter.voice = speaker
-
-    def post(self, handler: Callable[..., None], *arguments: Any) -> None:
-        """From any thread: runs `handler(*arguments)` on the engine thread before the next step."""
-        self._inbox.put((handler, arguments))
 
     def prepare_grammar(self, grammar: str) -> None:
-        """From any thread, before a request with it is admitted: what takes time is done then. A wrong one is refused
-        when it comes."""
+        """From any thread, before a request with the grammar is admitted: compiles it, which takes time. A wrong one is
+        refused when the request comes."""
         if self._constrainer is not None:
             with contextlib.suppress(ValueError):
                 self._constrainer.prepare(grammar)
@@ -145,11 +184,11 @@ class Core:
         self._step_log.close()
 
     def turn(self, wait: bool) -> bool:
-        """Hears what was posted (waits for something to be, if told to), and moves the step on as far as it goes.
+        """Makes the calls that were posted (waits for one, if asked to), and moves the step on as far as it goes.
 
-        True when a step has ended; False when there is nothing to do but to hear of something.
+        True when a step has ended; False when there is nothing to do before something is posted.
         """
-        self._hear(wait)
+        self.inbox.run(wait)
         if self._flight is None:
             self._flight = self._launch()
         has_ended = self._flight is not None and self._flight.launched.is_done
@@ -159,25 +198,14 @@ class Core:
         return has_ended
 
     def stop(self) -> None:
-        """On the engine thread (through `post`)."""
+        """On the engine thread (through the inbox)."""
         self._is_stopping = True
-
-    def wake(self) -> None:
-        """A step that ran elsewhere has ended: the next turn sees it."""
-
-    def _hear(self, wait: bool) -> None:
-        if wait:
-            handler, arguments = self._inbox.get()
-            handler(*arguments)
-        while not self._inbox.empty():
-            handler, arguments = self._inbox.get()
-            handler(*arguments)
 
     def _launch(self) -> Flight | None:
         """Plans a step and sets it off; None when there is nothing to run."""
         last_step = self._ranks.num_steps
         engine, tpot_s = self._settings.engine, self._settings.slo.tpot_ms / 1000
-        budget = StepBudget(engine.max_num_batched_tokens, tpot_s, self._learned_cost)
+        budget = StepBudget(engine.max_num_batched_tokens, tpot_s, lambda: self._step_clock.cost)
         decoding, preempted, copies = self.decode.plan(budget)
         prefilling = self.prefill.plan(budget, last_step)
         scheduled = decoding + prefilling
@@ -188,7 +216,7 @@ class Core:
         slices = [p.sequence.slice(p.num_tokens) for p in scheduled]
         step = build_step(slices, self.blocks.block_size, copies)
         for p in prefilling:
-            self.prefill.launching(p, last_step + 1)
+            self.prefill.step_launching(p, last_step + 1)
         ends = [p for p in scheduled if p.num_tokens == p.sequence.num_remaining]
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
@@ -197,54 +225,42 @@ class Core:
             self.reporter.flush()
         now = self._clock()
         self._step_clock.begins(now, _size_of(scheduled) if self._step_clock.wants(has_prompt) else None)
-        if self.meter is not None:
-            self.meter.launched(step, now)
         launched = self._ranks.launch(step)
         return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies)
-
-    def _learned_cost(self) -> StepCost | None:
-        return self._step_clock.cost
 
     def _finish(self) -> None:
         """Takes in what a step that has ended led to."""
         flight, self._flight = self._flight, None
         assert flight is not None
         scheduled = flight.decoding + flight.prefilling
-        output = flight.launched.result()
-        sampled = self._sample(output.logits, scheduled, flight.ends)
-        now = self._clock()
-        self._step_clock.ends(now)
-        if self.meter is not None:
-            self.meter.ended(now)
+        sampled = self._sample(flight.launched, scheduled, flight.ends)
+        self._step_clock.ends(self._clock())
         scores: dict[int, list[SampledToken]] = {}
-        if output.scores is not None:
-            tokens = iter(output.scores.tokens())
+        if any(flight.num_scored):
+            tokens = iter(flight.launched.scores())
             scores = {id(p): list(islice(tokens, n)) for p, n in zip(scheduled, flight.num_scored, strict=True)}
         self.blocks.end_step()
-        self.carrier.last_step = self._ranks.num_steps
+        last_step = self._ranks.num_steps
+        self.handoffs.step_ended(last_step)
         self.decode.copied(flight.copies)
         self._count(scheduled, len(flight.decoding))
         for p in flight.ends:
             problem = next((token.problem for token in sampled[id(p)] if token.problem), "")
             if problem:
-                self._give_up(p.sequence.request.key, f"the output cannot be constrained any further: {problem}")
+                self._fail(p.sequence.request.key, f"the output cannot be constrained any further: {problem}")
         for p in flight.decoding:
-            self.decode.absorb(p, sampled[id(p)], scores.get(id(p), ()))
+            self.decode.process_output(p, sampled[id(p)], scores.get(id(p), ()))
         for p in flight.prefilling:
-            self.prefill.absorb(p, sampled[id(p)], self.carrier.last_step, scores.get(id(p), ()))
+            self.prefill.process_output(p, sampled[id(p)], last_step, scores.get(id(p), ()))
         self._step_log.write(self._stats.num_steps, scheduled, flight.preempted, self.blocks)
 
     def _sample(
-        self, logits: torch.Tensor, scheduled: list[ScheduledSequence], ends: list[ScheduledSequence]
+        self, launched: Launched, scheduled: list[ScheduledSequence], ends: list[ScheduledSequence]
     ) -> dict[int, list[SampledToken]]:
         """The tokens each share of the step leads to, none for one that ends inside its prompt."""
         sampled: dict[int, list[SampledToken]] = {id(p): [] for p in scheduled}
-        if not ends:
-            return sampled
         rows = [p.sequence.sample_rows() for p in ends]
-        if len(ends) != sum(map(len, rows)):
-            logits = logits[[i for i, of_one in enumerate(rows) for _ in of_one]]
-        tokens = iter(self._sampler.sample(logits, [row for of_one in rows for row in of_one]))
+        tokens = iter(launched.sample(rows))
         for p, of_one in zip(ends, rows, strict=True):
             sampled[id(p)] = [next(tokens) for _ in of_one]
         return sampled
@@ -259,19 +275,19 @@ class Core:
 
     # Router sessions
 
-    def session_opened(self, session: str, info: worker_pb2.WorkerInfo) -> None:
+    def session_opened(self, session: RouterSession, info: worker_pb2.WorkerInfo) -> None:
         self.reporter.open_session(session)
-        self.reporter.tell(session, worker_pb2.Event(info=info))
-        self.reporter.tell(session, worker_pb2.Event(stats=self._measure()))
+        self.reporter.send(session, worker_pb2.Event(info=info))
+        self.reporter.send(session, worker_pb2.Event(stats=self._measure()))
         self._cache_reporter.open_session(session)
 
-    def session_closed(self, session: str) -> None:
+    def session_closed(self, session: RouterSession) -> None:
         """A router is gone: nobody waits for its requests."""
         self._cache_reporter.close_session(session)
         for key in self.reporter.close_session(session):
             self._cancel(key, "the router closed its session", None)
 
-    def command(self, session: str, command: worker_pb2.Command) -> None:
+    def command(self, session: RouterSession, command: worker_pb2.Command) -> None:
         match command.WhichOneof("command"):
             case "admit":
                 self._admit(session, command.admit)
@@ -283,40 +299,24 @@ class Core:
             case "update_settings":
                 self._settings = self._settings.with_run_time(command.update_settings.json)
 
-    def _admit(self, session: str, admit: worker_pb2.Admit) -> None:
+    def _admit(self, session: RouterSession, admit: worker_pb2.Admit) -> None:
         try:
             request = request_of(admit, self._settings.engine.enable_prefix_cache, self._constrainer)
-            problem = self._problem_of(request)
+            problem = problem_of(request, self._vocab_size, self._max_model_len)
+            if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
+                problem = "this worker already holds a request of this id and attempt"
         except ValueError as error:
             problem = str(error)
         if problem:
             reason = worker_pb2.Failed.REASON_INVALID
             failed = worker_pb2.Failed(key=admit.key, reason=reason, message=problem)
-            self.reporter.tell(session, worker_pb2.Event(failed=failed))
+            self.reporter.send(session, worker_pb2.Event(failed=failed))
             return
-        self.reporter.open_request(request.key, session, tell_each_token=admit.tell_each_token)
+        self.reporter.open_request(request.key, session, report_each_token=admit.tell_each_token)
         if admit.role == worker_pb2.ROLE_DECODE:
             self.decode.admit(request, admit.expect_handoff)
             return
-        self.prefill.admit(request, self.carrier.link_to(admit.decode_peer))
-
-    def _problem_of(self, request: Request) -> str:
-        """Why a request cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
-        num_prompt_tokens, max_output_tokens = len(request.prompt_token_ids), request.params.max_output_tokens
-        known = [token_id for token_ids in request.known_tokens.values() for token_id in token_ids]
-        ids = (*request.prompt_token_ids, *known, *request.params.logit_bias, *request.params.allowed_token_ids)
-        if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
-            return "this worker already holds a request of this id and attempt"
-        if num_prompt_tokens == 0:
-            return "the prompt is empty"
-        if max(ids) >= self._sampler.vocab_size:
-            return f"token id {max(ids)} is outside the vocabulary of {self._sampler.vocab_size}"
-        if num_prompt_tokens + max_output_tokens > self._max_model_len:
-            total = f"{num_prompt_tokens} prompt + {max_output_tokens} output tokens"
-            return f"{total} exceed max_model_len {self._max_model_len}"
-        if len(request.known_start) >= max_output_tokens:
-            return f"{len(request.known_start)} output tokens are known, and {max_output_tokens} are the most"
-        return ""
+        self.prefill.admit(request, self.handoffs.connect_to(admit.decode_peer))
 
     def _cancel(self, key: RequestKey, reason: str, sequence_index: int | None) -> None:
         if key in self.reporter and sequence_index is None:
@@ -326,15 +326,15 @@ class Core:
         if key in self.prefill and sequence_index is None:
             self.prefill.cancel(key, reason)
 
-    def _give_up(self, key: RequestKey, problem: str) -> None:
-        """A request that no worker can go on with."""
+    def _fail(self, key: RequestKey, problem: str) -> None:
+        """Fails a request that no worker can go on with."""
         if key in self.reporter:
             reason = worker_pb2.Failed.REASON_INVALID
             failed = worker_pb2.Failed(key=key.to_proto(), reason=reason, message=problem)
             self.reporter.emit(key, worker_pb2.Event(failed=failed))
             self._cancel(key, problem, None)
 
-    # Telling routers
+    # Reports to routers
 
     def _flush(self, is_idle: bool) -> None:
         now = self._clock()
@@ -343,25 +343,14 @@ class Core:
             if stats != self._sent_stats:
                 self._sent_stats.CopyFrom(stats)
                 self._stats_due = now + STATS_INTERVAL_S
-                self.reporter.tell_all(worker_pb2.Event(stats=self._sent_stats))
+                self.reporter.send_all(worker_pb2.Event(stats=self._sent_stats))
         self._cache_reporter.gather()
-        if is_idle or self.reporter.is_pressing or now >= self._tell_due:
-            self._tell_due = now + TELL_INTERVAL_S
+        if is_idle or self.reporter.is_pressing or now >= self._report_due:
+            self._report_due = now + REPORT_INTERVAL_S
             self.reporter.flush()
 
-    def held(self) -> HeldResources:
-        """What this worker holds now, for whoever watches it."""
-        blocks, quarantined = self.blocks, self.carrier.count_quarantined
-        return HeldResources(
-            pairs=self.carrier.count_links(),
-            send_slots=self.prefill.count_slots() | {"quarantined": quarantined(is_sender=True)},
-            landing_slots=self.decode.count_slots() | {"quarantined": quarantined(is_sender=False)},
-            blocks={"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
-            num_preemptions=self.decode.num_preemptions,
-        )
-
     def between_steps(self, work: Callable[[], T]) -> T | None:
-        """On the engine thread (through `post`): what `work` gives; while a step is under way it is not run: None."""
+        """On the engine thread (through the inbox): the result of `work`; None, and not run, during a step."""
         return None if self._flight is not None else work()
 
     def _measure(self) -> worker_pb2.WorkerStats:

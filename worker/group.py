@@ -2,49 +2,66 @@
 
 A command is done when every rank has replied; steps need no reply, their collectives keep the ranks together. A rank
 whose connection closes ends the whole worker: a tensor-parallel group lives and dies as one. A rank that is only silent
-(stopped, say) makes the worker look dead until it is heard again: whoever speaks for the worker asks `tick`.
+(stopped, say) makes the worker look dead until it is heard again: the speaking loop asks `tick`.
 
-Long steps run on a compute thread, so that the engine thread goes on hearing; short ones where they are launched, since
-handing them over would cost more than it frees. One step runs at a time.
+Long steps run on a compute thread, so that the engine thread goes on taking events in; short ones where they are
+launched, since handing them over would cost more than it frees. One step runs at a time.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 from cluster.errors import BatonError
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import rank_pb2
 from engine.model_runner import StepOutput
+from engine.sampling.params import SampledToken, SampleRow
+from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from engine.threads import give_back
-from worker.frames import read_frame, write_frame
-from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor
-from worker.sockets import RankConnection
+from worker.handoff_connection import Done, Post
+from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
+from worker.rank_socket import RankConnection, read_frame, write_frame
+from worker.step_meter import StepMeter
 
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 
-Done = Callable[[int, str, ErrorKind, int], None]
-"""Called once for each command that is not a step, from any thread: (number, error or "", its kind, bytes over all
-ranks)."""
-
 
 class LaunchedStep:
-    """A step on its way, or done: `worker.ranks.Launched`."""
+    """A step on its way, or done (`worker.core.Launched`)."""
 
-    def __init__(self, step: StepInput) -> None:
+    def __init__(self, step: StepInput, sampler: Sampler, meter: StepMeter | None) -> None:
         self._step = step
+        self._sampler = sampler
+        self._meter = meter
         self._future: Future[StepOutput] = Future()
+        if meter is not None:
+            meter.launched(step, time.monotonic())
 
     @property
     def is_done(self) -> bool:
         return self._future.done()
 
-    def result(self) -> StepOutput:
-        return self._future.result()
+    def sample(self, rows: Seq[Seq[SampleRow]]) -> list[SampledToken]:
+        logits = self._future.result().logits
+        flat = [row for of_one in rows for row in of_one]
+        if flat and len(flat) != len(rows):
+            logits = logits[[i for i, of_one in enumerate(rows) for _ in of_one]]
+        sampled = self._sampler.sample(logits, flat) if flat else []
+        if self._meter is not None:
+            self._meter.ended(time.monotonic())
+        return sampled
+
+    def scores(self) -> list[SampledToken]:
+        scores = self._future.result().scores
+        return [] if scores is None else scores.tokens()
 
     def run(self, compute: Callable[[StepInput], StepOutput]) -> None:
         try:
@@ -55,62 +72,72 @@ class LaunchedStep:
             self._future.set_result(output)
 
 
+@dataclass
+class _Pending:
+    """A command that some rank has not replied to."""
+
+    done: Done
+    reply: rank_pb2.RankReply
+    """The replies so far, as one."""
+    num_missing: int
+
+
 class RankGroup:
-    """The real `worker.ranks.Ranks`: the local executor, and a socket for each rank from 1 on."""
+    """The ranks of a worker (`worker.core.Ranks`): rank 0's executor, and a socket for each rank from 1 on."""
 
     def __init__(
         self,
+        make_executor: Callable[[Reply], RankExecutor],
         followers: list[RankConnection],
-        done: Done,
+        sampler: Sampler,
+        *,
+        post: Post,
         lost: Callable[[str], None],
-        wake: Callable[[], None],
         timing: FailureTimeouts,
         prepare: Callable[[], None],
+        meter: StepMeter | None = None,
     ) -> None:
-        """`lost` is told why the group is over; `wake` is called, on the compute thread, when a long step has ended.
-        `prepare` is called once by the compute thread, before its first step."""
+        """Starts to compute, and to listen to the followers.
+
+        `make_executor` makes rank 0's, which replies to what it is given. `post` has a call made on the engine thread.
+        `lost` gets the reason when the group is over. `prepare` is called by the compute thread before its first step.
+        """
         self._followers = followers
-        self._pulses = [FailureDetector(timing) for _ in followers]
-        self._done = done
+        self._sampler = sampler
+        self._meter = meter
+        self._detectors = [FailureDetector(timing) for _ in followers]
+        self._post = post
         self._lost = lost
-        self._wake = wake
         self._prepare = prepare
         self._number = 0
         self._num_steps = 0
         self._newest: LaunchedStep | None = None
         self._long_steps: SimpleQueue[LaunchedStep | None] = SimpleQueue()
-        self._pending: dict[int, rank_pb2.RankReply] = {}
-        """What is known of each command: the ranks' replies so far, as one."""
-        self._num_missing: dict[int, int] = {}
+        self._pending: dict[int, _Pending] = {}
         self._lock = threading.Lock()
         self._is_closing = False
-        self._local: RankExecutor | None = None
+        self._local = make_executor(self.reply)
+        threading.Thread(target=self._compute, name="compute", daemon=True).start()
+        for rank, sock in enumerate(followers, start=1):
+            threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
 
     @property
     def num_steps(self) -> int:
         return self._num_steps
 
-    def attach(self, local: RankExecutor) -> None:
-        """Sets rank 0's executor, and starts to compute and to listen to the others."""
-        self._local = local
-        threading.Thread(target=self._compute, args=(local,), name="compute", daemon=True).start()
-        for rank, sock in enumerate(self._followers, start=1):
-            threading.Thread(target=self._listen, args=(rank, sock), name=f"rank-{rank}", daemon=True).start()
-
     def tick(self, elapsed_s: float) -> str:
-        """From the speaking thread, every `timing.tick_s`: why the worker cannot go on now, or nothing."""
-        verdicts = [pulse.tick(elapsed_s) for pulse in self._pulses]
-        silent = [str(rank) for rank, verdict in enumerate(verdicts, start=1) if verdict is Liveness.DEAD]
+        """From the speaking loop, every `timing.tick_s`: why the worker cannot go on now, or nothing."""
+        states = [detector.tick(elapsed_s) for detector in self._detectors]
+        silent = [str(rank) for rank, state in enumerate(states, start=1) if state is Liveness.DEAD]
         return f"tensor-parallel rank {', '.join(silent)} of this worker is silent" if silent else ""
 
     def launch(self, step: StepInput) -> LaunchedStep:
-        assert self._local is not None
         assert self._newest is None or self._newest.is_done, "a step was launched before the one before it was done"
         self._number += 1
         self._num_steps += 1
+        launched = self._newest = LaunchedStep(step, self._sampler, self._meter)
         if self._followers:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
-        launched = self._newest = LaunchedStep(step)
         if len(step.token_ids) >= OVERLAP_TOKENS:
             give_back()
             self._long_steps.put(launched)
@@ -118,42 +145,42 @@ class RankGroup:
             launched.run(self._local.step)
         return launched
 
-    def issue(self, command: rank_pb2.RankCommand) -> int:
-        assert self._local is not None
+    def issue(self, command: rank_pb2.RankCommand, done: Done) -> None:
+        """Appends a command to the log; `done` is called on the engine thread once every rank has replied."""
         self._number += 1
         command.number = self._number
         with self._lock:
-            self._pending[self._number] = rank_pb2.RankReply(number=self._number)
-            self._num_missing[self._number] = 1 + len(self._followers)
+            reply = rank_pb2.RankReply(number=self._number)
+            self._pending[self._number] = _Pending(done, reply, 1 + len(self._followers))
         self._broadcast(command)
         self._local.execute(command)
-        return self._number
 
     def reply(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
         """One rank is done with a command. Of several errors the first counts, and damage counts before others."""
         with self._lock:
-            whole = self._pending[number]
+            pending = self._pending[number]
+            whole = pending.reply
             whole.size_bytes += size_bytes
             if error and (not whole.error or (kind == CORRUPT and whole.error_kind != CORRUPT)):
                 whole.error, whole.error_kind = error, kind
-            self._num_missing[number] -= 1
-            if self._num_missing[number]:
+            pending.num_missing -= 1
+            if pending.num_missing:
                 return
-            del self._pending[number], self._num_missing[number]
-        self._done(number, whole.error, whole.error_kind, whole.size_bytes)
+            del self._pending[number]
+        self._post(pending.done, whole.error, whole.error_kind, whole.size_bytes)
 
-    def _compute(self, local: RankExecutor) -> None:
+    def _compute(self) -> None:
         self._prepare()
 
         def compute(step: StepInput) -> StepOutput:
             try:
-                return local.step(step)
+                return self._local.step(step)
             finally:
                 give_back()
 
         while (launched := self._long_steps.get()) is not None:
             launched.run(compute)
-            self._wake()
+            self._post(_nothing)  # the engine thread looks at the step
 
     def close(self) -> None:
         """Stops every rank."""
@@ -164,8 +191,7 @@ class RankGroup:
             except OSError:
                 continue
         self._long_steps.put(None)
-        if self._local is not None:
-            self._local.close()
+        self._local.close()
 
     def _broadcast(self, command: rank_pb2.RankCommand) -> None:
         for sock in self._followers:
@@ -175,10 +201,14 @@ class RankGroup:
         try:
             while True:
                 reply = read_frame(sock, rank_pb2.RankReply)
-                self._pulses[rank - 1].heard()
+                self._detectors[rank - 1].heard()
                 if not reply.number:
                     continue
                 self.reply(reply.number, reply.error, reply.error_kind, reply.size_bytes)
         except (OSError, BatonError, ValueError, KeyError) as error:
             if not self._is_closing:
                 self._lost(f"tensor-parallel rank {rank} is gone: {error}")
+
+
+def _nothing() -> None:
+    pass

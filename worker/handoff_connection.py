@@ -1,347 +1,377 @@
-"""What the roles ask for beyond this process's memory: links to other workers, pairs of ranks, and KV operations.
+"""One connection between this worker and another: a gRPC stream for control, and a pair of rank groups for KV.
 
-Turns a role's wish into a message on a link or a command in the rank log, and what comes back into the role's events.
+    opening -> both have said hello: the pair opens on every rank -> open -> (suspect, heard again) -> retired
 
-    link opened -> greeted (or called) -> pair opening on every rank -> up -> (suspected, heard again) -> retired
+Its epoch names stream and pair for good; the sender makes one for each connection. Two threads use a connection. On the
+speaking loop it is a stream: it numbers what this side sends, checks the numbers of what it receives, sends signs of
+life, notices silence, and ends once. On the engine thread the roles send messages and move chunks through it. What the
+loop receives is posted to the engine thread, in order.
 
-A link is retired as a whole, by the first of: its stream broke, the peer was silent, an operation failed, an answer is
-overdue, it was idle and another was wanted. Its epoch is then unknown here, so that whatever comes late is dropped; its
-operations still under way end by themselves once the pair is closed. Runs on the engine thread.
+A connection is retired as a whole, by the first of: its stream ended, an operation failed, an answer is overdue, it was
+idle and another was wanted. What arrives for it later is dropped; operations still under way end by themselves once the
+pair is closed, and until then its slots are quarantined.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from cluster.errors import BatonError
+from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import handoff_pb2, rank_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from decode_worker.role import DecodeRole
 from kv_transfer.actions import Chunk
-from prefill_worker.role import PrefillRole
-from worker.metrics import HandoffMetrics
-from worker.ranks import Ranks
+from worker.handoff_metrics import HandoffMetrics
 
 logger = logging.getLogger(__name__)
 
 Failed = worker_pb2.Failed
-Kind = rank_pb2.RankReply.Kind
-_REASONS = {rank_pb2.RankReply.KIND_CORRUPT: Failed.REASON_CORRUPT}
-Done = Callable[[str, Kind, int], None]
-"""(error or "", kind of the error, bytes moved over all ranks)."""
+ErrorKind = rank_pb2.RankReply.Kind
+HandoffMessage = handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage
+Post = Callable[..., None]
+"""Has a function called with the arguments that follow it, on another thread; returns at once."""
+Done = Callable[[str, ErrorKind, int], None]
+"""Called on the engine thread when every rank has carried a command out: (error or "", its kind, bytes of all)."""
+_WHOLE = -1
+"""In place of a chunk's index: the answer to a commit or an abort."""
 
 
-class PeerLinks(Protocol):
-    """The speaking side of hand-offs; every method returns at once."""
+class StreamGap(BatonError):
+    """A message of a stream was lost, and later ones may build on it: the connection must be retired."""
 
-    def open_link(self, epoch: str, address: str, incarnation: str) -> None: ...
-
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
-
-    def close_link(self, epoch: str) -> None: ...
+    grpc_code = "UNAVAILABLE"
+    reason = "STREAM_GAP"
 
 
-class LinkState(Enum):
+class ConnectionState(Enum):
     OPENING = "opening"
     OPEN = "open"
     SUSPECT = "suspect"
     CLOSING = "closing"
+    """Retired; some rank has not closed its pair yet."""
+    CLOSED = "closed"
+
+
+class HandoffRole(Protocol):
+    """What a connection reports to, on the engine thread: the prefill role where this worker sends, else the decode
+    role."""
+
+    def on_message(self, connection: HandoffConnection, message: HandoffMessage) -> None: ...
+
+    def connection_open(self, connection: HandoffConnection) -> None:
+        """The pair is open on every rank."""
+        ...
+
+    def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
+        """The peer is silent, or is heard again."""
+        ...
+
+    def connection_retired(self, connection: HandoffConnection, reason: Failed.Reason, why: str) -> None: ...
 
 
 @dataclass
-class PeerLink:
-    """One link that is not retired. `peer` is set on the sending side, where links are chosen by it."""
+class HandoffContext:
+    """What all connections of one worker use."""
 
-    epoch: str
-    peer: str
-    last_used: float
-    transport: str = ""
-    num_slots: int = 0
-    slot_bytes: dict[int, int] = field(default_factory=dict)
-    """What lies gathered in each send slot, over all ranks."""
-    has_pair: bool = False
-    is_up: bool = False
-    is_suspect: bool = False
-    unanswered: dict[tuple[RequestKey, int], float] = field(default_factory=dict)
-    """When each offer (by chunk) and commit or abort (-1) was told that the receiver has not answered."""
+    post: Post
+    """To the engine thread."""
+    on_loop: Post
+    """To the speaking loop."""
+    issue: Callable[[rank_pb2.RankCommand, Done], None]
+    """Has a command carried out on every rank."""
+    timing: FailureTimeouts
+    metrics: HandoffMetrics
+    stats: worker_pb2.WorkerStats = field(default_factory=worker_pb2.WorkerStats)
+    """The worker's counters, to which connections add the bytes they move."""
+    clock: Callable[[], float] = time.monotonic
+    last_step: int = 0
+    """Number of the newest step that has ended."""
+
+
+class HandoffConnection:
+    """Made on either thread; `peer` names the life of the decode worker that this worker sends to, and is empty where
+    it receives."""
+
+    def __init__(self, epoch: str, role: HandoffRole, context: HandoffContext, *, peer: str = "") -> None:
+        self.epoch = epoch
+        self.peer = peer
+        self._role = role
+        self._context = context
+        # Of the engine thread
+        self.last_used = context.clock()
+        self.agreed = handoff_pb2.ReceiverHello()
+        """What both sides use, once that is known."""
+        self._state = ConnectionState.OPENING
+        self._has_pair = False
+        self._slot_bytes: dict[int, int] = {}
+        """What lies gathered in each send slot, over all ranks."""
+        self._unanswered: dict[tuple[RequestKey, int], float] = {}
+        """When each offer (by chunk), commit and abort (_WHOLE) was sent that the receiver has not answered."""
+        # Of the speaking loop
+        self.ended = ""
+        """Why the stream has ended; empty while it has not."""
+        self.is_suspect = False
+        self.task: asyncio.Task[None] | None = None
+        """Reads what the peer sends."""
+        self.num_sent = self.num_received = 0
+        self._is_greeted = False
+        self._detector = FailureDetector(context.timing)
+        self._queue: asyncio.Queue[HandoffMessage | None] = asyncio.Queue()
+        self._quiet_s = 0.0
 
     @property
-    def state(self) -> LinkState:
+    def is_sender(self) -> bool:
+        return bool(self.peer)
+
+    @property
+    def state(self) -> ConnectionState:
+        is_live = self._state in (ConnectionState.OPENING, ConnectionState.OPEN)
+        return ConnectionState.SUSPECT if is_live and self.is_suspect else self._state
+
+    @property
+    def is_retired(self) -> bool:
+        return self._state in (ConnectionState.CLOSING, ConnectionState.CLOSED)
+
+    # On the speaking loop: the stream
+
+    def enqueue(self, message: HandoffMessage) -> None:
+        self._queue.put_nowait(message)
+
+    async def outbound(self) -> AsyncIterator[HandoffMessage]:
+        """Messages to the peer, numbered, until the stream ends."""
+        while (message := await self._queue.get()) is not None and not self.ended:
+            yield self.stamp(message)
+
+    def stamp(self, message: HandoffMessage) -> HandoffMessage:
+        """Gives the next message to the peer its number."""
+        self.num_sent += 1
+        message.number = self.num_sent
+        self._quiet_s = 0.0
+        return message
+
+    def accept(self, number: int) -> bool:
+        """Notes a sign of life; returns whether the message is the next one, or was received before. Raises
+        StreamGap."""
+        self._detector.heard()
+        if number == self.num_received + 1:
+            self.num_received = number
+            return True
+        if 0 < number <= self.num_received:
+            return False
+        raise StreamGap(f"message {self.num_received + 1} of the stream is missing: number {number} came instead")
+
+    def greeted(self, hello: handoff_pb2.ReceiverHello | None = None) -> None:
+        """Both sides have said hello; `hello` is the receiver's where this worker sends."""
+        self._is_greeted = True
+        if hello is not None:
+            self._context.post(self.open_pair, hello, hello.layout)
+
+    def receive(self, message: HandoffMessage) -> None:
+        """Takes a message of the peer after its hello. Raises BatonError for what must end the stream."""
+        if self.ended:
+            return
+        is_new = self.accept(message.number)
         if self.is_suspect:
-            return LinkState.SUSPECT
-        return LinkState.OPEN if self.is_up else LinkState.OPENING
+            self.suspect(False)
+        kind = message.WhichOneof("message")
+        if kind is None or (kind == "hello" and is_new):
+            raise BatonError(f"the peer sent a message that makes no sense here: {kind or 'an empty one'}")
+        if is_new and kind != "alive":
+            self._context.post(self.on_message, message)
 
+    def tick(self, elapsed_s: float) -> None:
+        """Every `timing.tick_s`: sends a sign of life when nothing else was sent, and looks at the peer's silence."""
+        timing = self._context.timing
+        self._quiet_s += elapsed_s
+        if self._quiet_s + timing.tick_s > timing.heartbeat_s:
+            self._quiet_s = 0.0
+            alive, kind = handoff_pb2.Alive(), handoff_pb2.SenderMessage if self.peer else handoff_pb2.ReceiverMessage
+            self.enqueue(kind(alive=alive))
+        liveness = self._detector.tick(elapsed_s)
+        if liveness is Liveness.DEAD:
+            self.end(f"the peer has been silent for {self._detector.silence_s:.1f} s")
+        elif liveness is Liveness.SUSPECT and self._is_greeted and not self.is_suspect:
+            self.suspect(True)
 
-class Carrier:
-    """Of one worker. `links`, `ranks` and the roles are set before the first event."""
+    def suspect(self, is_suspect: bool) -> None:
+        self.is_suspect = is_suspect
+        self._context.post(self._on_suspected, is_suspect)
 
-    links: PeerLinks
-    ranks: Ranks
-    prefill: PrefillRole
-    decode: DecodeRole
-
-    def __init__(
-        self,
-        worker_id: str,
-        stats: worker_pb2.WorkerStats,
-        metrics: HandoffMetrics,
-        *,
-        max_pairs: int,
-        answer_timeout_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._worker_id = worker_id
-        self._stats = stats
-        self._metrics = metrics
-        self._max_pairs = max_pairs
-        self._answer_timeout_s = answer_timeout_s
-        self._clock = clock
-        self._links: dict[str, PeerLink] = {}
-        self._on_done: dict[int, Done] = {}
-        self._closing: dict[str, PeerLink] = {}
-        """Retired links whose pair some rank has not closed yet."""
-        self.last_step = 0
-        """Number of the newest step that has ended."""
-
-    # Links
-
-    def link_to(self, peer: worker_pb2.Peer) -> str:
-        """The epoch of the link to a decode worker; opens one when there is none."""
-        name = f"{peer.worker_id}@{peer.incarnation}"
-        for link in self._links.values():
-            if link.peer == name:
-                link.last_used = self._clock()
-                return link.epoch
-        epoch = f"{self._worker_id}-{peer.worker_id}-{uuid.uuid4().hex[:12]}"
-        self._links[epoch] = PeerLink(epoch, name, self._clock())
-        self._close_spare()
-        self.links.open_link(epoch, peer.address, peer.incarnation)
-        return epoch
-
-    def link_greeted(self, epoch: str, hello: handoff_pb2.ReceiverHello) -> None:
-        """A decode worker has answered: this worker sends."""
-        self._open_pair(epoch, hello, hello.layout, is_sender=True)
-
-    def link_called(self, epoch: str, hello: handoff_pb2.SenderHello, agreed: handoff_pb2.ReceiverHello) -> None:
-        """A prefill worker has called: this worker receives."""
-        self._links[epoch] = PeerLink(epoch, "", self._clock())
-        self.decode.link_called(epoch, agreed.chunk_tokens, agreed.num_slots)
-        self._open_pair(epoch, agreed, hello.layout, is_sender=False)
-
-    def link_heard(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
-        link = self._links.get(epoch)
-        if link is None:
+    def end(self, why: str, *, is_final: bool = False, level: int = logging.WARNING) -> None:
+        """Ends the stream, once; the first reason counts. `is_final`: the two workers can never hand KV over."""
+        if self.ended:
             return
-        if isinstance(message, handoff_pb2.SenderMessage):
-            self._note_asked(link, message)
-            self.decode.hear(epoch, message)
-        else:
-            self._note_answer(link, message)
-            self.prefill.hear(epoch, message)
+        self.ended = why
+        self._queue.put_nowait(None)
+        task, self.task = self.task, None  # a cancelled task holds its frames, and those its connection
+        if task is not None:
+            task.cancel()
+        logger.log(level, "hand-off connection %s has ended: %s", self.epoch, why)
+        self._context.post(self._on_ended, why, is_final)
 
-    def link_suspected(self, epoch: str, is_suspect: bool) -> None:
-        """The peer was silent, or is heard again."""
-        link = self._links.get(epoch)
-        if link is not None:
-            link.is_suspect = is_suspect
-            self.prefill.link_suspected(epoch, is_suspect)
+    # On the engine thread: what the stream reports
 
-    def link_down(self, epoch: str, why: str, is_final: bool = False) -> None:
-        """The stream has ended. `is_final`: the two workers can never hand KV to one another."""
-        self._retire(epoch, Failed.REASON_INCOMPATIBLE if is_final else Failed.REASON_PEER_LOST, why)
+    def on_message(self, message: HandoffMessage) -> None:
+        if not self.is_retired:
+            self._note_received(message)
+            self._role.on_message(self, message)
 
-    def tick(self) -> None:
-        """Now and then: retires links whose peer owes an answer for too long, and idle ones beyond the limit."""
-        now = self._clock()
-        for link in list(self._links.values()):
-            oldest = min(link.unanswered.values(), default=now)
-            if now - oldest > self._answer_timeout_s:
-                why = f"the decode worker has not answered for {now - oldest:.1f} s"
-                self._retire(link.epoch, Failed.REASON_TRANSFER_FAILED, why, label="timeout")
-        self._close_spare()
+    def _on_suspected(self, is_suspect: bool) -> None:
+        if not self.is_retired:
+            self._role.connection_suspected(self, is_suspect)
 
-    def command_done(self, number: int, error: str, kind: Kind, size_bytes: int) -> None:
-        """Every rank has carried out a command of the log."""
-        self._on_done.pop(number)(error, kind, size_bytes)
+    def _on_ended(self, why: str, is_final: bool) -> None:
+        self.retire(Failed.REASON_INCOMPATIBLE if is_final else Failed.REASON_PEER_LOST, why)
 
-    def count_links(self) -> dict[str, int]:
-        """Links by state."""
-        counts = {state.value: 0 for state in LinkState} | {LinkState.CLOSING.value: len(self._closing)}
-        for link in self._links.values():
-            counts[link.state.value] += 1
-        return counts
+    # On the engine thread: messages and chunks
 
-    def count_quarantined(self, *, is_sender: bool) -> int:
-        """Slots of retired links that an operation may still touch."""
-        return sum(link.num_slots for link in self._closing.values() if bool(link.peer) == is_sender)
-
-    # Wishes of the roles
-
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
-        link = self._links.get(epoch)
-        if link is None:
-            return
-        if isinstance(message, handoff_pb2.SenderMessage):
-            self._note_told(link, message)
-        else:
-            self._note_answered(message)
-        self.links.tell(epoch, message)
+    def send(self, message: HandoffMessage) -> None:
+        """Sends a message to the peer; dropped when the connection is retired, which the role knows."""
+        if not self.is_retired:
+            self._note_sent(message)
+            self._context.on_loop(self.enqueue, message)
 
     def prompt_done(self, key: RequestKey) -> None:
         """The first tokens are sampled: from now on the client waits for the hand-off alone."""
-        self._metrics.first_tokens(key, self._clock())
+        self._context.metrics.first_tokens(key, self._context.clock())
 
-    def gather(self, chunk: Chunk, block_table: list[int], after_step: int) -> None:
-        self._metrics.gather_issued(chunk, self._clock())
-        link = self._links.get(chunk.epoch)
+    def gather(self, chunk: Chunk, table: list[int], after_step: int, done: Callable[[Chunk], None]) -> None:
+        """Copies a chunk from pages to its send slot once `after_step` steps have run; `done` is always called."""
 
-        def done(error: str, kind: Kind, size_bytes: int) -> None:
-            self._stats.kv_bytes_sent += size_bytes
-            if link is not None:
-                link.slot_bytes[chunk.slot] = size_bytes
-            self._retire_on(chunk.epoch, error, kind)
-            self.prefill.gathered(chunk)
+        def finish(error: str, kind: ErrorKind, size_bytes: int) -> None:
+            self._context.stats.kv_bytes_sent += size_bytes
+            self._slot_bytes[chunk.slot] = size_bytes
+            self._retire_on(error, kind)
+            done(chunk)
 
-        self._issue(rank_pb2.RankCommand(gather=_pages_of(chunk, block_table, after_step)), done)
+        self._context.metrics.gather_issued(chunk, self._context.clock())
+        self._context.issue(rank_pb2.RankCommand(gather=_pages_of(chunk, table, after_step)), finish)
 
-    def transmit(self, chunk: Chunk) -> None:
-        link = self._links.get(chunk.epoch)
+    def transmit(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None:
+        """Sends a gathered chunk that was granted; `done` is always called."""
 
-        def done(error: str, kind: Kind, _: int) -> None:
-            if link is not None and not error:
-                self._metrics.moved("sent", link.transport, link.slot_bytes.pop(chunk.slot, 0))
-            self._retire_on(chunk.epoch, error, kind)
-            self.prefill.sent(chunk)
+        def finish(error: str, kind: ErrorKind, _: int) -> None:
+            if not error:
+                sent = self._slot_bytes.pop(chunk.slot, 0)
+                self._context.metrics.moved("sent", self.agreed.transport, sent)
+            self._retire_on(error, kind)
+            done(chunk)
 
-        self._issue(rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch=chunk.epoch, slot=chunk.slot)), done)
+        command = rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch=self.epoch, slot=chunk.slot))
+        self._context.issue(command, finish)
 
-    def land(self, chunk: Chunk, block_table: list[int]) -> None:
-        link = self._links.get(chunk.epoch)
+    def land(self, chunk: Chunk, table: list[int], done: Callable[[Chunk, str, Failed.Reason], None]) -> None:
+        """Receives a chunk into its slot and writes it to pages; `done` is always called, with the error, if any."""
 
-        def done(error: str, kind: Kind, size_bytes: int) -> None:
-            self._stats.kv_bytes_received += size_bytes
-            self._metrics.moved("received", link.transport if link is not None else "", size_bytes)
-            reason = _REASONS.get(kind, Failed.REASON_TRANSFER_FAILED)
+        def finish(error: str, kind: ErrorKind, size_bytes: int) -> None:
+            self._context.stats.kv_bytes_received += size_bytes
+            self._context.metrics.moved("received", self.agreed.transport, size_bytes)
+            reason = _reason_of(kind)
             if error:
-                self._metrics.failed(chunk.key, Failed.Reason.Name(reason))
-            self.decode.landed(chunk, error, reason)
-            self._retire_on(chunk.epoch, error, kind)
+                self._context.metrics.failed(chunk.key, Failed.Reason.Name(reason))
+            done(chunk, error, reason)
+            self._retire_on(error, kind)
 
         # A step that runs now does not touch the pages: they were reserved before it was planned.
-        self._issue(rank_pb2.RankCommand(receive=_pages_of(chunk, block_table, self.last_step)), done)
+        pages = _pages_of(chunk, table, self._context.last_step)
+        self._context.issue(rank_pb2.RankCommand(receive=pages), finish)
 
-    def _open_pair(
-        self,
-        epoch: str,
-        agreed: handoff_pb2.ReceiverHello,
-        remote: handoff_pb2.KvLayout,
-        *,
-        is_sender: bool,
-    ) -> None:
-        link = self._links.get(epoch)
-        if link is None:
+    # On the engine thread: the pair, deadlines and the end
+
+    def open_pair(self, agreed: handoff_pb2.ReceiverHello, remote: handoff_pb2.KvLayout) -> None:
+        """Opens the pair on every rank, in the way that both sides agreed on."""
+        if self.is_retired:
             return
-        link.transport, link.num_slots, link.has_pair = agreed.transport, agreed.num_slots, True
-        logger.info("pair %s uses %s: %s", epoch, agreed.transport, agreed.transport_reason)
+        self.agreed, self._has_pair = agreed, True
+        logger.info("pair %s uses %s: %s", self.epoch, agreed.transport, agreed.transport_reason)
 
-        def opened(error: str, kind: Kind, _: int) -> None:
+        def opened(error: str, kind: ErrorKind, _: int) -> None:
             if error:
-                self._retire(epoch, Failed.REASON_TRANSFER_FAILED, f"the pair did not open: {error}")
-            elif epoch in self._links:
-                link.is_up = True
-                if is_sender:
-                    self.prefill.link_up(epoch, agreed.chunk_tokens, agreed.num_slots)
-                else:
-                    self.decode.link_up(epoch)
+                self.retire(Failed.REASON_TRANSFER_FAILED, f"the pair did not open: {error}")
+            elif not self.is_retired:
+                self._state = ConnectionState.OPEN
+                self._role.connection_open(self)
 
-        pair = rank_pb2.OpenPair(pair_epoch=epoch, is_sender=is_sender, remote=remote, agreed=agreed)
-        self._issue(rank_pb2.RankCommand(open_pair=pair), opened)
+        spec = rank_pb2.OpenPair(pair_epoch=self.epoch, is_sender=self.is_sender, remote=remote, agreed=agreed)
+        self._context.issue(rank_pb2.RankCommand(open_pair=spec), opened)
 
-    def _retire_on(self, epoch: str, error: str, kind: Kind) -> None:
-        if error:
-            self._retire(epoch, _REASONS.get(kind, Failed.REASON_TRANSFER_FAILED), error)
+    def check_deadline(self, timeout_s: float) -> None:
+        """Retires the connection when the receiver owes an answer for longer than that."""
+        now = self._context.clock()
+        overdue_s = now - min(self._unanswered.values(), default=now)
+        if overdue_s > timeout_s:
+            why = f"the decode worker has not answered for {overdue_s:.1f} s"
+            self.retire(Failed.REASON_TRANSFER_FAILED, why, label="timeout")
 
-    def _retire(self, epoch: str, reason: worker_pb2.Failed.Reason, why: str, label: str = "") -> None:
-        """Ends a link and all that is on it; the first reason counts. `label`: its name in the metrics, if another."""
-        link = self._links.pop(epoch, None)
-        if link is None:
+    def retire(self, reason: Failed.Reason, why: str, label: str = "") -> None:
+        """Ends the connection and all that is on it; the first reason counts. `label`: its name in the metrics, if
+        another."""
+        if self.is_retired:
             return
-        self._metrics.retired(epoch, label or Failed.Reason.Name(reason))
-        self.links.close_link(epoch)
-        if link.has_pair:
-            self._closing[epoch] = link
-            command = rank_pb2.RankCommand(close_pair=rank_pb2.ClosePair(pair_epoch=epoch))
-            self._issue(command, lambda error, kind, _: self._closed(epoch))
-        if link.peer:
-            self.prefill.link_down(epoch, reason, why)
-        else:
-            self.decode.link_down(epoch, reason, why)
+        self._state = ConnectionState.CLOSING if self._has_pair else ConnectionState.CLOSED
+        self._context.metrics.retired(self.epoch, label or Failed.Reason.Name(reason))
+        self._context.on_loop(lambda: self.end("it is not needed any more", level=logging.INFO))
+        if self._has_pair:
+            command = rank_pb2.RankCommand(close_pair=rank_pb2.ClosePair(pair_epoch=self.epoch))
+            self._context.issue(command, self._on_closed)
+        self._role.connection_retired(self, reason, why)
 
-    def _closed(self, epoch: str) -> None:
-        del self._closing[epoch]
+    def _on_closed(self, *_: object) -> None:
+        self._state = ConnectionState.CLOSED
 
-    def _close_spare(self) -> None:
-        """Closes links to decode workers that nothing is on, least recently used first, down to the limit."""
-        outgoing = sorted((link for link in self._links.values() if link.peer), key=lambda link: link.last_used)
-        idle = [link for link in outgoing[:-1] if not self.prefill.num_on(link.epoch)]
-        for link in idle[: max(0, len(outgoing) - self._max_pairs)]:
-            self._retire(link.epoch, Failed.REASON_UNSPECIFIED, "it is idle, and more than max_pairs are open")
+    def _retire_on(self, error: str, kind: ErrorKind) -> None:
+        if error:
+            self.retire(_reason_of(kind), error)
 
-    def _note_told(self, link: PeerLink, message: handoff_pb2.SenderMessage) -> None:
-        now = self._clock()
-        match message.WhichOneof("message"):
+    def _note_sent(self, message: HandoffMessage) -> None:
+        metrics, now = self._context.metrics, self._context.clock()
+        kind = str(message.WhichOneof("message"))
+        body = getattr(message, kind)
+        key = RequestKey.of(body.key)
+        match kind:
             case "open":
-                self._metrics.opened(RequestKey.of(message.open.key), link.epoch)
+                metrics.opened(key, self.epoch)
             case "offer":
-                key = RequestKey.of(message.offer.key)
-                link.unanswered[key, message.offer.index] = now
-                self._metrics.offered(key, message.offer.index, now)
+                self._unanswered[key, body.index] = now
+                metrics.offered(key, body.index, now)
             case "commit":
-                key = RequestKey.of(message.commit.key)
-                link.unanswered[key, -1] = now
-                self._metrics.commit_told(key, now)
-            case "abort":
-                key = RequestKey.of(message.abort.key)
-                link.unanswered[key, -1] = now
-                self._metrics.ended(key)
+                self._unanswered[key, _WHOLE] = now
+                metrics.commit_sent(key, now)
+            case "abort" | "committed":
+                if self.is_sender:
+                    self._unanswered[key, _WHOLE] = now
+                metrics.ended(key)
 
-    def _note_answer(self, link: PeerLink, message: handoff_pb2.ReceiverMessage) -> None:
-        now = self._clock()
-        match message.WhichOneof("message"):
-            case "grant":
-                key = RequestKey.of(message.grant.key)
-                link.unanswered.pop((key, message.grant.chunk_index), None)
-                self._metrics.granted(key, message.grant.chunk_index, now)
-            case "committed":
-                key = RequestKey.of(message.committed.key)
-                link.unanswered.pop((key, -1), None)
-                self._metrics.committed(key, now)
-            case "abort":
-                key = RequestKey.of(message.abort.key)
-                link.unanswered = {name: told for name, told in link.unanswered.items() if name[0] != key}
-                self._metrics.failed(key, "aborted")
-
-    def _note_asked(self, link: PeerLink, message: handoff_pb2.SenderMessage) -> None:
-        match message.WhichOneof("message"):
+    def _note_received(self, message: HandoffMessage) -> None:
+        metrics, now = self._context.metrics, self._context.clock()
+        kind = str(message.WhichOneof("message"))
+        body = getattr(message, kind)
+        key = RequestKey.of(body.key)
+        match kind:
             case "open":
-                self._metrics.called(RequestKey.of(message.open.key), link.epoch)
-            case "abort":
-                self._metrics.ended(RequestKey.of(message.abort.key))
-
-    def _note_answered(self, message: handoff_pb2.ReceiverMessage) -> None:
-        match message.WhichOneof("message"):
+                metrics.called(key, self.epoch)
+            case "grant":
+                self._unanswered.pop((key, body.chunk_index), None)
+                metrics.granted(key, body.chunk_index, now)
             case "committed":
-                self._metrics.ended(RequestKey.of(message.committed.key))
+                self._unanswered.pop((key, _WHOLE), None)
+                metrics.committed(key, now)
+            case "abort" if self.is_sender:
+                self._unanswered = {name: at for name, at in self._unanswered.items() if name[0] != key}
+                metrics.failed(key, "aborted")
             case "abort":
-                self._metrics.ended(RequestKey.of(message.abort.key))
+                metrics.ended(key)
 
-    def _issue(self, command: rank_pb2.RankCommand, done: Done) -> None:
-        self._on_done[self.ranks.issue(command)] = done
+
+def _reason_of(kind: ErrorKind) -> Failed.Reason:
+    is_corrupt = kind == rank_pb2.RankReply.KIND_CORRUPT
+    return Failed.REASON_CORRUPT if is_corrupt else Failed.REASON_TRANSFER_FAILED
 
 
 def _pages_of(chunk: Chunk, block_table: list[int], after_step: int) -> rank_pb2.ChunkPages:

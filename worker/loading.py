@@ -1,4 +1,4 @@
-"""What each rank of a worker does before it serves: device, threads, tensor-parallel group, weights, KV pool, mover."""
+"""What each rank of a worker does before it serves: device, threads, group, weights, KV pool and transfer engine."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ class LoadedRank:
     """What a rank serves with."""
 
     runner: ModelRunner
-    mover: TransferEngine
+    transfer_engine: TransferEngine
     plan: MemoryPlan
     """The same on every rank of the group."""
 
 
 def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> LoadedRank:
-    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and mover.
+    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and transfer engine.
 
     Raises ConfigError, on every rank alike, when the KV pool does not fit beside them.
     """
@@ -173,7 +173,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     )
     plan = size_pool(resolved.demand, runner, tp)
     runner.make_pool(plan.num_blocks)
-    mover = TransferEngine(
+    transfer_engine = TransferEngine(
         runner.kv,
         resolved.layout,
         settings.tp_rank,
@@ -183,7 +183,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         faults=_faults_of(settings),
     )
     give_back()  # steps run on other threads
-    return LoadedRank(runner, mover, plan)
+    return LoadedRank(runner, transfer_engine, plan)
 
 
 def ready_for_steps(resolved: Resolved) -> None:

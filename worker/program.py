@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,17 +37,19 @@ from engine.step_input import StepInput
 from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.registry import host_id
-from worker.core import Core
-from worker.frames import read_frame, write_frame
+from worker.core import Core, Inbox, Ranks
 from worker.group import RankGroup
-from worker.handshake import Handshake
+from worker.handoff_connection import HandoffContext
+from worker.handoff_metrics import HandoffMetrics
+from worker.handoff_streams import HandoffStreams, Handshake
+from worker.handoffs import Dial
 from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, ready_for_steps, resolve
 from worker.memory import check_memory, memory_line
-from worker.metrics import HandoffMetrics, ask
+from worker.metrics import HeldCollector, ask, held_by
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.rank import ErrorKind, RankExecutor
-from worker.service import WorkerService
-from worker.sockets import RankConnection, accept, connect
+from worker.rank_socket import RankConnection, accept, connect, read_frame, write_frame
+from worker.service import SpeakingLoop, WorkerService
 from worker.step_log import StepLog
 from worker.step_meter import StepMeter
 
@@ -94,7 +97,6 @@ class Leader(_Rank):
         self._core: Core | None = None
         self._group: RankGroup | None = None
         self._service: WorkerService | None = None
-        self._metrics = HandoffMetrics()
         self._metrics_page: MetricsPage | None = None
         self._engine_thread: threading.Thread | None = None
 
@@ -111,29 +113,33 @@ class Leader(_Rank):
         start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address)
         followers, hellos = self._gather_ranks(start)
         loaded = load_rank(resolved, start, self._report)
-        runner, mover, plan = loaded.runner, loaded.mover, loaded.plan
+        runner, plan = loaded.runner, loaded.plan
         self._report(memory_line(plan))
         self._report(f"attention: {runner.attention_name}; Baton's own kernels: {runner.kernels_reason}")
         self._report(f"CUDA graphs: {runner.graphs_reason}")
         self._report(
             f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
         )
-        core = self._core = self._make_core(plan)
-        timing = _timing_of(settings)
+        timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
+        meter = None if settings.metrics_port is None else StepMeter(resolved.work)
         group = self._group = RankGroup(
+            lambda reply: RankExecutor(runner, loaded.transfer_engine, reply),
             followers,
-            self._command_done,
-            self._rank_lost,
-            lambda: core.post(core.wake),
-            timing,
-            lambda: ready_for_steps(resolved),
+            Sampler(resolved.config.vocab_size),
+            post=inbox.post,
+            lost=self._rank_lost,
+            timing=timing,
+            prepare=lambda: ready_for_steps(resolved),
+            meter=meter,
         )
-        group.attach(RankExecutor(runner, mover, group.reply))
-        metrics_address = self._serve_metrics(core, mover)
+        streams = HandoffStreams(
+            self._handshake(store_address), timing, None if self._tls is None else self._tls.client
+        )
+        context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
+        core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial))
+        metrics_address = self._serve_metrics(core, context.metrics, loaded.transfer_engine, meter)
         info = self._info(plan, hellos, metrics_address)
-        terms = self._terms(store_address)
-        service = self._service = WorkerService(core, info, terms, timing, group.tick, self._tls)
-        core.attach(group, service)
+        service = self._service = WorkerService(loop, core, streams, info, timing, group.tick, self._tls)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
         port = service.start(settings.host, settings.port, settings.insecure)
@@ -142,7 +148,7 @@ class Leader(_Rank):
 
     def stop(self) -> None:
         if self._core is not None:
-            self._core.post(self._core.stop)
+            self._core.inbox.post(self._core.stop)
         else:
             self._end()
             if self._listener is not None:
@@ -191,30 +197,35 @@ class Leader(_Rank):
             write_frame(sock, rank_pb2.RankCommand(start=start))
         return ordered, [hellos[rank] for rank in sorted(hellos)]
 
-    def _make_core(self, plan: MemoryPlan) -> Core:
+    def _make_core(self, plan: MemoryPlan, inbox: Inbox, ranks: Ranks, context: HandoffContext, dial: Dial) -> Core:
         settings, config = self._settings, self._resolved.config
         return Core(
+            inbox,
+            ranks,
             BlockManager(plan.num_blocks, settings.engine.block_size, settings.engine.enable_prefix_cache),
-            Sampler(config.vocab_size),
-            self._metrics,
+            context,
+            dial,
             settings,
             max_model_len=plan.max_model_len,
+            vocab_size=config.vocab_size,
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
             constrainer=Constrainer.from_folder(Path(settings.model.path), config.vocab_size),
-            meter=None if settings.metrics_port is None else StepMeter(self._resolved.work),
         )
 
-    def _serve_metrics(self, core: Core, mover: TransferEngine) -> str:
+    def _serve_metrics(
+        self, core: Core, metrics: HandoffMetrics, engine: TransferEngine, meter: StepMeter | None
+    ) -> str:
         """The address of this worker's metrics page; empty when it has none."""
         settings = self._settings
         if settings.metrics_port is None:
             return ""
-        self._metrics.watch(lambda: ask(core.post, core.held), mover)
-        if core.meter is not None:
-            core.meter.watch(self._metrics.registry, _peak_of(self._resolved, core), time.monotonic)
+        held = HeldCollector(metrics, lambda: ask(core.inbox.post, lambda: held_by(core)), engine)
+        metrics.registry.register(held)
+        if meter is not None:
+            meter.watch(metrics.registry, _peak_of(self._resolved, core), time.monotonic)
         page = MetricsPage(
-            self._metrics.registry,
+            metrics.registry,
             settings.host,
             settings.metrics_port,
             insecure=settings.insecure,
@@ -223,7 +234,7 @@ class Leader(_Rank):
         self._metrics_page = page
         return page.address
 
-    def _terms(self, store_address: str) -> Handshake:
+    def _handshake(self, store_address: str) -> Handshake:
         settings = self._settings
         return Handshake(
             worker_id=settings.worker_id,
@@ -232,9 +243,7 @@ class Leader(_Rank):
             store_address=store_address,
             transports=self._resolved.transports,
             host_id=host_id(),
-            wire_format=settings.transfer.wire_format,
-            chunk_tokens=settings.transfer.chunk_tokens,
-            num_slots=settings.transfer.num_slots,
+            transfer=settings.transfer,
         )
 
     def _info(self, plan: MemoryPlan, hellos: list[rank_pb2.RankHello], metrics_address: str) -> worker_pb2.WorkerInfo:
@@ -268,10 +277,6 @@ class Leader(_Rank):
         else:
             self._end()
 
-    def _command_done(self, number: int, error: str, kind: ErrorKind, size_bytes: int) -> None:
-        assert self._core is not None
-        self._core.post(self._core.carrier.command_done, number, error, kind, size_bytes)
-
     def _rank_lost(self, message: str) -> None:
         logger.error("%s", message)
         self._end(Unavailable(message))
@@ -300,10 +305,12 @@ class Follower(_Rank):
         write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
         command = read_frame(sock, rank_pb2.RankCommand)
         loaded = load_rank(self._resolved, command.start, self._report)
-        self._executor = RankExecutor(loaded.runner, loaded.mover, self._reply)
+        self._executor = RankExecutor(loaded.runner, loaded.transfer_engine, self._reply)
         threading.Thread(target=self._compute, name="engine", daemon=True).start()
         threading.Thread(target=self._listen, name="command-log", daemon=True).start()
-        threading.Thread(target=self._beat, args=(settings.transfer.heartbeat_s,), name="heart", daemon=True).start()
+        threading.Thread(
+            target=self._heartbeat, args=(settings.transfer.heartbeat_s,), name="heartbeat", daemon=True
+        ).start()
         card = {"worker_id": settings.worker_id, "address": "", "tp_rank": settings.tp_rank, "pid": os.getpid()}
         return json.dumps(card)
 
@@ -344,7 +351,7 @@ class Follower(_Rank):
             logger.exception("a step failed")
             self._end(InternalError(f"tensor-parallel rank {self._resolved.settings.tp_rank} failed: {error}"))
 
-    def _beat(self, heartbeat_s: float) -> None:
+    def _heartbeat(self, heartbeat_s: float) -> None:
         while not self._ended.wait(heartbeat_s):
             self._write(rank_pb2.RankReply())
 
@@ -377,7 +384,7 @@ def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
 
     return PeakOnDemand(
         lambda: overridden(measure_cpu(*resolved.product_form), *given),
-        lambda work: ask(core.post, lambda: core.between_steps(work)),
+        lambda work: ask(core.inbox.post, lambda: core.between_steps(work)),
     )
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,18 +32,97 @@ from kv_transfer.actions import Chunk
 from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.rank_pair import RankPair
 from kv_transfer.transfer_engine import TransferEngine
-from worker.progress import StepProgress, leave_cuda_event
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 OVERLAP_TOKENS = 64
-"""A step of so many tokens is long: it tells of its layers, and the leader's engine thread does not wait for it."""
+"""A step of so many tokens is long: its layers are noted, and the leader's engine thread does not wait for it."""
 
 ErrorKind = rank_pb2.RankReply.Kind
 Reply = Callable[[int, str, ErrorKind, int], None]
 """Called once for each command with (number, error or "", kind of the error, bytes moved), from any thread."""
 Operation = Callable[[], int]
 """Returns the bytes that it moved."""
+
+
+class StepProgress:
+    """How far a rank's steps have come, down to the layer: compute notes what it has written, KV threads wait for it.
+
+    Steps are counted from 1 in the order in which they run. Layers are noted of long steps only: a short one ends about
+    as soon as its first layers do. On a GPU "written" means queued on the compute stream: each layer and each step then
+    leaves an event there, and who waited here makes its own stream wait for that event.
+    """
+
+    def __init__(self, leave_event: Callable[[], torch.cuda.Event] | None = None) -> None:
+        """`leave_event` leaves an event on the stream of the calling thread; None where a note is made after the
+        work."""
+        self._leave_event = leave_event
+        self._changed = threading.Condition()
+        self._num_steps_done = 0
+        self._num_layers_done = 0
+        self._layer_events: list[torch.cuda.Event] = []
+        self._layered_step = 0  # the step that the layer events are of
+        self._step_event: torch.cuda.Event | None = None
+        self._is_closed = False
+
+    def layer_done(self, num_layers: int) -> None:
+        """The step under way has written the KV of its first `num_layers` layers."""
+        event = self._leave_event() if self._leave_event is not None else None
+        with self._changed:
+            if num_layers == 1:
+                self._layer_events.clear()
+                self._layered_step = self._num_steps_done + 1
+            if event is not None:
+                self._layer_events.append(event)
+            self._num_layers_done = num_layers
+            self._changed.notify_all()
+
+    def step_done(self) -> None:
+        event = self._leave_event() if self._leave_event is not None else None
+        with self._changed:
+            self._step_event = event
+            self._num_steps_done += 1
+            self._num_layers_done = 0
+            self._changed.notify_all()
+
+    def has_written(self, num_steps: int, num_layers: int) -> bool:
+        """Whether `num_steps` steps are done, or all but the last, which has written `num_layers` layers."""
+        ahead = num_steps - self._num_steps_done
+        return ahead <= 0 or (ahead == 1 and num_layers <= self._num_layers_done)
+
+    def event_of(self, num_steps: int, num_layers: int) -> torch.cuda.Event | None:
+        """What a GPU stream must wait for before it reads what `has_written`; None on the CPU."""
+        with self._changed:
+            if num_steps == self._layered_step and self._layer_events:
+                return self._layer_events[num_layers - 1]
+            return self._step_event
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        """Until so many steps are done. Raises Cancelled when the rank ends."""
+        self.wait_for(lambda: num_steps <= self._num_steps_done or None)
+
+    def wait_for(self, condition: Callable[[], T | None]) -> T:
+        """Until `condition` gives something; it is asked again at every change. Raises Cancelled when the rank ends."""
+        with self._changed:
+            while (found := condition()) is None:
+                if self._is_closed:
+                    raise Cancelled("this rank is stopping")
+                self._changed.wait()
+            return found
+
+    def notify(self, change: Callable[[], None]) -> None:
+        """Makes a change that a waiting condition looks at."""
+        with self._changed:
+            change()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Ends every wait, also those to come."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
 
 
 class RankExecutor:
@@ -53,7 +132,7 @@ class RankExecutor:
         self._runner = runner
         self._engine = transfer_engine
         self._reply = reply
-        self._progress = StepProgress(leave_cuda_event if runner.device.type == "cuda" else None)
+        self._progress = StepProgress(_leave_cuda_event if runner.device.type == "cuda" else None)
         self._gathers: list[tuple[int, int, int, Chunk, list[int]]] = []
         """A heap of (step, layer, command number, chunk, block table): the one whose pages are written first leads."""
         self._issues: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -204,3 +283,10 @@ def _start(name: str, target: Callable[[], Any]) -> None:
         target()
 
     threading.Thread(target=run, name=name, daemon=True).start()
+
+
+def _leave_cuda_event() -> torch.cuda.Event:
+    """On the current stream of the current device."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

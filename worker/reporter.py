@@ -1,45 +1,48 @@
-"""What routers hear: which session each request came on, and the events gathered for it since it was last told.
+"""Reports to routers: which session each request came on, and the events gathered for it since the last batch.
 
-What is told at one time travels as one batch. A session that is gone hears nothing more. Runs on the engine thread.
+What is reported at one time travels as one batch. A session that is closed gets nothing more. `CacheReporter` reports
+what the prefix cache can serve: all of it once, then what changes, in small numbered events. Runs on the engine thread.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from itertools import islice
 
-from cluster.pb import worker_pb2
+from cluster.pb import generation_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from engine.sampling.params import SampledToken, check_finish
+from engine.kv.block_manager import BlockManager, CacheEvents
+from engine.sampling.params import Finish, SampledToken, check_finish
 from engine.sequence import Sequence
-from worker.convert import finish_to_proto, logprob_to_proto
+
+RouterSession = Callable[[list[worker_pb2.Event]], None]
+"""Sends events to one router, from any thread, and returns at once; its identity is the session's."""
 
 PROMPT_TOKENS_EACH = 256
 """Prompt tokens whose logprobs one event carries at most."""
-
-
-class Voice(Protocol):
-    """The speaking side of sessions; returns at once."""
-
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None: ...
+MOST_HASHES = 2048
+"""Block hashes that one event carries at most: some 37 KB."""
+_FINISH_REASONS = {
+    "stop": generation_pb2.FINISH_REASON_STOP,
+    "length": generation_pb2.FINISH_REASON_LENGTH,
+}
 
 
 class Reporter:
-    """Of one worker. `voice` is set before the first event."""
-
-    voice: Voice
+    """Of one worker."""
 
     def __init__(self) -> None:
-        self._sessions: set[str] = set()
-        self._session_of: dict[RequestKey, str] = {}
-        self._told_each: set[RequestKey] = set()
-        """Requests whose every token presses."""
+        self._sessions: set[RouterSession] = set()
+        self._session_of: dict[RequestKey, RouterSession] = {}
+        self._report_each: set[RequestKey] = set()
+        """Requests whose every token is sent at once."""
         self.is_pressing = False
-        """Whether something was gathered that should be told soon: anything but a token in the middle of an output."""
+        """Whether something was gathered that should be sent soon: anything but a token in the middle of an output."""
         self._tokens: dict[tuple[RequestKey, int], worker_pb2.Tokens] = {}
         """Of each sequence, what was gathered last: its next tokens join it."""
-        self._gathered: defaultdict[str, list[worker_pb2.Event]] = defaultdict(list)
+        self._gathered: defaultdict[RouterSession, list[worker_pb2.Event]] = defaultdict(list)
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._session_of
@@ -48,31 +51,31 @@ class Reporter:
     def num_requests(self) -> int:
         return len(self._session_of)
 
-    def open_session(self, session: str) -> None:
+    def open_session(self, session: RouterSession) -> None:
         self._sessions.add(session)
 
-    def close_session(self, session: str) -> list[RequestKey]:
+    def close_session(self, session: RouterSession) -> list[RequestKey]:
         """Returns the requests that came on it."""
         self._sessions.discard(session)
         self._gathered.pop(session, None)
         return [key for key, s in self._session_of.items() if s == session]
 
-    def open_request(self, key: RequestKey, session: str, *, tell_each_token: bool = False) -> None:
+    def open_request(self, key: RequestKey, session: RouterSession, *, report_each_token: bool = False) -> None:
         self._session_of[key] = session
-        if tell_each_token:
-            self._told_each.add(key)
+        if report_each_token:
+            self._report_each.add(key)
 
     def close_request(self, key: RequestKey) -> None:
         self._session_of.pop(key, None)
-        self._told_each.discard(key)
+        self._report_each.discard(key)
 
-    def tell(self, session: str, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
+    def send(self, session: RouterSession, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         """Gathers an event for one session."""
         if session in self._sessions:
             self._gathered[session].append(event)
             self.is_pressing |= not can_wait
 
-    def tell_all(self, event: worker_pb2.Event) -> None:
+    def send_all(self, event: worker_pb2.Event) -> None:
         for session in self._sessions:
             self._gathered[session].append(event)
 
@@ -80,13 +83,13 @@ class Reporter:
         """Gathers an event for the session of a request."""
         session = self._session_of.get(key)
         if session is not None:
-            self.tell(session, event, can_wait=can_wait)
+            self.send(session, event, can_wait=can_wait)
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
-        """Tells the router token `index` of a sequence's output, and whether it ended the sequence."""
+        """Reports token `index` of a sequence's output, and whether it ended the sequence."""
         request, of_sequence = sequence.request, (sequence.request.key, sequence.index)
         finish = check_finish(request.params, sequence.output_token_ids or [sampled.token_id])
-        is_pressing = index == 0 or finish is not None or request.key in self._told_each
+        is_pressing = index == 0 or finish is not None or request.key in self._report_each
         tokens = self._tokens.get(of_sequence)
         if tokens is None or index != tokens.first_token_index + len(tokens.token_ids):
             event = worker_pb2.Event()
@@ -103,20 +106,96 @@ class Reporter:
             finish_to_proto(finish, tokens)
 
     def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None:
-        """Tells the router the logprobs of the prompt's tokens that this sequence was scored for last."""
+        """Reports the logprobs of the prompt's tokens that this sequence was scored for last."""
         request, begin = sequence.request, sequence.num_scored_tokens - len(scores)
         for start in range(0, len(scores), PROMPT_TOKENS_EACH):
-            told = worker_pb2.PromptLogprobs(
+            logprobs = worker_pb2.PromptLogprobs(
                 key=request.key.to_proto(),
                 first_token_index=begin + start,
                 logprobs=[logprob_to_proto(score) for score in scores[start : start + PROMPT_TOKENS_EACH]],
             )
-            self.emit(request.key, worker_pb2.Event(prompt_logprobs=told))
+            self.emit(request.key, worker_pb2.Event(prompt_logprobs=logprobs))
 
     def flush(self) -> None:
-        """Hands what was gathered to the speaking side."""
+        """Sends what was gathered."""
         for session, events in self._gathered.items():
-            self.voice.events(session, events)
+            session(events)
         self._gathered.clear()
         self._tokens.clear()
         self.is_pressing = False
+
+
+class CacheReporter:
+    """Sessions are those of `reporter`, where they are opened first.
+
+    Each session begins with a snapshot and gets another when it asks (its router missed something) or when too much had
+    changed. Only net changes are sent, once a turn at most and nothing in a turn without any, so that a step that fills
+    no block costs nothing; while there is no session nothing is noted.
+    """
+
+    def __init__(self, blocks: BlockManager, reporter: Reporter) -> None:
+        self._blocks = blocks
+        self._reporter = reporter
+        self._num_sent: dict[RouterSession, int] = {}
+        """Events by session."""
+
+    def open_session(self, session: RouterSession) -> None:
+        """Sends it everything that is cached."""
+        if not self._num_sent:
+            self._blocks.watch_cache(True)
+        self.gather()  # to the others: what follows a snapshot must not be in it already
+        self._num_sent[session] = 0
+        self._send_snapshot(session)
+
+    def close_session(self, session: RouterSession) -> None:
+        if self._num_sent.pop(session, None) is not None and not self._num_sent:
+            self._blocks.watch_cache(False)
+
+    def resync(self, session: RouterSession) -> None:
+        """Sends one session everything again."""
+        self.gather()
+        if session in self._num_sent:
+            self._send_snapshot(session)
+
+    def gather(self) -> None:
+        """Sends every session what has changed since the last call."""
+        events = self._blocks.take_cache_events()
+        if events is not None:
+            for session in self._num_sent:
+                self._send(session, events)
+
+    def _send_snapshot(self, session: RouterSession) -> None:
+        self._send(session, CacheEvents(list(self._blocks.cached_hashes), [], is_snapshot=True))
+
+    def _send(self, session: RouterSession, events: CacheEvents) -> None:
+        for part in _parts(events):
+            self._num_sent[session] += 1
+            part.sequence_number = self._num_sent[session]
+            self._reporter.send(session, worker_pb2.Event(cache=part), can_wait=True)
+
+
+def _parts(events: CacheEvents) -> Iterator[worker_pb2.CacheEvents]:
+    """At least one. Evicted before stored: so a listener never has to hold more hashes than the pool has blocks."""
+    evicted, stored, is_snapshot = iter(events.evicted), iter(events.stored), events.is_snapshot
+    while True:
+        part = worker_pb2.CacheEvents(snapshot=is_snapshot, evicted=islice(evicted, MOST_HASHES))
+        part.stored.extend(islice(stored, MOST_HASHES - len(part.evicted)))
+        if not (is_snapshot or part.evicted or part.stored):
+            return
+        yield part
+        is_snapshot = False
+
+
+def logprob_to_proto(sampled: SampledToken) -> generation_pb2.TokenLogprob:
+    """Without a logprob it is a prompt's first token."""
+    if sampled.logprob is None:
+        return generation_pb2.TokenLogprob(token_id=sampled.token_id, undefined=True)
+    top = [generation_pb2.TokenAlternative(token_id=i, logprob=logprob) for i, logprob in sampled.top]
+    return generation_pb2.TokenLogprob(token_id=sampled.token_id, logprob=sampled.logprob, rank=sampled.rank, top=top)
+
+
+def finish_to_proto(finish: Finish, tokens: worker_pb2.Tokens) -> None:
+    """Marks `tokens` as the last of their sequence."""
+    tokens.finish_reason = _FINISH_REASONS[finish.reason]
+    if finish.stop_token_id is not None:
+        tokens.stop_token_id = finish.stop_token_id

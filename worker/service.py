@@ -1,9 +1,9 @@
-"""The speaking side of a worker: its gRPC server on an asyncio loop of its own, between routers, peers and the core.
+"""A worker's gRPC server on an asyncio loop of its own (the speaking loop), between routers, peers and engine.
 
-Decides nothing: every message heard is posted to the engine thread, everything told is queued to its stream. Streams
-end when their client goes; the core then cancels what they brought. The loop beats whatever the engine does: it says
-that this worker is alive, finds silent peers, and has the engine thread look at its deadlines. A worker is as alive as
-its ranks: while one of them is silent, every stream is closed and none is accepted.
+Decides nothing: every message received is posted to the engine thread, everything sent is queued to its stream. Streams
+end when their client goes; the core then cancels what they brought. The loop sends heartbeats whatever the engine does,
+finds silent peers, and has the engine thread look at its deadlines. A worker is as alive as its ranks: while one of
+them is silent, every stream is closed and none is accepted.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,32 +25,67 @@ from cluster.failure_detector import TICKS_PER_HEARTBEAT, FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.tls import InternalTls
 from worker.core import Core
-from worker.handshake import Handshake
-from worker.links import AnyMessage, LinkServer
+from worker.handoff_streams import HandoffStreams
+from worker.reporter import RouterSession
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STOP_GRACE_S = 0.5
 MOST_EVENTS = 512
-"""That one message to a router carries, so that it stays far below what gRPC takes; an event is 70 KB at most."""
+"""Events that one message to a router carries at most; an event is 70 KB at most, and gRPC takes far more."""
+
+
+class SpeakingLoop:
+    """An asyncio loop on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="speak", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """From any thread: calls `function(*arguments)` on the loop; nothing is called once it is closed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker is stopping
+            self.loop.call_soon_threadsafe(function, *arguments)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """From another thread: the result of a coroutine."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
+
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Runs `last`, ends the loop and its thread."""
+        if self._thread.is_alive():
+            self.run(last())
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+        self.loop.close()
 
 
 class _Session:
-    """What waits to be told to one router, and for how long nothing was."""
+    """Events that wait to be sent to one router, and for how long nothing was sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, loop: SpeakingLoop) -> None:
+        self._loop = loop
         self._queue: asyncio.Queue[list[worker_pb2.Event] | None] = asyncio.Queue()
         self._quiet_s = 0.0
         self._has_spoken = False
         self._left: list[worker_pb2.Event] = []
         """Of what was taken from the queue, what did not fit in the last message."""
 
+    def send(self, events: list[worker_pb2.Event]) -> None:
+        """From any thread (`worker.reporter.RouterSession`)."""
+        self._loop.post(self.put, events)
+
     def put(self, events: list[worker_pb2.Event] | None) -> None:
         """None: the session ends."""
         self._queue.put_nowait(events)
 
     def tick(self, elapsed_s: float, timing: FailureTimeouts) -> None:
-        """Says that this worker is alive, but not before it has said who it is."""
+        """Sends a sign of life where nothing else was sent, but not before the worker's own description."""
         self._quiet_s += elapsed_s
         if self._has_spoken and self._quiet_s + timing.tick_s > timing.heartbeat_s:
             self.put([])
@@ -72,46 +107,43 @@ class _Session:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
-    """Implements both services and the core's `Speaker`."""
+    """Implements both services."""
 
     def __init__(
         self,
+        loop: SpeakingLoop,
         core: Core,
+        streams: HandoffStreams,
         info: worker_pb2.WorkerInfo,
-        terms: Handshake,
         timing: FailureTimeouts,
         tick_ranks: Callable[[float], str] = lambda elapsed_s: "",
         tls: InternalTls | None = None,
     ) -> None:
-        """`tick_ranks` is told how much time has passed; it says why the ranks cannot go on now, or nothing.
+        """`tick_ranks` gets the time that has passed, and returns why the ranks cannot go on now, or nothing.
         `tls`: with the router and with other workers."""
+        self._loop = loop
         self._tls = tls
         self._core = core
+        self._post = core.inbox.post
+        self._streams = streams
         self._tick_ranks = tick_ranks
         self._frozen = ""
         """Why the ranks cannot go on; empty while they can."""
         self._info = info
         self._timing = timing
-        self._links = LinkServer(terms, timing, core.carrier, core.post, None if tls is None else tls.client)
         self._sessions: dict[str, _Session] = {}
         self._session_names = itertools.count(1)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="speak", daemon=True)
 
     # Life
 
     def start(self, host: str, port: int, insecure: bool) -> int:
         """Listens; returns the port. Raises ConfigError when the address cannot be had."""
-        self._thread.start()
-        return asyncio.run_coroutine_threadsafe(self._start(host, port, insecure), self._loop).result()
+        self._loop.start()
+        return self._loop.run(self._start(host, port, insecure))
 
     def stop(self) -> None:
         """Closes every stream and the server; returns when its thread has ended."""
-        if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result()
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-        self._loop.close()
+        self._loop.stop(self._stop)
 
     async def _start(self, host: str, port: int, insecure: bool) -> int:
         limit = rpc.INTERNAL_MESSAGE_BYTES
@@ -123,29 +155,30 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
-        self._heart = asyncio.create_task(self._beat(), name="heart")
+        self._heartbeats = asyncio.create_task(self._heartbeat(), name="heartbeat")
         return bound
 
     async def _stop(self) -> None:
-        if hasattr(self, "_heart"):
-            self._heart.cancel()
+        if hasattr(self, "_heartbeats"):
+            self._heartbeats.cancel()
         for session in self._sessions.values():
             session.put(None)
-        await self._links.close_all()
+        await self._streams.close()
         await self._server.stop(STOP_GRACE_S)
 
-    async def _beat(self) -> None:
-        before = self._loop.time()
+    async def _heartbeat(self) -> None:
+        clock = self._loop.loop.time
+        before = clock()
         for number in itertools.count(1):
             await asyncio.sleep(self._timing.tick_s)
-            now = self._loop.time()
+            now = clock()
             elapsed_s, before = now - before, now
             self._look_at_ranks(elapsed_s)
-            self._links.tick(elapsed_s)
+            self._streams.tick(elapsed_s)
             for session in self._sessions.values():
                 session.tick(elapsed_s, self._timing)
             if number % TICKS_PER_HEARTBEAT == 0:
-                self._core.post(self._core.carrier.tick)
+                self._post(self._core.handoffs.tick)
 
     def _look_at_ranks(self, elapsed_s: float) -> None:
         why = self._tick_ranks(elapsed_s)
@@ -153,7 +186,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
             logger.error("%s: nobody is served until it is heard again", why)
             for session in self._sessions.values():
                 session.put(None)
-            self._links.end_all(why)
+            self._streams.end_all(why)
         elif self._frozen and not why:
             logger.warning("every tensor-parallel rank is heard again")
         self._frozen = why
@@ -162,29 +195,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
         if self._frozen:
             await rpc.abort(context, Unavailable(self._frozen))
 
-    # Speaker: called on the engine thread
-
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
-        self._on_loop(self._tell_session, session, events)
-
-    def open_link(self, epoch: str, address: str, incarnation: str) -> None:
-        self._on_loop(self._links.open, epoch, address, incarnation)
-
-    def tell(self, epoch: str, message: AnyMessage) -> None:
-        self._on_loop(self._links.tell, epoch, message)
-
-    def close_link(self, epoch: str) -> None:
-        self._on_loop(self._links.close, epoch)
-
-    def _on_loop(self, function: Callable[..., object], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker is stopping
-            self._loop.call_soon_threadsafe(function, *arguments)
-
-    def _tell_session(self, name: str, events: list[worker_pb2.Event]) -> None:
-        session = self._sessions.get(name)
-        if session is not None:
-            session.put(events)
-
     # Services: called on the loop
 
     async def Session(
@@ -192,23 +202,24 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
     ) -> AsyncIterator[worker_pb2.EventBatch]:
         await self._refuse_if_frozen(context)
         name = f"session-{next(self._session_names)}"
-        session = self._sessions[name] = _Session()
-        self._core.post(self._core.session_opened, name, self._info)
-        reader = asyncio.create_task(self._read_commands(name, request_iterator))
+        session = self._sessions[name] = _Session(self._loop)
+        send = session.send
+        self._post(self._core.session_opened, send, self._info)
+        reader = asyncio.create_task(self._read_commands(send, request_iterator))
         try:
             while (batch := await session.next()) is not None:
                 yield batch
         finally:
             reader.cancel()
             del self._sessions[name]
-            self._core.post(self._core.session_closed, name)
+            self._post(self._core.session_closed, send)
 
-    async def _read_commands(self, name: str, commands: AsyncIterator[worker_pb2.Command]) -> None:
+    async def _read_commands(self, session: RouterSession, commands: AsyncIterator[worker_pb2.Command]) -> None:
         async for command in commands:
             grammar = command.admit.sampling.grammar
             if grammar:
                 await asyncio.to_thread(self._core.prepare_grammar, grammar)
-            self._core.post(self._core.command, name, command)
+            self._post(self._core.command, session, command)
 
     async def Connect(
         self,
@@ -216,5 +227,5 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[handoff_pb2.ReceiverMessage]:
         await self._refuse_if_frozen(context)
-        async for message in self._links.serve(request_iterator, context):
+        async for message in self._streams.serve(request_iterator, context, self._core.handoffs.accept):
             yield message

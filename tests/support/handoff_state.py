@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from cluster.pb import handoff_pb2
-from decode_worker.receiver import Incoming, Inlet, Receiver
+from decode_worker.receiver import Incoming, LandingSlots, Receiver
 from kv_transfer.actions import Chunk
-from prefill_worker.sender import Outgoing, Outlet, Sender
+from prefill_worker.sender import Outgoing, Sender, SendSlots
 
 Message = handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage
 
@@ -144,8 +144,8 @@ def clone_sender(sender: Sender) -> Sender:
     new._outgoing = {
         k: replace(o, waiting=o.waiting.copy(), chunks=dict(o.chunks)) for k, o in sender._outgoing.items()
     }
-    new._outlets = {
-        e: Outlet(o.chunk_tokens, list(o.free_slots), o.num_slots, o.is_suspect) for e, o in sender._outlets.items()
+    new._slots = {
+        e: SendSlots(o.capacity, list(o.free_slots), o.num_slots, o.is_suspect) for e, o in sender._slots.items()
     }
     return new
 
@@ -157,9 +157,9 @@ def clone_receiver(receiver: Receiver) -> Receiver:
         k: replace(i, landing=dict(i.landing), landed=list(i.landed)) for k, i in receiver._incoming.items()
     }
     new._opened = dict(receiver._opened)
-    new._inlets = {
-        e: Inlet(i.chunk_tokens, set(i.free_slots), i.num_slots, i.is_open, i.offers.copy())
-        for e, i in receiver._inlets.items()
+    new._slots = {
+        e: LandingSlots(i.capacity, set(i.free_slots), i.num_slots, i.is_open, i.offers.copy())
+        for e, i in receiver._slots.items()
     }
     return new
 
@@ -176,11 +176,11 @@ def _freeze_incoming(i: Incoming) -> tuple[object, ...]:
 
 
 def freeze_sender(sender: Sender) -> tuple[object, ...]:
-    outlets = tuple((e, tuple(o.free_slots)) for e, o in sender._outlets.items())
+    outlets = tuple((e, tuple(o.free_slots)) for e, o in sender._slots.items())
     return (tuple((k, _freeze_outgoing(o)) for k, o in sender._outgoing.items()), outlets)
 
 
 def freeze_receiver(receiver: Receiver) -> tuple[object, ...]:
-    inlets = tuple((e, frozenset(i.free_slots), i.is_open, tuple(i.offers)) for e, i in receiver._inlets.items())
+    inlets = tuple((e, frozenset(i.free_slots), i.is_open, tuple(i.offers)) for e, i in receiver._slots.items())
     incoming = tuple((k, _freeze_incoming(i)) for k, i in receiver._incoming.items())
     return (incoming, tuple(receiver._opened.items()), inlets)

@@ -39,7 +39,7 @@ from kv_transfer.actions import (
     Ready,
     ReleasePages,
     Reserve,
-    Tell,
+    SendMessage,
     Transmit,
 )
 from prefill_worker.sender import Sender
@@ -169,7 +169,7 @@ class World:
             self._carry_out(f"s{number}", answers[str(kind)]())
 
     def _retire(self, epoch: str, side: str) -> None:
-        """As the carrier does: once, and the machine is told."""
+        """As a connection is retired: once, and the machine learns of it."""
         link = self.links[epoch]
         if not link.is_open[side]:
             if side == "r" and not link.was_called:
@@ -191,7 +191,7 @@ class World:
                 self.send_slots.pop((chunk.epoch, chunk.slot), None)
         for action in actions:
             match action:
-                case Tell():
+                case SendMessage():
                     self._tell(worker, action)
                 case Gather():
                     self._begin_gather(int(worker[1]), action.chunk)
@@ -214,7 +214,7 @@ class World:
                 case ReleasePages():
                     self._release(worker, action.key)
 
-    def _tell(self, worker: str, action: Tell) -> None:
+    def _tell(self, worker: str, action: SendMessage) -> None:
         if worker != "r" and action.message.HasField("offer"):
             chunk = self.send_slots.get((action.epoch, action.message.offer.slot))
             if chunk is None or any(c == chunk for c, _ in self.gathers):

@@ -1,4 +1,4 @@
-"""Two workers' links over real gRPC in one loop: what each was told, and a relay that can be cut or go silent."""
+"""Connections of two workers over real gRPC in one loop: what each side reported, and a relay that can be cut."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from typing import Any
 import grpc
 
 from cluster import rpc
+from cluster.config.schema import TransferSection
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 from kv_transfer.layout import KvLayout
-from worker.handshake import Handshake
-from worker.links import LinkServer
+from worker.handoff_connection import HandoffConnection, HandoffContext, HandoffMessage
+from worker.handoff_metrics import HandoffMetrics
+from worker.handoff_streams import HandoffStreams, Handshake
 
 LAYOUT = KvLayout(num_layers=4, num_kv_heads=2, head_dim=8, dtype="float32", tp_size=1, block_size=16, model="m@1")
 TIMING = FailureTimeouts(heartbeat_s=0.04, suspect_after_s=0.25, dead_after_s=0.6)
 SOON_S = 10.0
+REPORTS = {"open_pair": "greeted", "on_message": "received", "_on_suspected": "suspected", "_on_ended": "ended"}
+"""What a connection has called on the engine thread, and what the tests call it."""
 
 
-def terms(name: str, **changes: Any) -> Handshake:
+def handshake(name: str, **changes: Any) -> Handshake:
     base = Handshake(
         worker_id=name,
         incarnation=f"{name}-life",
@@ -33,11 +37,11 @@ def terms(name: str, **changes: Any) -> Handshake:
         store_address="127.0.0.1:1",
         transports=("shm", "gloo"),
         host_id="here",
-        wire_format="native",
-        chunk_tokens=256,
-        num_slots=4,
+        transfer=TransferSection(wire_format="native", chunk_tokens=256, num_slots=4),
     )
-    return dataclasses.replace(base, **changes)
+    own = {name: value for name, value in changes.items() if hasattr(base, name)}
+    transfer = {name: value for name, value in changes.items() if name not in own}
+    return dataclasses.replace(base, transfer=dataclasses.replace(base.transfer, **transfer), **own)
 
 
 def abort(reason: str) -> handoff_pb2.Abort:
@@ -45,32 +49,57 @@ def abort(reason: str) -> handoff_pb2.Abort:
 
 
 class End(handoff_pb2_grpc.HandoffServiceServicer):
-    """One worker's links, and what was posted about them."""
+    """One worker's streams, and what its connections reported."""
 
     def __init__(self, own: Handshake, timing: FailureTimeouts = TIMING) -> None:
-        self.terms = own
+        self.handshake = own
         self.timing = timing
-        self.links = LinkServer(own, timing, self, self._post)  # type: ignore[arg-type]
+        self.streams = HandoffStreams(own, timing)
+        self.connections: dict[str, HandoffConnection] = {}
+        nobody: Any = None
+        self._context = HandoffContext(self._post, self._call, nobody, timing, HandoffMetrics())
         self.events: list[tuple[str, tuple[Any, ...], float]] = []
         self._changed = asyncio.Event()
         self.is_beating = True
         self.num_ticks = 0
 
-    def __getattr__(self, name: str) -> Any:
-        """Any handler of a listener: its name, which `_post` notes."""
-        if name.startswith("link_"):
-            return name
-        raise AttributeError(name)
+    def open(self, epoch: str, address: str, incarnation: str) -> None:
+        """As a sender."""
+        connection = self._connection(epoch, peer="d")
+        self.streams.dial(connection, address, incarnation)
+
+    def send(self, epoch: str, message: HandoffMessage) -> None:
+        self.connections[epoch].send(message)
+
+    def close_connection(self, epoch: str) -> None:
+        self.connections[epoch].end("it is not needed any more")
+
+    def _accept(self, hello: handoff_pb2.SenderHello, agreed: handoff_pb2.ReceiverHello) -> HandoffConnection:
+        self._note("called", hello.pair_epoch, hello, agreed)
+        return self._connection(hello.pair_epoch)
+
+    def _connection(self, epoch: str, peer: str = "") -> HandoffConnection:
+        nobody: Any = None
+        connection = self.connections[epoch] = HandoffConnection(epoch, nobody, self._context, peer=peer)
+        return connection
+
+    def _call(self, function: Any, *arguments: Any) -> None:
+        function(*arguments)
 
     def _post(self, handler: Any, *arguments: Any) -> None:
-        self.events.append((handler, arguments, time.monotonic()))
+        if handler.__name__ == "open_pair":
+            arguments = arguments[:1]
+        self._note(REPORTS[handler.__name__], handler.__self__.epoch, *arguments)
+
+    def _note(self, name: str, *arguments: Any) -> None:
+        self.events.append((name, arguments, time.monotonic()))
         self._changed.set()
 
     def said(self, name: str) -> list[tuple[Any, ...]]:
         return [arguments for handler, arguments, _ in self.events if handler == name]
 
     def heard(self) -> list[str]:
-        return [message.abort.reason for _, message in self.said("link_heard")]
+        return [message.abort.reason for _, message in self.said("received")]
 
     def time_of(self, name: str) -> float:
         return next(when for handler, _, when in self.events if handler == name)
@@ -101,7 +130,7 @@ class End(handoff_pb2_grpc.HandoffServiceServicer):
 
     async def close(self) -> None:
         self.heart.cancel()
-        await self.links.close_all()
+        await self.streams.close()
         if hasattr(self, "server"):
             await self.server.stop(None)
 
@@ -111,7 +140,7 @@ class End(handoff_pb2_grpc.HandoffServiceServicer):
             await asyncio.sleep(self.timing.tick_s)
             now = time.monotonic()
             if self.is_beating:
-                self.links.tick(now - before)
+                self.streams.tick(now - before)
                 self.num_ticks += 1
                 self._changed.set()
             before = now
@@ -119,7 +148,7 @@ class End(handoff_pb2_grpc.HandoffServiceServicer):
     async def Connect(
         self, request_iterator: AsyncIterator[Any], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[handoff_pb2.ReceiverMessage]:
-        async for message in self.links.serve(request_iterator, context):
+        async for message in self.streams.serve(request_iterator, context, self._accept):
             yield message
 
 
@@ -186,7 +215,7 @@ async def two_ends(
 ) -> AsyncIterator[tuple[End, End, str]]:
     """A sender, a receiver that serves, and its address."""
     async with AsyncExitStack() as stack:
-        p, d = End(sender or terms("p"), timing), End(receiver or terms("d"), timing)
+        p, d = End(sender or handshake("p"), timing), End(receiver or handshake("d"), timing)
         address = await d.serve()
         p.start_beating()
         stack.push_async_callback(d.close)

@@ -1,8 +1,8 @@
-"""Links between simulated workers: two ordered streams of messages that are lost, doubled, late, silent or cut.
+"""The network between simulated workers: two streams for each connection; messages are lost, doubled, late or cut off.
 
-Numbers are the real ones (`kv_transfer.ordered`), and what a side is told of its link is what `worker.links` tells: it
-greeted or called, was heard, is suspected, is down. Each side notices an end in its own time; what was on its way may
-still be heard before that, or not.
+Both ends are real connections (`worker.handoff_connection`) with their numbers and their ends; what gRPC and the clock
+do in a real worker is decided here. Each side notices an end in its own time; what was on its way may still be received
+before that, or not.
 """
 
 from __future__ import annotations
@@ -13,43 +13,60 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from cluster.pb import handoff_pb2
-from kv_transfer.ordered import Ordered, StreamGap
+from worker.handoff_connection import HandoffConnection, HandoffMessage, StreamGap
 
 if TYPE_CHECKING:
     from simulation import Node, World
 
-Message = handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage
 Move = Callable[[], None]
 
 
 class End:
-    """One side of a link: who it is, what is on its way to it, and whether it still uses it."""
+    """One side of a link: its connection, and what is on its way to it."""
 
-    def __init__(self, node: Node, is_open: bool) -> None:
+    def __init__(self, node: Node, connection: HandoffConnection | None) -> None:
         self.node = node
-        self.ordered = Ordered()
-        self.inbox: deque[Message] = deque()
-        self.is_open = is_open
-        self.is_over = False
-        self.is_suspect = False
+        self.connection = connection
+        """None for a callee that was not called yet."""
+        self.inbox: deque[HandoffMessage] = deque()
+        self.is_gone = False
+        """Its process has died, or it refused the call."""
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_gone or (self.connection is not None and bool(self.connection.ended))
+
+    @property
+    def is_open(self) -> bool:
+        return self.connection is not None and not self.is_over
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.connection is not None and self.connection.is_suspect
+
+    @property
+    def num_sent(self) -> int:
+        return 0 if self.connection is None else self.connection.num_sent
+
+    @property
+    def num_received(self) -> int:
+        return 0 if self.connection is None else self.connection.num_received
 
 
 class Link:
-    """From its opening by a prefill worker until both sides have let go of it.
+    """From its opening by a prefill worker until both sides have ended it.
 
     A move may have been made void by another of the same turn.
     """
 
-    def __init__(self, world: World, epoch: str, caller: Node, callee: Node | None, hello: Message) -> None:
+    def __init__(self, world: World, connection: HandoffConnection, caller: Node, callee: Node | None) -> None:
         self._world = world
-        self.epoch = epoch
-        self.caller = End(caller, is_open=True)
-        self.callee = End(callee, is_open=False) if callee is not None else None
+        self.caller = End(caller, connection)
+        self.callee = End(callee, None) if callee is not None else None
         self.is_cut = callee is None
         """Nothing more arrives: each side will notice."""
         self.is_silent = False
         """Nothing arrives now: each side will suspect the other."""
-        self.say(self.caller, hello)
 
     @property
     def is_over(self) -> bool:
@@ -62,23 +79,28 @@ class Link:
                 return end
         return None
 
-    def say(self, end: End, message: Message) -> None:
-        if not end.is_open:
-            return
-        end.ordered.stamp(message)
-        other = self._other(end)
-        if other is not None and not other.is_over and not self.is_cut:
-            other.inbox.append(message)
+    def carry(self) -> None:
+        """Sets what either side sends on its way."""
+        for end in (self.caller, self.callee):
+            queue = end.connection._queue if end is not None and end.connection is not None else None
+            while queue is not None and not queue.empty():
+                message = queue.get_nowait()
+                assert end is not None and end.connection is not None
+                if message is None or not end.is_open:
+                    continue
+                end.connection.stamp(message)
+                other = self._other(end)
+                if other is not None and not other.is_over and not self.is_cut:
+                    other.inbox.append(message)
 
     def close(self, end: End, why: str, is_final: bool = False) -> None:
-        """This side lets go of the link, for whatever reason, and is told so."""
-        if end.is_open:
-            end.is_open, end.is_over = False, True
+        """This side's stream ends, for whatever reason."""
+        if end.is_open and end.connection is not None:
             end.inbox.clear()
-            end.node.post("link_down", self.epoch, why, is_final)
+            end.connection.end(why, is_final=is_final)
 
     def cut(self, chance: random.Random) -> None:
-        """The connection is gone: of what was on its way to each side, only a beginning may still be heard."""
+        """The connection is gone: of what was on its way to each side, only a beginning may still be received."""
         self.is_cut = True
         for end in (self.caller, self.callee):
             keep = chance.randint(0, len(end.inbox)) if end is not None else 0
@@ -104,7 +126,7 @@ class Link:
                 yield self._speak_again
             elif end.is_suspect:
                 yield lambda end=end: self._suspect(end, False)  # type: ignore[misc]
-            elif other is not None and not other.is_over and other.ordered.num_said != end.ordered.num_heard:
+            elif other is not None and not other.is_over and other.num_sent != end.num_received:
                 yield lambda end=end: self.close(end, "a sign of life showed a gap")  # type: ignore[misc]
             if self.is_cut or (other is not None and other.is_over):
                 yield lambda end=end: self.close(end, "the stream has ended")  # type: ignore[misc]
@@ -116,34 +138,35 @@ class Link:
         self.is_silent = False
 
     def _suspect(self, end: End, is_suspect: bool) -> None:
-        end.is_suspect = is_suspect
-        self._world.counts["suspected" if is_suspect else "heard again"] += 1
-        end.node.post("link_suspected", self.epoch, is_suspect)
+        if end.is_open and end.connection is not None and end.is_suspect != is_suspect:
+            self._world.counts["suspected" if is_suspect else "heard again"] += 1
+            end.connection.suspect(is_suspect)
 
     def _call(self) -> None:
-        """The receiver hears the hello."""
+        """The receiver gets the hello."""
         end = self.callee
         assert end is not None
         if self.is_cut or not end.inbox:
             return
         if self._world.strikes("link refused"):
-            end.is_over = True
+            end.is_gone = True
             self.close(self.caller, "the layouts differ", is_final=True)
             return
         hello = end.inbox.popleft()
         assert isinstance(hello, handoff_pb2.SenderMessage)
-        end.is_open = end.ordered.accept(hello.number)
         node, caller = end.node, self.caller.node
         agreed = handoff_pb2.ReceiverHello(
             transport="simulated",
             chunk_tokens=min(node.chunk_tokens, caller.chunk_tokens),
             num_slots=min(node.num_slots, caller.num_slots),
         )
-        node.post("link_called", self.epoch, hello.hello, agreed)
-        self.say(end, handoff_pb2.ReceiverMessage(hello=agreed))
+        end.connection = node.core.handoffs.accept(hello.hello, agreed)
+        end.connection.accept(hello.number)
+        end.connection.greeted()
+        node.on_loop(end.connection.enqueue, handoff_pb2.ReceiverMessage(hello=agreed))
 
     def _deliver(self, end: End) -> None:
-        if not end.inbox:
+        if not end.inbox or end.connection is None:
             return
         message = end.inbox.popleft()
         if self._world.strikes("message lost"):
@@ -151,15 +174,12 @@ class Link:
         if self._world.strikes("message doubled"):
             end.inbox.insert(min(len(end.inbox), self._world.random.randint(0, 2)), message)
         try:
-            is_new = end.ordered.accept(message.number)
+            if message.HasField("hello"):
+                if end.connection.accept(message.number):
+                    end.connection.greeted(message.hello)  # type: ignore[arg-type]  # only a receiver's arrives here
+            else:
+                was_suspect = end.is_suspect
+                end.connection.receive(message)
+                self._world.counts["heard again"] += was_suspect and not end.is_suspect
         except StreamGap as gap:
             self.close(end, gap.message)
-            return
-        if end.is_suspect:
-            self._suspect(end, False)
-        if not is_new:
-            return
-        if message.HasField("hello"):
-            end.node.post("link_greeted", self.epoch, message.hello)
-        else:
-            end.node.post("link_heard", self.epoch, message)

@@ -8,18 +8,21 @@ fail, a pair may be closed at any moment, and what was posted on it still ends, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from simulated_pages import OWNER, TOKEN, Alarm, Cells, Pages
 
 from cluster.pb import rank_pb2
-from engine.model_runner import StepOutput
+from engine.sampling.params import SampledToken, SampleRow
+from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from kv_transfer.actions import Chunk
+from worker.handoff_connection import Done
 
 if TYPE_CHECKING:
     from simulation import Node
@@ -56,13 +59,20 @@ class Step:
             self._run(self._ranks.pages.num_layers)
         return self.num_layers_done == self._ranks.pages.num_layers
 
-    def result(self) -> StepOutput:
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
         assert self.is_done
+        flat = [row for of_one in rows for row in of_one]
+        return self._ranks.sampler.sample(torch.from_numpy(self._logits(rows)), flat) if flat else []
+
+    def scores(self) -> list[SampledToken]:
+        return []
+
+    def _logits(self, rows: Sequence[Sequence[SampleRow]]) -> npt.NDArray[np.float32]:
         logits = np.zeros((len(self._step.logits_indices), VOCAB), dtype=np.float32)
         ends = (self._step.cu_seqlens_q[1:] - 1).tolist()
         for row, index in enumerate(self._step.logits_indices.tolist()):
             logits[row, list(next_tokens(self._context[ends.index(index)]))] = 50.0
-        return StepOutput(torch.from_numpy(logits))
+        return logits[[i for i, of_one in enumerate(rows) for _ in of_one]]
 
     def advance(self) -> None:
         """One layer more."""
@@ -160,7 +170,9 @@ class Ranks:
         self.num_steps = 0
         self.num_steps_done = 0
         self._long_tokens = long_tokens
+        self.sampler = Sampler(VOCAB)
         self._number = 0
+        self._done: dict[int, Done] = {}
         self._step: Step | None = None
         self._gathers: list[tuple[int, rank_pb2.ChunkPages, Chunk]] = []
         self._closes: list[tuple[int, str]] = []
@@ -172,9 +184,10 @@ class Ranks:
         self._step = Step(self, step, len(step.token_ids) >= self._long_tokens)
         return self._step
 
-    def issue(self, command: rank_pb2.RankCommand) -> int:
+    def issue(self, command: rank_pb2.RankCommand, done: Done) -> None:
         self._number += 1
         number, kind = self._number, str(command.WhichOneof("command"))
+        self._done[number] = done
         what = getattr(command, kind)
         chunk = Chunk.from_proto(what.chunk, what.pair_epoch) if kind in ("gather", "receive") else None
         match kind:
@@ -189,7 +202,6 @@ class Ranks:
                 side.posted.append(Posted(number, kind, what, None, None))
             case "send" | "receive":
                 self._post(number, kind, what, chunk)
-        return number
 
     def die(self) -> None:
         """The process is gone: whoever it had a pair with will notice."""
@@ -199,7 +211,12 @@ class Ranks:
 
     @property
     def is_idle(self) -> bool:
-        return not self._gathers and not self._closes and not any(side.posted for side in self._sides.values())
+        return (
+            not self._done
+            and not self._gathers
+            and not self._closes
+            and not any(side.posted for side in self._sides.values())
+        )
 
     def moves(self) -> Iterator[Move]:
         """What may happen next."""
@@ -322,8 +339,8 @@ class Ranks:
         return ahead <= 0 or (ahead == 1 and self._step is not None and num_layers <= self._step.num_layers_done)
 
     def _reply(self, number: int, error: str, kind: int, size_bytes: int = 0) -> None:
-        core = self.node.core
-        core.post(core.carrier.command_done, number, error, kind if error else KIND_NONE, size_bytes)
+        done = self._done.pop(number)
+        self.node.core.inbox.post(done, error, kind if error else KIND_NONE, size_bytes)
 
     def _pair(self, epoch: str) -> Pair:
         return self.node.world.pairs[epoch]

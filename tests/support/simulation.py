@@ -1,4 +1,4 @@
-"""Worker cores in one thread: the real scheduling, hand-off machines, carrier and block manager over pages that tattle.
+"""Worker cores in one thread: the real scheduling, hand-offs, connections and block manager over pages that tattle.
 
 The model's KV is the token itself with marks of who wrote it (`simulated_pages`); the next token is one of two, equally
 likely, that a hash of all the tokens read back names. So sequences of one prompt part ways, and a page that was lost,
@@ -18,12 +18,13 @@ from simulated_pages import Mark, Pages
 from simulated_ranks import VOCAB, Pair, Ranks, next_tokens
 from simulated_router import Request, Router
 
+from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
-from engine.sampling.sampler import Sampler
-from worker.core import Core
-from worker.metrics import HandoffMetrics
+from worker.core import Core, Inbox
+from worker.handoff_connection import HandoffConnection, HandoffContext
+from worker.handoff_metrics import HandoffMetrics
 from worker.step_log import StepLog
 
 __all__ = ["VOCAB", "Node", "Request", "World", "first_wrong_token"]
@@ -53,15 +54,30 @@ class Metrics(HandoffMetrics):
         super().retired(epoch, reason)
 
 
+class Session:
+    """A router's session with one life of a worker; a new one takes its place when the router gave that one up."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def __call__(self, events: list[worker_pb2.Event]) -> None:
+        node = self._node
+        node.overheard += events
+        if node.session is self:
+            node.world.from_worker[node.name].append((node, self, events))
+
+
 class Node:
-    """One life of one worker: its core, and the speaking side of it."""
+    """One life of one worker: its core, and what stands for its speaking loop."""
 
     def __init__(self, world: World, name: str, incarnation: str, sizes: Mapping[str, Any]) -> None:
         self.world = world
         self.name = name
         self.incarnation = incarnation
         self.sizes = sizes
-        self.session = f"session of {incarnation}"
+        self.session = Session(self)
+        self.overheard: list[worker_pb2.Event] = []
+        """All that was sent to routers."""
         self.is_running = True
         """False: dead, or stopped for a while."""
         self.num_slots, self.chunk_tokens = sizes["num_slots"], sizes["chunk_tokens"]
@@ -76,29 +92,29 @@ class Node:
             max_pairs=sizes["max_pairs"],
             transfer_timeout_s=sizes["transfer_timeout_s"],
         )
+        self.ranks = Ranks(self, pages, sizes["long_tokens"])
+        inbox, timing = Inbox(), FailureTimeouts(1.0, 2.0, 3.0)
+        context = HandoffContext(
+            inbox.post, self.on_loop, self.ranks.issue, timing, Metrics(world.counts), clock=lambda: world.now
+        )
         self.core = Core(
+            inbox,
+            self.ranks,
             pages.blocks,
-            Sampler(VOCAB),
-            Metrics(world.counts),
+            context,
+            self.dial,
             settings,
             max_model_len=4096,
+            vocab_size=VOCAB,
             num_layers=sizes["num_layers"],
             step_log=StepLog(None),
             clock=lambda: world.now,
         )
-        self.ranks = Ranks(self, pages, sizes["long_tokens"])
-        self.core.attach(self.ranks, self)
-        self.core.carrier._clock = lambda: world.now
         self.core.session_opened(self.session, worker_pb2.WorkerInfo(worker_id=name))
-
-    def post(self, handler: str, *arguments: Any) -> None:
-        """What the speaking side tells the carrier."""
-        self._has_worked = True
-        self.core.post(getattr(self.core.carrier, handler), *arguments)
 
     def turn(self) -> bool:
         """False when there was nothing to do, and nothing can be until something is posted."""
-        if not self._has_worked and self.core._inbox.empty() and self.core._flight is None:
+        if not self._has_worked and self.core.inbox.is_empty and self.core._flight is None:
             return False
         self._has_worked = self.core.turn(wait=False)
         return True
@@ -109,33 +125,23 @@ class Node:
         assert self.core.blocks.num_held == 0, f"{self.name} holds {self.core.blocks.num_held} blocks"
         self.core.prefill.check_idle()
         self.core.decode.check_idle()
-        assert self.ranks.is_idle and not self.core.carrier._on_done and not self.core.carrier._closing
+        assert self.ranks.is_idle and not self.core.handoffs.count_by_state()["closing"]
         assert self.core.reporter.num_requests == 0
 
-    # The speaking side, as the core sees it
+    # The speaking loop, as the core sees it
 
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
-        if session == self.session:
-            self.world.from_worker[self.name].append((self, session, events))
+    def on_loop(self, function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
+        for link in self.world.links.values():
+            link.carry()
 
-    def open_link(self, epoch: str, address: str, incarnation: str) -> None:
+    def dial(self, connection: HandoffConnection, address: str, incarnation: str) -> None:
         callee: Node | None = self.world.nodes[address]
         if callee is not None and callee.incarnation != incarnation:
             callee = None
-        hello = handoff_pb2.SenderMessage(hello=handoff_pb2.SenderHello(pair_epoch=epoch))
-        self.world.links[epoch] = Link(self.world, epoch, self, callee, hello)
-
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
-        link = self.world.links.get(epoch)
-        end = link.end_of(self) if link is not None else None
-        if link is not None and end is not None:
-            link.say(end, message)
-
-    def close_link(self, epoch: str) -> None:
-        link = self.world.links.get(epoch)
-        end = link.end_of(self) if link is not None else None
-        if link is not None and end is not None:
-            link.close(end, "it is not needed any more")
+        self.world.links[connection.epoch] = Link(self.world, connection, self, callee)
+        hello = handoff_pb2.SenderHello(pair_epoch=connection.epoch)
+        self.on_loop(connection.enqueue, handoff_pb2.SenderMessage(hello=hello))
 
 
 class World:
@@ -151,8 +157,8 @@ class World:
         self.links: dict[str, Link] = {}
         self.pairs: defaultdict[str, Pair] = defaultdict(Pair)
         self.router = Router(self)
-        self.from_worker: defaultdict[str, deque[tuple[Node, str, list[worker_pb2.Event]]]] = defaultdict(deque)
-        self._to_worker: defaultdict[str, deque[tuple[str, worker_pb2.Command]]] = defaultdict(deque)
+        self.from_worker: defaultdict[str, deque[tuple[Node, Session, list[worker_pb2.Event]]]] = defaultdict(deque)
+        self._to_worker: defaultdict[str, deque[tuple[Session, worker_pb2.Command]]] = defaultdict(deque)
         self._stopped: dict[str, bool] = {}
         """Stopped nodes, and whether the router has noticed."""
         self._num_lives = 0
@@ -264,7 +270,7 @@ class World:
         node = self.nodes[name]
         session, command = self._to_worker[name].popleft()
         if session == node.session:
-            node.core.post(node.core.command, session, command)
+            node.core.inbox.post(node.core.command, session, command)
 
     # What befalls nodes and links as a whole
 
@@ -282,7 +288,7 @@ class World:
         if not node.is_running:
             return
         if self.strikes("tick"):
-            node.post("tick")
+            node.core.inbox.post(node.core.handoffs.tick)
         elif self.strikes("worker died"):
             self._kill(node)
         elif self.strikes("worker stopped"):
@@ -301,7 +307,7 @@ class World:
         for link in self.links.values():
             end = link.end_of(node)
             if end is not None:
-                end.is_open, end.is_over = False, True
+                end.is_gone = True
                 link.is_cut = True
         self._forget_session(node.name)
         self._start(node.name, node.sizes)
@@ -322,10 +328,9 @@ class World:
         if self._stopped.pop(name):
             self.counts["worker woke up given up"] += 1
             self._forget_session(name)
-            self._num_lives += 1
-            old, node.session = node.session, f"session {self._num_lives} of {node.incarnation}"
-            node.core.post(node.core.session_closed, old)
-            node.core.post(node.core.session_opened, node.session, worker_pb2.WorkerInfo(worker_id=name))
+            old, node.session = node.session, Session(node)
+            node.core.inbox.post(node.core.session_closed, old)
+            node.core.inbox.post(node.core.session_opened, node.session, worker_pb2.WorkerInfo(worker_id=name))
 
     def _forget_session(self, name: str) -> None:
         self.from_worker[name].clear()

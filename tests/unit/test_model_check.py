@@ -60,7 +60,7 @@ def accept_a_commit_with_a_chunk_missing(patch: pytest.MonkeyPatch) -> None:
     def finish(self: Receiver, incoming: Incoming) -> Actions:
         if incoming.commit is None:
             return []
-        incoming.advance(receiver_module.Event.COMPLETED)
+        incoming.advance(receiver_module.ReceiveEvent.COMPLETED)
         del self._incoming[incoming.key]
         return [Ready(incoming.key, ())]
 
@@ -75,9 +75,9 @@ def leave_an_abort_unanswered(patch: pytest.MonkeyPatch) -> None:
 def grant_a_slot_twice(patch: pytest.MonkeyPatch) -> None:
     original = Receiver._pump
 
-    def pump(self: Receiver, inlet: receiver_module.Inlet) -> Actions:
-        actions = original(self, inlet)
-        inlet.free_slots = set(range(inlet.num_slots))
+    def pump(self: Receiver, slots: receiver_module.LandingSlots) -> Actions:
+        actions = original(self, slots)
+        slots.free_slots = set(range(slots.num_slots))
         return actions
 
     patch.setattr(Receiver, "_pump", pump)
@@ -89,7 +89,7 @@ def reuse_the_slot_of_an_offer_after_an_abort(patch: pytest.MonkeyPatch) -> None
     def abort(self: Sender, key: RequestKey, reason: str) -> Actions:
         out = self._outgoing.get(key)
         for chunk, stage in out.chunks.values() if out is not None else ():
-            if stage is sender_module.Stage.OFFERED:
+            if stage is sender_module.ChunkStage.OFFERED:
                 self._free_slot(chunk)
         return original(self, key, reason)
 
@@ -109,10 +109,10 @@ def keep_a_dead_link(patch: pytest.MonkeyPatch) -> None:
     original = Sender.link_down
 
     def link_down(self: Sender, epoch: str) -> Actions:
-        outlet = self._outlets.get(epoch)
+        slots = self._slots.get(epoch)
         actions = original(self, epoch)
-        if outlet is not None:
-            self._outlets[epoch] = outlet
+        if slots is not None:
+            self._slots[epoch] = slots
         return actions
 
     patch.setattr(Sender, "link_down", link_down)

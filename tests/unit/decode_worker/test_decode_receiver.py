@@ -8,8 +8,8 @@ import pytest
 
 from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from decode_worker.receiver import TABLE, Event, Incoming, Receiver, State
-from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, Tell
+from decode_worker.receiver import TABLE, Incoming, ReceiveEvent, Receiver, ReceiveState
+from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, SendMessage
 
 KEY, OTHER, AGAIN = RequestKey("a", 1), RequestKey("b", 1), RequestKey("a", 2)
 CHUNK_TOKENS = 8
@@ -17,7 +17,7 @@ Failed = worker_pb2.Failed
 
 
 def told(actions: Actions) -> list[str]:
-    return [a.message.WhichOneof("message") or "" for a in actions if isinstance(a, Tell)]
+    return [a.message.WhichOneof("message") or "" for a in actions if isinstance(a, SendMessage)]
 
 
 def landings(actions: Actions) -> list[Chunk]:
@@ -75,15 +75,15 @@ def landing(num_tokens: int = 16) -> tuple[Receiver, Chunk]:
 
 
 def test_every_state_can_be_left_but_those_that_are_over() -> None:
-    assert set(TABLE) == set(State)
+    assert set(TABLE) == set(ReceiveState)
     for state, moves in TABLE.items():
-        assert (not moves) == (state in (State.READY, State.CLOSED))
-    assert set(TABLE[State.CLOSING].values()) == {State.CLOSED}
+        assert (not moves) == (state in (ReceiveState.READY, ReceiveState.CLOSED))
+    assert set(TABLE[ReceiveState.CLOSING].values()) == {ReceiveState.CLOSED}
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
-def test_advance_follows_the_table_and_changes_nothing_else(state: State, event: Event) -> None:
+@pytest.mark.parametrize("state", ReceiveState)
+@pytest.mark.parametrize("event", ReceiveEvent)
+def test_advance_follows_the_table_and_changes_nothing_else(state: ReceiveState, event: ReceiveEvent) -> None:
     incoming = Incoming(KEY, 8, 1, state=state)
     expected = TABLE[state].get(event)
     assert incoming.advance(event) is (expected is not None)
@@ -108,7 +108,7 @@ def test_reserved_says_what_is_here_already() -> None:
     receiver.announce(KEY, 16)
     receiver.opened("e", KEY)
     (tell,) = receiver.reserved(KEY, 8)
-    assert isinstance(tell, Tell) and tell.message.reserved.num_cached_tokens == 8
+    assert isinstance(tell, SendMessage) and tell.message.reserved.num_cached_tokens == 8
 
 
 def test_a_reservation_that_comes_after_the_end_is_passed_over() -> None:
@@ -157,7 +157,7 @@ def test_an_offer_whose_slot_is_free_does_not_wait_behind_one_whose_slot_is_not(
 def test_land_comes_before_its_grant() -> None:
     receiver = receiving()
     land, grant = receiver.offered("e", offer(0, 0, 8))
-    assert isinstance(land, Land) and isinstance(grant, Tell) and grant.message.grant.chunk_index == 0
+    assert isinstance(land, Land) and isinstance(grant, SendMessage) and grant.message.grant.chunk_index == 0
 
 
 def test_a_pair_that_is_not_open_gets_no_grant_until_it_is() -> None:

@@ -9,8 +9,8 @@ import pytest
 import prefill_worker.sender as sender_module
 from cluster.pb import handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, Range, ReleasePages, Tell, Transmit
-from prefill_worker.sender import TABLE, Event, Outgoing, Sender, State
+from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, Range, ReleasePages, SendMessage, Transmit
+from prefill_worker.sender import TABLE, Outgoing, Sender, SendEvent, SendState
 
 KEY, OTHER = RequestKey("a", 1), RequestKey("b", 1)
 AGAIN = RequestKey("a", 2)
@@ -19,7 +19,7 @@ CHUNK_TOKENS = 8
 
 
 def told(actions: Actions) -> list[str]:
-    return [a.message.WhichOneof("message") or "" for a in actions if isinstance(a, Tell)]
+    return [a.message.WhichOneof("message") or "" for a in actions if isinstance(a, SendMessage)]
 
 
 def gathers(actions: Actions) -> list[Chunk]:
@@ -66,21 +66,21 @@ def committing() -> tuple[Sender, Chunk]:
 
 
 def test_every_state_can_be_left_but_the_last_and_the_last_is_reached_from_everywhere() -> None:
-    assert set(TABLE) == set(State)
+    assert set(TABLE) == set(SendState)
     for state, moves in TABLE.items():
-        assert (not moves) == (state is State.SETTLED)
-        if state is not State.SETTLED:
-            assert moves[Event.LINK_DOWN] is moves[Event.PEER_ABORTED] is State.SETTLED
+        assert (not moves) == (state is SendState.SETTLED)
+        if state is not SendState.SETTLED:
+            assert moves[SendEvent.LINK_DOWN] is moves[SendEvent.PEER_ABORTED] is SendState.SETTLED
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
-def test_advance_follows_the_table_and_changes_nothing_else(state: State, event: Event) -> None:
+@pytest.mark.parametrize("state", SendState)
+@pytest.mark.parametrize("event", SendEvent)
+def test_advance_follows_the_table_and_changes_nothing_else(state: SendState, event: SendEvent) -> None:
     out = Outgoing(KEY, "e", 8, state=state)
     expected = TABLE[state].get(event)
     assert out.advance(event) is (expected is not None)
     assert out.state is (expected or state)
-    assert out.is_live is (out.state in (State.OPENING, State.STREAMING, State.COMMITTING))
+    assert out.is_live is (out.state in (SendState.OPENING, SendState.STREAMING, SendState.COMMITTING))
 
 
 # Chunks
@@ -207,7 +207,7 @@ def test_commit_follows_the_last_offer_and_pages_go_back_at_the_last_gather() ->
     assert told(sender.gathered(second)) == ["offer"]
     last = sender.gathered(first)
     assert told(last) == ["offer", "commit"]
-    commit = next(a.message.commit for a in last if isinstance(a, Tell) and a.message.HasField("commit"))
+    commit = next(a.message.commit for a in last if isinstance(a, SendMessage) and a.message.HasField("commit"))
     assert commit.num_chunks == 2 and commit.first_tokens[0].token_id == 7
     assert ReleasePages(KEY) in last
 

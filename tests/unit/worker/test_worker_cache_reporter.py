@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
 from router.routing.prefix_index import PrefixIndex
-from worker import cache_reporter
-from worker.cache_reporter import MOST_HASHES, CacheReporter
-from worker.reporter import Reporter
+from worker import reporter
+from worker.reporter import MOST_HASHES, CacheReporter, Reporter, RouterSession
 
 BLOCK_SIZE = 2
 
@@ -25,20 +24,23 @@ class Worker:
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.told: defaultdict[str, list[worker_pb2.CacheEvents]] = defaultdict(list)
         self._reporter = Reporter()
-        self._reporter.voice = self
+        self._sessions: dict[str, RouterSession] = {}
         self.caches = CacheReporter(self.blocks, self._reporter)
 
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
-        self.told[session] += [event.cache for event in events]
+    def session(self, name: str) -> RouterSession:
+        def send(events: list[worker_pb2.Event]) -> None:
+            self.told[name] += [event.cache for event in events]
 
-    def open(self, session: str) -> None:
-        self._reporter.open_session(session)
-        self.caches.open_session(session)
+        return self._sessions.setdefault(name, send)
 
-    def close(self, session: str) -> None:
-        self._reporter.close_session(session)
-        self.caches.close_session(session)
-        self.told.pop(session, None)
+    def open(self, name: str) -> None:
+        self._reporter.open_session(self.session(name))
+        self.caches.open_session(self.session(name))
+
+    def close(self, name: str) -> None:
+        self._reporter.close_session(self.session(name))
+        self.caches.close_session(self.session(name))
+        self.told.pop(name, None)
 
     def cache(self, tokens: list[int], salt: bytes = b"") -> None:
         table = self.blocks.allocate(len(tokens) // BLOCK_SIZE)
@@ -148,7 +150,7 @@ def test_whatever_is_lost_on_the_way_a_router_that_asks_knows_the_cache(
         elif what in ("hear", "lose") and worker.told[name]:
             hear(name, is_lost=what == "lose")
 
-    with patch.object(cache_reporter, "MOST_HASHES", most_hashes):
+    with patch.object(reporter, "MOST_HASHES", most_hashes):
         for what, argument in moves:
             if isinstance(argument, list):
                 worker.cache(argument)

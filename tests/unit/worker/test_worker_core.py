@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from cluster.pb import rank_pb2, worker_pb2
+from cluster.failure_detector import FailureTimeouts
+from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
-from engine.model_runner import StepOutput
+from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.sampler import Sampler
 from engine.step_budget import StepBudget
 from engine.step_input import StepInput
-from worker.core import Core
-from worker.metrics import HandoffMetrics
+from worker.core import Core, Inbox
+from worker.handoff_connection import HandoffContext
+from worker.handoff_metrics import HandoffMetrics
 from worker.step_log import StepLog
 
 VOCABULARY = 16
-SESSION = "router"
 
 
 class PendingStep:
@@ -30,8 +32,13 @@ class PendingStep:
         self.is_done = False
         self._num_rows = num_rows
 
-    def result(self) -> StepOutput:
-        return StepOutput(torch.zeros(self._num_rows, VOCABULARY))
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
+        assert len(rows) == self._num_rows
+        flat = [row for of_one in rows for row in of_one]
+        return Sampler(VOCABULARY).sample(torch.zeros(len(flat), VOCABULARY), flat) if flat else []
+
+    def scores(self) -> list[SampledToken]:
+        return []
 
 
 class PendingRanks:
@@ -53,17 +60,14 @@ class PendingRanks:
         self.steps[-1].is_done = self.end_at_once
         return self.steps[-1]
 
-    def issue(self, command: rank_pb2.RankCommand) -> int:
-        raise AssertionError("nothing is handed over here")
-
 
 class Ear:
-    """Keeps what a router is told."""
+    """The session of a router: keeps what is sent to it."""
 
     def __init__(self) -> None:
         self.told: list[worker_pb2.Event] = []
 
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
+    def __call__(self, events: list[worker_pb2.Event]) -> None:
         self.told += events
 
     def of(self, request_id: str) -> list[int]:
@@ -73,15 +77,26 @@ class Ear:
 
 def make_core() -> tuple[Core, PendingRanks, Ear]:
     settings = WorkerSettings.from_values(worker_id="decode-0", role="decode", model_path="")
-    blocks, sampler = BlockManager(16, 16), Sampler(VOCABULARY)
-    core = Core(blocks, sampler, HandoffMetrics(), settings, max_model_len=256, num_layers=2, step_log=StepLog(None))
-    ranks, ear = PendingRanks(), Ear()
-    core.attach(ranks, ear)  # type: ignore[arg-type]
-    core.session_opened(SESSION, worker_pb2.WorkerInfo())
+    ranks, ear, inbox = PendingRanks(), Ear(), Inbox()
+    nobody: Any = None  # nothing is handed over here
+    context = HandoffContext(inbox.post, nobody, nobody, FailureTimeouts(1.0, 2.0, 3.0), HandoffMetrics())
+    core = Core(
+        inbox,
+        ranks,
+        BlockManager(16, 16),
+        context,
+        nobody,
+        settings,
+        max_model_len=256,
+        vocab_size=VOCABULARY,
+        num_layers=2,
+        step_log=StepLog(None),
+    )
+    core.session_opened(ear, worker_pb2.WorkerInfo())
     return core, ranks, ear
 
 
-def admit(core: Core, name: str, max_output_tokens: int = 2, **options: Any) -> worker_pb2.RequestKey:
+def admit(core: Core, ear: Ear, name: str, max_output_tokens: int = 2, **options: Any) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
     sampling = worker_pb2.Sampling(
         top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens, top_logprobs=1
@@ -89,16 +104,16 @@ def admit(core: Core, name: str, max_output_tokens: int = 2, **options: Any) -> 
     admit = worker_pb2.Admit(
         key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling, **options
     )
-    core.command(SESSION, worker_pb2.Command(admit=admit))
+    core.command(ear, worker_pb2.Command(admit=admit))
     return key
 
 
 def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker kept the `rebalance.slo.tpot_ms` of its start when that changed."""
-    core, ranks, _ = make_core()
+    core, ranks, ear = make_core()
     changed = json.dumps({"slo": {"tpot_ms": 7.0}, "engine": {"max_num_batched_tokens": 16}, "router": {"port": 1}})
-    core.command(SESSION, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
-    admit(core, "long")
+    core.command(ear, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
+    admit(core, ear, "long")
     core.turn(wait=False)
     assert ranks.num_tokens == [16]
     ranks.steps[0].is_done = True
@@ -112,13 +127,13 @@ def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.Mon
 
 def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_their_tokens() -> None:
     core, ranks, ear = make_core()
-    gone = admit(core, "gone")
-    admit(core, "stays")
+    gone = admit(core, ear, "gone")
+    admit(core, ear, "stays")
     assert not core.turn(wait=False)
     ranks.steps[0].is_done = True
     assert core.turn(wait=False)
     assert not core.turn(wait=False)
-    core.command(SESSION, worker_pb2.Command(cancel=worker_pb2.Cancel(key=gone)))
+    core.command(ear, worker_pb2.Command(cancel=worker_pb2.Cancel(key=gone)))
     ranks.steps[1].is_done = True
     assert core.turn(wait=False)
     assert len(ear.of("gone")) == 1 and len(ear.of("stays")) == 2
@@ -127,8 +142,8 @@ def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_t
 
 def test_a_step_tells_of_the_blocks_it_filled_with_its_tokens_and_of_none_when_it_filled_none() -> None:
     core, ranks, ear = make_core()
-    admit(core, "first")
-    admit(core, "same prompt")
+    admit(core, ear, "first")
+    admit(core, ear, "same prompt")
     core.turn(wait=False)
     assert [(e.cache.snapshot, len(e.cache.stored)) for e in ear.told if e.HasField("cache")] == [(True, 0)]
     for is_prefill in (True, False):
@@ -144,17 +159,17 @@ def test_a_step_tells_of_the_blocks_it_filled_with_its_tokens_and_of_none_when_i
 
 def test_a_router_that_asks_is_told_everything_again_and_one_that_is_gone_nothing() -> None:
     core, ranks, ear = make_core()
-    admit(core, "first")
+    admit(core, ear, "first")
     core.turn(wait=False)
     ranks.steps[-1].is_done = True
     core.turn(wait=False)
     ear.told.clear()
-    core.command(SESSION, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    core.command(ear, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
     core.turn(wait=False)
     (events,) = [e.cache for e in ear.told if e.HasField("cache")]
     assert events.snapshot and set(events.stored) == core.blocks.cached_hashes != set()
-    core.session_closed(SESSION)
-    core.command(SESSION, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    core.session_closed(ear)
+    core.command(ear, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
     ear.told.clear()
     core.turn(wait=False)
     assert not ear.told and core.blocks.take_cache_events() is None
@@ -164,11 +179,11 @@ def test_a_router_that_asks_is_told_everything_again_and_one_that_is_gone_nothin
 def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_last_at_once(
     interval_s: float, tell_each_token: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("worker.core.TELL_INTERVAL_S", interval_s)
+    monkeypatch.setattr("worker.core.REPORT_INTERVAL_S", interval_s)
     is_told_each = tell_each_token or interval_s == 0
     core, ranks, ear = make_core()
     ranks.end_at_once = True
-    admit(core, "first", max_output_tokens=4, tell_each_token=tell_each_token)
+    admit(core, ear, "first", max_output_tokens=4, tell_each_token=tell_each_token)
     num_told = []
     for _ in range(4):
         core.turn(wait=False)
@@ -183,18 +198,18 @@ def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_l
 
 @pytest.mark.parametrize("what", ["a prompt", "nothing to do"])
 def test_no_token_waits_for_a_prompt_or_for_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("worker.core.TELL_INTERVAL_S", float("inf"))
+    monkeypatch.setattr("worker.core.REPORT_INTERVAL_S", float("inf"))
     core, ranks, ear = make_core()
     ranks.end_at_once = True
-    key = admit(core, "first", max_output_tokens=9)
+    key = admit(core, ear, "first", max_output_tokens=9)
     core.turn(wait=False)
     core.turn(wait=False)
     assert len(ear.of("first")) == 1
     if what == "a prompt":
-        admit(core, "second")
+        admit(core, ear, "second")
         ranks.end_at_once = False
         core.turn(wait=False)
     else:
-        core.command(SESSION, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+        core.command(ear, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
         core.turn(wait=False)
     assert len(ear.of("first")) == 2

@@ -16,16 +16,19 @@ from workers import ROOT
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import rank_pb2
 from engine.model_runner import StepOutput
+from engine.sampling.params import SampledToken, SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
 from engine.threads import compute_with
-from worker.frames import read_frame, write_frame
-from worker.group import RankGroup
+from worker.group import LaunchedStep, RankGroup
 from worker.rank import OVERLAP_TOKENS
+from worker.rank_socket import read_frame, write_frame
 
 NO_KIND = rank_pb2.RankReply.KIND_UNSPECIFIED
 TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 SOON_S = 10.0
+VOCABULARY = 8
 TIMING = FailureTimeouts(heartbeat_s=0.1, suspect_after_s=0.3, dead_after_s=0.6)
 
 
@@ -49,7 +52,7 @@ class FakeExecutor:
         assert self.may_end.wait(SOON_S)
         if self.error is not None:
             raise self.error
-        return StepOutput(torch.tensor(step.token_ids))
+        return StepOutput(torch.zeros(len(step.logits_indices), VOCABULARY))
 
     def execute(self, command: rank_pb2.RankCommand) -> None:
         pass
@@ -63,15 +66,31 @@ class Bench:
         pairs = [socket.socketpair() for _ in range(num_followers)]
         self.followers = [theirs for _, theirs in pairs]
         self.sockets = [end for pair in pairs for end in pair]
-        self.done: list[tuple[int, str, int, int]] = []
+        self.done: list[tuple[str, int, int]] = []
         self.lost: list[str] = []
         self.changed = threading.Condition()
         self.woken = threading.Semaphore(0)
         self.executor = FakeExecutor()
         self.group = RankGroup(
-            [ours for ours, _ in pairs], self.note_done, self.note_lost, self.woken.release, TIMING, alone
+            lambda reply: self.executor,  # type: ignore[arg-type,return-value]
+            [ours for ours, _ in pairs],
+            Sampler(VOCABULARY),
+            post=self.post,
+            lost=self.note_lost,
+            timing=TIMING,
+            prepare=alone,
         )
-        self.group.attach(self.executor)  # type: ignore[arg-type]
+
+    def issue(self, command: rank_pb2.RankCommand) -> int:
+        """Returns the number that the command got in the log."""
+        self.group.issue(command, self.note_done)
+        return command.number
+
+    def post(self, function: Any, *arguments: Any) -> None:
+        """What the group has called on the engine thread."""
+        function(*arguments)
+        if function != self.note_done:
+            self.woken.release()
 
     def note_done(self, *reply: Any) -> None:
         with self.changed:
@@ -106,11 +125,19 @@ def a_step(num_tokens: int) -> StepInput:
     return build_step([SequenceSlice(tuple(range(4, 4 + num_tokens)), 0, table, wants_logits=True)], 16)
 
 
+def greedy() -> SampleRow:
+    return SampleRow(SamplingParams(temperature=0.0), 0, [], [])
+
+
+def tokens_of(launched: LaunchedStep) -> list[SampledToken]:
+    return launched.sample([[greedy()]])
+
+
 def test_a_short_step_runs_where_it_is_launched_and_wakes_nobody(bench: Bench) -> None:
     launched = bench.group.launch(a_step(OVERLAP_TOKENS - 1))
     assert launched.is_done
     assert bench.executor.ran_on == [threading.current_thread().name]
-    assert len(launched.result().logits) == OVERLAP_TOKENS - 1
+    assert len(tokens_of(launched)) == 1
     assert not bench.woken.acquire(blocking=False)
 
 
@@ -122,7 +149,7 @@ def test_a_long_step_runs_beside_its_launcher_and_wakes_it(bench: Bench) -> None
     bench.executor.may_end.set()
     assert bench.woken.acquire(timeout=SOON_S)
     assert launched.is_done, "woken before there was a result"
-    assert len(launched.result().logits) == OVERLAP_TOKENS
+    assert len(tokens_of(launched)) == 1
     assert bench.executor.ran_on == ["compute"]
     assert bench.executor.num_threads == [torch.get_num_threads()]
 
@@ -142,15 +169,15 @@ def test_what_makes_a_step_fail_comes_out_of_its_result(bench: Bench, num_tokens
     bench.executor.error = ValueError("no such block")
     launched = bench.group.launch(a_step(num_tokens))
     with pytest.raises(ValueError, match="no such block"):
-        launched.result()
+        launched.sample([])
 
 
 @pytest.mark.parametrize("bench", [2], indirect=True)
 def test_every_rank_gets_the_log_in_its_order(bench: Bench) -> None:
     command = rank_pb2.RankCommand(send=rank_pb2.Send(pair_epoch="e", slot=3))
     bench.group.launch(a_step(2))
-    number = bench.group.issue(command)
-    bench.group.launch(a_step(OVERLAP_TOKENS)).result()
+    number = bench.issue(command)
+    bench.group.launch(a_step(OVERLAP_TOKENS)).sample([])
     assert bench.group.num_steps == 2
     for follower in bench.followers:
         log = [read_frame(follower, rank_pb2.RankCommand) for _ in range(3)]
@@ -171,14 +198,14 @@ def test_every_rank_gets_the_log_in_its_order(bench: Bench) -> None:
     ],
 )
 def test_a_command_is_done_when_every_rank_is(bench: Bench, errors: list[str], told: tuple[str, int]) -> None:
-    number = bench.group.issue(rank_pb2.RankCommand(send=rank_pb2.Send()))
+    number = bench.issue(rank_pb2.RankCommand(send=rank_pb2.Send()))
     kinds = [{"": NO_KIND, "damaged": CORRUPT}.get(error, TRANSFER) for error in errors]
     bench.group.reply(number, errors[0], kinds[0], 10)
     bench.answer(0, number, errors[1], kinds[1], 20)
     assert bench.done == []
     bench.answer(1, number, errors[2], kinds[2], 30)
     bench.wait_for(lambda: bench.done)
-    assert bench.done == [(number, *told, 60)]
+    assert bench.done == [(*told, 60)]
     assert not bench.group._pending
 
 
@@ -208,11 +235,20 @@ def test_a_real_model_computes_the_same_on_either_thread_and_tells_of_every_laye
     executor = FakeExecutor()
     executor.step = runner.run  # type: ignore[method-assign]
     woken = threading.Event()
-    group = RankGroup([], lambda *reply: None, lambda why: None, woken.set, TIMING, alone)
-    group.attach(executor)  # type: ignore[arg-type]
+    sampler = Sampler(runner.config.vocab_size)
+    group = RankGroup(
+        lambda reply: executor,  # type: ignore[arg-type,return-value]
+        [],
+        sampler,
+        post=lambda function: woken.set(),
+        lost=lambda why: None,
+        timing=TIMING,
+        prepare=alone,
+    )
     launched = group.launch(step)
     assert woken.wait(SOON_S)
-    assert torch.equal(launched.result().logits, expected)
+    assert torch.equal(launched._future.result().logits, expected)
+    assert launched.sample([[greedy()]]) == sampler.sample(expected, [greedy()])
     group.close()
 
 

@@ -21,14 +21,14 @@ from decode_worker.receiver import Receiver
 from kv_transfer.actions import Chunk, Range
 from prefill_worker.sender import Sender
 from worker import metrics as module
-from worker.handoff_connection import LinkState
+from worker.handoff_connection import ConnectionState
+from worker.handoff_metrics import MAX_HANDOFFS, HandoffMetrics
 from worker.metrics import (
     LANDING_SLOTS,
-    MAX_HANDOFFS,
     METRICS,
     PAIR_STATES,
     SEND_SLOTS,
-    HandoffMetrics,
+    HeldCollector,
     HeldResources,
     ask,
 )
@@ -67,6 +67,10 @@ def metrics() -> HandoffMetrics:
     return HandoffMetrics()
 
 
+def watch(metrics: HandoffMetrics, held: HeldResources | None) -> None:
+    metrics.registry.register(HeldCollector(metrics, lambda: held, SLOTS))  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., MetricsPage]]:
     pages: list[MetricsPage] = []
@@ -102,7 +106,7 @@ def hand_off(metrics: HandoffMetrics, key: RequestKey, start: float, num_chunks:
         metrics.offered(key, index, at + 0.001)
         metrics.granted(key, index, at + 0.005)
     metrics.first_tokens(key, start + 0.1)
-    metrics.commit_told(key, start + 0.12)
+    metrics.commit_sent(key, start + 0.12)
     metrics.committed(key, start + 0.15)
 
 
@@ -136,7 +140,7 @@ def test_a_hand_off_of_which_nothing_had_to_move_counts_as_exposed_but_not_as_a_
 ) -> None:
     metrics.opened(key_of(1), "e")
     metrics.first_tokens(key_of(1), 1.0)
-    metrics.commit_told(key_of(1), 1.0)
+    metrics.commit_sent(key_of(1), 1.0)
     metrics.committed(key_of(1), 1.25)
     assert value(metrics, "baton_kv_transfer_seconds_count") == 0
     assert value(metrics, "baton_kv_transfer_exposed_seconds_sum") == 0.25
@@ -221,7 +225,7 @@ def test_ten_thousand_aborted_hand_offs_leave_nothing_behind(metrics: HandoffMet
             metrics.offered(key, 0, 1.0)
         if number % 4 == 3:
             metrics.first_tokens(key, 1.0)
-            metrics.commit_told(key, 1.0)
+            metrics.commit_sent(key, 1.0)
         for ended in (key, key_of(-number - 1)):
             ENDS[number % len(ENDS)](metrics, ended)
         assert (metrics.num_outgoing, metrics.num_incoming) == (0, 0), number
@@ -246,7 +250,7 @@ EPOCHS, REASONS = st.sampled_from(["e", "f"]), st.sampled_from(["REASON_CAPACITY
 TRANSPORTS = st.sampled_from(["", "shm", "?"])
 CALLS = st.one_of(
     st.tuples(st.sampled_from(["opened", "called"]), KEYS, EPOCHS),
-    st.tuples(st.sampled_from(["first_tokens", "commit_told", "committed"]), KEYS, TIMES),
+    st.tuples(st.sampled_from(["first_tokens", "commit_sent", "committed"]), KEYS, TIMES),
     st.tuples(st.sampled_from(["offered", "granted"]), KEYS, st.integers(0, 3), TIMES),
     st.tuples(st.just("gather_issued"), KEYS.map(chunk_of), TIMES),
     st.tuples(st.just("ended"), KEYS),
@@ -284,7 +288,7 @@ def test_a_hand_off_costs_the_engine_thread_microseconds(metrics: HandoffMetrics
 def test_every_metric_is_on_the_page_with_its_meaning(
     metrics: HandoffMetrics, serve: Callable[..., MetricsPage]
 ) -> None:
-    metrics.watch(lambda: HELD, SLOTS)
+    watch(metrics, HELD)
     hand_off(metrics, key_of(1), start=1.0)
     lines = read(serve(metrics.registry).address).splitlines()
     for metric in METRICS:
@@ -316,7 +320,7 @@ def test_a_metric_that_dashboards_use_keeps_its_name(name: str) -> None:
 def test_the_page_is_what_prometheus_parses_and_shows_what_is_held(
     metrics: HandoffMetrics, serve: Callable[..., MetricsPage]
 ) -> None:
-    metrics.watch(lambda: HELD, SLOTS)
+    watch(metrics, HELD)
     metrics.opened(key_of(1), "e")
     metrics.called(key_of(2), "f")
     metrics.called(key_of(3), "f")
@@ -334,14 +338,14 @@ def test_the_page_is_what_prometheus_parses_and_shows_what_is_held(
 def test_the_page_is_served_without_what_is_held_while_the_engine_thread_does_not_answer(
     metrics: HandoffMetrics, serve: Callable[..., MetricsPage]
 ) -> None:
-    metrics.watch(lambda: None, SLOTS)
+    watch(metrics, None)
     text = read(serve(metrics.registry).address)
     assert "baton_kv_handoffs{" in text
     assert "baton_kv_pairs{" not in text
 
 
 def test_the_states_that_are_shown_are_those_that_there_are() -> None:
-    assert {state.value for state in LinkState} == set(PAIR_STATES)
+    assert {state.value for state in ConnectionState} == {*PAIR_STATES, "closed"}
     assert set(Sender(num_layers=2).count_stages()) | {"quarantined"} == set(SEND_SLOTS)
     assert set(Receiver(num_layers=2).count_stages()) | {"landed", "quarantined"} == set(LANDING_SLOTS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import Cancelled
-from worker.progress import StepProgress
+from worker.rank import StepProgress
 
 SOON_S = 10.0
 

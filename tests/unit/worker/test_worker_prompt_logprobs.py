@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cluster.pb import rank_pb2, worker_pb2
+from cluster.failure_detector import FailureTimeouts
+from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
-from engine.model_runner import StepOutput
+from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.prompt_logprobs import score_rows
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
-from worker.core import Core
-from worker.metrics import HandoffMetrics
+from worker.core import Core, Inbox
+from worker.handoff_connection import HandoffContext
+from worker.handoff_metrics import HandoffMetrics
 from worker.reporter import PROMPT_TOKENS_EACH
 from worker.service import MOST_EVENTS, _Session
 from worker.step_log import StepLog
 
 VOCABULARY = 400
-SESSION = "router"
 
 
 def logprob_of(position: int, token_id: int) -> float:
@@ -39,12 +41,11 @@ class ScoringStep:
     def __init__(self, step: StepInput) -> None:
         self._step = step
 
-    def result(self) -> StepOutput:
-        step = self._step
-        logits = torch.zeros(len(step.logits_indices), VOCABULARY)
-        return StepOutput(logits, self._scores() if len(step.scored) else None)
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
+        flat = [row for of_one in rows for row in of_one]
+        return Sampler(VOCABULARY).sample(torch.zeros(len(flat), VOCABULARY), flat) if flat else []
 
-    def _scores(self) -> object:
+    def scores(self) -> list[SampledToken]:
         rows = self._step.positions[self._step.scored[:, 0]]
         logits = torch.from_numpy(
             np.array([[logprob_of(p, t) for t in range(VOCABULARY)] for p in rows], dtype=np.float32)
@@ -59,7 +60,7 @@ class ScoringStep:
             scores.ranks,
             scores.top_ids,
             scores.top_logprobs + normalizers.unsqueeze(1),
-        )
+        ).tokens()
 
 
 class ScoringRanks:
@@ -76,17 +77,14 @@ class ScoringRanks:
         self.num_scored.append(len(step.scored))
         return ScoringStep(step)
 
-    def issue(self, command: rank_pb2.RankCommand) -> int:
-        raise AssertionError("nothing is handed over here")
-
 
 class Ear:
-    """Keeps what a router is told."""
+    """The session of a router: keeps what is sent to it."""
 
     def __init__(self) -> None:
         self.told: list[worker_pb2.Event] = []
 
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
+    def __call__(self, events: list[worker_pb2.Event]) -> None:
         self.told += events
 
     def prompt(self, name: str) -> list[worker_pb2.PromptLogprobs]:
@@ -104,11 +102,22 @@ class Bench:
         settings = WorkerSettings.from_values(
             worker_id="decode-0", role="decode", model_path="", max_num_batched_tokens=budget
         )
-        blocks, sampler, log = BlockManager(num_blocks, 16), Sampler(VOCABULARY), StepLog(None)
-        self.core = Core(blocks, sampler, HandoffMetrics(), settings, max_model_len=4096, num_layers=2, step_log=log)
-        self.ranks, self.ear = ScoringRanks(), Ear()
-        self.core.attach(self.ranks, self.ear)  # type: ignore[arg-type]
-        self.core.session_opened(SESSION, worker_pb2.WorkerInfo())
+        self.ranks, self.ear, inbox = ScoringRanks(), Ear(), Inbox()
+        nobody: Any = None  # nothing is handed over here
+        context = HandoffContext(inbox.post, nobody, nobody, FailureTimeouts(1.0, 2.0, 3.0), HandoffMetrics())
+        self.core = Core(
+            inbox,
+            self.ranks,
+            BlockManager(num_blocks, 16),
+            context,
+            nobody,
+            settings,
+            max_model_len=4096,
+            vocab_size=VOCABULARY,
+            num_layers=2,
+            step_log=StepLog(None),
+        )
+        self.core.session_opened(self.ear, worker_pb2.WorkerInfo())
 
     def admit(self, name: str, prompt: Sequence[int], wanted: int | None, *, n: int = 1, most: int = 2) -> None:
         sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=n, max_output_tokens=most)
@@ -119,7 +128,7 @@ class Bench:
             sampling=sampling,
             prompt_logprobs=wanted,
         )
-        self.core.command(SESSION, worker_pb2.Command(admit=admit))
+        self.core.command(self.ear, worker_pb2.Command(admit=admit))
 
     def run(self, *, most_turns: int = 1000) -> None:
         """Until nothing is left to do."""
@@ -219,7 +228,7 @@ def test_a_request_cancelled_while_its_prompt_is_scored_leaves_the_others_theirs
     bench.admit("stays", PROMPT, 1)
     bench.core._flight = bench.core._launch()
     key = worker_pb2.RequestKey(request_id="gone", attempt=1)
-    bench.core.command(SESSION, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+    bench.core.command(bench.ear, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
     bench.run()
     assert not bench.ear.prompt("gone")
     check(bench.ear, "stays", PROMPT, 1)
@@ -227,7 +236,8 @@ def test_a_request_cancelled_while_its_prompt_is_scored_leaves_the_others_theirs
 
 def test_a_message_to_a_router_carries_only_so_many_events() -> None:
     async def scenario() -> list[list[int]]:
-        session = _Session()
+        nobody: Any = None  # every call is made on this loop
+        session = _Session(nobody)
         numbered = [worker_pb2.Event(stats=worker_pb2.WorkerStats(num_steps=i)) for i in range(2 * MOST_EVENTS + 5)]
         session.put(numbered[:3])
         session.put(numbered[3:])

@@ -18,15 +18,15 @@ from simulation import World
 import prefill_worker.sender
 from cluster import prefix_hash
 from cluster.request_key import RequestKey
-from decode_worker.receiver import Event, Incoming, Receiver
-from decode_worker.role import DecodeRole
+from decode_worker.receiver import Incoming, ReceiveEvent, Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.block_manager import BlockManager
 from engine.sequence import Request
 from kv_transfer.actions import Actions, Chunk, Fail, ReleasePages
-from prefill_worker.role import PrefillRole
 from prefill_worker.sender import Outgoing, Sender
-from worker.handoff_connection import Carrier
+from worker.decode_role import DecodeRole
+from worker.handoff_connection import HandoffConnection
+from worker.prefill_role import PrefillRole
 
 PER_WORLD = 1_000
 WORLDS = [pytest.param(3, id="short"), pytest.param(10, id="long", marks=pytest.mark.battery)]
@@ -92,7 +92,7 @@ def free_blocks_while_a_chunk_lands_in_them(patch: pytest.MonkeyPatch) -> None:
     landed = Receiver.landed
 
     def close_at_once(self: Receiver, incoming: Incoming) -> Actions:
-        if not incoming.advance(Event.DRAINED):
+        if not incoming.advance(ReceiveEvent.DRAINED):
             return []
         del self._incoming[incoming.key]
         failed: Actions = [] if incoming.failure is None else [Fail(incoming.key, *incoming.failure, 0)]
@@ -106,8 +106,8 @@ def free_blocks_while_a_chunk_lands_in_them(patch: pytest.MonkeyPatch) -> None:
 
 
 def read_layers_before_they_are_written(patch: pytest.MonkeyPatch) -> None:
-    launching = PrefillRole.launching
-    patch.setattr(PrefillRole, "launching", lambda self, planned, step: launching(self, planned, step - 1))
+    launching = PrefillRole.step_launching
+    patch.setattr(PrefillRole, "step_launching", lambda self, planned, step: launching(self, planned, step - 1))
 
 
 def keep_more_than_has_landed(patch: pytest.MonkeyPatch) -> None:
@@ -116,9 +116,9 @@ def keep_more_than_has_landed(patch: pytest.MonkeyPatch) -> None:
 
 
 def take_a_failed_landing_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
-    landed = DecodeRole.landed
-    patch.setattr(DecodeRole, "landed", lambda self, chunk, error, reason: landed(self, chunk, "", reason))
-    patch.setattr(Carrier, "_retire_on", lambda self, epoch, error, kind: None)
+    landed = DecodeRole._landed
+    patch.setattr(DecodeRole, "_landed", lambda self, chunk, error, reason: landed(self, chunk, "", reason))
+    patch.setattr(HandoffConnection, "_retire_on", lambda self, error, kind: None)
 
 
 def reuse_an_offered_slot_at_the_abort(patch: pytest.MonkeyPatch) -> None:

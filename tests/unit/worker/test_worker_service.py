@@ -9,23 +9,24 @@ from typing import Any
 
 import grpc
 import pytest
-from link_harness import SOON_S, terms
+from link_harness import SOON_S, handshake
 
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import worker_pb2, worker_pb2_grpc
-from worker.service import WorkerService
+from worker.handoff_streams import HandoffStreams
+from worker.service import SpeakingLoop, WorkerService
 
 TIMING = FailureTimeouts(heartbeat_s=0.1, suspect_after_s=20.0, dead_after_s=60.0)
 INFO = worker_pb2.WorkerInfo(worker_id="d")
 
 
 class FakeCore:
-    """Notes what is posted; its `carrier` has every handler."""
+    """Notes what is posted; it has every handler."""
 
     def __init__(self) -> None:
         self.posted: queue.SimpleQueue[tuple[str, tuple[Any, ...]]] = queue.SimpleQueue()
-        self.carrier = self
+        self.inbox = self.handoffs = self
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -62,7 +63,8 @@ class Router:
 @pytest.fixture
 def served() -> Iterator[tuple[FakeCore, WorkerService, Router]]:
     core = FakeCore()
-    service = WorkerService(core, INFO, terms("d"), TIMING)  # type: ignore[arg-type]
+    streams = HandoffStreams(handshake("d"), TIMING)
+    service = WorkerService(SpeakingLoop(), core, streams, INFO, TIMING)  # type: ignore[arg-type]
     port = service.start("127.0.0.1", 0, insecure=False)
     router = Router(f"127.0.0.1:{port}")
     yield core, service, router
@@ -75,24 +77,24 @@ def stats(number: int) -> worker_pb2.Event:
 
 
 def test_the_first_batch_is_the_engines_however_long_it_takes(served: tuple[FakeCore, WorkerService, Router]) -> None:
-    core, service, router = served
+    core, _, router = served
     session, info = core.expect("session_opened")
     assert info == INFO
     for _ in range(3):  # heartbeats pass
         core.expect("tick")
-    service.events(session, [worker_pb2.Event(info=INFO)])
+    session([worker_pb2.Event(info=INFO)])
     assert next(router.batches).events[0].info == INFO
 
 
 def test_a_session_with_nothing_to_tell_says_so(served: tuple[FakeCore, WorkerService, Router]) -> None:
-    core, service, router = served
+    core, _, router = served
     (session, _) = core.expect("session_opened")
-    service.events(session, [stats(1)])
+    session([stats(1)])
     assert len(next(router.batches).events) == 1
     asked_at = time.monotonic()
     assert [len(next(router.batches).events) for _ in range(5)] == [0] * 5
     assert time.monotonic() - asked_at > 2.5 * TIMING.heartbeat_s, "it said so without a pause"
-    service.events(session, [stats(2)])
+    session([stats(2)])
     told = next(batch for batch in router.batches if batch.events)
     assert told.events == [stats(2)]
 
@@ -122,7 +124,7 @@ def test_a_worker_that_stops_ends_its_sessions_with_all_that_was_told(
     core, service, router = served
     (session, _) = core.expect("session_opened")
     for number in range(100):
-        service.events(session, [stats(number)])
+        session([stats(number)])
     service.stop()
     try:
         told = [event.stats.num_steps for batch in router.batches for event in batch.events]

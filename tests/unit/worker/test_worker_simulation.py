@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -12,7 +11,7 @@ from simulated_load import EVERY_FAULT, Load
 from simulation import VOCAB, World, first_wrong_token
 
 import prefill_worker.sender
-from cluster.pb import generation_pb2, worker_pb2
+from cluster.pb import generation_pb2
 from cluster.request_key import RequestKey
 
 CELL_BYTES = 3 * 8
@@ -88,9 +87,9 @@ def test_workers_share_the_load_and_keep_no_more_pairs_than_they_may(seed: int) 
     Load(30).carry(world)
     assert world.counts["request done"] == 30
     for node in prefills:
-        node.post("tick")
+        node.core.inbox.post(node.core.handoffs.tick)
     world.run()
-    assert all(sum(node.core.carrier.count_links().values()) == 1 for node in prefills)
+    assert all(sum(node.core.handoffs.count_by_state().values()) == 1 for node in prefills)
     assert world.counts["link retired: unspecified"] > 0, "links that were idle"
 
 
@@ -102,8 +101,7 @@ def test_a_second_attempt_is_sent_only_what_the_first_has_not_left(seed: int, by
         world.add(name, 20, 4, max_num_batched_tokens=8)
     decode = world.add("decode-0", 40, 4)
     prompt, cell_bytes = list(range(40)), CELL_BYTES * decode.sizes["num_layers"]
-    heard: list[worker_pb2.Event] = []
-    decode.core.reporter.voice = Overheard(decode.events, heard.extend)
+    heard = decode.overheard
 
     def received() -> int:
         return int(decode.core._stats.kv_bytes_received)
@@ -253,27 +251,12 @@ def test_any_cluster_under_any_faults_tells_the_right_tokens_once_and_gives_ever
 
 def test_the_last_tokens_carry_the_finish_reason() -> None:
     world = World(0)
-    heard: list[worker_pb2.Event] = []
-    for name in ("prefill-0", "decode-0"):
-        tell = world.add(name, 20, 4)
-        tell.core.reporter.voice = Overheard(tell.events, heard.extend)
+    nodes = [world.add(name, 20, 4) for name in ("prefill-0", "decode-0")]
     world.router.submit([1, 2, 3], "prefill-0", "decode-0", max_output_tokens=3)
     world.run()
-    tokens = [event.tokens for event in heard if event.HasField("tokens")]
+    tokens = [event.tokens for node in nodes for event in node.overheard if event.HasField("tokens")]
     *earlier, last = tokens
     assert last.finish_reason == generation_pb2.FINISH_REASON_LENGTH
     assert earlier and not any(t.finish_reason for t in earlier)
     assert [t.first_token_index + i for t in tokens for i in range(len(t.token_ids))] == [0, 1, 2]
     assert RequestKey.of(tokens[0].key) == RequestKey("r0", 1)
-
-
-@dataclass
-class Overheard:
-    """A voice that somebody else hears too."""
-
-    voice: Callable[..., None]
-    also: Callable[..., None]
-
-    def events(self, session: str, events: list[worker_pb2.Event]) -> None:
-        self.also(events)
-        self.voice(session, events)

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from decode_worker.role import DecodeRole
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
+from worker.decode_role import DecodeRole
+from worker.handoff_connection import HandoffMessage
 
 FIRST, SECOND = RequestKey("r", 1), RequestKey("r", 2)
 PROMPT = tuple(range(16))
+Reason = worker_pb2.Failed.Reason
 PEER_LOST = worker_pb2.Failed.REASON_PEER_LOST
+
+
+class Connection:
+    """One that is open: it notes what is sent and landed on it."""
+
+    def __init__(self, around: Surroundings, epoch: str) -> None:
+        self.epoch = epoch
+        self._around = around
+
+    def send(self, message: HandoffMessage) -> None:
+        assert isinstance(message, handoff_pb2.ReceiverMessage)
+        self._around.told.append((self.epoch, message))
+
+    def land(self, chunk: Chunk, table: list[int], done: Callable[[Chunk, str, Reason], None]) -> None:
+        self._around.landings.append(chunk)
+        self._around.landed = done
 
 
 class Surroundings:
@@ -27,8 +48,11 @@ class Surroundings:
         """Sequence, position and id of each that was told."""
         self.told: list[tuple[str, handoff_pb2.ReceiverMessage]] = []
         self.landings: list[Chunk] = []
+        self.landed: Callable[[Chunk, str, Reason], None] = lambda *landing: None
+        """Called when a landing has ended."""
         self.blocks = BlockManager(16, 4)
-        self.role = DecodeRole(self, self, self.blocks, max_num_seqs=4, num_layers=1)
+        self.connections: dict[str, Any] = {}
+        self.role = DecodeRole(self, self.blocks, max_num_seqs=4, num_layers=1)  # type: ignore[arg-type]
 
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
         self.heard.append(event)
@@ -40,23 +64,21 @@ class Surroundings:
 
     def close_request(self, key: RequestKey) -> None: ...
 
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
-        assert isinstance(message, handoff_pb2.ReceiverMessage)
-        self.told.append((epoch, message))
-
-    def land(self, chunk: Chunk, block_table: list[int]) -> None:
-        self.landings.append(chunk)
+    def retire(self, epoch: str) -> None:
+        self.role.connection_retired(self.connections[epoch], PEER_LOST, "gone")
 
     def open(self, key: RequestKey, epoch: str) -> None:
-        self.role.link_called(epoch, 8, 2)
-        self.role.link_up(epoch)
+        connection: Any = Connection(self, epoch)
+        self.connections[epoch] = connection
+        self.role.connection_called(connection, handoff_pb2.ReceiverHello(chunk_tokens=8, num_slots=2))
+        self.role.connection_open(connection)
         message = handoff_pb2.Open(key=key.to_proto(), num_tokens=len(PROMPT))
-        self.role.hear(epoch, handoff_pb2.SenderMessage(open=message))
+        self.role.on_message(connection, handoff_pb2.SenderMessage(open=message))
 
     def offer(self, key: RequestKey, epoch: str, index: int, token_start: int, token_end: int) -> None:
         where = {"token_start": token_start, "token_end": token_end, "layer_start": 0, "layer_end": 1}
         offer = handoff_pb2.Chunk(key=key.to_proto(), index=index, slot=index % 2, **where)
-        self.role.hear(epoch, handoff_pb2.SenderMessage(offer=offer))
+        self.role.on_message(self.connections[epoch], handoff_pb2.SenderMessage(offer=offer))
 
     def reserved(self, key: RequestKey) -> list[int]:
         """Cached tokens of each reservation that was told for a key."""
@@ -78,14 +100,14 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
         for index in range(2):
             around.offer(FIRST, "one", index, 8 * index, 8 * index + 8)
         landed, under_way = around.landings
-        role.landed(landed, "", PEER_LOST)
-        role.link_down("one", PEER_LOST, "gone")
+        around.landed(landed, "", PEER_LOST)
+        around.retire("one")
         role.admit(request(SECOND, use_prefix_cache=use_prefix_cache), expect_handoff=True)
         around.open(SECOND, "two")
         role.plan(StepBudget(100))
         assert around.reserved(SECOND) == [], "a transfer of the first attempt may still write its pages"
         assert not around.heard and role.num_waiting == 1
-        role.landed(under_way, "the pair was closed", PEER_LOST)
+        around.landed(under_way, "the pair was closed", PEER_LOST)
         (failed,) = [event.failed for event in around.heard]
         assert (failed.reason, failed.num_kept_tokens) == (PEER_LOST, 8)
         role.plan(StepBudget(100))
@@ -104,7 +126,7 @@ def test_an_attempt_that_is_held_back_can_be_cancelled() -> None:
     role.cancel(SECOND, "cancelled")
     assert SECOND not in role
     role.cancel(FIRST, "cancelled")
-    role.landed(around.landings[0], "", PEER_LOST)
+    around.landed(around.landings[0], "", PEER_LOST)
     assert role.num_waiting == role.num_running == 0
     assert around.blocks.num_held == 0
 
@@ -116,8 +138,8 @@ def test_what_bypasses_the_prefix_cache_is_found_by_nobody_else() -> None:
     around.open(FIRST, "one")
     role.plan(StepBudget(100))
     around.offer(FIRST, "one", 0, 0, 8)
-    role.landed(around.landings[0], "", PEER_LOST)
-    role.link_down("one", PEER_LOST, "gone")
+    around.landed(around.landings[0], "", PEER_LOST)
+    around.retire("one")
     other = RequestKey("other", 2)
     for key, use_prefix_cache in ((other, True), (RequestKey("third", 2), False)):
         role.admit(request(key, use_prefix_cache=use_prefix_cache), expect_handoff=True)
@@ -134,7 +156,7 @@ def run_step(role: DecodeRole, *sampled: int) -> list[tuple[int, int]]:
     for p in scheduled:
         is_end = p.num_tokens == p.sequence.num_remaining
         born = p.sequence.fan_out if is_end else 0
-        role.absorb(p, [SampledToken(next(tokens)) for _ in range(born)])
+        role.process_output(p, [SampledToken(next(tokens)) for _ in range(born)])
     return [(p.sequence.index, p.num_tokens) for p in scheduled]
 
 
@@ -163,10 +185,10 @@ def hand_over(around: Surroundings, key: RequestKey, epoch: str, num_tokens: int
     starts = range(0, num_tokens, 8)
     for index, start in enumerate(starts):
         around.offer(key, epoch, index, start, min(start + 8, num_tokens))
-        around.role.landed(around.landings.pop(), "", PEER_LOST)
+        around.landed(around.landings.pop(), "", PEER_LOST)
     first = [handoff_pb2.FirstToken(sequence_index=i, token_id=token_id) for i, token_id in token_ids.items()]
     commit = handoff_pb2.Commit(key=key.to_proto(), num_chunks=len(starts), first_tokens=first)
-    around.role.hear(epoch, handoff_pb2.SenderMessage(commit=commit))
+    around.role.on_message(around.connections[epoch], handoff_pb2.SenderMessage(commit=commit))
 
 
 def test_what_is_known_of_each_of_several_sequences_is_computed_after_a_hand_off_of_their_prompt() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from link_harness import LAYOUT, SOON_S, TIMING, End, abort, relayed, terms, two_ends
+from link_harness import LAYOUT, SOON_S, TIMING, End, abort, handshake, relayed, two_ends
 
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts
@@ -41,17 +41,17 @@ def to_sender(reason: str) -> handoff_pb2.ReceiverMessage:
 
 
 async def opened(p: End, d: End, address: str, epoch: str = "e") -> None:
-    p.links.open(epoch, address, d.terms.incarnation)
-    await p.wait_until_said("link_greeted")
-    await d.wait_until_said("link_called")
+    p.open(epoch, address, d.handshake.incarnation)
+    await p.wait_until_said("greeted")
+    await d.wait_until_said("called")
 
 
 async def test_both_sides_learn_what_was_agreed() -> None:
-    small = terms("d", transports=("gloo",), chunk_tokens=64, num_slots=8)
+    small = handshake("d", transports=("gloo",), chunk_tokens=64, num_slots=8)
     async with two_ends(receiver=small) as (p, d, address):
         await opened(p, d, address)
-        ((epoch, greeting),) = p.said("link_greeted")
-        assert d.said("link_called") == [("e", p.terms.hello("e"), greeting)]
+        ((epoch, greeting),) = p.said("greeted")
+        assert d.said("called") == [("e", p.handshake.hello("e"), greeting)]
         assert epoch == "e"
         assert (greeting.worker_id, greeting.transport, greeting.wire_format) == ("d", "gloo", "native")
         assert (greeting.chunk_tokens, greeting.num_slots) == (64, 4)
@@ -60,12 +60,12 @@ async def test_both_sides_learn_what_was_agreed() -> None:
 
 async def test_messages_arrive_in_order_in_both_directions() -> None:
     async with two_ends() as (p, d, address):
-        p.links.open("e", address, d.terms.incarnation)
+        p.open("e", address, d.handshake.incarnation)
         for number in range(100):
-            p.links.tell("e", to_receiver(f"there {number}"))
+            p.send("e", to_receiver(f"there {number}"))
         await d.wait_for(lambda: len(d.heard()) == 100)
         for number in range(100):
-            d.links.tell("e", to_sender(f"back {number}"))
+            d.send("e", to_sender(f"back {number}"))
         await p.wait_for(lambda: len(p.heard()) == 100)
         assert d.heard() == [f"there {n}" for n in range(100)]
         assert p.heard() == [f"back {n}" for n in range(100)]
@@ -76,9 +76,9 @@ async def test_a_quiet_link_stays_up_by_heartbeats_alone() -> None:
         await opened(p, d, address)
         until = p.num_ticks + 2 * TIMING.dead_after_s / TIMING.tick_s
         await p.wait_for(lambda: p.num_ticks >= until)
-        p.links.tell("e", to_receiver("still here"))
+        p.send("e", to_receiver("still here"))
         await d.wait_for(d.heard)
-        assert not p.said("link_suspected") + d.said("link_suspected") + p.said("link_down") + d.said("link_down")
+        assert not p.said("suspected") + d.said("suspected") + p.said("ended") + d.said("ended")
 
 
 async def test_a_link_closed_on_one_side_is_down_on_both_at_once_and_once() -> None:
@@ -89,13 +89,13 @@ async def test_a_link_closed_on_one_side_is_down_on_both_at_once_and_once() -> N
             d.events.clear()
             await opened(p, d, address)
             closed_at = time.monotonic()
-            closer.links.close("e")
-            await other.wait_until_said("link_down")
-            took_s.append(other.time_of("link_down") - closed_at)
-            assert closer.said("link_down") == [("e", "it is not needed any more", False)]
-            closer.links.close("e")
-            other.links.tell("e", to_sender("too late"))
-            assert len(closer.said("link_down")) == len(other.said("link_down")) == 1
+            closer.close_connection("e")
+            await other.wait_until_said("ended")
+            took_s.append(other.time_of("ended") - closed_at)
+            assert closer.said("ended") == [("e", "it is not needed any more", False)]
+            closer.close_connection("e")
+            other.send("e", to_sender("too late"))
+            assert len(closer.said("ended")) == len(other.said("ended")) == 1
     assert median(took_s) < AT_ONCE_S, took_s
 
 
@@ -109,9 +109,9 @@ async def test_a_connection_that_is_reset_is_down_on_both_sides_at_once() -> Non
             reset_at = time.monotonic()
             relay.reset()
             for end in (p, d):
-                await end.wait_until_said("link_down")
-                took_s.append(end.time_of("link_down") - reset_at)
-                assert [event[2] for event in end.said("link_down")] == [False]
+                await end.wait_until_said("ended")
+                took_s.append(end.time_of("ended") - reset_at)
+                assert [event[2] for event in end.said("ended")] == [False]
     assert median(took_s) < AT_ONCE_S, took_s
 
 
@@ -121,11 +121,11 @@ async def test_a_silent_connection_is_suspected_and_then_given_up_by_both_sides(
         silent_since = time.monotonic()
         relay.hold()
         for end in (p, d):
-            await end.wait_until_said("link_down")
-            assert end.said("link_suspected") == [("e", True)]
-            assert TIMING.suspect_after_s * 0.5 < end.time_of("link_suspected") - silent_since
-            assert end.time_of("link_down") - silent_since > TIMING.dead_after_s * 0.5
-            assert "silent for 0." in end.said("link_down")[0][1]
+            await end.wait_until_said("ended")
+            assert end.said("suspected") == [("e", True)]
+            assert TIMING.suspect_after_s * 0.5 < end.time_of("suspected") - silent_since
+            assert end.time_of("ended") - silent_since > TIMING.dead_after_s * 0.5
+            assert "silent for 0." in end.said("ended")[0][1]
         assert relay.num_bytes_held > 0
 
 
@@ -134,11 +134,11 @@ async def test_a_peer_that_speaks_again_is_no_suspect_any_more() -> None:
     async with two_ends(timing=patient) as (p, d, address), relayed(address) as (relay, through):
         await opened(p, d, through)
         relay.hold()
-        await p.wait_for(lambda: p.said("link_suspected"))
+        await p.wait_for(lambda: p.said("suspected"))
         relay.release()
-        await p.wait_for(lambda: len(p.said("link_suspected")) == 2)
-        assert p.said("link_suspected") == [("e", True), ("e", False)]
-        p.links.tell("e", to_receiver("fine"))
+        await p.wait_for(lambda: len(p.said("suspected")) == 2)
+        assert p.said("suspected") == [("e", True), ("e", False)]
+        p.send("e", to_receiver("fine"))
         await d.wait_for(d.heard)
 
 
@@ -147,25 +147,25 @@ async def test_a_loop_that_was_stopped_itself_does_not_give_its_peers_up() -> No
         await opened(p, d, address)
         p.is_beating = d.is_beating = False
         for end in (p, d):  # what a tick after SIGCONT sees: the clock is far ahead, and nothing was read yet
-            end.links.tick(100 * TIMING.dead_after_s)
+            end.streams.tick(100 * TIMING.dead_after_s)
         p.is_beating = d.is_beating = True
-        p.links.tell("e", to_receiver("back"))
+        p.send("e", to_receiver("back"))
         await d.wait_for(d.heard)
-        assert not p.said("link_down") + d.said("link_down")
+        assert not p.said("ended") + d.said("ended")
 
 
 async def test_a_refused_connection_is_down_at_once_and_a_worker_started_there_is_reached_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    p, d = End(terms("p"), PATIENT), End(terms("d"), PATIENT)
+    p, d = End(handshake("p"), PATIENT), End(handshake("d"), PATIENT)
     p.start_beating()
     try:
         for attempt in range(5):  # gRPC would wait longer after each failure
             asked_at = time.monotonic()
-            p.links.open(f"e{attempt}", f"127.0.0.1:{port}", d.terms.incarnation)
-            await p.wait_for(lambda count=attempt + 1: len(p.said("link_down")) == count)
+            p.open(f"e{attempt}", f"127.0.0.1:{port}", d.handshake.incarnation)
+            await p.wait_for(lambda count=attempt + 1: len(p.said("ended")) == count)
             assert time.monotonic() - asked_at < 0.5
-        assert not any(is_final for _, _, is_final in p.said("link_down"))
+        assert not any(is_final for _, _, is_final in p.said("ended"))
         await d.serve(port)
         asked_at = time.monotonic()
         await opened(p, d, f"127.0.0.1:{port}", "now")
@@ -177,26 +177,26 @@ async def test_a_refused_connection_is_down_at_once_and_a_worker_started_there_i
 
 async def test_an_address_that_never_answers_is_given_up_like_a_silent_peer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        p = End(terms("p"))
+        p = End(handshake("p"))
         p.start_beating()
         try:
-            p.links.open("e", f"127.0.0.1:{mute.getsockname()[1]}", "life")
-            _, why, is_final = await p.wait_until_said("link_down")
+            p.open("e", f"127.0.0.1:{mute.getsockname()[1]}", "life")
+            _, why, is_final = await p.wait_until_said("ended")
             assert "silent" in why
             assert not is_final
-            assert not p.said("link_suspected")
+            assert not p.said("suspected")
         finally:
             await p.close()
 
 
 async def test_a_later_life_of_the_decode_worker_is_not_taken_for_the_chosen_one() -> None:
     async with two_ends() as (p, d, address):
-        p.links.open("e", address, "an earlier life")
-        _, why, is_final = await p.wait_until_said("link_down")
+        p.open("e", address, "an earlier life")
+        _, why, is_final = await p.wait_until_said("ended")
         assert "restarted" in why
         assert not is_final
-        assert not p.said("link_greeted")
-        await d.wait_until_said("link_down")
+        assert not p.said("greeted")
+        await d.wait_until_said("ended")
 
 
 @pytest.mark.parametrize(
@@ -212,9 +212,9 @@ async def test_a_later_life_of_the_decode_worker_is_not_taken_for_the_chosen_one
     ids=["layers", "weights", "dtype", "transport", "host", "wire format"],
 )
 async def test_workers_that_do_not_fit_are_told_so_for_good(change: dict[str, Any], named: list[str]) -> None:
-    async with two_ends(receiver=terms("d", **change)) as (p, d, address):
-        p.links.open("e", address, d.terms.incarnation)
-        epoch, why, is_final = await p.wait_until_said("link_down")
+    async with two_ends(receiver=handshake("d", **change)) as (p, d, address):
+        p.open("e", address, d.handshake.incarnation)
+        epoch, why, is_final = await p.wait_until_said("ended")
         assert epoch == "e"
         assert is_final
         assert all(text in why for text in named), why
@@ -238,7 +238,7 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
 
 
 def hello(epoch: str = "e", number: int = 1) -> handoff_pb2.SenderMessage:
-    return handoff_pb2.SenderMessage(number=number, hello=terms("p").hello(epoch))
+    return handoff_pb2.SenderMessage(number=number, hello=handshake("p").hello(epoch))
 
 
 async def test_a_message_that_comes_twice_is_heard_once() -> None:
@@ -249,7 +249,7 @@ async def test_a_message_that_comes_twice_is_heard_once() -> None:
             await call.write(message)
         await d.wait_for(lambda: len(d.heard()) == 2)
         assert d.heard() == ["2", "3"]
-        assert len(d.said("link_called")) == 1
+        assert len(d.said("called")) == 1
 
 
 @pytest.mark.parametrize(
@@ -265,9 +265,9 @@ async def test_a_message_that_comes_twice_is_heard_once() -> None:
 async def test_a_message_that_cannot_be_ends_the_stream(bad: handoff_pb2.SenderMessage, why: str) -> None:
     async with two_ends(timing=PATIENT) as (_, d, address), raw_call(address) as call:
         await call.write(hello())
-        await d.wait_until_said("link_called")
+        await d.wait_until_said("called")
         await call.write(bad)
-        assert why in (await d.wait_until_said("link_down"))[1]
+        assert why in (await d.wait_until_said("ended"))[1]
         code, details = await refusal(call)
         assert code is grpc.StatusCode.UNAVAILABLE
         assert why in details
@@ -278,9 +278,9 @@ async def test_bytes_that_are_no_message_end_the_stream() -> None:
     async with two_ends(timing=PATIENT) as (_, d, address), rpc.create_channel(address) as channel:
         call = channel.stream_stream("/baton.internal.v1.HandoffService/Connect")()
         await call.write(hello().SerializeToString())
-        await d.wait_until_said("link_called")
+        await d.wait_until_said("called")
         await call.write(b"\xff\xff\xff\xff")
-        await d.wait_until_said("link_down")
+        await d.wait_until_said("ended")
         assert not d.heard()
 
 
@@ -303,30 +303,30 @@ async def test_an_epoch_that_is_in_use_is_refused_and_the_link_that_has_it_goes_
         await opened(p, d, address, "e")
         await call.write(hello("e"))
         assert (await refusal(call))[0] is grpc.StatusCode.INVALID_ARGUMENT
-        p.links.tell("e", to_receiver("mine"))
+        p.send("e", to_receiver("mine"))
         await d.wait_for(d.heard)
-        assert len(d.said("link_called")) == 1
+        assert len(d.said("called")) == 1
 
 
 async def test_a_link_closed_before_it_could_begin_is_down_once() -> None:
     async with two_ends() as (p, d, address):
-        p.links.open("e", address, d.terms.incarnation)
-        p.links.close("e")
-        assert p.said("link_down") == [("e", "it is not needed any more", False)]
-        p.links.open("e2", address, d.terms.incarnation)
-        await p.wait_until_said("link_greeted")
-        assert len(p.said("link_down")) == 1
+        p.open("e", address, d.handshake.incarnation)
+        p.close_connection("e")
+        assert p.said("ended") == [("e", "it is not needed any more", False)]
+        p.open("e2", address, d.handshake.incarnation)
+        await p.wait_until_said("greeted")
+        assert len(p.said("ended")) == 1
 
 
 async def test_at_the_end_every_link_is_down_on_both_sides() -> None:
     async with two_ends(timing=PATIENT) as (p, d, address):
         for number in range(3):
-            p.links.open(f"e{number}", address, d.terms.incarnation)
-        await p.wait_for(lambda: len(p.said("link_greeted")) == 3)
-        await d.links.close_all()
-        await p.wait_for(lambda: len(p.said("link_down")) == 3)
-        assert len(d.said("link_down")) == 3
-        assert all("stopping" in why for _, why, _ in p.said("link_down"))
+            p.open(f"e{number}", address, d.handshake.incarnation)
+        await p.wait_for(lambda: len(p.said("greeted")) == 3)
+        await d.streams.close()
+        await p.wait_for(lambda: len(p.said("ended")) == 3)
+        assert len(d.said("ended")) == 3
+        assert all("stopping" in why for _, why, _ in p.said("ended"))
 
 
 @pytest.fixture
@@ -347,11 +347,11 @@ async def test_links_that_ended_leave_no_task_and_no_connection_behind(no_garbag
             p.events.clear()
             d.events.clear()
             await opened(p, d, address, f"e{number}")
-            (p if number % 2 else d).links.close(f"e{number}")
+            (p if number % 2 else d).close_connection(f"e{number}")
             for end in (p, d):
-                assert (await end.wait_until_said("link_down"))[0] == f"e{number}"
+                assert (await end.wait_until_said("ended"))[0] == f"e{number}"
         async with asyncio.timeout(SOON_S):
             while len(asyncio.all_tasks()) > num_tasks or len(process.net_connections("tcp")) > num_connections:
                 await p.wait_for_tick()
-        p.links.tell("first", to_receiver("untouched"))
+        p.send("first", to_receiver("untouched"))
         await d.wait_for(d.heard)

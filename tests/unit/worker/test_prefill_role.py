@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,8 @@ from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence
 from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
-from prefill_worker.role import PrefillRole
+from worker.handoff_connection import HandoffMessage
+from worker.prefill_role import PrefillRole
 
 KEY = RequestKey("r", 1)
 EPOCH = "prefill-0-decode-0-1"
@@ -30,7 +32,10 @@ class Surroundings:
         self.tokens: list[tuple[int, int, int]] = []
         """Sequence, id and position of each that was told."""
         self.blocks = BlockManager(16, 4)
-        self.role = PrefillRole(self, self, self.blocks, num_layers=1)
+        self.role = PrefillRole(self, self.blocks, num_layers=1)  # type: ignore[arg-type]
+        self.connection: Any = self
+        self.epoch = EPOCH
+        self.agreed = handoff_pb2.ReceiverHello(chunk_tokens=8, num_slots=2)
 
     def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
         self.heard.append(event)
@@ -44,47 +49,53 @@ class Surroundings:
 
     def prompt_done(self, key: RequestKey) -> None: ...
 
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None:
+    def send(self, message: HandoffMessage) -> None:
         assert isinstance(message, handoff_pb2.SenderMessage)
         self.told.append(message)
 
-    def gather(self, chunk: Chunk, block_table: list[int], after_step: int) -> None:
+    def gather(self, chunk: Chunk, table: list[int], after_step: int, done: Callable[[Chunk], None]) -> None:
         self.gathers.append((chunk, after_step))
+        self.gather_done = done
 
-    def transmit(self, chunk: Chunk) -> None: ...
+    def transmit(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None: ...
 
     def begin(self, request: Request) -> None:
-        """The hand-off is reserved and its link is up."""
-        self.role.link_up(EPOCH, 8, 2)
-        self.role.admit(request, EPOCH)
+        """The hand-off is reserved and its connection is open."""
+        self.role.connection_open(self.connection)
+        self.role.admit(request, self.connection)
         reserved = handoff_pb2.Reserved(key=request.key.to_proto())
-        self.role.hear(EPOCH, handoff_pb2.ReceiverMessage(reserved=reserved))
+        self.role.on_message(self.connection, handoff_pb2.ReceiverMessage(reserved=reserved))
 
     def step(self, budget: int, sampled: list[SampledToken]) -> None:
         (scheduled,) = self.role.plan(StepBudget(budget), 0)
-        self.role.launching(scheduled, 1)
-        self.role.absorb(scheduled, sampled, 1)
+        self.role.step_launching(scheduled, 1)
+        self.role.process_output(scheduled, sampled, 1)
 
     def gathered(self) -> None:
         while self.gathers:
-            self.role.gathered(self.gathers.pop(0)[0])
+            self.gather_done(self.gathers.pop(0)[0])
 
 
-def aborted_by_peer(role: PrefillRole) -> None:
-    role.hear(EPOCH, handoff_pb2.ReceiverMessage(abort=handoff_pb2.Abort(key=KEY.to_proto())))
+def aborted_by_peer(around: Surroundings) -> None:
+    abort = handoff_pb2.Abort(key=KEY.to_proto())
+    around.role.on_message(around.connection, handoff_pb2.ReceiverMessage(abort=abort))
+
+
+def connection_lost(around: Surroundings) -> None:
+    around.role.connection_retired(around.connection, worker_pb2.Failed.REASON_PEER_LOST, "gone")
 
 
 @pytest.mark.parametrize(
     "give_up",
     [
-        lambda role: role.cancel(KEY, "cancelled"),
+        lambda around: around.role.cancel(KEY, "cancelled"),
         aborted_by_peer,
-        lambda role: role.link_down(EPOCH, worker_pb2.Failed.REASON_PEER_LOST, "gone"),
+        connection_lost,
     ],
-    ids=["cancel", "abort", "link down"],
+    ids=["cancel", "abort", "connection lost"],
 )
 def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
-    give_up: Callable[[PrefillRole], None],
+    give_up: Callable[[Surroundings], None],
 ) -> None:
     around = Surroundings()
     around.begin(Request(KEY, PROMPT, SamplingParams()))
@@ -92,11 +103,11 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
     ((gather, after_step),) = around.gathers
     assert after_step == 1
 
-    give_up(around.role)
+    give_up(around)
 
     assert around.role.plan(StepBudget(8), 1) == []
     assert around.blocks.num_held == 10, "the gather may still read them"
-    around.role.gathered(gather)
+    around.gather_done(gather)
     assert around.blocks.num_held == 0
 
 
@@ -105,7 +116,7 @@ def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
     around.begin(Request(KEY, PROMPT, SamplingParams()))
     (scheduled,) = around.role.plan(StepBudget(40), 0)
     around.role.cancel(KEY, "cancelled")
-    around.role.absorb(scheduled, [SampledToken(3)], 1)
+    around.role.process_output(scheduled, [SampledToken(3)], 1)
     assert not around.tokens and not around.gathers
     assert around.blocks.num_held == 0
 
@@ -159,6 +170,6 @@ def test_a_lost_link_says_how_much_of_the_prompt_another_attempt_finds_here() ->
         around = Surroundings()
         around.begin(Request(KEY, PROMPT, SamplingParams(), use_prefix_cache=use_prefix_cache))
         around.step(8, [])
-        around.role.link_down(EPOCH, worker_pb2.Failed.REASON_PEER_LOST, "gone")
+        connection_lost(around)
         failed = around.heard[-1].failed
         assert (failed.reason, failed.num_kept_tokens) == (worker_pb2.Failed.REASON_PEER_LOST, kept)

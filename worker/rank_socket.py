@@ -1,4 +1,7 @@
-"""The connections of the rank protocol: TCP without delay, and TLS on it where the cluster's processes use that.
+"""The rank protocol's connections: protobuf frames on TCP without delay, in TLS where the cluster's processes use it.
+
+Plain sockets and not gRPC, since every step of a tensor-parallel group waits for its frame to reach the other ranks: a
+frame is one `sendall` on the engine thread, without an event loop or a completion queue between the two processes.
 
 A connection is read by one thread while others write. An `ssl.SSLSocket` may not be used so: here the TLS state is
 apart from the socket, is held only while bytes go through it, and never while a thread waits for the network.
@@ -8,13 +11,20 @@ from __future__ import annotations
 
 import socket
 import ssl
+import struct
 import threading
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+from google.protobuf.message import Message
 
 from cluster.errors import Unavailable
 from cluster.tls import INTERNAL_NAME, InternalTls
 
 _READ_BYTES = 64 * 1024
+_HEADER = struct.Struct(">I")
+MAX_FRAME_BYTES = 256 * 1024 * 1024
+
+M = TypeVar("M", bound=Message)
 
 
 class RankConnection(Protocol):
@@ -130,3 +140,28 @@ def _ready(sock: socket.socket, tls: InternalTls | None, *, is_server: bool) -> 
     connection: RankConnection = sock if tls is None else TlsConnection(sock, tls, is_server=is_server)
     sock.settimeout(None)
     return connection
+
+
+def write_frame(sock: RankConnection, message: Message) -> None:
+    data = message.SerializeToString()
+    sock.sendall(_HEADER.pack(len(data)) + data)
+
+
+def read_frame(sock: RankConnection, message_type: type[M]) -> M:
+    """Raises Unavailable when the peer closes, ValueError for a frame larger than any we send."""
+    (size,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"a rank frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+    message = message_type()
+    message.ParseFromString(_read_exactly(sock, size))
+    return message
+
+
+def _read_exactly(sock: RankConnection, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        chunk = sock.recv(size - len(data))
+        if not chunk:
+            raise Unavailable("a tensor-parallel rank closed its connection")
+        data += chunk
+    return bytes(data)

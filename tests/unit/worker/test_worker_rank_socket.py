@@ -14,8 +14,7 @@ from certificates import Authority
 from cluster.errors import Unavailable
 from cluster.pb import rank_pb2
 from cluster.tls import InternalTls
-from worker.frames import read_frame, write_frame
-from worker.sockets import RankConnection, TlsConnection, accept, connect
+from worker.rank_socket import RankConnection, TlsConnection, accept, connect, read_frame, write_frame
 
 SOON_S = 20.0
 

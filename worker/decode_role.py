@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
@@ -28,27 +27,9 @@ from engine.sequence import (
     release_blocks,
 )
 from engine.step_budget import StepBudget
-from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, Tell
-
-
-class Reporter(Protocol):
-    """Tells the router; keeps which request is whose."""
-
-    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
-
-    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
-
-    def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
-
-    def close_request(self, key: RequestKey) -> None: ...
-
-
-class Carrier(Protocol):
-    """Carries messages and KV between this worker and its peers."""
-
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
-
-    def land(self, chunk: Chunk, block_table: list[int]) -> None: ...
+from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, SendMessage
+from worker.handoff_connection import HandoffConnection, HandoffMessage
+from worker.reporter import Reporter
 
 
 @dataclass
@@ -71,18 +52,18 @@ class DecodeRole:
     def __init__(
         self,
         reporter: Reporter,
-        carrier: Carrier,
         blocks: BlockManager,
         max_num_seqs: int,
         num_layers: int,
     ) -> None:
         self._reporter = reporter
-        self._carrier = carrier
         self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = DecodeScheduler(blocks, max_num_seqs)
         self._receiver = Receiver(num_layers)
         self._tasks: dict[RequestKey, DecodeTask] = {}
+        self._connections: dict[str, HandoffConnection] = {}
+        """By epoch, until they are retired."""
         self._to_reserve: deque[RequestKey] = deque()
         self._held_back: dict[RequestKey, tuple[Request, bool, set[int]]] = {}
         """Attempts that wait for an earlier one of their request to drain: they go on from what it leaves."""
@@ -126,7 +107,7 @@ class DecodeRole:
             return
         task = self._tasks[key]
         if sequence_index is not None:
-            self._drop_sequence(task, sequence_index)
+            self._abort_sequence(task, sequence_index)
         elif key in self._receiver:
             self._carry_out(self._receiver.cancel(key, reason))
         else:
@@ -134,34 +115,46 @@ class DecodeRole:
                 self._scheduler.remove(sequence)
             self._close(task)
 
-    def hear(self, epoch: str, message: handoff_pb2.SenderMessage) -> None:
+    # Connections
+
+    def connection_called(self, connection: HandoffConnection, agreed: handoff_pb2.ReceiverHello) -> None:
+        """A prefill worker has called; its pair is about to open."""
+        self._connections[connection.epoch] = connection
+        self._carry_out(self._receiver.link_called(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
+
+    def on_message(self, connection: HandoffConnection, message: HandoffMessage) -> None:
         """A message of a prefill worker."""
+        assert isinstance(message, handoff_pb2.SenderMessage)
+        epoch, receiver = connection.epoch, self._receiver
         match message.WhichOneof("message"):
             case "open":
-                self._carry_out(self._receiver.opened(epoch, RequestKey.of(message.open.key)))
+                self._carry_out(receiver.opened(epoch, RequestKey.of(message.open.key)))
             case "offer":
-                self._carry_out(self._receiver.offered(epoch, message.offer))
+                self._carry_out(receiver.offered(epoch, message.offer))
             case "commit":
-                self._carry_out(self._receiver.committed(epoch, message.commit))
+                self._carry_out(receiver.committed(epoch, message.commit))
             case "abort":
-                self._carry_out(self._receiver.peer_aborted(epoch, RequestKey.of(message.abort.key)))
+                self._carry_out(receiver.peer_aborted(epoch, RequestKey.of(message.abort.key)))
 
-    def link_called(self, epoch: str, chunk_tokens: int, num_slots: int) -> None:
-        self._carry_out(self._receiver.link_called(epoch, chunk_tokens, num_slots))
+    def connection_open(self, connection: HandoffConnection) -> None:
+        self._carry_out(self._receiver.link_up(connection.epoch))
 
-    def link_up(self, epoch: str) -> None:
-        self._carry_out(self._receiver.link_up(epoch))
+    def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
+        """Changes nothing: what was granted to a silent sender may still arrive."""
 
-    def link_down(self, epoch: str, reason: worker_pb2.Failed.Reason, why: str) -> None:
-        self._carry_out(self._receiver.link_down(epoch, reason, why))
+    def connection_retired(self, connection: HandoffConnection, reason: worker_pb2.Failed.Reason, why: str) -> None:
+        self._carry_out(self._receiver.link_down(connection.epoch, reason, why))
+        self._connections.pop(connection.epoch, None)
 
     def count_slots(self) -> dict[str, int]:
         """Landing slots by what is in them."""
         return self._receiver.count_stages()
 
-    def landed(self, chunk: Chunk, error: str, reason: worker_pb2.Failed.Reason) -> None:
+    def _landed(self, chunk: Chunk, error: str, reason: worker_pb2.Failed.Reason) -> None:
         """A granted chunk lies in its pages, or `error` says why not."""
         self._carry_out(self._receiver.landed(chunk, error, reason))
+
+    # Steps
 
     def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence], BlockCopies]:
         """Shares of the next step, who was preempted for it, and the page copies it makes first."""
@@ -170,7 +163,7 @@ class DecodeRole:
         started = self._scheduler.admit()
         for sequence in started:
             if sequence.is_fresh:
-                self._tell_phase(
+                self._report_phase(
                     sequence.request.key, generation_pb2.Heartbeat.PHASE_PREFILL, sequence.num_cached_tokens
                 )
         if started:
@@ -181,7 +174,9 @@ class DecodeRole:
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
-    def absorb(self, scheduled: ScheduledSequence, sampled: list[SampledToken], scores: Seq[SampledToken] = ()) -> None:
+    def process_output(
+        self, scheduled: ScheduledSequence, sampled: list[SampledToken], scores: Seq[SampledToken] = ()
+    ) -> None:
         """A share of the step has run; `sampled` holds the next token (of each sequence born by it), `scores` the
         logprobs of prompt tokens that it was to score.
 
@@ -199,7 +194,7 @@ class DecodeRole:
         if not sampled:
             return
         if sequence.is_fresh:
-            self._tell_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
+            self._report_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
         born = [sequence] + [Sequence(task.request, i, sequence.arrival) for i in range(1, sequence.fan_out)]
         sequence.fan_out = 1
         for child, token in zip(born, sampled, strict=True):
@@ -221,15 +216,22 @@ class DecodeRole:
         assert self._scheduler.num_running + self._scheduler.num_waiting + self._scheduler.num_reserved_seqs == 0
         self._receiver.check_idle()
 
+    def _send(self, action: SendMessage) -> None:
+        """On a connection that is retired meanwhile nobody would read it."""
+        connection = self._connections.get(action.epoch)
+        if connection is not None:
+            connection.send(action.message)
+
     def _carry_out(self, actions: Actions) -> None:
         for action in actions:
             match action:
-                case Tell():
-                    self._carrier.tell(action.epoch, action.message)
+                case SendMessage():
+                    self._send(action)
                 case Reserve():
                     self._to_reserve.append(action.key)
                 case Land():
-                    self._carrier.land(action.chunk, self._tasks[action.chunk.key].prompt.block_table)
+                    chunk, table = action.chunk, self._tasks[action.chunk.key].prompt.block_table
+                    self._connections[chunk.epoch].land(chunk, table, self._landed)
                 case Ready():
                     self._start_decoding(self._tasks[action.key], action.first_tokens)
                 case Fail():
@@ -241,7 +243,7 @@ class DecodeRole:
                     )
                     self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
                 case ReleasePages():
-                    self._drop_reservation(self._tasks[action.key], action.num_kept_tokens)
+                    self._release_reservation(self._tasks[action.key], action.num_kept_tokens)
 
     def _reserve_waiting(self) -> None:
         """Reserves for announced hand-offs, in their order, while places and blocks last."""
@@ -265,7 +267,7 @@ class DecodeRole:
         self._scheduler.num_reserved_seqs += n
         return True
 
-    def _drop_reservation(self, task: DecodeTask, num_kept_tokens: int) -> None:
+    def _release_reservation(self, task: DecodeTask, num_kept_tokens: int) -> None:
         if task.request.key in self._to_reserve:
             self._to_reserve.remove(task.request.key)
         if task.is_reserved:
@@ -286,7 +288,7 @@ class DecodeRole:
                 child = Sequence(task.request, first.sequence_index, prompt.arrival, output_token_ids=output)
                 born.append(child)
         if born:
-            self._tell_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
+            self._report_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
             self._adopt(task, born)
         release_blocks(prompt, self._blocks)
         self._blocks.release(task.spare)
@@ -306,7 +308,7 @@ class DecodeRole:
             if task.spare and child.block_table and child.num_computed_tokens % self._blocks.block_size == 0:
                 child.block_table.append(task.spare.pop())
 
-    def _drop_sequence(self, task: DecodeTask, index: int) -> None:
+    def _abort_sequence(self, task: DecodeTask, index: int) -> None:
         task.dropped.add(index)
         sequence = task.live.get(index)
         if sequence is not None and sequence.fan_out == 1:
@@ -335,6 +337,6 @@ class DecodeRole:
         if not known:
             self._reporter.emit_tokens(sequence, sampled, position)
 
-    def _tell_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
+    def _report_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
         changed = worker_pb2.PhaseChanged(key=key.to_proto(), phase=phase, num_cached_tokens=num_cached_tokens)
         self._reporter.emit(key, worker_pb2.Event(phase=changed))

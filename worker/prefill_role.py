@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
 
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
 from cluster.request_key import RequestKey
@@ -16,33 +15,11 @@ from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import Request, ScheduledSequence, Sequence, publish_blocks, release_blocks
 from engine.step_budget import StepBudget
-from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, Tell, Transmit
+from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, ReleasePages, SendMessage, Transmit
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.sender import Sender
-
-
-class Reporter(Protocol):
-    """Tells the router; keeps which request is whose."""
-
-    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None: ...
-
-    def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None: ...
-
-    def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
-
-    def close_request(self, key: RequestKey) -> None: ...
-
-
-class Carrier(Protocol):
-    """Carries messages and KV between this worker and its peers."""
-
-    def tell(self, epoch: str, message: handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage) -> None: ...
-
-    def gather(self, chunk: Chunk, block_table: list[int], after_step: int) -> None: ...
-
-    def prompt_done(self, key: RequestKey) -> None: ...
-
-    def transmit(self, chunk: Chunk) -> None: ...
+from worker.handoff_connection import HandoffConnection, HandoffMessage
+from worker.reporter import Reporter
 
 
 @dataclass
@@ -57,14 +34,15 @@ class PrefillTask:
 class PrefillRole:
     """Computes prompts and hands their KV over."""
 
-    def __init__(self, reporter: Reporter, carrier: Carrier, blocks: BlockManager, num_layers: int) -> None:
+    def __init__(self, reporter: Reporter, blocks: BlockManager, num_layers: int) -> None:
         self._reporter = reporter
-        self._carrier = carrier
         self._arrivals = itertools.count()
         self._blocks = blocks
         self._scheduler = PrefillScheduler(blocks)
         self._sender = Sender(num_layers)
         self._tasks: dict[RequestKey, PrefillTask] = {}
+        self._connections: dict[str, HandoffConnection] = {}
+        """By epoch, until they are retired."""
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._tasks or key in self._sender
@@ -78,42 +56,48 @@ class PrefillRole:
     def num_running(self) -> int:
         return self._scheduler.num_running
 
-    def admit(self, request: Request, epoch: str) -> None:
-        """The router gave this worker a prompt, to be handed over on the link `epoch`."""
-        self._tasks[request.key] = PrefillTask(request, epoch)
+    def admit(self, request: Request, connection: HandoffConnection) -> None:
+        """The router gave this worker a prompt, to be handed over on the connection."""
+        self._connections[connection.epoch] = connection
+        self._tasks[request.key] = PrefillTask(request, connection.epoch)
         num_tokens = len(request.prompt_token_ids) + len(request.known_start)
-        self._carry_out(self._sender.open(request.key, epoch, num_tokens))
+        self._carry_out(self._sender.open(request.key, connection.epoch, num_tokens))
 
     def cancel(self, key: RequestKey, reason: str) -> None:
         """Computes no further at once; what a gather still reads is released when it is done."""
         self._carry_out(self._sender.abort(key, reason))
         self._stop_computing(key)
 
-    def hear(self, epoch: str, message: handoff_pb2.ReceiverMessage) -> None:
+    # Connections
+
+    def on_message(self, connection: HandoffConnection, message: HandoffMessage) -> None:
         """A message of a decode worker."""
+        assert isinstance(message, handoff_pb2.ReceiverMessage)
+        epoch, sender = connection.epoch, self._sender
         match message.WhichOneof("message"):
             case "reserved":
                 key = RequestKey.of(message.reserved.key)
-                self._carry_out(self._sender.reserved(epoch, key, message.reserved.num_cached_tokens))
+                self._carry_out(sender.reserved(epoch, key, message.reserved.num_cached_tokens))
             case "grant":
                 key = RequestKey.of(message.grant.key)
-                self._carry_out(self._sender.granted(epoch, key, message.grant.chunk_index))
+                self._carry_out(sender.granted(epoch, key, message.grant.chunk_index))
             case "committed":
-                self._carry_out(self._sender.committed(epoch, RequestKey.of(message.committed.key)))
+                self._carry_out(sender.committed(epoch, RequestKey.of(message.committed.key)))
             case "abort":
-                key = RequestKey.of(message.abort.key)
-                self._carry_out(self._sender.peer_aborted(epoch, key))
+                self._carry_out(sender.peer_aborted(epoch, RequestKey.of(message.abort.key)))
                 self._stop_aborted(epoch)
 
-    def link_up(self, epoch: str, chunk_tokens: int, num_slots: int) -> None:
-        self._carry_out(self._sender.link_up(epoch, chunk_tokens, num_slots))
+    def connection_open(self, connection: HandoffConnection) -> None:
+        agreed = connection.agreed
+        self._carry_out(self._sender.link_up(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
 
-    def link_suspected(self, epoch: str, is_suspect: bool) -> None:
-        self._carry_out(self._sender.link_suspected(epoch, is_suspect))
+    def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
+        self._carry_out(self._sender.link_suspected(connection.epoch, is_suspect))
 
-    def link_down(self, epoch: str, reason: worker_pb2.Failed.Reason, why: str) -> None:
-        self._carry_out(self._sender.link_down(epoch, reason, why))
-        self._stop_aborted(epoch)
+    def connection_retired(self, connection: HandoffConnection, reason: worker_pb2.Failed.Reason, why: str) -> None:
+        self._carry_out(self._sender.link_down(connection.epoch, reason, why))
+        self._stop_aborted(connection.epoch)
+        self._connections.pop(connection.epoch, None)
 
     def num_on(self, epoch: str) -> int:
         """Hand-offs that still need the link."""
@@ -123,11 +107,13 @@ class PrefillRole:
         """Send slots by what is in them."""
         return self._sender.count_stages()
 
-    def gathered(self, chunk: Chunk) -> None:
+    def _gathered(self, chunk: Chunk) -> None:
         self._carry_out(self._sender.gathered(chunk))
 
-    def sent(self, chunk: Chunk) -> None:
+    def _sent(self, chunk: Chunk) -> None:
         self._carry_out(self._sender.sent(chunk))
+
+    # Steps
 
     def plan(self, budget: StepBudget, last_step: int) -> list[ScheduledSequence]:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
@@ -142,13 +128,13 @@ class PrefillRole:
             self._carry_out(self._sender.computed(key, sequence.num_computed_tokens, last_step))
         return self._scheduler.plan(budget)
 
-    def launching(self, scheduled: ScheduledSequence, step: int) -> None:
+    def step_launching(self, scheduled: ScheduledSequence, step: int) -> None:
         """The share is part of step number `step`, next in the log: a prompt's last share is sent while computed."""
         sequence = scheduled.sequence
         if scheduled.num_tokens == sequence.num_remaining:
             self._carry_out(self._sender.computing(sequence.request.key, sequence.num_tokens, step))
 
-    def absorb(
+    def process_output(
         self, scheduled: ScheduledSequence, sampled: list[SampledToken], step: int, scores: Seq[SampledToken] = ()
     ) -> None:
         """The share has run; `sampled` holds the first tokens when it reached the prompt's end, `scores` the logprobs
@@ -192,20 +178,27 @@ class PrefillRole:
             return
         phase = worker_pb2.PhaseChanged(key=key.to_proto(), phase=generation_pb2.Heartbeat.PHASE_TRANSFER)
         self._reporter.emit(key, worker_pb2.Event(phase=phase))
-        self._carrier.prompt_done(key)
+        self._connections[self._tasks[key].epoch].prompt_done(key)
         self._carry_out(self._sender.commit(key, first_tokens))
+
+    def _send(self, action: SendMessage) -> None:
+        """On a connection that is retired meanwhile nobody would read it."""
+        connection = self._connections.get(action.epoch)
+        if connection is not None:
+            connection.send(action.message)
 
     def _carry_out(self, actions: Actions) -> None:
         for action in actions:
             match action:
-                case Tell():
-                    self._carrier.tell(action.epoch, action.message)
+                case SendMessage():
+                    self._send(action)
                 case Gather():
-                    sequence = self._tasks[action.chunk.key].sequence
+                    chunk, sequence = action.chunk, self._tasks[action.chunk.key].sequence
                     assert sequence is not None
-                    self._carrier.gather(action.chunk, sequence.block_table, action.after_step)
+                    connection = self._connections[chunk.epoch]
+                    connection.gather(chunk, sequence.block_table, action.after_step, self._gathered)
                 case Transmit():
-                    self._carrier.transmit(action.chunk)
+                    self._connections[action.chunk.epoch].transmit(action.chunk, self._sent)
                 case BeginPrefill():
                     self._begin(self._tasks[action.key])
                 case Fail():

@@ -1,17 +1,12 @@
-"""Between the wire's messages and the engine's own types, both ways. Nothing is decided here."""
+"""What a router asks for, in the engine's own types, and why a worker cannot run it."""
 
 from __future__ import annotations
 
-from cluster.pb import generation_pb2, worker_pb2
+from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
 from engine.sampling.constraint import Constrainer
-from engine.sampling.params import Finish, SampledToken, SamplingParams
+from engine.sampling.params import SamplingParams
 from engine.sequence import Request
-
-_FINISH_REASONS = {
-    "stop": generation_pb2.FINISH_REASON_STOP,
-    "length": generation_pb2.FINISH_REASON_LENGTH,
-}
 
 
 def request_of(admit: worker_pb2.Admit, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Request:
@@ -53,16 +48,18 @@ def _params_of(sampling: worker_pb2.Sampling, constrainer: Constrainer | None) -
     )
 
 
-def logprob_to_proto(sampled: SampledToken) -> generation_pb2.TokenLogprob:
-    """Without a logprob it is a prompt's first token."""
-    if sampled.logprob is None:
-        return generation_pb2.TokenLogprob(token_id=sampled.token_id, undefined=True)
-    top = [generation_pb2.TokenAlternative(token_id=i, logprob=logprob) for i, logprob in sampled.top]
-    return generation_pb2.TokenLogprob(token_id=sampled.token_id, logprob=sampled.logprob, rank=sampled.rank, top=top)
-
-
-def finish_to_proto(finish: Finish, tokens: worker_pb2.Tokens) -> None:
-    """Marks `tokens` as the last of their sequence."""
-    tokens.finish_reason = _FINISH_REASONS[finish.reason]
-    if finish.stop_token_id is not None:
-        tokens.stop_token_id = finish.stop_token_id
+def problem_of(request: Request, vocab_size: int, max_model_len: int) -> str:
+    """Why a request cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
+    num_prompt_tokens, max_output_tokens = len(request.prompt_token_ids), request.params.max_output_tokens
+    known = [token_id for token_ids in request.known_tokens.values() for token_id in token_ids]
+    ids = (*request.prompt_token_ids, *known, *request.params.logit_bias, *request.params.allowed_token_ids)
+    if num_prompt_tokens == 0:
+        return "the prompt is empty"
+    if max(ids) >= vocab_size:
+        return f"token id {max(ids)} is outside the vocabulary of {vocab_size}"
+    if num_prompt_tokens + max_output_tokens > max_model_len:
+        total = f"{num_prompt_tokens} prompt + {max_output_tokens} output tokens"
+        return f"{total} exceed max_model_len {max_model_len}"
+    if len(request.known_start) >= max_output_tokens:
+        return f"{len(request.known_start)} output tokens are known, and {max_output_tokens} are the most"
+    return ""

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2
-from kv_transfer.ordered import Ordered, StreamGap
+from worker.handoff_connection import HandoffConnection, HandoffContext, StreamGap
+from worker.handoff_metrics import HandoffMetrics
+
+
+def a_connection() -> HandoffConnection:
+    nobody: Any = None
+    context = HandoffContext(nobody, nobody, nobody, FailureTimeouts(1.0, 2.0, 3.0), HandoffMetrics())
+    return HandoffConnection("e", nobody, context)
 
 
 def said(count: int) -> list[handoff_pb2.SenderMessage]:
-    speaker = Ordered()
+    speaker = a_connection()
     messages = [handoff_pb2.SenderMessage(abort=handoff_pb2.Abort(reason=str(i))) for i in range(count)]
     for message in messages:
         speaker.stamp(message)
@@ -20,7 +30,7 @@ def said(count: int) -> list[handoff_pb2.SenderMessage]:
 
 @given(st.lists(st.integers(0, 7), max_size=40))
 def test_any_drops_repeats_and_reordering_yield_a_prefix_or_end_the_stream(order: list[int]) -> None:
-    messages, listener = said(8), Ordered()
+    messages, listener = said(8), a_connection()
     taken: list[str] = []
     for place, index in enumerate(order):
         try:
@@ -35,7 +45,7 @@ def test_any_drops_repeats_and_reordering_yield_a_prefix_or_end_the_stream(order
 
 
 def test_a_whole_stream_is_taken_and_its_repetition_is_dropped() -> None:
-    messages, listener = said(5), Ordered()
+    messages, listener = said(5), a_connection()
     assert [m.number for m in messages] == [1, 2, 3, 4, 5]
     assert all(listener.accept(m.number) for m in messages)
     assert not any(listener.accept(m.number) for m in messages)
@@ -43,7 +53,7 @@ def test_a_whole_stream_is_taken_and_its_repetition_is_dropped() -> None:
 
 
 def test_a_lost_message_is_named() -> None:
-    listener = Ordered()
+    listener = a_connection()
     assert listener.accept(1)
     with pytest.raises(StreamGap, match="message 2 of the stream is missing: number 3 came instead"):
         listener.accept(3)
@@ -52,12 +62,12 @@ def test_a_lost_message_is_named() -> None:
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_stream_begins_with_number_one(number: int) -> None:
     with pytest.raises(StreamGap, match="message 1 of the stream is missing"):
-        Ordered().accept(number)
+        a_connection().accept(number)
 
 
 def test_both_directions_count_for_themselves() -> None:
-    side = Ordered()
+    side = a_connection()
     side.stamp(handoff_pb2.SenderMessage())
     side.stamp(handoff_pb2.SenderMessage())
     assert side.accept(1)
-    assert (side.num_said, side.num_heard) == (2, 1)
+    assert (side.num_sent, side.num_received) == (2, 1)
