@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation
 from cluster.pb import generation_pb2 as pb
+from cluster.pb.journal_pb2 import JournalEntry
 from cluster.request_key import RequestKey
 from cluster.state import Store
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, ValidatedRequest, run_aside
@@ -27,7 +28,6 @@ from router.queue.preadmission import least_of
 from router.routing.dispatcher import Dispatcher
 from router.stream.client_stream import MessageRate, StreamReader, StreamWriter
 from router.stream.detokenizer import Detokenizer
-from router.stream.record import GenerationRecord
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
 
@@ -206,7 +206,7 @@ class GenerationService:
             self._dispatcher.cancel(reader.live.key.request_id, "the client left")
 
     def _revive(
-        self, key: RequestKey, record: GenerationRecord, principal: Principal, first_wanted: int, is_streaming: bool
+        self, key: RequestKey, record: JournalEntry, principal: Principal, first_wanted: int, is_streaming: bool
     ) -> LiveRequest:
         """Validates the request of a record again, by this router's limits; its sampling and arrival time stay."""
         origin = record.origin

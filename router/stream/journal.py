@@ -53,10 +53,6 @@ class _Page(Generic[E]):
     number: int = 0
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
-    def release(self) -> None:
-        """Lets all that wait for it go on."""
-        _release(self.waiters)
-
 
 @dataclass
 class _Writing(Generic[E]):
@@ -67,11 +63,9 @@ class _Writing(Generic[E]):
     extent: E
     waiters: list[asyncio.Future[None]]
 
-    def release(self) -> None:
-        _release(self.waiters)
-
 
 def _release(waiters: list[asyncio.Future[None]]) -> None:
+    """Lets all that wait for a write go on."""
     for waiter in waiters:
         if not waiter.done():
             waiter.set_result(None)
@@ -108,7 +102,7 @@ class Journal(Generic[E]):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for page in self._pages.values():
-            page.release()
+            _release(page.waiters)
         await self._store.close()
 
     def open(self, generation_id: str, source: Source[E], epoch: int = 1) -> None:
@@ -131,7 +125,7 @@ class Journal(Generic[E]):
         page = self._pages.pop(generation_id, None)
         if page is not None:
             self._dirty.pop(generation_id, None)
-            page.release()
+            _release(page.waiters)
             self._closed[generation_id] = page.claim
             self._wake.set()
 
@@ -187,14 +181,14 @@ class Journal(Generic[E]):
             self._dirty.clear()
             for page in self._pages.values():
                 page.stored = None
-                page.release()
+                _release(page.waiters)
         except Exception:
             log.exception("a batch of the journal could not be written")
             for writing in batch:
                 writing.page.stored = None
         finally:
             for writing in batch:
-                writing.release()
+                _release(writing.waiters)
 
     def _fill(self, batch: list[_Writing[E]]) -> None:
         """Adds what is due, within bounds."""
@@ -218,7 +212,7 @@ class Journal(Generic[E]):
             return False  # it was closed meanwhile
         if outcome is Outcome.DONE:
             page.stored = writing.extent
-            writing.release()
+            _release(writing.waiters)
         elif outcome is Outcome.MISSING:
             page.stored = None
             page.waiters, writing.waiters = writing.waiters + page.waiters, []
@@ -237,5 +231,5 @@ class Journal(Generic[E]):
         if self._pages.get(generation_id) is page:
             del self._pages[generation_id]
             self._dirty.pop(generation_id, None)
-            page.release()
+            _release(page.waiters)
             self._on_fenced(generation_id, found is not None and found.claim.owner == _CANCELLED_OWNER)

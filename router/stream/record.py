@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -42,19 +41,6 @@ class Extent:
         return cls((0,) * num_sequences, (False,) * num_sequences, False)
 
 
-@dataclass
-class GenerationRecord:
-    """The sum of all entries of a generation."""
-
-    origin: JournalOrigin
-    tokens: list[worker_pb2.Tokens] = field(default_factory=list)
-    """For each sequence, from its first token on."""
-    prompt_logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
-    num_cached_tokens: int = 0
-    first_token_after_s: float | None = None
-    num_moves: int = 0
-
-
 def digest_of(spec: generation_pb2.GenerationSpec) -> bytes:
     """Hashes everything that decides what is generated and sent: not the client's own name for it."""
     bare = generation_pb2.GenerationSpec()
@@ -83,10 +69,11 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
 
 
 def source_of(live: LiveRequest, origin: JournalOrigin) -> Source[Extent]:
-    return Source(partial(Extent.of, live), partial(entry_of, live, origin))
+    """What the journal writes down of a request."""
+    return Source(lambda: Extent.of(live), lambda since: entry_of(live, origin, since).SerializeToString())
 
 
-def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = None) -> bytes:
+def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = None) -> JournalEntry:
     """The entry with what is known now and was not at `since`; None: a whole entry, with the origin."""
     now, last, entry = Extent.of(live), since or Extent.nothing(len(live.sequences)), JournalEntry()
     for index, sequence in enumerate(live.sequences):
@@ -105,28 +92,30 @@ def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = No
     if since is None:
         entry.origin.CopyFrom(origin)
         entry.num_moves = live.num_moves
-    return entry.SerializeToString()
+    return entry
 
 
-def read_record(entries: Sequence[bytes]) -> GenerationRecord | None:
-    """None when the entries are not a record."""
+def read_record(entries: Sequence[bytes]) -> JournalEntry | None:
+    """Adds up the entries of a generation to a whole one. None when they are not a record."""
     try:
         parsed = [JournalEntry.FromString(data) for data in entries]
     except DecodeError:
         return None
     if not parsed or not parsed[0].HasField("origin"):
         return None
-    origin = parsed[0].origin
-    record = GenerationRecord(origin, [worker_pb2.Tokens(sequence_index=i) for i in range(origin.sampling.n)])
+    record = JournalEntry(origin=parsed[0].origin)
+    known = [record.tokens.add(sequence_index=index) for index in range(record.origin.sampling.n)]
     for entry in parsed:
-        record.prompt_logprobs = list(entry.prompt_logprobs) or record.prompt_logprobs
+        if entry.prompt_logprobs:
+            del record.prompt_logprobs[:]
+            record.prompt_logprobs.extend(entry.prompt_logprobs)
         record.num_cached_tokens = entry.num_cached_tokens or record.num_cached_tokens
         record.num_moves = max(record.num_moves, entry.num_moves)
         if entry.HasField("first_token_after_s"):
             record.first_token_after_s = entry.first_token_after_s
         for tokens in entry.tokens:
-            if tokens.sequence_index < len(record.tokens):
-                _extend(record.tokens[tokens.sequence_index], tokens)
+            if tokens.sequence_index < len(known):
+                _extend(known[tokens.sequence_index], tokens)
     return record
 
 
@@ -143,9 +132,10 @@ def _extend(known: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
             known.stop_token_id = more.stop_token_id
 
 
-def restore(live: LiveRequest, record: GenerationRecord) -> None:
+def restore(live: LiveRequest, record: JournalEntry) -> None:
     """Fills a new request with what is known of it. Only before it is submitted."""
-    for sequence, tokens in zip(live.sequences, record.tokens, strict=True):
+    for tokens in record.tokens:
+        sequence = live.sequences[tokens.sequence_index]
         sequence.add(tokens)
         if sequence.end is not None:
             live.output.add_end(sequence)
@@ -153,5 +143,5 @@ def restore(live: LiveRequest, record: GenerationRecord) -> None:
     live.output.prompt_logprobs.restore(record.prompt_logprobs)
     live.num_cached_tokens = record.num_cached_tokens
     live.num_moves = record.num_moves + 1
-    if record.first_token_after_s is not None:
+    if record.HasField("first_token_after_s"):
         live.first_token_at = live.arrived_at + record.first_token_after_s

@@ -29,7 +29,7 @@ from cluster.errors import (
 )
 from cluster.lifecycle import RequestState
 from cluster.pb.generation_pb2 import GenerationSpec
-from cluster.pb.journal_pb2 import JournalOrigin
+from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
 from cluster.request_key import RequestKey
 from cluster.state import Claim, Store, StoreAway
 from router.api.call import Principal
@@ -39,16 +39,7 @@ from router.stream.client_stream import StreamReader
 from router.stream.detokenizer import Detokenizer
 from router.stream.failures import RETRY_AFTER_S
 from router.stream.journal import Journal
-from router.stream.record import (
-    Extent,
-    GenerationRecord,
-    digest_of,
-    entry_of,
-    origin_of,
-    read_record,
-    restore,
-    source_of,
-)
+from router.stream.record import Extent, digest_of, entry_of, origin_of, read_record, restore, source_of
 from router.stream.request import LiveRequest
 
 log = logging.getLogger(__name__)
@@ -69,7 +60,7 @@ class ResumeHooks:
     """Goes on with a request that ran elsewhere."""
     cancel: Callable[[str, str], bool]
     """(generation id, why): False when it does not run here."""
-    revive: Callable[[RequestKey, GenerationRecord, Principal, int, bool], LiveRequest]
+    revive: Callable[[RequestKey, JournalEntry, Principal, int, bool], LiveRequest]
     """(key of the first attempt, record, principal, first token that the client wants, is it streaming): makes the
     request of a record, still without its tokens."""
     new_detokenizers: Callable[[LiveRequest], Sequence[Detokenizer]]
@@ -196,7 +187,7 @@ class Resumables:
         except StoreAway:
             return False
 
-    async def _find(self, generation_id: str, principal: Principal) -> tuple[GenerationRecord, Claim] | None:
+    async def _find(self, generation_id: str, principal: Principal) -> tuple[JournalEntry, Claim] | None:
         """The record of a generation in the journal, and its claim; None for another tenant's. Raises StoreAway."""
         found = await self._journal.find(generation_id)
         if found is None:
@@ -221,8 +212,7 @@ class Resumables:
             live.rewind(call.index, self._hooks.new_detokenizers(live), is_streaming=call.is_streaming)
             kept.reader = StreamReader(live, is_kept=True)
             return kept.reader
-        record = read_record([entry_of(live, kept.origin)])
-        assert record is not None, call.generation_id
+        record = entry_of(live, kept.origin)
         return self._adopt(self._revive(call, record, kept.epoch + 1), record, kept.epoch + 1)
 
     async def _take_over(self, call: _Resume) -> StreamReader | None:
@@ -238,14 +228,14 @@ class Resumables:
         epoch = await self._journal.take(call.generation_id, claim)
         return None if epoch is None else self._adopt(live, record, epoch)
 
-    def _revive(self, call: _Resume, record: GenerationRecord, epoch: int) -> LiveRequest:
+    def _revive(self, call: _Resume, record: JournalEntry, epoch: int) -> LiveRequest:
         """Attempts of two epochs have different numbers, as a worker may still have connections to both routers."""
         key = RequestKey(call.generation_id, ((epoch - 1) << _EPOCH_BITS) + 1)
         live = self._hooks.revive(key, record, call.principal, call.index, call.is_streaming)
         restore(live, record)
         return live
 
-    def _adopt(self, live: LiveRequest, record: GenerationRecord, epoch: int) -> StreamReader:
+    def _adopt(self, live: LiveRequest, record: JournalEntry, epoch: int) -> StreamReader:
         self._hooks.adopt(live)
         return self._add(live, record.origin, epoch)
 

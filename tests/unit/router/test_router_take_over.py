@@ -12,6 +12,7 @@ from wired_router import ManualClock, WiredRouter, logged, run
 from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
+from cluster.pb.journal_pb2 import JournalEntry
 from cluster.request_key import RequestKey
 from cluster.state import Claim, MemoryStore, Write
 from router.api.call import ANYONE, Principal, Quota
@@ -23,7 +24,7 @@ from router.queue.limits import Limits
 from router.routing.dispatcher import Dispatcher
 from router.routing.load_tracker import NOTHING
 from router.stream.detokenizer import Detokenizer
-from router.stream.record import GenerationRecord, entry_of, origin_of
+from router.stream.record import entry_of, origin_of
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
 
@@ -72,7 +73,7 @@ class SlowStore(MemoryStore):
 
 def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
     def revive(
-        key: RequestKey, record: GenerationRecord, caller: Principal, first_wanted: int, is_streaming: bool
+        key: RequestKey, record: JournalEntry, caller: Principal, first_wanted: int, is_streaming: bool
     ) -> LiveRequest:
         assert key.request_id == GENERATION_ID and is_streaming
         return live_request(dispatcher.clock(), key.attempt, caller=caller, first_wanted=first_wanted)
@@ -94,7 +95,7 @@ async def leave_behind(store: MemoryStore, text: str = "") -> None:
     live = live_request(0.0)
     live.on_tokens(logged(live.key.to_proto(), 0, text).tokens, 0.0)
     data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
-    await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data, True, 60.0)])
+    await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
 
 
 def sequences_of(router: WiredRouter, worker_id: str) -> Sequence[str]:
