@@ -66,10 +66,17 @@ class LabelledCounter:
 
 
 def counter_family(metric: Metric, counts: Mapping[str, float]) -> CounterMetricFamily:
-    """A counter with one label that is counted elsewhere, for a collector to yield."""
+    """A counter with one label that is counted elsewhere, for a collector to yield. Every declared value gets a series;
+    a value that is not declared counts as `other`, where that is declared."""
     family = CounterMetricFamily(metric.name, metric.doc, labels=metric.label_names)
+    ((_, values),) = metric.labels
+    totals: dict[str, float] = dict.fromkeys(values, 0)
     for label, number in counts.items():
-        family.add_metric((label,), number)
+        known = label if label in totals else OTHER
+        if known in totals:
+            totals[known] += number
+    for label, total in totals.items():
+        family.add_metric((label,), total)
     return family
 
 

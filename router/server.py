@@ -40,8 +40,8 @@ from router.batches.runner import BatchRunner
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore
 from router.observe.controller_link import ControllerLink
+from router.observe.metrics import VllmNames
 from router.observe.page import StatusPage
-from router.observe.router_metrics import VllmNames
 from router.observe.tracing import Traces
 from router.openai.app import OpenAiApp, principal_for
 from router.openai.batches import BatchRoutes

@@ -26,7 +26,6 @@ from cluster.settings import RouterSettings
 from cluster.step_cost import usual_by_role
 from router.api.call import Call
 from router.api.violations import Violations
-from router.observe.counters import OUTCOMES
 from router.queue.limits import Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import DECODE, PREFILL, WorkerAddress
@@ -85,9 +84,12 @@ class StatusService:
 
     def _tick(self) -> None:
         dispatcher, now = self._dispatcher, time.monotonic()
-        ended = {outcome: getattr(dispatcher.counters, outcome) for outcome in OUTCOMES}
         dispatcher.activity.tick(
-            now, time.time(), ended, num_queued=dispatcher.num_queued, num_running=dispatcher.num_running
+            now,
+            time.time(),
+            dispatcher.counters.by_outcome(),
+            num_queued=dispatcher.num_queued,
+            num_running=dispatcher.num_running,
         )
         self._rates.look(
             now, [(w.info, w.stats) for w in dispatcher.fleet if w.info is not None and w.stats is not None]

@@ -1,14 +1,19 @@
-"""Counts of what became of requests, kept by whoever decides it and read by status, activity and metrics."""
+"""Counts of what became of requests, kept by whoever decides it and read by status, activity and metrics.
+
+A new count is a field of Counters, and its metric's declaration and line in `collect`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.metrics import OTHER
+from prometheus_client.core import CounterMetricFamily
+
+from cluster.metrics import OTHER, Metric, counter_family
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
-RETRY_REASONS = ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)
 REFUSAL_REASONS = (
     "too_large",
     "quota_requests_per_min",
@@ -26,7 +31,40 @@ REFUSAL_REASONS = (
     "draining",
     "client_stalled",
 )
-LINE_OUTCOMES = ("completed", "failed", "retried")
+REQUESTS = Metric(
+    "baton_requests_total",
+    "counter",
+    "Requests that ended. rejected: without having run; failed: with an error after they had.",
+    (("outcome", OUTCOMES),),
+)
+RETRIES = Metric(
+    "baton_retries_total",
+    "counter",
+    "Attempts that failed and were followed by another one, by what ended them; no client saw more than a pause.",
+    (("reason", ("worker_lost", "stalled", "peer_lost", "transfer_failed", "corrupt", "incompatible", OTHER)),),
+)
+REFUSALS = Metric(
+    "baton_refusals_total",
+    "counter",
+    "Requests that were turned away, by why: larger than a bound (too_large); a limit of the API key (quota); a full "
+    "queue, in requests or in tokens, or a tenant's share of it; a wait that would not keep the deadline, the queue "
+    "timeout or, in an overload, the objective of the first token; at the end of such a wait (waited, shed); while the "
+    "router shuts down (draining). client_stalled: ended while they ran, as their client did not read.",
+    (("reason", REFUSAL_REASONS),),
+)
+ORPHANS = Metric(
+    "baton_orphans_total",
+    "counter",
+    "Generations that were cancelled because their client had left and nobody resumed them in time.",
+)
+BATCH_LINES = Metric(
+    "baton_batch_lines_total",
+    "counter",
+    "Lines of batches that were answered well or with an error, and tries that gave no answer and are followed by "
+    "another one (retried). Each try is a request as well, and is counted as such.",
+    (("outcome", ("completed", "failed", "retried")),),
+)
+COUNTER_METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, BATCH_LINES)
 
 
 @dataclass
@@ -40,11 +78,23 @@ class Counters:
     retried: Counter[str] = field(default_factory=Counter)
     """Failed attempts that were followed by another one, by reason."""
     refused: Counter[str] = field(default_factory=Counter)
-    """Refused requests by reason, one of REFUSAL_REASONS."""
+    """Refused requests, by one of REFUSAL_REASONS."""
     local_prefills: int = 0
     moved: int = 0
     """Moves from one decode worker to another; a request may move several times."""
     batch_lines: Counter[str] = field(default_factory=Counter)
-    """Lines of batches by outcome, one of LINE_OUTCOMES."""
+    """Lines of batches, by an outcome of BATCH_LINES."""
     orphaned: int = 0
     """Requests cancelled because their client had left and nobody resumed them."""
+
+    def by_outcome(self) -> dict[str, int]:
+        """Ended requests; its keys are OUTCOMES."""
+        return {outcome: getattr(self, outcome) for outcome in OUTCOMES}
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Reads COUNTER_METRICS; may be called on another thread."""
+        yield counter_family(REQUESTS, self.by_outcome())
+        yield counter_family(RETRIES, {reason.lower(): number for reason, number in self.retried.copy().items()})
+        yield counter_family(REFUSALS, self.refused.copy())
+        yield counter_family(BATCH_LINES, self.batch_lines.copy())
+        yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=self.orphaned)

@@ -1,8 +1,8 @@
-"""Every metric of the router, declared once: name, meaning, labels, vLLM's name for it, how it is measured.
+"""The router's metrics for Prometheus, under Baton's names and, where vLLM has the same metric, under vLLM's.
 
-The page for Prometheus, vLLM's names and docs/router-metrics.md follow from the declarations
-(`python -m router.observe.metrics` prints the page of docs/). A metric of finished requests needs no more than an entry
-in METRICS_OF_FINISHED; `router.observe.router_metrics` records the others.
+Each metric is declared once, with its meaning, labels and vLLM's name for it; the page, vLLM's names and
+docs/router-metrics.md follow (`python -m router.observe.metrics` prints the latter). A metric of finished requests
+needs no more than an entry in METRICS_OF_FINISHED; `router.observe.counters` declares what the router counts anyway.
 
 vLLM's names serve dashboards and autoscalers made for it. Only what means the same has one; a histogram keeps Baton's
 buckets, and the usage of the KV cache has the label `role`. vLLM's names without a counterpart are those of features
@@ -11,14 +11,21 @@ that Baton lacks, of what workers export themselves (preemptions, steps, transfe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as MetricFamily
+from prometheus_client.registry import Collector
+
 from cluster.lifecycle import RequestState
-from cluster.metrics import OTHER, TOKEN_BUCKETS, Metric, render_reference
-from router.observe.counters import LINE_OUTCOMES, OUTCOMES, REFUSAL_REASONS, RETRY_REASONS
+from cluster.metrics import OTHER, TOKEN_BUCKETS, LabelledCounter, Metric, histogram, render_reference
+from cluster.pb import generation_pb2
+from router.observe.counters import COUNTER_METRICS, Counters
+from router.routing.fleet import DECODE, PREFILL, Fleet
 from router.routing.load_tracker import PlacementKind
-from router.stream.request import LiveRequest
+from router.stream.request import LiveRequest, RequestObserver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,32 +36,6 @@ class FinishedMetric(Metric):
     """None: this request adds nothing."""
 
 
-REQUESTS = Metric(
-    "baton_requests_total",
-    "counter",
-    "Requests that ended. rejected: without having run; failed: with an error after they had.",
-    (("outcome", OUTCOMES),),
-)
-RETRIES = Metric(
-    "baton_retries_total",
-    "counter",
-    "Attempts that failed and were followed by another one, by what ended them; no client saw more than a pause.",
-    (("reason", RETRY_REASONS),),
-)
-REFUSALS = Metric(
-    "baton_refusals_total",
-    "counter",
-    "Requests that were turned away, by why: larger than a bound (too_large); a limit of the API key (quota); a full "
-    "queue, in requests or in tokens, or a tenant's share of it; a wait that would not keep the deadline, the queue "
-    "timeout or, in an overload, the objective of the first token; at the end of such a wait (waited, shed); while the "
-    "router shuts down (draining). client_stalled: ended while they ran, as their client did not read.",
-    (("reason", REFUSAL_REASONS),),
-)
-ORPHANS = Metric(
-    "baton_orphans_total",
-    "counter",
-    "Generations that were cancelled because their client had left and nobody resumed them in time.",
-)
 QUEUED = Metric(
     "baton_queued_requests", "gauge", "Requests that wait for a worker.", aliases=("vllm:num_requests_waiting",)
 )
@@ -70,13 +51,6 @@ PLACEMENTS = Metric(
     "by the session's last turn, which decided between near equals; after a failure (retried); from another decode "
     "worker (moved).",
     (("kind", tuple(PlacementKind)),),
-)
-BATCH_LINES = Metric(
-    "baton_batch_lines_total",
-    "counter",
-    "Lines of batches that were answered well or with an error, and tries that gave no answer and are followed by "
-    "another one (retried). Each try is a request as well, and is counted as such.",
-    (("outcome", LINE_OUTCOMES),),
 )
 KV_USAGE = Metric(
     "baton_kv_usage_ratio",
@@ -190,9 +164,12 @@ TRACE_SPANS = Metric(
     (("outcome", ("sent", "failed", "dropped")),),
 )
 METRICS: tuple[Metric, ...] = (
-    *(REQUESTS, RETRIES, REFUSALS, ORPHANS, QUEUED, RUNNING, PLACEMENTS, BATCH_LINES, KV_USAGE),
+    *(*COUNTER_METRICS, QUEUED, RUNNING, PLACEMENTS, KV_USAGE),
     *(DECISION, FIRST_TOKEN, INTER_TOKEN, *METRICS_OF_FINISHED, SEQUENCES, TRACE_SPANS),
 )
+_FINISH_REASONS = {
+    number: name.removeprefix("FINISH_REASON_").lower() for name, number in generation_pb2.FinishReason.items()
+}
 
 
 def _begin_of(live: LiveRequest) -> float | None:
@@ -213,6 +190,96 @@ def _time_per_token(live: LiveRequest) -> float | None:
     most = max(sequence.num_tokens for sequence in live.sequences)
     decode_s = _between(live.first_token_at, _end_of(live))
     return None if decode_s is None or most < 2 else decode_s / (most - 1)
+
+
+class RouterMetrics(RequestObserver, Collector):
+    """The metrics of one router. `counters`, `fleet` and the numbers of requests are read whenever the page is, on the
+    page's thread."""
+
+    def __init__(
+        self, counters: Counters, fleet: Fleet, num_queued: Callable[[], int], num_running: Callable[[], int]
+    ) -> None:
+        registry = self.registry = CollectorRegistry()
+        registry.register(self)
+        self._counters = counters
+        self._fleet = fleet
+        self._gauges = ((QUEUED, num_queued), (RUNNING, num_running))
+        self._placements = LabelledCounter(PLACEMENTS, registry)
+        self._decision = histogram(DECISION, registry)
+        self._first_token = histogram(FIRST_TOKEN, registry)
+        self._inter_token = histogram(INTER_TOKEN, registry)
+        self._sequences = LabelledCounter(SEQUENCES, registry)
+        self.trace_spans = LabelledCounter(TRACE_SPANS, registry)
+        self._of_finished = [
+            (
+                metric.measure,
+                histogram(metric, registry).observe
+                if metric.kind == "histogram"
+                else LabelledCounter(metric, registry).add,
+            )
+            for metric in METRICS_OF_FINISHED
+        ]
+
+    def decided(self, seconds: float) -> None:
+        self._decision.observe(seconds)
+
+    def placed(self, kind: PlacementKind) -> None:
+        self._placements.add(1, kind)
+
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        self._first_token.observe(seconds)
+
+    def on_tokens(self, count: int, interval_s: float | None) -> None:
+        if interval_s is not None:
+            self._inter_token.observe(interval_s / count)
+
+    def on_end(self, live: LiveRequest) -> None:
+        if live.lifecycle.state is not RequestState.FINISHED:
+            return
+        for measure, record in self._of_finished:
+            value = measure(live)
+            if value is not None:
+                record(value)
+        for sequence in live.sequences:
+            if sequence.end is not None:
+                self._sequences.add(1, _FINISH_REASONS.get(sequence.end.finish_reason, OTHER))
+
+    def collect(self) -> Iterator[MetricFamily]:
+        yield from self._counters.collect()
+        for metric, count in self._gauges:
+            yield GaugeMetricFamily(metric.name, metric.doc, value=count())
+        yield self._kv_usage()
+
+    def _kv_usage(self) -> MetricFamily:
+        """From the newest statistics of each worker."""
+        family = GaugeMetricFamily(KV_USAGE.name, KV_USAGE.doc, labels=KV_USAGE.label_names)
+        all_stats = [(worker.role, stats) for worker in tuple(self._fleet) if (stats := worker.stats) is not None]
+        for role, name in ((PREFILL, "prefill"), (DECODE, "decode")):
+            total = sum(stats.blocks_total for of, stats in all_stats if of == role)
+            if total:
+                family.add_metric((name,), sum(stats.blocks_held for of, stats in all_stats if of == role) / total)
+        return family
+
+
+class VllmNames(Collector):
+    """Shows the metrics of `source` that vLLM has too, under vLLM's names and with its label `model_name`."""
+
+    def __init__(self, source: CollectorRegistry, model_name: str) -> None:
+        self._source = source
+        self._model_name = model_name
+        self._aliases = {metric.name.removesuffix("_total"): metric.aliases for metric in METRICS}
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+
+    def collect(self) -> Iterator[MetricFamily]:
+        for family in self._source.collect():
+            for full_name in self._aliases.get(family.name, ()):
+                alias = full_name.removesuffix("_total")
+                renamed = MetricFamily(alias, family.documentation, family.type)
+                for sample in family.samples:
+                    name = alias + sample.name.removeprefix(family.name)
+                    renamed.add_sample(name, {**sample.labels, "model_name": self._model_name}, sample.value)
+                yield renamed
 
 
 _INTRODUCTION = """\

@@ -26,7 +26,7 @@ from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from router.observe.activity import Activity
 from router.observe.counters import Counters
-from router.observe.router_metrics import RouterMetrics
+from router.observe.metrics import RouterMetrics
 from router.queue.admission import AdmissionRequest
 from router.queue.limits import Limits, Objectives
 from router.queue.waiting_room import WaitingRoom

@@ -13,9 +13,8 @@ from wired_router import ManualClock, WiredRouter, run
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.request_key import RequestKey
 from router.observe import metrics as module
-from router.observe.counters import OUTCOMES, RETRY_REASONS
-from router.observe.metrics import METRICS
-from router.observe.router_metrics import VllmNames
+from router.observe.counters import OUTCOMES, RETRIES
+from router.observe.metrics import METRICS, VllmNames
 from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
 from router.routing.policies import POLICIES
 from router.routing.policies.interface import RoutingRequest
@@ -40,7 +39,7 @@ def test_every_series_is_there_from_the_start() -> None:
         router = WiredRouter(clock, ["p0", "d0"])
         for outcome in OUTCOMES:
             assert value(router, "requests_total", outcome=outcome) == 0
-        for reason in RETRY_REASONS:
+        for reason in RETRIES.labels[0][1]:
             assert value(router, "retries_total", reason=reason) == 0
         for kind in PlacementKind:
             assert value(router, "placements_total", kind=kind) == 0
@@ -167,7 +166,7 @@ def test_a_lost_worker_is_a_retry_and_another_placement_of_the_same_request() ->
 
 def test_the_reasons_of_retries_are_those_that_there_are() -> None:
     names = {worker_pb2.Failed.Reason.Name(r).removeprefix("REASON_").lower() for r in RETRYABLE}
-    assert names | {"worker_lost", "stalled", "other"} == set(RETRY_REASONS)
+    assert names | {"worker_lost", "stalled", "other"} == set(RETRIES.labels[0][1])
 
 
 async def test_the_page_is_served_where_the_status_says(tmp_path: Path) -> None:
