@@ -73,12 +73,12 @@ class StatusService:
         return activity
 
     async def keep_time(self) -> None:
-        """For ever: once a second, closes the second that runs."""
+        """Runs for ever: once a second, closes the current second of the activity."""
         while True:
             try:
                 self._tick()
             except Exception:
-                # A fault of ours must not end the seconds unseen.
+                # A mistake here must be logged, and must not end the activity.
                 log.exception("a second of the activity could not be closed")
             await asyncio.sleep(1.0)
 
@@ -129,9 +129,9 @@ class ControlService:
         self._dispatcher = dispatcher
         self._settings = settings
         self.config_version = 0
-        """Of the configuration that workers were last named by."""
+        """Version of the configuration that named the workers last."""
         self.admin_address = ""
-        """Of the controller's AdminService; empty: there is no controller."""
+        """Address of the controller's AdminService; empty: there is no controller."""
 
     async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, call: Call) -> admin_pb2.SetWorkersResponse:
         wrong = Violations()
@@ -189,7 +189,8 @@ class HealthService:
         return _STATUS(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
-        """Until the client leaves or the server stops. The protocol lets clients watch what is not there."""
+        """Runs until the client leaves or the server stops. The protocol lets clients watch services that do not
+        exist."""
         sent = None
         while True:
             changed, status = self._changed, self._status(request.service)

@@ -1,7 +1,7 @@
-"""What a request's output must be, as one grammar that workers can follow, or what is wrong with it.
+"""Constraints on a request's output, compiled to one grammar that workers can follow.
 
-A grammar is tried with the model's own tokens before anybody is queued. That takes about a millisecond, and up to a
-second for one that is made to take long, so it belongs on a thread.
+A grammar is tried with the model's own tokens before its request is queued. That takes about a millisecond, and up to a
+second for a hostile one, so it belongs on a thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from router.api.violations import Violations
 MOST_CHOICES = 1024
 _LONGEST_PROBLEM = 300
 _WHITESPACE = r"[ \t\r\n]{1,32}"
-"""Between the parts of JSON. With a bound, since a model that likes line breaks would write nothing else."""
+"""Whitespace between the parts of JSON: bounded, since a model that likes line breaks would write nothing else."""
 
 _ANY_OBJECT = '{"type": "object"}'
 
@@ -47,7 +47,7 @@ class Grammars:
 
 
 def read_constraint(params: pb.SamplingParams, check: CheckGrammar, wrong: Violations) -> str:
-    """The grammar of `params`; empty where there is none, or `wrong` says what is the matter."""
+    """The grammar of `params`; empty where there is none, or where it is wrong, which is added to `wrong`."""
     kind = params.WhichOneof("constraint")
     if kind is None or (kind == "json_object" and not params.json_object):
         return ""

@@ -1,4 +1,4 @@
-"""How a service of ours becomes gRPC handlers: safe decoding before each method, a typed status after a failed one.
+"""Makes gRPC handlers of a service: safe decoding before each method, a typed status after a failed one.
 
 Owns the boundary where bytes turn into messages and exceptions into statuses; nothing else in the router touches a
 context's status. protobuf by itself silently keeps the last of two exclusive fields, and refuses text that is not UTF-8

@@ -1,4 +1,4 @@
-"""What clients may ask about the served model: its card, the tokens of a text or a chat, the text of tokens.
+"""Questions about the served model: its card, the tokens of a text or a chat, the text of tokens.
 
 These are methods of GenerationService that need no worker.
 """

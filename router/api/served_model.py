@@ -1,4 +1,4 @@
-"""What the router knows about the served model: the facts against which requests are checked.
+"""The served model as the router knows it: the facts against which requests are checked.
 
 Owns reading config.json and generation_config.json of the model folder. Knows no weights and no tokenizer.
 """
@@ -24,7 +24,7 @@ SAMPLING_RANGES = {
     "presence_penalty": (-2.0, 2.0),
     "repetition_penalty": (0.0, 10.0),
 }
-"""Sampling parameters that are numbers with a fraction, and what each may be."""
+"""Sampling parameters that are numbers with a fraction, and the lowest and highest value of each."""
 
 
 def default_sampling(**given: float) -> pb.SamplingParams:

@@ -127,7 +127,7 @@ class GenerationService:
                 await reader.output.pause(self._rate.spacing_s)
 
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
-        """A generation of another tenant is as unknown as one that never was."""
+        """Answers for another tenant's generation as if it did not exist."""
         principal = call.principal
         response = pb.CancelGenerationResponse()
         for generation_id in dict.fromkeys(request.generation_ids):
@@ -176,7 +176,7 @@ class GenerationService:
                 _follow(reader.live, trace)
             return reader
         if request.spec.HasField("resume") and not is_streaming:
-            only = "must be set in Generate, which tells no id before its end; call GenerateStream first"
+            only = "must be set in Generate, which sends no id before its end; call GenerateStream first"
             raise invalid((FieldViolation("spec.resume.generation_id", only),))
         self._dispatcher.refuse_early(least_of(request.spec, self._model, principal, time_left_s))
         is_long = request.ByteSize() > INLINE_BYTES or request.spec.sampling.WhichOneof("constraint") is not None

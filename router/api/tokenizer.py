@@ -59,12 +59,12 @@ class Tokenizer:
 
     @property
     def definition(self) -> str:
-        """A tokenizer.json of the same tokens."""
+        """The content of a tokenizer.json with the same tokens."""
         return str(self._tokenizer.to_str())
 
     @property
     def num_tokens(self) -> int:
-        """Added ones included."""
+        """Number of tokens, added ones included."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> Encoded:
@@ -84,13 +84,13 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def new_detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
-        """For one sequence that continues this prompt. Special tokens have no text in it."""
+        """A detokenizer for one sequence that continues this prompt. Special tokens have no text in it."""
         if self._is_byte_level:
             return ByteDetokenizer(self._token_bytes)
         return WindowDetokenizer(self.decode, prompt_token_ids[-CONTEXT_TOKENS:], self._special_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What one token stands for by itself, in UTF-8 or a part of it; of a special one, its name."""
+        """The text of one token by itself, in UTF-8 or a part of it; for a special token, its name."""
         if token_id in self._special_ids or not self._is_byte_level:
             piece = self._tokenizer.id_to_token(token_id) if token_id in self._special_ids else self.decode([token_id])
             return (piece or "").encode("utf-8")

@@ -17,7 +17,7 @@ from router.api.served_model import SAMPLING_RANGES, ServedModel
 from router.api.violations import Violations, invalid
 
 _ABOVE = ("top_p", "repetition_penalty")
-"""Must be above the low end of their range."""
+"""Sampling parameters that must be above the low end of their range."""
 _SCALARS = tuple(
     field.name
     for field in generation_pb2.SamplingParams.DESCRIPTOR.fields
@@ -31,7 +31,7 @@ LONGEST_STOP_STRING = 256
 MOST_STOP_TOKENS = 64
 MOST_TOP_LOGPROBS = 20
 LARGEST_STARTED_BYTES = 4_000_000
-"""Of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB unless told otherwise."""
+"""Size of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB by default."""
 LONGEST_TIMEOUT_S = 24 * 3600.0
 MOST_PRIORITY = 10
 """From -10 to 10; 0 unless the client says otherwise."""
@@ -52,8 +52,8 @@ def validate(
 ) -> ValidatedRequest:
     """Raises NotFound (model), NotServed, InvalidRequest or OutOfRange (longer than the context), in this order.
 
-    `is_streaming`: what comes of it is told by GenerateStream, which can tell more than Generate.
-    `tenant`: whose request it is; empty where there are no tenants.
+    `is_streaming`: it is a GenerateStream, whose answer has fields that Generate's has not.
+    `tenant`: the owner of the request; empty where there are no tenants.
     """
     model.check_name("spec.model", spec.model)
     _refuse_not_served(spec, is_streaming)
@@ -96,7 +96,7 @@ def validate(
 
 
 def salt_of(tenant: str, client_salt: str) -> bytes:
-    """What keeps prefix caches apart. No two pairs have the same: a name of a tenant holds no zero byte."""
+    """The salt that keeps prefix caches apart. It differs for any two pairs: a tenant's name holds no zero byte."""
     own = client_salt.encode("utf-8")
     return b"\0" + tenant.encode("utf-8") + b"\0" + own if tenant else own
 
@@ -179,7 +179,7 @@ def _stopping(
     wrong: Violations,
     too_long: Violations,
 ) -> None:
-    """Fills in what ends a sequence. Without `max_output_tokens` it is the rest of the context."""
+    """Fills in what ends a sequence; without `max_output_tokens`, the end of the context."""
     room = model.max_model_len - num_prompt_tokens
     if criteria.HasField("max_output_tokens"):
         most = criteria.max_output_tokens

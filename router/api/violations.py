@@ -49,7 +49,7 @@ class Violations:
 
 
 def invalid(violations: tuple[FieldViolation, ...]) -> InvalidRequest:
-    """The error of all these violations; its message tells the first."""
+    """The error of all these violations; its message names the first."""
     first = violations[0]
     more = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
     return InvalidRequest(f"{first.field}: {first.description}{more}", violations=violations)

@@ -1,10 +1,11 @@
-"""The OpenAI API over HTTP, in the router's process: a second door to the same `GenerationService`.
+"""The OpenAI API over HTTP, in the router's process: it calls the same methods as gRPC.
 
-bodies      what clients send, field by field
-specs       a body as the GenerationSpecs it asks for
-answers     the service's events as completions, chat completions and their chunks
-errors      a BatonError as a status and a body
-call        one HTTP request in the role of a gRPC call
-app         the routes
-listener    the socket
+bodies        what clients send, field by field
+specs         a body as the GenerationSpecs it asks for
+answers       the types of all answers
+completions   the service's events as completions, chat completions and their chunks
+generating    how a body is answered: whole, streamed, or as a line of a batch
+http          requests, refusals and routes of every kind; errors: a BatonError as a status and a body
+app, files, batches   the routes; schema: their OpenAPI document
+listener      the socket
 """

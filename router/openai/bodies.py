@@ -30,9 +30,9 @@ IGNORED = (
 """Accepted, and without effect."""
 LEAST_KEPT_S = 3600
 MOST_FILES = 10_000
-"""Of one tenant, and on one page."""
+"""Files of one tenant, and on one page."""
 MOST_BATCHES = 100
-"""On one page."""
+"""Batches on one page."""
 
 
 def read_json(data: bytes) -> object:

@@ -76,7 +76,8 @@ class HttpFailure(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """When to try again: in whole seconds as HTTP has it, and in milliseconds as OpenAI's SDK reads it first."""
+        """The delay before another try: in whole seconds as HTTP has it, and in milliseconds, which OpenAI's SDK
+        prefers."""
         if self.retry_after_s is None:
             return {}
         ms = math.ceil(1000 * self.retry_after_s)

@@ -1,4 +1,4 @@
-"""The socket of the HTTP door, served by uvicorn in the router's own event loop."""
+"""The socket of the HTTP API, served by uvicorn in the router's own event loop."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _BACKLOG = 2048
 _IDLE_S = 75.0
 """A connection without a request is kept for so long: longer than clients keep theirs."""
 _SEND_BYTES = 64 * 1024
-"""That the kernel is asked to hold for a client that does not read (it doubles it), beside uvicorn's own as much."""
+"""Size of the kernel's buffer for a client that does not read (the kernel doubles it); uvicorn holds as much itself."""
 _ABANDONED_S = 1.0
 """After a stream was given up, its connection stays for so long if nothing more is taken from it."""
-_LAST_WORDS_S = 1
-"""What runs at the end has been drained before; connections get so long to take what was written."""
+_GRACE_S = 1
+"""Requests are drained before the end; connections get so long to read what was written."""
 
 
 def _is_event(record: logging.LogRecord) -> bool:
-    """A stream whose client was given up is left without its end, for uvicorn to close the connection."""
+    """False for a stream whose client was given up: it is left without its end, for uvicorn to close the connection."""
     return "without completing response" not in record.getMessage()
 
 
@@ -55,14 +55,14 @@ class HttpListener:
         config = uvicorn.Config(
             app,
             log_config=None,
-            log_level="error",  # a client that does not speak HTTP is no event
+            log_level="error",  # a client that does not speak HTTP is not logged
             access_log=False,
             server_header=False,
             lifespan="off",
             ws="none",
             backlog=_BACKLOG,
             timeout_keep_alive=int(_IDLE_S),
-            timeout_graceful_shutdown=_LAST_WORDS_S,
+            timeout_graceful_shutdown=_GRACE_S,
         )
         config.load()
         logging.getLogger("uvicorn.error").addFilter(_is_event)
@@ -82,7 +82,7 @@ class HttpListener:
 
 
 def _bind(host: str, port: int, stalled_client_s: float) -> socket.socket:
-    """Whoever connects gets these options, too."""
+    """A listening socket; accepted connections inherit its options."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

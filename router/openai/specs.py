@@ -26,16 +26,16 @@ from router.openai.bodies import (
 )
 
 MOST_PROMPTS = 128
-"""In one call of /v1/completions."""
+"""Prompts in one call of /v1/completions."""
 _DEEPEST = 32
-"""Lists and objects in one another, of what a template may read: two or three messages each, and protobuf reads no more
-than a hundred in one another."""
+"""Depth of nested lists and objects that a template may read: each level takes two or three messages, and protobuf
+reads no more than a hundred levels."""
 _INT32 = range(-(2**31), 2**31)
 _UINT32, _UINT64 = range(2**32), range(2**64)
 
 
 def completion_specs(body: CompletionBody, request_id: str) -> list[pb.GenerationSpec]:
-    """One for each prompt."""
+    """Returns a spec for each prompt."""
     _refuse(
         echo=(bool(body.echo), "the prompt is not repeated; leave it out"),
         suffix=(bool(body.suffix), "models that fill in the middle are not served; leave it out"),
@@ -83,7 +83,7 @@ def chat_spec(body: ChatBody, request_id: str) -> pb.GenerationSpec:
 
 
 def names_of(fields: Mapping[str, Any]) -> dict[str, str]:
-    """What a body with these fields calls some of a GenerationSpec otherwise than most, for `errors.failure_of`."""
+    """Names in a body with these fields that differ from the usual ones, for `errors.failure_of`."""
     names = {}
     if fields.get("max_completion_tokens") is not None:
         names["max_output_tokens"] = "max_completion_tokens"
@@ -115,7 +115,8 @@ def detokenize_request(body: DetokenizeBody) -> pb.DetokenizeRequest:
 
 
 def _refuse(**given: tuple[bool, str]) -> None:
-    """Fields of the API that are not served, if they ask for something: whether they do, and what to do instead."""
+    """Raises NotServed. `given`: for each field of the API that is not served, whether it asks for something, and the
+    remedy."""
     violations = tuple(FieldViolation(field, remedy) for field, (asks, remedy) in given.items() if asks)
     if violations:
         message = "; ".join(f"{v.field} is not served: {v.description}" for v in violations)
@@ -167,7 +168,7 @@ def _common(
 
 
 def _whole(message: Any, field: str, name: str, value: int | None, values: range, wrong: Violations) -> None:
-    """Sets a field that takes whole numbers of some bits; what may be asked for is the validation's."""
+    """Sets a field if the value fits into its bits; `router.api.validate` checks what it may be."""
     if value is None:
         return
     if value in values:
@@ -177,7 +178,7 @@ def _whole(message: Any, field: str, name: str, value: int | None, values: range
 
 
 def _seed(sampling: pb.SamplingParams, seed: int | None, wrong: Violations) -> None:
-    """Clients may send any 64 bits; a negative one is the number with the same bits."""
+    """Takes any 64 bits; a negative seed is the unsigned number with the same bits."""
     _whole(sampling, "seed", "seed", seed if seed is None or seed >= 0 else seed + _UINT64.stop, _UINT64, wrong)
 
 
