@@ -22,7 +22,7 @@ from openai.types import Batch
 from serve_process import Serve
 
 from benchmarks.redis_server import RedisServer, free_port, running_redis
-from router.server import open_batch_store
+from router.http_server import open_batch_store
 from tools.client import AdminClient
 
 MODEL = BUNDLED_MODEL.name

@@ -18,9 +18,9 @@ from cluster import rpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
 from engine.sampling.params import SamplingParams
+from router.program import RouterServer
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
-from router.server import RouterServer
 
 Disturb = Callable[[Dispatcher, Sequence[Worker]], Awaitable[None]]
 

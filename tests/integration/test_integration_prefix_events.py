@@ -18,8 +18,8 @@ from workers import Worker, running
 from cluster import rpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
+from router.program import RouterServer
 from router.routing.prefix_index import PromptHashes
-from router.server import RouterServer
 
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 16

@@ -19,7 +19,7 @@ from workers import Worker, running
 from cluster import rpc
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings
-from router.server import RouterServer
+from router.program import RouterServer
 
 PROMPT = [(i * 37) % 1000 + 5 for i in range(300)]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

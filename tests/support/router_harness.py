@@ -28,7 +28,7 @@ from cluster.settings import RouterSettings
 from cluster.state import Store
 from cluster.tls import ClientTls, internal_tls_of
 from router.observe.tracing import Traces
-from router.server import RouterServer
+from router.program import RouterServer
 
 VOCAB_SIZE = 300
 MAX_MODEL_LEN = 256

@@ -13,7 +13,7 @@ from cluster.errors import ConfigError
 from controller.plan import plan_cluster
 from router.batches.redis_store import RedisBatchStore
 from router.batches.sqlite_store import SqliteStore
-from router.server import open_batch_store
+from router.http_server import open_batch_store
 
 
 def store_of(state: str | None = None, placement: PlacementSection | None = None, **router: object) -> list[str | None]:

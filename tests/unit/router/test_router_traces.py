@@ -33,7 +33,7 @@ from router.observe import otel
 from router.observe.metrics import TRACE_SPANS
 from router.observe.otel import exporter_to
 from router.observe.tracing import Origin, Traces
-from router.server import open_traces
+from router.program import open_traces
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = f"00-{TRACE_ID}-{SPAN_ID}-01"

@@ -1,0 +1,140 @@
+"""The router's HTTP side: OpenAI's API, files and batches with the runner that works on them, the status page.
+
+    start -> stop_batches (before the drain): no line runs any more -> close: no client is answered any more
+
+Assembles the routes, in the router's event loop. Where the settings name no HTTP port, nothing of it runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from starlette.routing import Route
+
+from cluster.auth import Gate
+from cluster.settings import RouterSettings
+from cluster.tls import ServerTls
+from router.api.call import principal_of
+from router.api.model_service import ModelService
+from router.api.tokenizer import Tokenizer
+from router.batches.idle import IdleCapacity
+from router.batches.runner import BatchRunner
+from router.batches.sqlite_store import SqliteStore
+from router.batches.store import BatchStore
+from router.observe.metrics import VllmNames
+from router.openai.app import OpenAiApp, principal_for
+from router.openai.batches import BatchRoutes
+from router.openai.files import FileRoutes, over_store
+from router.openai.generating import Generate, GenerateStream, LineAnswerer
+from router.openai.http import Operation
+from router.openai.listener import HttpListener
+from router.routing.dispatcher import Dispatcher
+
+_AROUND_A_BODY = 4096
+"""Bytes of a batch's line beside its body."""
+
+
+class HttpServer:
+    """Lives in one event loop: `start`, `stop_batches`, then `close`."""
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        gate: Gate,
+        tls: ServerTls | None,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        models: ModelService,
+        generate: Generate,
+        generate_stream: GenerateStream,
+    ) -> None:
+        self._settings = settings.router
+        self._gate = gate
+        self._tls = tls
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._models = models
+        self._generate = generate
+        self._generate_stream = generate_stream
+        self._listener: HttpListener | None = None
+        self._batch_store = open_batch_store(self._settings.batch_store)
+        self._batch_runner = self._new_batch_runner()
+
+    @property
+    def address(self) -> str:
+        """Empty: it does not listen."""
+        return "" if self._listener is None else self._listener.address
+
+    def start(self, model_name: str, page_routes: Sequence[Route]) -> None:
+        """Raises ConfigError for an address that is refused or in use."""
+        settings, registry = self._settings, self._dispatcher.metrics.registry
+        if settings.http_port is None:
+            return
+        app = OpenAiApp(
+            self._generate,
+            self._generate_stream,
+            self._models,
+            self._gate,
+            self._tokenizer.token_bytes,
+            (registry, VllmNames(registry, model_name).registry),
+            lambda: self._dispatcher.fleet.can_serve,
+            max_body_bytes=settings.max_message_bytes,
+            stalled_client_s=settings.stalled_client_timeout_s,
+            more_operations=self._batch_operations(),
+            more_routes=page_routes,
+        )
+        self._listener = HttpListener(
+            app.app,
+            settings.host,
+            settings.http_port,
+            insecure=settings.insecure,
+            tls=self._tls,
+            stalled_client_s=settings.stalled_client_timeout_s,
+        )
+        self._listener.start()
+        if not self._has_no_batches:
+            self._batch_runner.start()
+
+    async def stop_batches(self) -> None:
+        await self._batch_runner.stop()
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.stop()
+        await self._batch_store.close()
+
+    @property
+    def _has_no_batches(self) -> bool:
+        """The routers of this cluster share no store."""
+        return self._settings.batch_store == ""
+
+    def _new_batch_runner(self) -> BatchRunner:
+        dispatcher, gate, most_bytes = self._dispatcher, self._gate, self._settings.max_message_bytes
+        answerer = LineAnswerer(
+            self._generate, lambda key_id: principal_of(gate.key_of_id(key_id)), self._tokenizer.token_bytes, most_bytes
+        )
+        return BatchRunner(
+            self._batch_store,
+            IdleCapacity(lambda num_running: dispatcher.admission.has_spare(num_running, dispatcher.clock())),
+            answerer.answer,
+            dispatcher.counters.batch_lines,
+            most_line_bytes=most_bytes + _AROUND_A_BODY,
+        )
+
+    def _batch_operations(self) -> list[Operation]:
+        store, stalled_client_s = self._batch_store, self._settings.stalled_client_timeout_s
+        principal = functools.partial(principal_for, self._gate)
+        most_bytes = self._settings.max_file_bytes
+        files = FileRoutes(store, principal, most_bytes=most_bytes, stalled_client_s=stalled_client_s)
+        batches = BatchRoutes(store, principal, self._batch_runner.wake, stalled_client_s=stalled_client_s)
+        return over_store([*files.operations, *batches.operations], is_refused=self._has_no_batches)
+
+
+def open_batch_store(where: str | None) -> BatchStore:
+    """As `router.batch_store` of the settings has it. Connects, or opens the file, at the first call."""
+    if where is not None and where.startswith(("redis://", "rediss://")):
+        from router.batches.redis_store import RedisBatchStore
+
+        return RedisBatchStore(where)
+    return SqliteStore(where)
