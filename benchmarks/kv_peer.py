@@ -1,8 +1,8 @@
 """One rank of one worker without a model: `python -m benchmarks.kv_peer`, the sender or the receiver of a benchmark.
 
-Has a paged KV cache, the real mover, and the rank's threads for it (gather, issue, wait), so that what is measured is
-the path of a worker's data without its control plane: one byte on a socket stands for a grant. Does what it is told on
-stdin, one JSON line each, answers with one on stdout, and ends when stdin does.
+Has a paged KV cache, the real transfer engine, and the rank's threads for it (gather, issue, wait), so that what is
+measured is the path of a worker's data without its control plane: one byte on a socket stands for a grant. Takes orders
+on stdin, one JSON line each, answers with one on stdout, and ends when stdin does.
 
 For comparison it also copies its cache within its own memory, sends it as it is through a plain TCP socket, and sends
 a transport's slots as they are.
@@ -79,7 +79,7 @@ class Peer:
         self._tcp = socket.socket(fileno=settings.tcp_fd)
         for connection in (self._grants, self._tcp):
             connection.settimeout(TIMEOUT_S)
-        self._mover = TransferEngine(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host=HOST, digest=settings.digest)
+        self._engine = TransferEngine(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host=HOST, digest=settings.digest)
         self._stores = StoreClients(TIMEOUT_S)
         self._pairs: dict[str, Pair] = {}
         if settings.is_sender:
@@ -116,7 +116,7 @@ class Peer:
         )
         remote = LAYOUT.to_proto()
         spec = rank_pb2.OpenPair(pair_epoch=pair, is_sender=settings.is_sender, remote=remote, agreed=agreed)
-        self._mover.open_pair(self._mover.add_pair(spec))
+        self._engine.open_pair(self._engine.add_pair(spec))
 
     def _ranges(self, chunk_tokens: int, passes: int) -> list[Range]:
         """The prompt in chunks of all layers, several times over."""
@@ -142,13 +142,13 @@ class Peer:
                 while (slot := gathered.get()) is not None:
                     if not self._grants.recv(1):
                         raise ConnectionError("the receiver has gone")
-                    posted.put(self._mover.send(pair, slot))
+                    posted.put(self._engine.send(pair, slot))
             finally:
                 posted.put(None)
 
         def complete() -> None:
             while (sending := posted.get()) is not None:
-                self._mover.complete_send(sending)
+                self._engine.complete_send(sending)
                 free.release()
 
         began = time.monotonic()
@@ -159,7 +159,7 @@ class Peer:
                     if not free.acquire(timeout=TIMEOUT_S):
                         break  # one of the jobs has failed and tells why
                     slot = number % num_slots
-                    self._mover.gather(Chunk(KEY, pair, number, slot, where), self._table)
+                    self._engine.gather(Chunk(KEY, pair, number, slot, where), self._table)
                     gathered.put(slot)
             finally:
                 gathered.put(None)
@@ -174,7 +174,7 @@ class Peer:
 
         def complete() -> None:
             while (landing := posted.get()) is not None:
-                self._mover.complete_receive(landing)
+                self._engine.complete_receive(landing)
                 free.release()
 
         began = time.monotonic()
@@ -185,7 +185,7 @@ class Peer:
                     if not free.acquire(timeout=TIMEOUT_S):
                         break
                     what = Chunk(KEY, pair, number, number % num_slots, where)
-                    posted.put(self._mover.post_receive(what, self._table))
+                    posted.put(self._engine.post_receive(what, self._table))
                     self._grants.send(b"\1")
             finally:
                 posted.put(None)

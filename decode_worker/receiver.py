@@ -3,12 +3,12 @@
 A hand-off is (request, attempt, pair epoch); an event for one that is not here, or not in a state that TABLE lists for
 it, is dropped. From the router's announcement and the prefill worker's Open, in either order:
 
-    Reserve -> Reserved told -> an offer waits for its landing slot -> Land + Grant -> landed
-    -> commit heard and all landed -> Ready, Committed told
+    Reserve -> Reserved sent -> an offer waits for its landing slot -> Land + Grant -> landed
+    -> commit received and all landed -> Ready, Committed sent
 
 A granted chunk is always landed, also after a cancel, and only then are the pages released: nothing that the transport
 may still write to is ever free. An Abort is always answered with an Abort, after which no grant of it can follow. A
-hand-off that fails says so once it has drained, with how many tokens of the prompt have landed whole.
+hand-off that fails reports it once it has drained, with how many tokens of the prompt have landed whole.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Reason = worker_pb2.Failed.Reason
 
 
 class ReceiveState(Enum):
-    ANNOUNCED = "announced"  # the router has spoken
+    ANNOUNCED = "announced"  # the router expects it
     WAITING = "waiting"  # the prefill worker too: blocks are wanted
     RECEIVING = "receiving"  # blocks are held; chunks land
-    CLOSING = "closing"  # given up; what was granted drains
+    CLOSING = "closing"  # aborted; what was granted drains
     READY = "ready"  # handed over, and forgotten here
     CLOSED = "closed"  # over, and forgotten here
 
@@ -42,12 +42,13 @@ class ReceiveEvent(Enum):
     CANCEL = "cancel"
     FAILED = "failed"
     PEER_ABORTED = "peer aborted"
-    LINK_DOWN = "link down"
+    CONNECTION_LOST = "connection lost"
     DRAINED = "drained"
 
 
 _ENDS = dict.fromkeys(
-    (ReceiveEvent.CANCEL, ReceiveEvent.FAILED, ReceiveEvent.PEER_ABORTED, ReceiveEvent.LINK_DOWN), ReceiveState.CLOSING
+    (ReceiveEvent.CANCEL, ReceiveEvent.FAILED, ReceiveEvent.PEER_ABORTED, ReceiveEvent.CONNECTION_LOST),
+    ReceiveState.CLOSING,
 )
 TABLE: Mapping[ReceiveState, Mapping[ReceiveEvent, ReceiveState]] = MappingProxyType(
     {
@@ -77,7 +78,7 @@ class Incoming:
     landed: list[Range] = field(default_factory=list)
     commit: handoff_pb2.Commit | None = None
     failure: tuple[Reason, str] | None = None
-    """What the router is told at the end; None when it asked for the end, or hears of it from the sender."""
+    """The failure to report once drained; None when the router asked for the end, or learns of it from the sender."""
 
     def advance(self, event: ReceiveEvent) -> bool:
         """False, and nothing changed, when the table has no such move."""
@@ -128,39 +129,39 @@ class Receiver:
         return key in self._incoming
 
     def num_on(self, epoch: str) -> int:
-        """Hand-offs that still need the link."""
+        """Hand-offs that still need the connection."""
         return sum(i.epoch == epoch for i in self._incoming.values()) + list(self._opened.values()).count(epoch)
 
     def count_stages(self) -> dict[str, int]:
-        """Landing slots of all links by what is in them."""
+        """Landing slots of all connections by what is in them."""
         posted = sum(len(incoming.landing) for incoming in self._incoming.values())
         return {"posted": posted, "free": sum(len(slots.free_slots) for slots in self._slots.values())}
 
-    # Links
+    # Connections
 
-    def link_called(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
+    def connection_called(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
         """A prefill worker has called; a landing slot will hold `chunk_tokens` tokens of all layers."""
         self._slots[epoch] = LandingSlots(chunk_tokens * self._num_layers, set(range(num_slots)), num_slots)
         return []
 
-    def link_up(self, epoch: str) -> Actions:
+    def connection_open(self, epoch: str) -> Actions:
         """The pair is open on every rank: receives may be posted on it."""
         slots = self._slots[epoch]
         slots.is_open = True
         return self._pump(slots)
 
-    def link_down(
+    def connection_lost(
         self,
         epoch: str,
         reason: Reason = worker_pb2.Failed.REASON_PEER_LOST,
         why: str = "the prefill worker was lost during the hand-off",
     ) -> Actions:
-        """The link is closed, and what had not been handed over is lost with it."""
+        """The connection is retired, and what had not been handed over is lost with it."""
         self._slots.pop(epoch, None)
         self._opened = {key: e for key, e in self._opened.items() if e != epoch}
         actions: Actions = []
         for incoming in [i for i in self._incoming.values() if i.epoch == epoch]:
-            actions += self._close(incoming, ReceiveEvent.LINK_DOWN, (reason, why))
+            actions += self._close(incoming, ReceiveEvent.CONNECTION_LOST, (reason, why))
         return actions
 
     # One hand-off
@@ -236,11 +237,11 @@ class Receiver:
         incoming = self._incoming.get(key)
         if incoming is None or ReceiveEvent.CANCEL not in TABLE[incoming.state]:
             return []
-        told: Actions = [] if incoming.epoch is None else [self._abort_message(incoming.epoch, key, reason)]
-        return told + self._close(incoming, ReceiveEvent.CANCEL, None)
+        abort: Actions = [] if incoming.epoch is None else [self._abort_message(incoming.epoch, key, reason)]
+        return abort + self._close(incoming, ReceiveEvent.CANCEL, None)
 
     def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
-        """The sender gave the request up; the router hears of it from the sender."""
+        """The sender aborted the request; the router learns of it from the sender."""
         if self._opened.get(key) == epoch:
             del self._opened[key]
         answer: Actions = [self._abort_message(epoch, key, "aborted")]
@@ -248,7 +249,7 @@ class Receiver:
         return answer if incoming is None else answer + self._close(incoming, ReceiveEvent.PEER_ABORTED, None)
 
     def check_idle(self) -> None:
-        """Raises AssertionError unless every hand-off is over and every slot of the open links is back."""
+        """Raises AssertionError unless every hand-off is over and every slot of the open connections is back."""
         assert not self._incoming and not self._opened, (self._incoming, self._opened)
         for slots in self._slots.values():
             assert not slots.offers and len(slots.free_slots) == slots.num_slots, slots
@@ -306,8 +307,8 @@ class Receiver:
         self, incoming: Incoming, message: str, reason: Reason = worker_pb2.Failed.REASON_TRANSFER_FAILED
     ) -> Actions:
         assert incoming.epoch is not None
-        told = self._abort_message(incoming.epoch, incoming.key, message)
-        return [told, *self._close(incoming, ReceiveEvent.FAILED, (reason, message))]
+        abort = self._abort_message(incoming.epoch, incoming.key, message)
+        return [abort, *self._close(incoming, ReceiveEvent.FAILED, (reason, message))]
 
     def _close(self, incoming: Incoming, event: ReceiveEvent, failure: tuple[Reason, str] | None) -> Actions:
         """Drops what was not granted; what was granted drains first."""

@@ -1,6 +1,6 @@
-"""What the two sides of a hand-off ask their worker to do. The machines that decide them do no I/O.
+"""Actions that the two sides of a hand-off ask their worker to carry out. The machines that decide them do no I/O.
 
-A hand-off is named by (request, attempt, pair epoch): `key` is the first two. `epoch` names the link to the other
+A hand-off is named by (request, attempt, pair epoch): `key` is the first two. `epoch` names the connection to the other
 worker and the pair of its ranks. A slot is one of the pair's; token ranges are of the prompt.
 """
 
@@ -106,7 +106,7 @@ class BeginPrefill:
 
 @dataclass(frozen=True)
 class Reserve:
-    """Router and prefill worker have both spoken: reserve blocks as soon as they are free."""
+    """Both the router and the prefill worker have asked: reserve blocks as soon as they are free."""
 
     key: RequestKey
 

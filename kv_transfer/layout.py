@@ -143,7 +143,7 @@ def check_compatible(sender: KvLayout, receiver: KvLayout) -> None:
 
 
 def check_wire_format(sender: str, receiver: str) -> None:
-    """Raises LayoutMismatch unless both sides were told the same wire format, and one that exists."""
+    """Raises LayoutMismatch unless both sides have the same wire format, and one that exists."""
     _check_known("the sender's wire_format", sender)
     _check_known("the receiver's wire_format", receiver)
     if sender != receiver:

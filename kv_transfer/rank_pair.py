@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 class Use(Enum):
-    """What may touch a slot."""
+    """The operation that may touch a slot."""
 
     FREE = "free"
     GATHERED = "gathered"
@@ -146,7 +146,7 @@ class RankPair:
             return self._post(slot, Use.FREE, "wait for it before it is used again")
 
     def arrived(self, slot: int) -> None:
-        """What was to be received is there."""
+        """The chunk has arrived."""
         with self._lock:
             self._uses[slot] = Use.LANDED
 

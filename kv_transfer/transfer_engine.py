@@ -113,7 +113,7 @@ class TransferEngine:
 
     @property
     def num_quarantined_slots(self) -> int:
-        """How many slots those are, on all routes."""
+        """The number of those slots, on all routes."""
         return len(self._quarantined())
 
     # Pairs
@@ -153,7 +153,7 @@ class TransferEngine:
     def close_pair(self, epoch: str) -> None:
         """Ends a pair, wakes whoever waits on it, and forgets its epoch. An unknown epoch is no error.
 
-        One that is still being opened gives up at once, or as soon as the connection it is making is made or timed out.
+        One that is still being opened fails at once, or as soon as the connection it is making is made or timed out.
         """
         with self._lock:
             pair = self._pairs.get(epoch)

@@ -7,7 +7,8 @@ it, is dropped. Each range of the prompt that is computed, or about to be, becom
 
 A granted chunk is always sent, also after an abort: the receiver has posted for it. An offered chunk keeps its slot
 until it is granted or the receiver has answered the abort, so that a grant on its way finds what it was given for.
-Pages are released once no gather can touch them. Slots are the link's own: a peer that stalls holds up only itself.
+Pages are released once no gather can touch them. Each connection has slots of its own: a peer that stalls holds up
+only itself.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ MIN_LAYERED_TOKENS = 64
 
 
 class SendState(Enum):
-    OPENING = "opening"  # Open is told
+    OPENING = "opening"  # Open is sent
     STREAMING = "streaming"  # the receiver has reserved; chunks move
-    COMMITTING = "committing"  # everything is offered and Commit told
-    CLOSING = "closing"  # Abort is told; grants given before it was heard may still come
+    COMMITTING = "committing"  # everything is offered and Commit sent
+    CLOSING = "closing"  # Abort is sent; grants given before it arrived may still come
     SETTLED = "settled"  # no grant can come any more; what was granted drains
 
 
@@ -53,10 +54,10 @@ class SendEvent(Enum):
     COMMITTED = "committed"
     ABORT = "abort"
     PEER_ABORTED = "peer aborted"
-    LINK_DOWN = "link down"
+    CONNECTION_LOST = "connection lost"
 
 
-_ENDS = {SendEvent.PEER_ABORTED: SendState.SETTLED, SendEvent.LINK_DOWN: SendState.SETTLED}
+_ENDS = {SendEvent.PEER_ABORTED: SendState.SETTLED, SendEvent.CONNECTION_LOST: SendState.SETTLED}
 TABLE: Mapping[SendState, Mapping[SendEvent, SendState]] = MappingProxyType(
     {
         SendState.OPENING: {SendEvent.RESERVED: SendState.STREAMING, SendEvent.ABORT: SendState.CLOSING, **_ENDS},
@@ -75,7 +76,7 @@ TABLE: Mapping[SendState, Mapping[SendEvent, SendState]] = MappingProxyType(
 
 
 class ChunkStage(Enum):
-    """Of one chunk that has a slot."""
+    """How far a chunk that has a slot has come."""
 
     GATHERING = "gathering"
     OFFERED = "offered"
@@ -144,49 +145,49 @@ class Sender:
         return out is not None and out.is_live
 
     def num_on(self, epoch: str) -> int:
-        """Hand-offs that still need the link."""
+        """Hand-offs that still need the connection."""
         return sum(out.epoch == epoch for out in self._outgoing.values())
 
     def count_stages(self) -> dict[str, int]:
-        """Slots of all links by what is in them."""
+        """Slots of all connections by what is in them."""
         counts = {stage.value: 0 for stage in ChunkStage}
         for out in self._outgoing.values():
             for _, stage in out.chunks.values():
                 counts[stage.value] += 1
         return counts | {"free": sum(len(slots.free_slots) for slots in self._slots.values())}
 
-    # Links
+    # Connections
 
-    def link_up(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
+    def connection_open(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
         """The pair is open on every rank; a slot holds `chunk_tokens` tokens of all layers."""
         self._slots[epoch] = SendSlots(chunk_tokens * self._num_layers, list(range(num_slots)), num_slots)
         return self._pump(epoch)
 
-    def link_suspected(self, epoch: str, is_suspect: bool) -> Actions:
-        """The peer is silent, or was heard again: nothing new is gathered for a suspect."""
+    def connection_suspected(self, epoch: str, is_suspect: bool) -> Actions:
+        """The peer is silent, or no longer silent: nothing new is gathered for a suspect."""
         slots = self._slots.get(epoch)
         if slots is None:
             return []
         slots.is_suspect = is_suspect
         return self._pump(epoch)
 
-    def link_down(
+    def connection_lost(
         self,
         epoch: str,
         reason: worker_pb2.Failed.Reason = worker_pb2.Failed.REASON_PEER_LOST,
         why: str = "the decode worker was lost during the hand-off",
     ) -> Actions:
-        """The link is closed: no grant can come, and its slots go with the pair."""
+        """The connection is retired: no grant can come, and its slots go with the pair."""
         self._slots.pop(epoch, None)
         actions: Actions = []
         for out in [o for o in self._outgoing.values() if o.epoch == epoch]:
-            actions += self._settle(out, SendEvent.LINK_DOWN, reason, why)
+            actions += self._settle(out, SendEvent.CONNECTION_LOST, reason, why)
         return actions
 
     # One hand-off
 
     def open(self, key: RequestKey, epoch: str, num_tokens: int) -> Actions:
-        """The router named a decode worker, to which `epoch` is the link, for a prompt of `num_tokens` tokens."""
+        """The router named a decode worker, to which `epoch` is the connection, for a prompt of `num_tokens` tokens."""
         self._outgoing[key] = Outgoing(key, epoch, num_tokens)
         message = handoff_pb2.Open(key=key.to_proto(), num_tokens=num_tokens)
         return [SendMessage(epoch, handoff_pb2.SenderMessage(open=message))]
@@ -230,8 +231,8 @@ class Sender:
         if not out.is_live:
             return self._finish(out, chunk)
         out.chunks[chunk.index] = (chunk, ChunkStage.OFFERED)
-        told: Actions = [SendMessage(out.epoch, handoff_pb2.SenderMessage(offer=chunk.to_proto()))]
-        return told + self._commit_if_offered(out)
+        offer = SendMessage(out.epoch, handoff_pb2.SenderMessage(offer=chunk.to_proto()))
+        return [offer, *self._commit_if_offered(out)]
 
     def granted(self, epoch: str, key: RequestKey, chunk_index: int) -> Actions:
         """The receiver has posted a receive for the chunk."""
@@ -265,7 +266,7 @@ class Sender:
         return [SendMessage(out.epoch, handoff_pb2.SenderMessage(abort=message)), *self._release_pages(out)]
 
     def peer_aborted(self, epoch: str, key: RequestKey) -> Actions:
-        """The receiver gave the request up, or answers an abort: every grant it made has been heard by now."""
+        """The receiver gave the request up, or answers an abort: every grant it made has arrived by now."""
         out = self._find(epoch, key)
         if out is None:
             return []
@@ -273,7 +274,7 @@ class Sender:
         return self._settle(out, SendEvent.PEER_ABORTED, reason, why)
 
     def check_idle(self) -> None:
-        """Raises AssertionError unless every hand-off is over and every slot of the open links is back."""
+        """Raises AssertionError unless every hand-off is over and every slot of the open connections is back."""
         assert not self._outgoing, self._outgoing
         for slots in self._slots.values():
             assert sorted(slots.free_slots) == list(range(slots.num_slots)), slots
@@ -301,7 +302,7 @@ class Sender:
     def _queue(self, out: Outgoing, token_end: int, after_step: int, num_groups: int) -> None:
         """Appends what the receiver lacks of tokens [next_token, token_end), in groups of layers.
 
-        They are cut into what a slot holds when one is free: only then the link is up and the size of its slots known.
+        They are cut into what a slot holds when one is free: only then is the connection open and the slot size known.
         """
         if out.next_token >= token_end:
             return
@@ -312,7 +313,7 @@ class Sender:
         out.next_token = token_end
 
     def _pump(self, epoch: str) -> Actions:
-        """Gathers what waits, oldest hand-off first, while the link has slots."""
+        """Gathers what waits, oldest hand-off first, while the connection has slots."""
         slots = self._slots.get(epoch)
         if slots is None or slots.is_suspect:
             return []

@@ -1,1 +1,1 @@
-"""One worker process: hosts an engine and both roles, speaks gRPC, and keeps its tensor-parallel ranks in step."""
+"""One worker process: an engine, both roles, a gRPC server, and the tensor-parallel ranks that follow rank 0."""

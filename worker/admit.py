@@ -1,4 +1,4 @@
-"""What a router asks for, in the engine's own types, and why a worker cannot run it."""
+"""Turns a router's request into the engine's own types, and checks that this worker can run it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Ranks(Protocol):
 
     @property
     def num_steps(self) -> int:
-        """How many steps were launched: a transfer command may name the newest, or the next, as the one it follows."""
+        """Number of steps launched: a transfer command may name the newest, or the next, as the one it follows."""
         ...
 
     def launch(self, step: StepInput) -> Launched:
@@ -111,7 +111,7 @@ class Flight:
     decoding: list[ScheduledSequence]
     prefilling: list[ScheduledSequence]
     ends: list[ScheduledSequence]
-    """Shares that lead to tokens, as they were when it set off: a sequence given up since has lost its count."""
+    """Shares that lead to tokens, as they were at the launch: a sequence aborted since has lost its count."""
     num_scored: list[int]
     """Prompt tokens that each share scores, those that decode first."""
     preempted: list[Sequence]
@@ -229,7 +229,7 @@ class Core:
         return Flight(launched, decoding, prefilling, ends, num_scored, preempted, copies)
 
     def _finish(self) -> None:
-        """Takes in what a step that has ended led to."""
+        """Processes the output of a step that has ended."""
         flight, self._flight = self._flight, None
         assert flight is not None
         scheduled = flight.decoding + flight.prefilling

@@ -120,7 +120,7 @@ class DecodeRole:
     def connection_called(self, connection: HandoffConnection, agreed: handoff_pb2.ReceiverHello) -> None:
         """A prefill worker has called; its pair is about to open."""
         self._connections[connection.epoch] = connection
-        self._carry_out(self._receiver.link_called(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
+        self._carry_out(self._receiver.connection_called(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
 
     def on_message(self, connection: HandoffConnection, message: HandoffMessage) -> None:
         """A message of a prefill worker."""
@@ -137,13 +137,13 @@ class DecodeRole:
                 self._carry_out(receiver.peer_aborted(epoch, RequestKey.of(message.abort.key)))
 
     def connection_open(self, connection: HandoffConnection) -> None:
-        self._carry_out(self._receiver.link_up(connection.epoch))
+        self._carry_out(self._receiver.connection_open(connection.epoch))
 
     def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
         """Changes nothing: what was granted to a silent sender may still arrive."""
 
     def connection_retired(self, connection: HandoffConnection, reason: worker_pb2.Failed.Reason, why: str) -> None:
-        self._carry_out(self._receiver.link_down(connection.epoch, reason, why))
+        self._carry_out(self._receiver.connection_lost(connection.epoch, reason, why))
         self._connections.pop(connection.epoch, None)
 
     def count_slots(self) -> dict[str, int]:
@@ -180,7 +180,7 @@ class DecodeRole:
         """A share of the step has run; `sampled` holds the next token (of each sequence born by it), `scores` the
         logprobs of prompt tokens that it was to score.
 
-        A sequence that was given up while the step ran is passed over.
+        A sequence that was aborted while the step ran is passed over.
         """
         sequence = scheduled.sequence
         task = self._tasks.get(sequence.request.key)
@@ -329,7 +329,7 @@ class DecodeRole:
             self.admit(*self._held_back.pop(key))
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> None:
-        """The next token of a sequence, which is told; or all that the client has from an earlier attempt, untold: the
+        """The next token of a sequence, which is reported; or all that the client has already, which are not: the
         next step computes those together, as if they were a prompt's."""
         position = len(sequence.output_token_ids)
         known = sequence.request.known_tokens.get(sequence.index, ())[position:]

@@ -1,4 +1,4 @@
-"""`python -m worker.examine`: what a worker would find on this machine, for `baton doctor`.
+"""`python -m worker.examine`: reports to `baton doctor` what a worker would find on this machine.
 
 Reads `{"workers": [WorkerSettings, ...]}` from stdin and writes one JSON object to stdout: torch, GPUs, NCCL and
 flash-attn as they are, the checkpoint's files, and for each worker what it would choose. Every part is an object of its
@@ -29,8 +29,7 @@ from engine.layers.ops import choose_native
 from engine.memory import resolve_device, resolve_dtype
 from engine.models.config import ModelConfig
 from kv_transfer.transports.registry import supported
-from worker.loading import resolve, weights_revision
-from worker.memory import expect_memory
+from worker.loading import expect_memory, resolve, weights_revision
 
 Part = dict[str, Any]
 
@@ -109,7 +108,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def _worker(settings: WorkerSettings) -> dict[str, Part]:
-    """What rests on the device is refused as the device is."""
+    """Parts that need the device are refused with the device's reason."""
     device = _part(lambda: resolve_device(settings.engine.device))
     kind = device.get("found", "")
     wanted = kind or ("cuda" if settings.engine.device.startswith("cuda") else "cpu")
@@ -141,7 +140,7 @@ def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
 
 
 def _memory(settings: WorkerSettings) -> dict[str, Any]:
-    """Of each rank, and what its slots of hand-offs take for each pair."""
+    """Memory of each rank, and of its hand-off slots for each pair."""
     resolved = resolve(settings)
     plan = expect_memory(resolved.demand)
     slots = settings.transfer.num_slots * settings.transfer.chunk_tokens * plan.kv_bytes_per_token

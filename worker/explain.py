@@ -15,8 +15,7 @@ from typing import Any
 from cluster.errors import BatonError, CheckpointError, ConfigError
 from cluster.program import ExitCode
 from cluster.settings import WorkerSettings
-from worker.loading import resolve
-from worker.memory import expect_memory
+from worker.loading import expect_memory, resolve
 
 DEFAULT_MEAN_TOKENS = 1024
 
@@ -55,16 +54,16 @@ def explain(settings: WorkerSettings, mean_tokens: int | None) -> dict[str, Any]
 
 def main() -> int:
     asked = json.load(sys.stdin)
-    told = []
+    explained = []
     for values in asked["workers"]:
         settings = WorkerSettings.from_json(json.dumps(values))
         try:
-            told.append(explain(settings, asked["mean_tokens"]))
+            explained.append(explain(settings, asked["mean_tokens"]))
         except BatonError as error:
             print(f"error: {settings.role} workers: {error}", file=sys.stderr)
             is_config = isinstance(error, ConfigError | CheckpointError)
             return ExitCode.BAD_CONFIG if is_config else ExitCode.FAILED
-    print(json.dumps(told))
+    print(json.dumps(explained))
     return ExitCode.DONE
 
 

@@ -2,7 +2,7 @@
 
 A command is done when every rank has replied; steps need no reply, their collectives keep the ranks together. A rank
 whose connection closes ends the whole worker: a tensor-parallel group lives and dies as one. A rank that is only silent
-(stopped, say) makes the worker look dead until it is heard again: the speaking loop asks `tick`.
+(stopped, say) makes the worker look dead until it answers again: the speaking loop asks `tick`.
 
 Long steps run on a compute thread, so that the engine thread goes on taking events in; short ones where they are
 launched, since handing them over would cost more than it frees. One step runs at a time.

@@ -1,6 +1,6 @@
 """One connection between this worker and another: a gRPC stream for control, and a pair of rank groups for KV.
 
-    opening -> both have said hello: the pair opens on every rank -> open -> (suspect, heard again) -> retired
+    opening -> both have said hello: the pair opens on every rank -> open -> (suspect: peer silent) -> retired
 
 Its epoch names stream and pair for good; the sender makes one for each connection. Two threads use a connection. On the
 speaking loop it is a stream: it numbers what this side sends, checks the numbers of what it receives, sends signs of
@@ -59,7 +59,7 @@ class ConnectionState(Enum):
 
 
 class HandoffRole(Protocol):
-    """What a connection reports to, on the engine thread: the prefill role where this worker sends, else the decode
+    """Receives a connection's reports on the engine thread: the prefill role where this worker sends, else the decode
     role."""
 
     def on_message(self, connection: HandoffConnection, message: HandoffMessage) -> None: ...
@@ -69,7 +69,7 @@ class HandoffRole(Protocol):
         ...
 
     def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
-        """The peer is silent, or is heard again."""
+        """The peer is silent, or no longer silent."""
         ...
 
     def connection_retired(self, connection: HandoffConnection, reason: Failed.Reason, why: str) -> None: ...
@@ -77,7 +77,7 @@ class HandoffRole(Protocol):
 
 @dataclass
 class HandoffContext:
-    """What all connections of one worker use."""
+    """Shared by all connections of one worker."""
 
     post: Post
     """To the engine thread."""
@@ -106,11 +106,11 @@ class HandoffConnection:
         # Of the engine thread
         self.last_used = context.clock()
         self.agreed = handoff_pb2.ReceiverHello()
-        """What both sides use, once that is known."""
+        """Transport, formats and sizes that both sides use, once they have agreed."""
         self._state = ConnectionState.OPENING
         self._has_pair = False
         self._slot_bytes: dict[int, int] = {}
-        """What lies gathered in each send slot, over all ranks."""
+        """Bytes gathered in each send slot, over all ranks."""
         self._unanswered: dict[tuple[RequestKey, int], float] = {}
         """When each offer (by chunk), commit and abort (_WHOLE) was sent that the receiver has not answered."""
         # Of the speaking loop

@@ -1,4 +1,4 @@
-"""What is measured of hand-offs on one worker: how long each part takes, what moves, what fails.
+"""Measures the hand-offs of one worker: how long each part takes, how many bytes move, what fails.
 
 The engine thread reports each event with its time; nothing here reads a clock, waits or raises. A hand-off is followed
 from its Open until it ends in any way, and then forgotten.
@@ -77,7 +77,7 @@ class _Outgoing:
 
 
 class HandoffMetrics:
-    """Of one worker. Every method is called on the engine thread, costs microseconds and never raises.
+    """Histograms and counters of hand-offs. Every method runs on the engine thread, costs microseconds, never raises.
 
     An event of a hand-off that is not followed (any more) is passed over.
     """

@@ -35,7 +35,7 @@ Accept = Callable[[handoff_pb2.SenderHello, handoff_pb2.ReceiverHello], HandoffC
 
 @dataclass(frozen=True)
 class Handshake:
-    """What this worker has and wants, the same towards every peer: hellos in, hellos out.
+    """Agrees with a peer on what both use: hellos in, hellos out. The same towards every peer.
 
     A refusal is a FAILED_PRECONDITION: asking again would not help.
     """

@@ -1,4 +1,4 @@
-"""What each rank of a worker does before it serves: device, threads, group, weights, KV pool and transfer engine."""
+"""Prepares a rank of a worker: device, threads, tensor-parallel group, weights, KV pool and transfer engine."""
 
 from __future__ import annotations
 
@@ -15,32 +15,35 @@ from cluster.niceness import give_way
 from cluster.pb import rank_pb2
 from cluster.program import Report
 from cluster.settings import WorkerSettings
+from cluster.units import format_bytes
 from engine.allocator import keep_freed_memory
 from engine.flops import ModelFlops
 from engine.kv.pool import cell_size
 from engine.layers.ops import choose_native
 from engine.memory import (
     WeightForm,
+    available_bytes,
     choose_form,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
     resolve_max_model_len,
 )
-from engine.memory_plan import MemoryDemand, MemoryPlan
+from engine.memory_plan import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
 from engine.native import Native
+from engine.profiling import give_back_heap, measure_activations
 from engine.threads import compute_with, give_back
-from engine.tp import make_process_group
+from engine.tp import TPGroup, make_process_group
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import connect_store
 from kv_transfer.transports.registry import supported
-from worker.memory import size_pool
 
 RENDEZVOUS_TIMEOUT_S = 120.0
+NOT_STARTED = "measured when a worker starts"
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Resolved:
     kv_dtype: str
     max_model_len: int
     transports: tuple[str, ...]
-    """That this worker can use, best first."""
+    """Transports that this worker can use, best first."""
     weights_revision: str
 
     @property
@@ -67,7 +70,7 @@ class Resolved:
 
     @property
     def weight_form(self) -> WeightForm:
-        """In which form each rank keeps its weights; may compile Baton's kernels. Raises ConfigError without those
+        """The form in which each rank keeps its weights; may compile Baton's kernels. Raises ConfigError without those
         that are wanted."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         native, _ = choose_native(self.settings.engine.kernels, torch.device(self.device), dtype, self.config.head_dim)
@@ -93,7 +96,7 @@ class Resolved:
 
     @property
     def work(self) -> ModelFlops:
-        """What a step is to each rank. Raises ConfigError as `weight_form` does."""
+        """Operations and bytes of a step on each rank. Raises ConfigError as `weight_form` does."""
         return ModelFlops.of(self.config, self.settings.tp_size, self.weight_form, self.kv_dtype)
 
     @property
@@ -137,12 +140,12 @@ def resolve(settings: WorkerSettings) -> Resolved:
 
 @dataclass(frozen=True)
 class LoadedRank:
-    """What a rank serves with."""
+    """A rank that is ready to serve."""
 
     runner: ModelRunner
     transfer_engine: TransferEngine
     plan: MemoryPlan
-    """The same on every rank of the group."""
+    """Equal on every rank of the group."""
 
 
 def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> LoadedRank:
@@ -187,7 +190,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
 
 
 def ready_for_steps(resolved: Resolved) -> None:
-    """Of the calling thread: it computes steps from now on."""
+    """Prepares the calling thread, which computes steps from now on."""
     compute_with(threads_of(resolved.settings))
     if resolved.device == "cpu":
         give_way()
@@ -218,3 +221,49 @@ def weights_revision(folder: Path) -> str:
         with file.open("rb") as weights:
             digest.update(f"{file.name}:{file.stat().st_size}".encode() + weights.read(1 << 20))
     return digest.hexdigest()[:16]
+
+
+def check_memory(demand: MemoryDemand) -> None:
+    """Before any weight is read: raises ConfigError for a model that could not fit if activations took nothing."""
+    nothing = Activations(0, is_measured=False, why="")
+    plan_memory(demand, free_bytes=available_bytes(demand.device, demand.tp_size), activations=nothing)
+
+
+def expect_memory(demand: MemoryDemand) -> MemoryPlan:
+    """The plan of a worker that would start now, with an estimate of its activations. Raises ConfigError."""
+    free = available_bytes(demand.device, demand.tp_size)
+    return plan_memory(demand, free_bytes=free, activations=estimate_activations(demand, NOT_STARTED))
+
+
+def size_pool(demand: MemoryDemand, runner: ModelRunner, tp: TPGroup) -> MemoryPlan:
+    """Sizes the KV pool once the weights are loaded: the memory beside them and the largest step, as measured.
+
+    Called on every rank of the group at once. All ranks come to the same plan, since they exchange what they have
+    found: the least memory counts, and the largest step. Raises ConfigError, on every rank alike.
+    """
+    give_back_heap()
+    _all_ranks(0, tp, runner.device)  # each has loaded
+    left = min(_all_ranks(available_bytes(demand.device, demand.tp_size), tp, runner.device))
+    own = measure_activations(runner, demand)
+    sizes = _all_ranks(own.size_bytes, tp, runner.device)
+    is_measured = all(_all_ranks(own.is_measured, tp, runner.device))
+    why = own.why if is_measured or not own.is_measured else "another rank could not measure"
+    activations = Activations(max(sizes), is_measured, why)
+    return plan_memory(demand, free_bytes=left + demand.weight_bytes, activations=activations)
+
+
+def memory_line(plan: MemoryPlan) -> str:
+    """For the log of a worker that has started."""
+    how = "measured" if plan.activations_are_measured else f"estimated: {plan.activations_why}"
+    return (
+        f"memory of each rank: weights {format_bytes(plan.weight_bytes)}, "
+        f"activations {format_bytes(plan.activation_bytes)} ({how}), KV pool {format_bytes(plan.pool_bytes)}, "
+        f"of {format_bytes(plan.budget_bytes)}; KV pool: {plan.num_blocks} blocks of {plan.block_size} tokens, "
+        f"{plan.kv_bytes_per_token} bytes a token"
+    )
+
+
+def _all_ranks(value: int, tp: TPGroup, device: torch.device) -> list[int]:
+    """Every rank's value."""
+    values: list[int] = tp.all_gather(torch.tensor([value], dtype=torch.int64, device=device)).tolist()
+    return values

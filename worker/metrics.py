@@ -75,7 +75,7 @@ METRICS = (*HANDOFF_METRICS, HANDOFFS, PAIRS, SLOTS, QUARANTINED, BLOCKS, PREEMP
 
 @dataclass(frozen=True)
 class HeldResources:
-    """What a worker holds at one moment, each by state."""
+    """Resources that a worker holds at one moment, each by state."""
 
     pairs: Mapping[str, int]
     send_slots: Mapping[str, int]

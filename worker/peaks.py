@@ -1,7 +1,7 @@
-"""What a worker's device can do at most: what MFU and MBU are shares of.
+"""The peak rates of a worker's device: MFU and MBU are shares of them.
 
 For GPUs a table by the name that torch gives them, from NVIDIA's datasheets; for a CPU a short measurement; and both
-give way to what the configuration says. Where nothing is known, nothing is told: a wrong peak makes a wrong share.
+give way to what the configuration says. Where no peak is known there is none: a wrong peak makes a wrong share.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _COPIED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Peak:
-    """Of one device. None: not known."""
+    """Peak rates of one device. None: not known."""
 
     flops: float | None
     """A second, of dense products in the type that the model is multiplied in."""
     bytes_per_s: float | None
-    """Of the device's memory."""
+    """Bytes a second of the device's memory."""
     why: str
     """Where the numbers come from, or why there are none."""
 
@@ -65,7 +65,7 @@ GPUS = (
     _Gpu("A10", 125.0, None, 31.2, 600.0),
 )
 """Names end at a word, the first that fits counts. From the datasheets of the NVIDIA B200 (DGX B200's, by eight), H200,
-H100, A100, L40S, L40, L4 and A10 Tensor Core GPUs; where they tell numbers with sparsity only, half of those."""
+H100, A100, L40S, L40, L4 and A10 Tensor Core GPUs; where they give numbers with sparsity only, half of those."""
 
 
 def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:
@@ -82,8 +82,8 @@ def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:
 
 
 def measure_cpu(dtype: torch.dtype, quantization: str, kernels: Native | None) -> Peak:
-    """What the calling thread attains with the threads it has: the best of a few products, in the form in which the
-    model is multiplied, and of a few copies. Takes a tenth of a second, and 140 MB until it returns."""
+    """The rates that the calling thread attains with the threads it has: the best of a few products, in the form in
+    which the model is multiplied, and of a few copies. Takes a tenth of a second, and 140 MB until it returns."""
     matrix = make_matrix(torch.randn(_SIZE, _SIZE, dtype=dtype), kernels, quantization)
     rows = torch.randn(_ROWS, _SIZE, dtype=dtype)
     source, target = (_mapped(_COPIED_BYTES) for _ in range(2))
@@ -99,7 +99,7 @@ def _mapped(size_bytes: int) -> torch.Tensor:
 
 
 def overridden(peak: Peak, peak_tflops: float | None, peak_gb_per_s: float | None) -> Peak:
-    """What the configuration says, and `peak` for the rest."""
+    """The configured peaks, and `peak` for the rest."""
     if peak_tflops is None and peak_gb_per_s is None:
         return peak
     flops = peak.flops if peak_tflops is None else peak_tflops * _TERA

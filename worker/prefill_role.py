@@ -89,18 +89,18 @@ class PrefillRole:
 
     def connection_open(self, connection: HandoffConnection) -> None:
         agreed = connection.agreed
-        self._carry_out(self._sender.link_up(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
+        self._carry_out(self._sender.connection_open(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
 
     def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
-        self._carry_out(self._sender.link_suspected(connection.epoch, is_suspect))
+        self._carry_out(self._sender.connection_suspected(connection.epoch, is_suspect))
 
     def connection_retired(self, connection: HandoffConnection, reason: worker_pb2.Failed.Reason, why: str) -> None:
-        self._carry_out(self._sender.link_down(connection.epoch, reason, why))
+        self._carry_out(self._sender.connection_lost(connection.epoch, reason, why))
         self._stop_aborted(connection.epoch)
         self._connections.pop(connection.epoch, None)
 
     def num_on(self, epoch: str) -> int:
-        """Hand-offs that still need the link."""
+        """Hand-offs that still need the connection."""
         return self._sender.num_on(epoch)
 
     def count_slots(self) -> dict[str, int]:
@@ -140,7 +140,7 @@ class PrefillRole:
         """The share has run; `sampled` holds the first tokens when it reached the prompt's end, `scores` the logprobs
         of prompt tokens that it was to score.
 
-        A prompt that was given up while the step ran is passed over.
+        A prompt that was aborted while the step ran is passed over.
         """
         sequence = scheduled.sequence
         if not self._scheduler.is_running(sequence):

@@ -43,8 +43,16 @@ from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams, Handshake
 from worker.handoffs import Dial
-from worker.loading import RENDEZVOUS_TIMEOUT_S, Resolved, load_rank, rank_hello, ready_for_steps, resolve
-from worker.memory import check_memory, memory_line
+from worker.loading import (
+    RENDEZVOUS_TIMEOUT_S,
+    Resolved,
+    check_memory,
+    load_rank,
+    memory_line,
+    rank_hello,
+    ready_for_steps,
+    resolve,
+)
 from worker.metrics import HeldCollector, ask, held_by
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
 from worker.rank import ErrorKind, RankExecutor
@@ -59,14 +67,14 @@ ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
 def create(settings_json: str, report: Report) -> Program:
-    """The program of one rank. Raises ConfigError and CheckpointError for what can be told before loading."""
+    """The program of one rank. Raises ConfigError and CheckpointError for what can be found before loading."""
     settings = WorkerSettings.from_json(settings_json)
     resolved = resolve(settings)
     return Leader(resolved, report) if settings.tp_rank == 0 else Follower(resolved, report)
 
 
 class _Rank:
-    """What leader and follower share: an end that is reached once, with or without an error."""
+    """The end of a rank's program, reached once, with or without an error."""
 
     def __init__(self) -> None:
         self._ended = threading.Event()
@@ -368,7 +376,7 @@ class Follower(_Rank):
 
 
 def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
-    """What the configuration says; else a GPU's is looked up, a CPU's measured by the engine thread between steps."""
+    """The configured peak; else a GPU's is looked up, a CPU's measured by the engine thread between steps."""
     settings, device = resolved.settings, torch.device(resolved.device)
     given = settings.metrics.peak_tflops, settings.metrics.peak_gb_per_s
     known: Peak | None = None

@@ -93,7 +93,7 @@ class StepProgress:
         return ahead <= 0 or (ahead == 1 and num_layers <= self._num_layers_done)
 
     def event_of(self, num_steps: int, num_layers: int) -> torch.cuda.Event | None:
-        """What a GPU stream must wait for before it reads what `has_written`; None on the CPU."""
+        """The event that a GPU stream waits for before it reads what `has_written`; None on the CPU."""
         with self._changed:
             if num_steps == self._layered_step and self._layer_events:
                 return self._layer_events[num_layers - 1]

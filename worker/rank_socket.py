@@ -28,7 +28,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RankConnection(Protocol):
-    """What frames are written to and read from; `socket.socket` is one."""
+    """A connection that frames are written to and read from; `socket.socket` is one."""
 
     def sendall(self, data: bytes, /) -> None: ...
 

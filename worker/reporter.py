@@ -31,7 +31,7 @@ _FINISH_REASONS = {
 
 
 class Reporter:
-    """Of one worker."""
+    """Gathers events for the sessions of one worker."""
 
     def __init__(self) -> None:
         self._sessions: set[RouterSession] = set()
@@ -41,7 +41,7 @@ class Reporter:
         self.is_pressing = False
         """Whether something was gathered that should be sent soon: anything but a token in the middle of an output."""
         self._tokens: dict[tuple[RequestKey, int], worker_pb2.Tokens] = {}
-        """Of each sequence, what was gathered last: its next tokens join it."""
+        """The newest event of each sequence: its next tokens join it."""
         self._gathered: defaultdict[RouterSession, list[worker_pb2.Event]] = defaultdict(list)
 
     def __contains__(self, key: RequestKey) -> bool:

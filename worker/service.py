@@ -74,7 +74,7 @@ class _Session:
         self._quiet_s = 0.0
         self._has_spoken = False
         self._left: list[worker_pb2.Event] = []
-        """Of what was taken from the queue, what did not fit in the last message."""
+        """Events taken from the queue that did not fit in the last message."""
 
     def send(self, events: list[worker_pb2.Event]) -> None:
         """From any thread (`worker.reporter.RouterSession`)."""
@@ -183,12 +183,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
     def _look_at_ranks(self, elapsed_s: float) -> None:
         why = self._tick_ranks(elapsed_s)
         if why and not self._frozen:
-            logger.error("%s: nobody is served until it is heard again", why)
+            logger.error("%s: nobody is served until it answers again", why)
             for session in self._sessions.values():
                 session.put(None)
             self._streams.end_all(why)
         elif self._frozen and not why:
-            logger.warning("every tensor-parallel rank is heard again")
+            logger.warning("every tensor-parallel rank answers again")
         self._frozen = why
 
     async def _refuse_if_frozen(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:

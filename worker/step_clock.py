@@ -1,10 +1,10 @@
 """Learns from the steps of one worker how long a step takes: least squares in which old steps fade.
 
-A step takes until the next one begins, where one follows: what its tokens led to is told meanwhile, and requests come
-and go, which is a good part of a short step, and what clients see of it.
+A step takes until the next one begins, where one follows: meanwhile its tokens are reported, and requests come and go,
+which is a good part of a short step, and what clients see of it.
 
 Each part's cost starts at nothing, and only what steps show moves it; one that would come out negative is left out, as
-two parts that always came together cannot be told apart. Pure: whoever runs the steps says how long they took. Used on
+two parts that always came together cannot be separated. Pure: whoever runs the steps says how long they took. Used on
 the engine thread, so it takes in few decode steps, which are many and alike.
 """
 
@@ -19,18 +19,18 @@ HALF_LIFE_STEPS = 100
 """After so many that were taken in, a step counts half."""
 LEAST_STEPS = 3
 _EVERY = 8
-"""Of steps without a prompt's tokens, one in so many is taken in; the first ones all are."""
+"""One in so many steps without a prompt's tokens is taken in; the first ones all are."""
 _SLOWEST = 20.0
 """Times what was predicted: beyond that something else held the step up."""
 _UNITS = np.array([1.0, 1e2, 1e5, 1e1, 1e4])
-"""In which parts are counted, so that none drowns in another's size."""
+"""Units in which parts are counted, so that none drowns in another's size."""
 _RIDGE = np.array([1e-4, 1e-6, 1e-3, 1e-4, 1e-3])
 """How much each part is held to nothing. Where prompts were all of one size, what they cost is taken for the cost of
 their tokens, so that what two workers learned can be compared."""
 
 
 class StepClock:
-    """Of one worker."""
+    """Learns the cost of the steps of one worker."""
 
     def __init__(self) -> None:
         self._fade = 0.5 ** (1 / HALF_LIFE_STEPS)
@@ -40,7 +40,7 @@ class StepClock:
         self._num_taken = 0
         self._cost: StepCost | None = None
         self._size: StepSize | None = None
-        """Of the last step, if it is to be taken in."""
+        """Size of the last step, if it is to be taken in."""
         self._begun_at = self._ended_at = 0.0
 
     def begins(self, now: float, step: StepSize | None) -> None:

@@ -25,7 +25,7 @@ class StepLog:
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def cancelled(self, key: RequestKey) -> None:
-        """The next step's line names this request: it was given up before that step."""
+        """The next step's line names this request: it was aborted before that step."""
         if self._file is not None:
             self._cancelled.add(key.request_id)
 

@@ -1,6 +1,6 @@
-"""What the steps of one worker computed and moved, and in which time, as MFU and MBU for Prometheus.
+"""Counts what the steps of one worker compute and move, and their time, and shows MFU and MBU to Prometheus.
 
-    launched (the step's work, told from its shape) -> ended (its seconds) -> sums by kind of step
+    launched (the step's work, known from its shape) -> ended (its seconds) -> sums by kind of step
 
 The engine thread adds, a page reads: plain sums that only grow, and the last half minute in pieces of a second. A page
 may catch a step half added, which is made good at the next reading. Counted is rank 0's share; the other ranks' is the
@@ -78,7 +78,7 @@ METRICS = (STEPS, TOKENS, SECONDS, FLOPS, BYTES, PEAK_FLOPS, PEAK_BYTES, MFU, MB
 
 @dataclass
 class Sums:
-    """Of the steps of one kind."""
+    """Totals over the steps of one kind."""
 
     steps: int = 0
     tokens: int = 0
@@ -107,7 +107,7 @@ class _Second:
 
 
 class StepMeter:
-    """Of one worker. `launched` and `ended` are called in turn, on the engine thread."""
+    """Meters the steps of one worker. `launched` and `ended` are called in turn, on the engine thread."""
 
     def __init__(self, model: ModelFlops) -> None:
         self.totals = _nothing()

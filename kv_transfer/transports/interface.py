@@ -2,7 +2,7 @@
 
 A pair owns its slots: `num_slots` pieces of uint8 memory to gather into or to scatter from; what is sent from slot i
 lands in the other side's slot i. Slots of one pair are never another's, so a pair fails, is closed and is made anew
-without touching another. What a slot means, and when it may be used again, is known above (`mover`).
+without touching another. What a slot means, and when it may be used again, is known above (`transfer_engine`).
 
 Life of a pair: made (both ranks meet, or TransferFailed within the timeout) -> sends and receives, posted in the same
 order on both sides -> closed, by either side or after any failure. A pair that failed once is never used again. Once

@@ -17,8 +17,7 @@ from engine.attention.interface import Attention, AttentionBatch, choose_attenti
 from engine.model_runner import ModelRunner
 from engine.step_input import SequenceSlice, build_step
 from engine.tp import SingleGroup
-from worker.loading import resolve
-from worker.memory import size_pool
+from worker.loading import resolve, size_pool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

@@ -78,12 +78,12 @@ layout = KvLayout(
 )
 kv = torch.arange(layers * 2 * tokens * 8 * 128, device="cuda", dtype=torch.int32).view(torch.int16)[::2]
 kv = kv.contiguous().view(torch.bfloat16).view(layers, 2, tokens // 16, 16, 8, 128)
-mover = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
+engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
 agreed = handoff_pb2.ReceiverHello(
     store_address=sys.argv[5], transport="cuda_ipc", wire_format="native", chunk_tokens=chunk, num_slots=slots
 )
 spec = rank_pb2.OpenPair(pair_epoch="e1", is_sender=True, remote=layout.to_proto(), agreed=agreed)
-mover.open_pair(mover.add_pair(spec))
+engine.open_pair(engine.add_pair(spec))
 print("open", flush=True)
 table = range(tokens // 16)
 for line in sys.stdin:
@@ -94,14 +94,14 @@ for line in sys.stdin:
     def complete():
         for _ in starts:
             sending = sent.get()
-            mover.complete_send(sending)
+            engine.complete_send(sending)
             free.put(sending.slot)
     waiter = threading.Thread(target=complete)
     waiter.start()
     for number, start in enumerate(starts):
         slot = free.get()
-        mover.gather(Chunk(RequestKey("r", 1), "e1", number, slot, Range(start, start + chunk, 0, layers)), table)
-        sent.put(mover.send("e1", slot))
+        engine.gather(Chunk(RequestKey("r", 1), "e1", number, slot, Range(start, start + chunk, 0, layers)), table)
+        sent.put(engine.send("e1", slot))
         print("sent", flush=True)
     waiter.join()
 """
@@ -168,70 +168,70 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
 ) -> None:
     truth = torch.randn(LAYERS, 2, 7, 16, HEADS, DIM).to(torch.bfloat16)
     sender_kv, receiver_kv = torch.full_like(truth, POISON).cuda(), torch.full_like(truth, POISON).cuda()
-    movers = [
+    engines = [
         TransferEngine(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest) for kv in (sender_kv, receiver_kv)
     ]
     specs = [spec(store_address, side, LAYOUT, transport, 48, 2, wire_format) for side in (True, False)]
     with ThreadPoolExecutor(2) as pool:
-        for opening in [pool.submit(m.open_pair, m.add_pair(its)) for m, its in zip(movers, specs, strict=True)]:
+        for opening in [pool.submit(m.open_pair, m.add_pair(its)) for m, its in zip(engines, specs, strict=True)]:
             opening.result(30)
     what = a_chunk(0, 0, 48, LAYERS)
-    landing = movers[1].post_receive(what, TABLE)
+    landing = engines[1].post_receive(what, TABLE)
     fresh = truth.cuda()
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # the step that writes the pages is still running when the gather is asked for
     sender_kv.copy_(fresh)
     ready = torch.cuda.default_stream().record_event()
     assert not ready.query()
-    movers[0].gather(what, TABLE, ready)
+    engines[0].gather(what, TABLE, ready)
     sender_kv.fill_(POISON)  # gathered pages may be used again at once
-    sending = movers[0].send("e1", 0)
-    movers[1].complete_receive(landing)
-    movers[0].complete_send(sending)
+    sending = engines[0].send("e1", 0)
+    engines[1].complete_receive(landing)
+    engines[0].complete_send(sending)
     expected = torch.full_like(truth, POISON)
     expected[:, :, TABLE] = truth[:, :, TABLE]
     if wire_format == "native":
         assert torch.equal(receiver_kv.cpu(), expected)
     else:
         assert torch.allclose(receiver_kv.cpu().float(), expected.float(), atol=0.05)
-    for mover in movers:
-        mover.close()
+    for engine in engines:
+        engine.close()
 
 
 @contextmanager
 def ipc_pair(
     address: str, layers: int, tokens: int, chunk: int, slots: int
 ) -> Iterator[tuple[subprocess.Popen[str], TransferEngine, torch.Tensor]]:
-    """A sending process, and this process's mover and pages."""
+    """A sending process, and this process's engine and pages."""
     layout = KvLayout(
         num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
     )
     kv = torch.zeros(layers, 2, tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
-    mover = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1")
+    engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1")
     command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         try:
-            mover.open_pair(mover.add_pair(spec(address, False, layout, "cuda_ipc", chunk, slots)))
+            engine.open_pair(engine.add_pair(spec(address, False, layout, "cuda_ipc", chunk, slots)))
             assert sender.stdout is not None and sender.stdout.readline() == "open\n"
-            yield sender, mover, kv
+            yield sender, engine, kv
         finally:
-            mover.close()
+            engine.close()
             sender.kill()
 
 
-def receive_all(mover: TransferEngine, tokens: int, chunk: int, slots: int, layers: int) -> int:
+def receive_all(engine: TransferEngine, tokens: int, chunk: int, slots: int, layers: int) -> int:
     """Bytes that arrived."""
     table = range(tokens // 16)
     chunks = [
         a_chunk(number, start, start + chunk, layers, number % slots)
         for number, start in enumerate(range(0, tokens, chunk))
     ]
-    landings = [mover.post_receive(what, table) for what in chunks[:slots]]
+    landings = [engine.post_receive(what, table) for what in chunks[:slots]]
     moved = 0
     for number in range(len(chunks)):
-        moved += mover.complete_receive(landings[number])
+        moved += engine.complete_receive(landings[number])
         if number + slots < len(chunks):
-            landings.append(mover.post_receive(chunks[number + slots], table))
+            landings.append(engine.post_receive(chunks[number + slots], table))
     return moved
 
 
@@ -239,14 +239,14 @@ def test_cuda_ipc_moves_pages_between_two_processes_at_a_rate(
     store_address: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layers, tokens, chunk, slots = 32, 8192, 512, 4
-    with ipc_pair(store_address, layers, tokens, chunk, slots) as (sender, mover, kv):
+    with ipc_pair(store_address, layers, tokens, chunk, slots) as (sender, engine, kv):
         assert sender.stdin is not None
         rates = []
         for _ in range(6):
             started = time.perf_counter()
             sender.stdin.write(f"{tokens}\n")
             sender.stdin.flush()
-            moved = receive_all(mover, tokens, chunk, slots, layers)
+            moved = receive_all(engine, tokens, chunk, slots, layers)
             rates.append(moved / (time.perf_counter() - started) / 1e9)
         expected = torch.arange(kv.numel(), device="cuda", dtype=torch.int32).view(torch.int16)[::2]
         assert torch.equal(kv.view(torch.int16).flatten(), expected)
@@ -266,22 +266,22 @@ def test_cuda_ipc_moves_pages_between_two_processes_at_a_rate(
 def test_what_a_killed_sender_had_sent_still_lands_and_its_memory_is_given_back(store_address: str) -> None:
     torch.zeros(1, device="cuda")
     torch.cuda.synchronize()
-    with ipc_pair(store_address, 4, 1024, 1024, 1) as (sender, mover, kv):
+    with ipc_pair(store_address, 4, 1024, 1024, 1) as (sender, engine, kv):
         assert sender.stdin is not None and sender.stdout is not None
-        landing = mover.post_receive(a_chunk(0, 0, 1024, 4), range(64))
+        landing = engine.post_receive(a_chunk(0, 0, 1024, 4), range(64))
         sender.stdin.write("1024\n")
         sender.stdin.flush()
         assert sender.stdout.readline() == "sent\n"
         sender.send_signal(signal.SIGKILL)
         assert sender.wait(30) == -signal.SIGKILL
-        mover.complete_receive(landing)
+        engine.complete_receive(landing)
         expected = torch.arange(kv.numel(), device="cuda", dtype=torch.int32).view(torch.int16)[::2]
         assert torch.equal(kv.view(torch.int16).flatten(), expected)
         with pytest.raises(TransferFailed):
-            mover.complete_receive(mover.post_receive(a_chunk(1, 0, 16, 4), range(64)))
+            engine.complete_receive(engine.post_receive(a_chunk(1, 0, 16, 4), range(64)))
         del landing
         mapped = torch.cuda.mem_get_info()[0]
-        mover.close()
+        engine.close()
         gc.collect()
         assert torch.cuda.mem_get_info()[0] >= mapped
 

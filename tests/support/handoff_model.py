@@ -236,10 +236,10 @@ class Model(World):
         link = self.links[epoch]
         link.is_up[side] = True
         if side == "s":
-            up = self.senders[link.sender].link_up(epoch, 1, self.bounds.num_slots)
+            up = self.senders[link.sender].connection_open(epoch, 1, self.bounds.num_slots)
             self._carry_out(f"s{link.sender}", up)
         else:
-            self._carry_out("r", self.receiver.link_up(epoch))
+            self._carry_out("r", self.receiver.connection_open(epoch))
 
     def _do_die(self, worker: str) -> None:
         """All that it knew and did is gone; the others' sockets close, each when it notices."""

@@ -138,7 +138,7 @@ class World:
         stream.heard = number
         if message.HasField("hello"):
             link.was_called = link.is_open["r"] = True
-            self._carry_out("r", self.receiver.link_called(epoch, 1, self.bounds.num_slots))
+            self._carry_out("r", self.receiver.connection_called(epoch, 1, self.bounds.num_slots))
             return
         stream.last = said
         self._to_machine(epoch, side, message)
@@ -178,9 +178,9 @@ class World:
         link.is_open[side] = False
         if side == "s":
             link.was_called = True
-            self._carry_out(f"s{link.sender}", self.senders[link.sender].link_down(epoch))
+            self._carry_out(f"s{link.sender}", self.senders[link.sender].connection_lost(epoch))
         else:
-            self._carry_out("r", self.receiver.link_down(epoch))
+            self._carry_out("r", self.receiver.connection_lost(epoch))
 
     def _carry_out(self, worker: str, actions: Actions, over: tuple[str, Chunk] | None = None) -> None:
         if over is not None and over[1].slot is not None:

@@ -106,16 +106,16 @@ def send_without_a_grant(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_a_dead_link(patch: pytest.MonkeyPatch) -> None:
-    original = Sender.link_down
+    original = Sender.connection_lost
 
-    def link_down(self: Sender, epoch: str) -> Actions:
+    def connection_lost(self: Sender, epoch: str) -> Actions:
         slots = self._slots.get(epoch)
         actions = original(self, epoch)
         if slots is not None:
             self._slots[epoch] = slots
         return actions
 
-    patch.setattr(Sender, "link_down", link_down)
+    patch.setattr(Sender, "connection_lost", connection_lost)
 
 
 TWO_REQUESTS = Bounds("2 requests", num_requests=2, num_tokens=1, num_slots=1, num_faults=1)

@@ -49,8 +49,8 @@ def commit(num_chunks: int, key: RequestKey = KEY) -> handoff_pb2.Commit:
 
 def linked(num_slots: int = 2, num_layers: int = 1) -> Receiver:
     receiver = Receiver(num_layers)
-    assert receiver.link_called("e", CHUNK_TOKENS, num_slots) == []
-    assert receiver.link_up("e") == []
+    assert receiver.connection_called("e", CHUNK_TOKENS, num_slots) == []
+    assert receiver.connection_open("e") == []
     return receiver
 
 
@@ -121,7 +121,7 @@ def test_a_reservation_that_comes_after_the_end_is_passed_over() -> None:
 def test_an_open_whose_link_went_down_before_the_announcement_counts_no_more() -> None:
     receiver = linked()
     receiver.opened("e", KEY)
-    receiver.link_down("e")
+    receiver.connection_lost("e")
     assert receiver.announce(KEY, 16) == []
     receiver.cancel(KEY, "cancelled")
     receiver.check_idle()
@@ -162,19 +162,19 @@ def test_land_comes_before_its_grant() -> None:
 
 def test_a_pair_that_is_not_open_gets_no_grant_until_it_is() -> None:
     receiver = Receiver(1)
-    receiver.link_called("e", CHUNK_TOKENS, 2)
+    receiver.connection_called("e", CHUNK_TOKENS, 2)
     receiver.announce(KEY, 8)
     receiver.opened("e", KEY)
     receiver.reserved(KEY, 0)
     assert receiver.offered("e", offer(0, 0, 8)) == []
-    assert told(receiver.link_up("e")) == ["grant"]
+    assert told(receiver.connection_open("e")) == ["grant"]
 
 
 def test_slots_are_the_links_own() -> None:
     receiver = receiving(num_slots=1)
     receiver.offered("e", offer(0, 0, 8))
-    receiver.link_called("f", CHUNK_TOKENS, 1)
-    receiver.link_up("f")
+    receiver.connection_called("f", CHUNK_TOKENS, 1)
+    receiver.connection_open("f")
     receiver.announce(OTHER, 8)
     receiver.opened("f", OTHER)
     receiver.reserved(OTHER, 0)
@@ -215,7 +215,7 @@ def test_chunks_of_some_layers_count_as_tokens_only_once_all_layers_are_here() -
     parts = [offer(0, 0, 8, layers=(0, 1)), offer(1, 0, 8, layers=(1, 3))]
     chunks = [landings(receiver.offered("e", part))[0] for part in parts]
     receiver.landed(chunks[1])
-    actions = receiver.link_down("e")
+    actions = receiver.connection_lost("e")
     assert actions == []
     (failed,) = failures(receiver.landed(chunks[0], error="the pair was closed"))
     assert failed.num_kept_tokens == 0
@@ -223,7 +223,7 @@ def test_chunks_of_some_layers_count_as_tokens_only_once_all_layers_are_here() -
     receiver = receiving(num_slots=4, num_tokens=8, num_layers=3)
     for part in parts:
         receiver.landed(landings(receiver.offered("e", part))[0])
-    (failed,) = failures(receiver.link_down("e"))
+    (failed,) = failures(receiver.connection_lost("e"))
     assert failed.num_kept_tokens == 8
 
 
@@ -255,7 +255,7 @@ def test_a_commit_that_leaves_a_gap_or_covers_a_cell_twice_fails_the_request(
 ENDS: dict[str, Callable[[Receiver], Actions]] = {
     "cancel": lambda receiver: receiver.cancel(KEY, "cancelled"),
     "abort": lambda receiver: receiver.peer_aborted("e", KEY),
-    "link down": lambda receiver: receiver.link_down("e"),
+    "connection lost": lambda receiver: receiver.connection_lost("e"),
 }
 
 
@@ -266,7 +266,9 @@ def test_pages_are_kept_until_what_was_granted_has_landed(end: str) -> None:
     assert KEY in receiver
     actions = receiver.landed(chunk)
     assert actions[-1] == ReleasePages(KEY, 8), "what landed whole may be kept"
-    assert bool(failures(actions)) == (end == "link down"), "the router knows of its own cancel, and the sender tells"
+    assert bool(failures(actions)) == (end == "connection lost"), (
+        "the router knows of its own cancel, and the sender tells"
+    )
     receiver.check_idle()
 
 
@@ -292,15 +294,15 @@ def test_a_lost_peer_fails_what_it_had_not_handed_over_with_what_landed_from_the
     receiver = receiving(num_slots=4, num_tokens=32)
     for index, (start, end) in enumerate([(0, 8), (16, 24)]):
         receiver.landed(landings(receiver.offered("e", offer(index, start, end)))[0])
-    actions = receiver.link_down("e", Failed.REASON_TRANSFER_FAILED, "silent")
+    actions = receiver.connection_lost("e", Failed.REASON_TRANSFER_FAILED, "silent")
     assert actions == [Fail(KEY, Failed.REASON_TRANSFER_FAILED, "silent", 8), ReleasePages(KEY, 8)]
-    assert receiver.link_down("e") == []
+    assert receiver.connection_lost("e") == []
     receiver.check_idle()
 
 
 def test_a_landing_after_its_link_is_down_returns_no_slot() -> None:
     receiver, chunk = landing()
-    receiver.link_down("e")
+    receiver.connection_lost("e")
     assert receiver.landed(chunk, error="the pair was closed")
     assert receiver.count_stages() == {"posted": 0, "free": 0}
 
@@ -361,24 +363,24 @@ def test_a_chunk_offered_twice_is_refused_while_the_first_waits_or_lands() -> No
 
 def test_another_link_or_attempt_cannot_speak_for_the_hand_off() -> None:
     receiver = receiving()
-    receiver.link_called("f", CHUNK_TOKENS, 2)
-    receiver.link_up("f")
+    receiver.connection_called("f", CHUNK_TOKENS, 2)
+    receiver.connection_open("f")
     assert receiver.offered("f", offer(0, 0, 8)) == []
     assert receiver.offered("e", offer(0, 0, 8, key=AGAIN)) == []
     assert receiver.committed("f", commit(0)) == []
     assert receiver.committed("e", commit(0, key=AGAIN)) == []
     assert told(receiver.opened("f", KEY)) == ["abort"]
     assert told(receiver.peer_aborted("f", KEY)) == ["abort"]
-    assert receiver.link_down("f") == []
+    assert receiver.connection_lost("f") == []
     assert KEY in receiver
     assert told(receiver.offered("e", offer(0, 0, 8))) == ["grant"]
 
 
 def test_a_second_attempt_is_not_touched_by_what_is_left_of_the_first() -> None:
     receiver, chunk = landing()
-    receiver.link_down("e")
-    receiver.link_called("f", CHUNK_TOKENS, 2)
-    receiver.link_up("f")
+    receiver.connection_lost("e")
+    receiver.connection_called("f", CHUNK_TOKENS, 2)
+    receiver.connection_open("f")
     receiver.announce(AGAIN, 16)
     assert receiver.opened("f", AGAIN) == [Reserve(AGAIN)]
     receiver.reserved(AGAIN, 8)

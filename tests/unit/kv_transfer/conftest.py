@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from mover_harness import HOST, Worker, make_layout, make_truth, open_both
+from transfer_harness import HOST, Worker, make_layout, make_truth, open_both
 
 from kv_transfer.transports.interface import serve_store
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from mover_harness import HOST_TRANSPORTS, POISON, Worker, chunk, make_layout, make_truth, open_both
 from pair_harness import make_both, put, read
+from transfer_harness import HOST_TRANSPORTS, POISON, Worker, chunk, make_layout, make_truth, open_both
 
 from kv_transfer import fault_injection
 from kv_transfer.failures import Corrupted, TransferFailed
@@ -124,7 +124,7 @@ def test_a_delay_delays_and_no_more(transport: str, store_address: str, monkeypa
 
 
 @both
-def test_a_mover_with_faults_finds_corruption_and_retires_the_pair(
+def test_a_transfer_engine_with_faults_finds_corruption_and_retires_the_pair(
     workers: list[Worker], store_address: str, transport: str
 ) -> None:
     injected = Chosen("corrupt")
@@ -132,11 +132,11 @@ def test_a_mover_with_faults_finds_corruption_and_retires_the_pair(
     workers += [sender, receiver]
     sender.load(make_truth())
     open_both(sender, receiver, "e1", store_address, transport)
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
-    sending = sender.mover.send("e1", 0)
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)
+    sending = sender.engine.send("e1", 0)
     with pytest.raises(Corrupted):
-        receiver.mover.complete_receive(landing)
+        receiver.engine.complete_receive(landing)
     assert injected.counts == {"corrupt": 1}
     assert not receiver.caches[0].ne(POISON).any()
     assert sending.works
@@ -159,16 +159,16 @@ def test_under_many_faults_what_is_said_to_have_landed_is_right(
         receiver.caches[0].fill_(POISON)
         what = chunk(f"e{epoch}", landed % 2, 0, 16, index=landed)
         try:
-            landing = receiver.mover.post_receive(what, receiver.table)
-            sender.mover.gather(what, sender.table)
-            sending = sender.mover.send(what.epoch, what.slot)
-            receiver.mover.complete_receive(landing)
-            sender.mover.complete_send(sending)
+            landing = receiver.engine.post_receive(what, receiver.table)
+            sender.engine.gather(what, sender.table)
+            sending = sender.engine.send(what.epoch, what.slot)
+            receiver.engine.complete_receive(landing)
+            sender.engine.complete_send(sending)
         except TransferFailed:
             failed += 1
             assert torch.equal(receiver.caches[0], expected) or not receiver.caches[0].ne(POISON).any()
-            sender.mover.close_pair(what.epoch)
-            receiver.mover.close_pair(what.epoch)
+            sender.engine.close_pair(what.epoch)
+            receiver.engine.close_pair(what.epoch)
             epoch += 1
             open_both(sender, receiver, f"e{epoch}", store_address, transport)
         else:
@@ -178,5 +178,5 @@ def test_under_many_faults_what_is_said_to_have_landed_is_right(
     assert set(made) == set(SEND_FAULTS) | set(RECEIVE_FAULTS)
     assert 0 < failed <= made.total() - made["delay"]
     for worker in (sender, receiver):
-        assert worker.mover.num_quarantined_slots == 0
+        assert worker.engine.num_quarantined_slots == 0
     assert fault_injection.MAX_DELAY_S < 1

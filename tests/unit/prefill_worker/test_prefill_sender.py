@@ -40,7 +40,7 @@ def streaming(
 
 def linked(num_slots: int = 2, num_layers: int = 1) -> Sender:
     sender = Sender(num_layers)
-    assert sender.link_up("e", CHUNK_TOKENS, num_slots) == []
+    assert sender.connection_open("e", CHUNK_TOKENS, num_slots) == []
     return sender
 
 
@@ -70,7 +70,7 @@ def test_every_state_can_be_left_but_the_last_and_the_last_is_reached_from_every
     for state, moves in TABLE.items():
         assert (not moves) == (state is SendState.SETTLED)
         if state is not SendState.SETTLED:
-            assert moves[SendEvent.LINK_DOWN] is moves[SendEvent.PEER_ABORTED] is SendState.SETTLED
+            assert moves[SendEvent.CONNECTION_LOST] is moves[SendEvent.PEER_ABORTED] is SendState.SETTLED
 
 
 @pytest.mark.parametrize("state", SendState)
@@ -153,16 +153,16 @@ def test_nothing_is_gathered_before_the_pair_is_up_and_then_what_waits() -> None
     sender = Sender(1)
     streaming(sender)
     assert sender.computed(KEY, 8, 1) == []
-    assert tokens(sender.link_up("e", 5, 4)) == [(0, 5), (5, 8)]
+    assert tokens(sender.connection_open("e", 5, 4)) == [(0, 5), (5, 8)]
 
 
 def test_nothing_new_is_gathered_for_a_suspect_until_it_is_heard_again() -> None:
     sender = linked()
     streaming(sender)
-    assert sender.link_suspected("e", True) == []
+    assert sender.connection_suspected("e", True) == []
     assert sender.computed(KEY, 8, 1) == []
-    assert tokens(sender.link_suspected("e", False)) == [(0, 8)]
-    assert sender.link_suspected("unknown", True) == []
+    assert tokens(sender.connection_suspected("e", False)) == [(0, 8)]
+    assert sender.connection_suspected("unknown", True) == []
 
 
 def test_a_chunk_without_a_slot_waits_for_one() -> None:
@@ -180,7 +180,7 @@ def test_slots_are_the_links_own_so_a_stalled_peer_holds_up_only_itself() -> Non
     sender = linked(num_slots=1)
     streaming(sender)
     assert len(gathers(sender.computed(KEY, 20, 1))) == 1
-    sender.link_up("f", CHUNK_TOKENS, 2)
+    sender.connection_open("f", CHUNK_TOKENS, 2)
     streaming(sender, OTHER, "f")
     assert len(gathers(sender.computed(OTHER, 20, 1))) == 2
 
@@ -274,7 +274,7 @@ def test_pages_are_not_released_while_a_gather_reads_them() -> None:
     ends: list[Callable[[Sender], Actions]] = [
         lambda sender: sender.abort(KEY, "cancelled"),
         lambda sender: sender.peer_aborted("e", KEY),
-        lambda sender: sender.link_down("e"),
+        lambda sender: sender.connection_lost("e"),
     ]
     for end in ends:
         sender = linked()
@@ -308,11 +308,11 @@ def test_the_router_hears_once_why_a_live_hand_off_ended_and_nothing_of_one_it_e
     sender, _ = one_offered()
     (failed,) = [a for a in sender.peer_aborted("e", KEY) if isinstance(a, Fail)]
     assert failed.reason == worker_pb2.Failed.REASON_TRANSFER_FAILED
-    assert sender.link_down("e") == []
+    assert sender.connection_lost("e") == []
 
     sender, _ = one_offered()
     sender.abort(KEY, "cancelled")
-    assert not [a for a in sender.link_down("e") if isinstance(a, Fail)]
+    assert not [a for a in sender.connection_lost("e") if isinstance(a, Fail)]
 
 
 @pytest.mark.parametrize("state", ["opening", "streaming", "offered", "committing"])
@@ -325,9 +325,9 @@ def test_a_link_that_is_down_fails_its_hand_offs_only_and_takes_its_slots_with_i
         streaming(sender)
     else:
         sender = one_offered()[0] if state == "offered" else committing()[0]
-    sender.link_up("f", CHUNK_TOKENS, 2)
+    sender.connection_open("f", CHUNK_TOKENS, 2)
     streaming(sender, OTHER, "f")
-    actions = sender.link_down("e", worker_pb2.Failed.REASON_INCOMPATIBLE, "no common layout")
+    actions = sender.connection_lost("e", worker_pb2.Failed.REASON_INCOMPATIBLE, "no common layout")
     assert [(a.key, a.reason, a.message) for a in actions if isinstance(a, Fail)] == [
         (KEY, worker_pb2.Failed.REASON_INCOMPATIBLE, "no common layout")
     ]
@@ -339,7 +339,7 @@ def test_a_link_that_is_down_fails_its_hand_offs_only_and_takes_its_slots_with_i
 def test_what_was_granted_drains_after_its_link_is_down_and_no_slot_of_it_comes_back() -> None:
     sender, chunk = one_offered()
     sender.granted("e", KEY, 0)
-    assert ReleasePages(KEY) in sender.link_down("e")
+    assert ReleasePages(KEY) in sender.connection_lost("e")
     assert KEY in sender and sender.num_on("e") == 1
     assert sender.sent(chunk) == []
     assert KEY not in sender and sender.count_stages()["free"] == 0
@@ -361,7 +361,7 @@ def test_what_is_late_or_of_another_hand_off_changes_nothing() -> None:
         sender.committed("f", KEY),
         sender.peer_aborted("f", KEY),
         sender.peer_aborted("e", AGAIN),
-        sender.link_down("f"),
+        sender.connection_lost("f"),
         sender.computed(OTHER, 8, 1),
         sender.computing(OTHER, 8, 1),
         sender.commit(OTHER, FIRST),
@@ -376,8 +376,8 @@ def test_what_is_late_or_of_another_hand_off_changes_nothing() -> None:
 def test_a_second_attempt_on_another_link_is_not_touched_by_what_is_left_of_the_first() -> None:
     sender, chunk = one_offered()
     sender.granted("e", KEY, 0)
-    sender.link_down("e")
-    sender.link_up("f", CHUNK_TOKENS, 2)
+    sender.connection_lost("e")
+    sender.connection_open("f", CHUNK_TOKENS, 2)
     streaming(sender, AGAIN, "f")
     (again,) = gathers(sender.computed(AGAIN, 8, 2))
     assert told(sender.gathered(again)) == ["offer"]
@@ -390,6 +390,6 @@ def test_the_last_step_is_layered_only_where_that_is_worth_a_message() -> None:
     assert sender_module.MIN_LAYER_GROUPS > 1
     for num_tokens, num_groups in ((sender_module.MIN_LAYERED_TOKENS - 1, 1), (sender_module.MIN_LAYERED_TOKENS, 4)):
         sender = Sender(4)
-        sender.link_up("e", 1000, 8)
+        sender.connection_open("e", 1000, 8)
         streaming(sender, num_tokens=num_tokens)
         assert len(gathers(sender.computing(KEY, num_tokens, 1))) == num_groups

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from link_harness import LAYOUT, SOON_S, TIMING, End, abort, handshake, relayed, two_ends
+from connection_harness import LAYOUT, SOON_S, TIMING, End, abort, handshake, relayed, two_ends
 
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts

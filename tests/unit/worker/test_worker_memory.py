@@ -16,9 +16,8 @@ from cluster.settings import WorkerSettings
 from engine.memory_plan import Activations, MemoryDemand, MemoryPlan
 from engine.model_runner import ModelRunner
 from engine.tp import TPGroup
-from worker import memory
-from worker.loading import resolve
-from worker.memory import check_memory, expect_memory, memory_line, size_pool
+from worker import loading
+from worker.loading import check_memory, expect_memory, memory_line, resolve, size_pool
 
 
 def demand_of(folder: Path, **settings: Any) -> MemoryDemand:
@@ -45,8 +44,8 @@ def test_ranks_that_find_different_memory_and_steps_come_to_one_plan(
     demand = demand_of(folder, tp_size=2)
     found = iter([12_000_000, 10_000_000])
     needed = iter([Activations(1_000_000, True, "measured"), Activations(2_000_000, False, "no meter")])
-    monkeypatch.setattr(memory, "available_bytes", lambda device, tp_size: next(found))
-    monkeypatch.setattr(memory, "measure_activations", lambda runner, demand: next(needed))
+    monkeypatch.setattr(loading, "available_bytes", lambda device, tp_size: next(found))
+    monkeypatch.setattr(loading, "measure_activations", lambda runner, demand: next(needed))
 
     first, second = plans_of_two_ranks(demand, folder)
 
@@ -60,7 +59,7 @@ def test_ranks_that_find_different_memory_and_steps_come_to_one_plan(
 def test_a_pool_that_fits_on_one_rank_only_is_refused_on_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     demand = demand_of(folder, tp_size=2, kv_cache_tokens=4096)
     found = iter([50_000_000, 3_000_000])
-    monkeypatch.setattr(memory, "available_bytes", lambda device, tp_size: next(found))
+    monkeypatch.setattr(loading, "available_bytes", lambda device, tp_size: next(found))
     refused = []
 
     def work(tp: TPGroup) -> None:
@@ -81,9 +80,9 @@ def test_a_worker_that_starts_plans_as_was_expected_but_for_what_it_measures(
 ) -> None:
     demand = demand_of(folder, tp_size=2)
     before = 1 << 30
-    monkeypatch.setattr(memory, "available_bytes", lambda device, tp_size: before)
+    monkeypatch.setattr(loading, "available_bytes", lambda device, tp_size: before)
     expected = expect_memory(demand)
-    monkeypatch.setattr(memory, "available_bytes", lambda device, tp_size: before - demand.weight_bytes)
+    monkeypatch.setattr(loading, "available_bytes", lambda device, tp_size: before - demand.weight_bytes)
 
     (plan, _) = plans_of_two_ranks(demand, folder)
 
@@ -97,14 +96,14 @@ def test_a_worker_that_starts_plans_as_was_expected_but_for_what_it_measures(
 def test_what_could_not_fit_in_any_case_is_refused_before_weights_are_read(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "available_bytes", lambda device, tp_size: 4_000_000)
+    monkeypatch.setattr(loading, "available_bytes", lambda device, tp_size: 4_000_000)
     with pytest.raises(ConfigError, match="2048 tokens does not fit in the KV pool; memory"):
         check_memory(demand_of(folder))
     check_memory(demand_of(folder, max_model_len=32))
 
 
 def test_the_ranks_of_a_machine_share_its_memory() -> None:
-    whole, quarter = (memory.available_bytes("cpu", n) for n in (1, 4))
+    whole, quarter = (loading.available_bytes("cpu", n) for n in (1, 4))
     assert quarter == pytest.approx(whole / 4, rel=0.2)
     assert whole <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

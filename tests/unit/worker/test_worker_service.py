@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from link_harness import SOON_S, handshake
+from connection_harness import SOON_S, handshake
 
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts

@@ -1,4 +1,4 @@
-"""Whole workers' ranks in one process, over real sockets: what tests of the mover share."""
+"""Whole workers' ranks in one process, over real sockets: what tests of the transfer engine share."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Worker:
     faults: Faults | None = None
     table: list[int] = field(default_factory=list)
     caches: list[torch.Tensor] = field(default_factory=list)
-    movers: list[TransferEngine] = field(default_factory=list)
+    engines: list[TransferEngine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         size = self.layout.block_size
@@ -78,7 +78,7 @@ class Worker:
         for rank in range(self.layout.tp_size):
             cache = torch.full(shape, POISON, dtype=getattr(torch, self.layout.dtype))
             self.caches.append(cache)
-            self.movers.append(
+            self.engines.append(
                 TransferEngine(
                     cache,
                     self.layout,
@@ -91,12 +91,12 @@ class Worker:
             )
 
     @property
-    def mover(self) -> TransferEngine:
+    def engine(self) -> TransferEngine:
         """The only rank's."""
-        (mover,) = self.movers
-        return mover
+        (engine,) = self.engines
+        return engine
 
-    def mover_routes(self, receiver: KvLayout) -> tuple[Route, ...]:
+    def all_routes(self, receiver: KvLayout) -> tuple[Route, ...]:
         """Every route of all ranks to a receiver."""
         return routes(self.layout, receiver)
 
@@ -118,8 +118,8 @@ class Worker:
             cache.copy_(filled)
 
     def close(self) -> None:
-        for mover in self.movers:
-            mover.close()
+        for engine in self.engines:
+            engine.close()
 
     def spec(
         self, epoch: str, address: str, remote: KvLayout, *, is_sender: bool, transport: str = "shm"
@@ -170,8 +170,8 @@ def open_both(sender: Worker, receiver: Worker, epoch: str, address: str, transp
     outgoing = sender.spec(epoch, address, receiver.layout, is_sender=True, transport=transport)
     incoming = receiver.spec(epoch, address, sender.layout, is_sender=False, transport=transport)
     run_all(
-        [lambda m=m: open_pair(m, outgoing) for m in sender.movers]
-        + [lambda m=m: open_pair(m, incoming) for m in receiver.movers]
+        [lambda m=m: open_pair(m, outgoing) for m in sender.engines]
+        + [lambda m=m: open_pair(m, incoming) for m in receiver.engines]
     )
 
 
@@ -186,20 +186,20 @@ def move(
     key, num_slots = RequestKey("r", 1), sender.num_slots
     numbered = [Chunk(key, epoch, first_index + i, i % num_slots, piece) for i, piece in enumerate(ranges)]
 
-    def send(mover: TransferEngine) -> int:
+    def send(engine: TransferEngine) -> int:
         gathered = 0
         for what in numbered:
-            gathered += mover.gather(what, sender.table)
-            mover.complete_send(mover.send(epoch, what.slot))
+            gathered += engine.gather(what, sender.table)
+            engine.complete_send(engine.send(epoch, what.slot))
         return gathered
 
-    def receive(mover: TransferEngine) -> int:
-        return sum(mover.complete_receive(mover.post_receive(what, receiver.table)) for what in numbered)
+    def receive(engine: TransferEngine) -> int:
+        return sum(engine.complete_receive(engine.post_receive(what, receiver.table)) for what in numbered)
 
-    jobs: list[Callable[[], int]] = [lambda m=m: send(m) for m in sender.movers]  # type: ignore[misc]
-    jobs += [lambda m=m: receive(m) for m in receiver.movers]  # type: ignore[misc]
+    jobs: list[Callable[[], int]] = [lambda m=m: send(m) for m in sender.engines]  # type: ignore[misc]
+    jobs += [lambda m=m: receive(m) for m in receiver.engines]  # type: ignore[misc]
     done = [size for size in run_all(jobs) if isinstance(size, int)]
-    return sum(done[: len(sender.movers)]), sum(done[len(sender.movers) :])
+    return sum(done[: len(sender.engines)]), sum(done[len(sender.engines) :])
 
 
 def make_workers(workers: list[Worker], receiver_timeout_s: float = 10.0, tp_size: int = 1) -> tuple[Worker, Worker]:
@@ -216,7 +216,7 @@ def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> 
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
         try:
             incoming = receiver.spec(epoch, address, make_layout(), is_sender=False, transport=transport)
-            open_pair(receiver.mover, incoming)
+            open_pair(receiver.engine, incoming)
             assert peer.stdout is not None and peer.stdout.readline() == "open\n"
             yield peer
         finally:
@@ -226,10 +226,10 @@ def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> 
 class Completing:
     """Completes a landing on a thread of its own."""
 
-    def __init__(self, mover: TransferEngine, landing: Landing) -> None:
+    def __init__(self, engine: TransferEngine, landing: Landing) -> None:
         self._pool = ThreadPoolExecutor(1)
         self._is_waiting = threading.Event()
-        self._future = self._pool.submit(self._complete, mover, landing)
+        self._future = self._pool.submit(self._complete, engine, landing)
         assert self._is_waiting.wait(5)
 
     def failure(self) -> tuple[TransferFailed, float]:
@@ -239,10 +239,10 @@ class Completing:
         finally:
             self._pool.shutdown()
 
-    def _complete(self, mover: TransferEngine, landing: Landing) -> tuple[TransferFailed, float]:
+    def _complete(self, engine: TransferEngine, landing: Landing) -> tuple[TransferFailed, float]:
         self._is_waiting.set()
         with pytest.raises(TransferFailed) as caught:
-            mover.complete_receive(landing)
+            engine.complete_receive(landing)
         return caught.value, time.monotonic()
 
 
@@ -252,8 +252,8 @@ def assert_untouched(worker: Worker) -> None:
 
 def assert_nothing_is_held(*workers: Worker) -> None:
     for worker in workers:
-        for mover in worker.movers:
-            assert (mover.quarantined_bytes, mover.num_quarantined_slots) == (0, 0)
+        for engine in worker.engines:
+            assert (engine.quarantined_bytes, engine.num_quarantined_slots) == (0, 0)
 
 
 def mapped_rings() -> int:

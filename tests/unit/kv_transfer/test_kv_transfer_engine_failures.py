@@ -1,4 +1,4 @@
-"""The mover when a transfer, a pair or a peer fails: slots, quarantine, who is woken, and what is left."""
+"""The transfer engine when a transfer, a pair or a peer fails: slots, quarantine, who is woken, and what is left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from mover_harness import (
+from transfer_harness import (
     HOST_TRANSPORTS,
     QUICK_S,
     Completing,
@@ -40,19 +40,19 @@ def test_a_failed_transfer_retires_its_pair_and_no_other(
     sender, receiver = make_workers(workers, receiver_timeout_s=1.0)
     open_both(sender, receiver, "e1", store_address, transport)
     open_both(sender, receiver, "e2", store_address, transport)
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
     started = time.monotonic()
     with caplog.at_level(logging.WARNING), pytest.raises(TransferFailed, match="Timed out"):
-        receiver.mover.complete_receive(landing)
+        receiver.engine.complete_receive(landing)
     assert 0.9 < time.monotonic() - started < 1.0 + QUICK_S
     assert "pair e1 retired" in caplog.text
     assert_untouched(receiver)
     assert_nothing_is_held(receiver)  # the pair is closed, so nothing can touch the slots any more
     with pytest.raises(TransferFailed, match=f"pair e1 cannot be used: receive on {transport} pair e1/0-0 failed"):
-        receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)  # it has not heard of it yet
+        receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)  # it has not heard of it yet
     with pytest.raises(TransferFailed):
-        sender.mover.complete_send(sender.mover.send("e1", 0))
+        sender.engine.complete_send(sender.engine.send("e1", 0))
     expected = receiver.fill(make_truth(), 0, 16)
     move(sender, receiver, "e2", [(0, 16)])
     assert torch.equal(receiver.caches[0], expected[0])
@@ -65,10 +65,10 @@ def test_a_send_that_nobody_takes_fails_after_the_timeout(
     sender, receiver = Worker(make_layout(), timeout_s=0.5), Worker(make_layout())
     workers += [sender, receiver]
     open_both(sender, receiver, "e1", store_address, transport)
-    sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
-    sending = sender.mover.send("e1", 0)
+    sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)
+    sending = sender.engine.send("e1", 0)
     with pytest.raises(TransferFailed, match=f"send on {transport} pair e1/0-0 failed: Timed out"):
-        sender.mover.complete_send(sending)
+        sender.engine.complete_send(sending)
     assert_nothing_is_held(sender)
 
 
@@ -78,16 +78,16 @@ def test_one_route_that_fails_ends_all_routes_of_the_link(
 ) -> None:
     sender, receiver = make_workers(workers, tp_size=2)
     open_both(sender, receiver, "e1", store_address, transport)
-    landings = [mover.post_receive(chunk("e1", 0, 0, 16), receiver.table) for mover in receiver.movers]
-    waiting = [Completing(mover, landing) for mover, landing in zip(receiver.movers, landings, strict=True)]
+    landings = [engine.post_receive(chunk("e1", 0, 0, 16), receiver.table) for engine in receiver.engines]
+    waiting = [Completing(engine, landing) for engine, landing in zip(receiver.engines, landings, strict=True)]
 
     def fail(slot: int, num_bytes: int) -> TransferWork:
         raise TransferFailed(f"no {num_bytes} bytes of slot {slot}")
 
-    sender.mover._pairs["e1"]._routes[0].pair.send = fail  # type: ignore[method-assign]
-    sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
+    sender.engine._pairs["e1"]._routes[0].pair.send = fail  # type: ignore[method-assign]
+    sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)
     with pytest.raises(TransferFailed, match="bytes of slot 0"):
-        sender.mover.send("e1", 0)
+        sender.engine.send("e1", 0)
     for completing in waiting:
         completing.failure()  # also on the route that was well
     assert_untouched(receiver)
@@ -101,30 +101,30 @@ def test_a_damaged_slot_touches_no_page_and_retires_the_pair(
 ) -> None:
     sender, receiver = make_workers(workers)
     open_both(sender, receiver, "e1", store_address, transport)
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
-    assert sender.mover.gather(chunk("e1", 0, 0, 16), sender.table) == 3136
-    sender.mover._pairs["e1"]._routes[0].slots[0][place] ^= 16
-    sending = sender.mover.send("e1", 0)
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    assert sender.engine.gather(chunk("e1", 0, 0, 16), sender.table) == 3136
+    sender.engine._pairs["e1"]._routes[0].slots[0][place] ^= 16
+    sending = sender.engine.send("e1", 0)
     with pytest.raises(Corrupted):
-        receiver.mover.complete_receive(landing)
+        receiver.engine.complete_receive(landing)
     assert_untouched(receiver)
     with pytest.raises(TransferFailed, match=r"pair e1 cannot be used: (a|the) slot"):
-        receiver.mover.post_receive(chunk("e1", 1, 0, 16), receiver.table)
+        receiver.engine.post_receive(chunk("e1", 1, 0, 16), receiver.table)
     if transport == "shm":  # gloo's sender was done when the bytes were on their way
         with pytest.raises(TransferFailed):
-            sender.mover.complete_send(sending)
+            sender.engine.complete_send(sending)
 
 
 def test_a_chunk_under_another_name_is_corrupt(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16, index=7), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 0, 16, index=6), sender.table)
-    sending = sender.mover.send("e1", 0)
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16, index=7), receiver.table)
+    sender.engine.gather(chunk("e1", 0, 0, 16, index=6), sender.table)
+    sending = sender.engine.send("e1", 0)
     with pytest.raises(Corrupted, match="tag"):
-        receiver.mover.complete_receive(landing)
+        receiver.engine.complete_receive(landing)
     assert_untouched(receiver)
     with pytest.raises(TransferFailed):
-        sender.mover.complete_send(sending)
+        sender.engine.complete_send(sending)
 
 
 def test_what_has_landed_has_landed_also_where_the_sender_is_gone_before_it_is_told(
@@ -132,14 +132,14 @@ def test_what_has_landed_has_landed_also_where_the_sender_is_gone_before_it_is_t
 ) -> None:
     sender, receiver = pair
     expected = receiver.fill(make_truth(), 0, 16)
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
-    sender.mover.send("e1", 0)
-    sender.mover.close_pair("e1")
-    assert receiver.mover.complete_receive(landing) == 3136
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)
+    sender.engine.send("e1", 0)
+    sender.engine.close_pair("e1")
+    assert receiver.engine.complete_receive(landing) == 3136
     assert torch.equal(receiver.caches[0], expected[0])
     with pytest.raises(TransferFailed, match="pair e1 cannot be used"):
-        receiver.mover.post_receive(chunk("e1", 1, 0, 16), receiver.table)
+        receiver.engine.post_receive(chunk("e1", 1, 0, 16), receiver.table)
 
 
 def test_slots_of_a_pair_that_cannot_be_closed_stay_quarantined(
@@ -147,7 +147,7 @@ def test_slots_of_a_pair_that_cannot_be_closed_stay_quarantined(
 ) -> None:
     sender, receiver = make_workers(workers)
     open_both(sender, receiver, "e1", store_address, "gloo")
-    landing = receiver.mover.post_receive(chunk("e1", 1, 0, 16), receiver.table)
+    landing = receiver.engine.post_receive(chunk("e1", 1, 0, 16), receiver.table)
     address, close = landing.routes[0].slots[1].data_ptr(), GlooPair.close
 
     def cannot_close(pair: GlooPair) -> None:
@@ -155,14 +155,14 @@ def test_slots_of_a_pair_that_cannot_be_closed_stay_quarantined(
         raise TransferFailed("stuck")
 
     monkeypatch.setattr(GlooPair, "close", cannot_close)
-    receiver.mover.close_pair("e1")
-    assert receiver.mover.num_quarantined_slots == 1
-    assert receiver.mover.quarantined_bytes == 3136
+    receiver.engine.close_pair("e1")
+    assert receiver.engine.num_quarantined_slots == 1
+    assert receiver.engine.quarantined_bytes == 3136
     with pytest.raises(TransferFailed):
-        receiver.mover.complete_receive(landing)
+        receiver.engine.complete_receive(landing)
     del landing
     gc.collect()
-    held = [slot.data_ptr() for slot in receiver.mover._quarantined()]
+    held = [slot.data_ptr() for slot in receiver.engine._quarantined()]
     assert held == [address]
 
 
@@ -172,7 +172,7 @@ def test_slots_are_quarantined_until_the_pair_is_closed(
 ) -> None:
     sender, receiver = make_workers(workers)
     open_both(sender, receiver, "e1", store_address, transport)
-    pair = receiver.mover._pairs["e1"]._routes[0].pair
+    pair = receiver.engine._pairs["e1"]._routes[0].pair
     is_closing, may_close, close = threading.Event(), threading.Event(), pair.close
 
     def close_slowly() -> None:
@@ -181,11 +181,11 @@ def test_slots_are_quarantined_until_the_pair_is_closed(
         close()
 
     pair.close = close_slowly  # type: ignore[method-assign]
-    receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
     with ThreadPoolExecutor(1) as pool:
-        closing = pool.submit(receiver.mover.close_pair, "e1")
+        closing = pool.submit(receiver.engine.close_pair, "e1")
         assert is_closing.wait(20)
-        assert (receiver.mover.num_quarantined_slots, receiver.mover.quarantined_bytes) == (1, 3136)
+        assert (receiver.engine.num_quarantined_slots, receiver.engine.quarantined_bytes) == (1, 3136)
         may_close.set()
         closing.result(20)
     assert_nothing_is_held(receiver)
@@ -198,10 +198,10 @@ def test_a_retired_link_lets_go_of_its_slots_before_it_is_closed(workers: list[W
     open_both(sender, receiver, "e1", store_address, "shm")
     assert mapped_rings() == before + 2
     with pytest.raises(TransferFailed):
-        receiver.mover.complete_receive(receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table))
+        receiver.engine.complete_receive(receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table))
     gc.collect()
     assert mapped_rings() == before + 1  # the sender's
-    sender.mover.close_pair("e1")
+    sender.engine.close_pair("e1")
     gc.collect()
     assert mapped_rings() == before
 
@@ -212,10 +212,10 @@ def test_closing_a_pair_wakes_the_landing_that_waits_on_it(
 ) -> None:
     sender, receiver = make_workers(workers, receiver_timeout_s=60)
     open_both(sender, receiver, "e1", store_address, transport)
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
-    completing = Completing(receiver.mover, landing)
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    completing = Completing(receiver.engine, landing)
     closed = time.monotonic()
-    receiver.mover.close_pair("e1")
+    receiver.engine.close_pair("e1")
     _, woken = completing.failure()
     assert woken - closed < QUICK_S
     assert_untouched(receiver)

@@ -1,4 +1,4 @@
-"""The mover when pairs open and close, and when the process on the other side is killed, stopped or never comes."""
+"""The transfer engine when pairs open and close, and when the peer process is killed, stopped or never comes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from mover_harness import (
+from transfer_harness import (
     HOST_TRANSPORTS,
     QUICK_S,
     Completing,
@@ -40,19 +40,19 @@ def test_a_pair_that_is_closed_while_it_opens_never_opens(
 ) -> None:
     sender, receiver = Worker(make_layout(1)), Worker(make_layout(2), timeout_s=3)
     workers += [sender, receiver]
-    first, second = receiver.movers
+    first, second = receiver.engines
     incoming = receiver.spec("e1", store_address, sender.layout, is_sender=False, transport=transport)
     outgoing = sender.spec("e1", store_address, receiver.layout, is_sender=True, transport=transport)
     with ThreadPoolExecutor(2) as pool:
-        opening = pool.submit(open_pair, sender.mover, outgoing)
+        opening = pool.submit(open_pair, sender.engine, outgoing)
         open_pair(first, incoming)
-        sender.mover.close_pair("e1")  # its connection to the second rank is still missing
+        sender.engine.close_pair("e1")  # its connection to the second rank is still missing
         meeting = pool.submit(open_pair, second, incoming)
         with pytest.raises(TransferFailed, match=r"it was closed|not wanted any more"):
             opening.result(15)
         assert isinstance(meeting.exception(15), TransferFailed | None)
     with pytest.raises(TransferFailed, match="pair e1 cannot be used: it was never opened, or closed"):
-        sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
+        sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)
 
 
 def test_a_shared_memory_pair_that_is_closed_while_it_waits_for_its_peer_gives_up_at_once(
@@ -62,12 +62,12 @@ def test_a_shared_memory_pair_that_is_closed_while_it_waits_for_its_peer_gives_u
     workers.append(sender)
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(
-            open_pair, sender.mover, sender.spec("e1", store_address, sender.layout, is_sender=True, transport="shm")
+            open_pair, sender.engine, sender.spec("e1", store_address, sender.layout, is_sender=True, transport="shm")
         )
-        while not sender.mover._pairs:
+        while not sender.engine._pairs:
             os.sched_yield()
         started = time.monotonic()
-        sender.mover.close_pair("e1")
+        sender.engine.close_pair("e1")
         with pytest.raises(TransferFailed, match=r"not wanted any more|given up"):
             opening.result(30)
         assert time.monotonic() - started < QUICK_S
@@ -84,17 +84,17 @@ def test_a_peer_that_never_comes_fails_the_opening_and_leaves_the_epoch_free(
     for _ in range(2):
         started = time.monotonic()
         with pytest.raises(TransferFailed, match=f"{transport} pair e1/0-0 was not made"):
-            open_pair(worker.mover, spec)
+            open_pair(worker.engine, spec)
         assert time.monotonic() - started < 0.3 + 2 * QUICK_S
     with pytest.raises(TransferFailed, match="it was never opened, or closed"):
-        worker.mover.send("e1", 0)
+        worker.engine.send("e1", 0)
 
 
 def test_a_stopping_worker_opens_no_pair(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
-    sender.mover.close()
+    sender.engine.close()
     with pytest.raises(TransferFailed, match="this worker is stopping"):
-        open_pair(sender.mover, sender.spec("e2", "127.0.0.1:1", receiver.layout, is_sender=True))
+        open_pair(sender.engine, sender.spec("e2", "127.0.0.1:1", receiver.layout, is_sender=True))
 
 
 @both
@@ -106,8 +106,8 @@ def test_a_killed_peer_process_fails_the_landing_at_once_and_the_next_pair_succe
     took_s = []
     for number in range(3):  # one of them is not held up by what else the machine does
         with running_peer(receiver, f"e{number}", store_address, transport) as peer:
-            landing = receiver.mover.post_receive(chunk(f"e{number}", 0, 0, 16), receiver.table)
-            completing = Completing(receiver.mover, landing)
+            landing = receiver.engine.post_receive(chunk(f"e{number}", 0, 0, 16), receiver.table)
+            completing = Completing(receiver.engine, landing)
             peer.send_signal(signal.SIGKILL)
             assert peer.stdout is not None and peer.stdout.read() == ""  # its files are closed
             closed = time.monotonic()
@@ -130,14 +130,14 @@ def test_a_stopped_peer_that_wakes_up_later_harms_nobody(
     sender, receiver = make_workers(workers)
     with running_peer(receiver, "e1", store_address, transport) as peer:
         assert peer.stdin is not None and peer.stdout is not None
-        receiver.mover._timeout_s = 0.3  # from here on: the peer took longer to start
-        landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+        receiver.engine._timeout_s = 0.3  # from here on: the peer took longer to start
+        landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
         peer.send_signal(signal.SIGSTOP)
         _, status = os.waitpid(peer.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status)
         with pytest.raises(TransferFailed, match="Timed out"):
-            receiver.mover.complete_receive(landing)
-        receiver.mover._timeout_s = 10.0
+            receiver.engine.complete_receive(landing)
+        receiver.engine._timeout_s = 10.0
         open_both(sender, receiver, "e2", store_address, transport)
         expected = receiver.fill(make_truth(), 0, 16)
         peer.stdin.write("send\n")
@@ -161,11 +161,11 @@ def test_two_hundred_pairs_leave_no_descriptor_no_thread_and_no_memory(
         open_both(sender, receiver, epoch, store_address, transport)
         if number % 4 == 0:
             move(sender, receiver, epoch, [(0, 16)])
-        sender.mover.close_pair(epoch)
+        sender.engine.close_pair(epoch)
         if number % 2:
             with pytest.raises(TransferFailed):
-                receiver.mover.complete_receive(receiver.mover.post_receive(chunk(epoch, 0, 0, 16), receiver.table))
-        receiver.mover.close_pair(epoch)
+                receiver.engine.complete_receive(receiver.engine.post_receive(chunk(epoch, 0, 0, 16), receiver.table))
+        receiver.engine.close_pair(epoch)
 
     def resources() -> tuple[int, int, int]:
         gc.collect()
@@ -189,6 +189,6 @@ def test_opening_and_closing_are_logged(
     sender, receiver = make_workers(workers)
     with caplog.at_level(logging.INFO, logger="kv_transfer.transfer_engine"):
         open_both(sender, receiver, "e1", store_address, "gloo")
-        sender.mover.close_pair("e1")
+        sender.engine.close_pair("e1")
     assert "pair e1 opened as sender: 1 gloo connections with m [2 layers" in caplog.text
     assert "pair e1 closed" in caplog.text

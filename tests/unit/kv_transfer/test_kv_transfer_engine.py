@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mover_harness import (
+from transfer_harness import (
     DIM,
     HEADS,
     HOST,
@@ -53,8 +53,8 @@ def test_any_shape_reaches_any_shape_and_no_other_page_is_touched(
     for rank, cache in enumerate(receiver.caches):
         assert torch.equal(cache, expected[rank]), f"receiving rank {rank}"
     assert all(torch.equal(cache, old) for cache, old in zip(sender.caches, before, strict=True))
-    size = sum(LAYERS * 2 * (43 - 5) * receiver.layout.num_local_heads * DIM * 4 for _ in receiver.movers)
-    num_headers = 4 * len(sender.mover_routes(receiver.layout))
+    size = sum(LAYERS * 2 * (43 - 5) * receiver.layout.num_local_heads * DIM * 4 for _ in receiver.engines)
+    num_headers = 4 * len(sender.all_routes(receiver.layout))
     # Headers, and up to 8 bytes to round each payload up.
     assert gathered == received and 0 <= received - size - num_headers * HEADER_BYTES < 8 * num_headers
 
@@ -128,44 +128,44 @@ def test_receives_are_posted_ahead_and_land_in_order(pair: tuple[Worker, Worker]
     sender, receiver = pair
     expected = receiver.fill(make_truth(), 0, 20)
     first, second = chunk("e1", 0, 0, 16, index=1), chunk("e1", 1, 16, 20, index=2)
-    landings = [receiver.mover.post_receive(what, receiver.table) for what in (first, second)]
-    sizes = [sender.mover.gather(what, sender.table) for what in (first, second)]
-    sendings = [sender.mover.send("e1", slot) for slot in (0, 1)]
+    landings = [receiver.engine.post_receive(what, receiver.table) for what in (first, second)]
+    sizes = [sender.engine.gather(what, sender.table) for what in (first, second)]
+    sendings = [sender.engine.send("e1", slot) for slot in (0, 1)]
     assert not receiver.caches[0].ne(POISON).any()  # nothing is written before it is completed
-    assert [receiver.mover.complete_receive(landing) for landing in landings] == sizes == [3136, 832]
+    assert [receiver.engine.complete_receive(landing) for landing in landings] == sizes == [3136, 832]
     assert torch.equal(receiver.caches[0], expected[0])
     for sending in sendings:
-        sender.mover.complete_send(sending)
+        sender.engine.complete_send(sending)
 
 
 def test_a_gathered_chunk_no_longer_needs_its_pages(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
     expected = receiver.fill(make_truth(), 0, 16)
-    landing = receiver.mover.post_receive(chunk("e1", 0, 0, 16), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 0, 16), sender.table)
+    landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
+    sender.engine.gather(chunk("e1", 0, 0, 16), sender.table)
     sender.caches[0].fill_(POISON)
-    sending = sender.mover.send("e1", 0)
-    receiver.mover.complete_receive(landing)
-    sender.mover.complete_send(sending)
+    sending = sender.engine.send("e1", 0)
+    receiver.engine.complete_receive(landing)
+    sender.engine.complete_send(sending)
     assert torch.equal(receiver.caches[0], expected[0])
 
 
 def test_a_slot_may_be_gathered_into_again_instead_of_being_sent(pair: tuple[Worker, Worker]) -> None:
     sender, receiver = pair
     expected = receiver.fill(make_truth(), 16, 20)
-    sender.mover.gather(chunk("e1", 0, 0, 16, index=1), sender.table)  # its request was cancelled before the grant
-    landing = receiver.mover.post_receive(chunk("e1", 0, 16, 20, index=2), receiver.table)
-    sender.mover.gather(chunk("e1", 0, 16, 20, index=2), sender.table)
-    sending = sender.mover.send("e1", 0)
-    receiver.mover.complete_receive(landing)
-    sender.mover.complete_send(sending)
+    sender.engine.gather(chunk("e1", 0, 0, 16, index=1), sender.table)  # its request was cancelled before the grant
+    landing = receiver.engine.post_receive(chunk("e1", 0, 16, 20, index=2), receiver.table)
+    sender.engine.gather(chunk("e1", 0, 16, 20, index=2), sender.table)
+    sending = sender.engine.send("e1", 0)
+    receiver.engine.complete_receive(landing)
+    sender.engine.complete_send(sending)
     assert torch.equal(receiver.caches[0], expected[0])
 
 
 def test_a_sender_that_a_lower_rank_replicates_has_nothing_to_do(workers: list[Worker]) -> None:
     sender = Worker(make_layout(8))
     workers.append(sender)
-    idle = sender.movers[1]
+    idle = sender.engines[1]
     open_pair(idle, sender.spec("e1", "127.0.0.1:1", make_layout(2), is_sender=True))  # meets nobody: needs no store
     assert idle.gather(chunk("e1", 0, 0, 16), sender.table) == 0
     idle.complete_send(idle.send("e1", 0))
@@ -175,13 +175,13 @@ def test_a_sender_that_a_lower_rank_replicates_has_nothing_to_do(workers: list[W
 def test_layouts_that_do_not_fit_are_refused_when_the_pair_meets(pair: tuple[Worker, Worker]) -> None:
     sender, _ = pair
     with pytest.raises(LayoutMismatch, match="model is m at the sender and other at the receiver"):
-        open_pair(sender.mover, sender.spec("e2", "127.0.0.1:1", make_layout(model="other"), is_sender=True))
+        open_pair(sender.engine, sender.spec("e2", "127.0.0.1:1", make_layout(model="other"), is_sender=True))
     with pytest.raises(LayoutMismatch, match="float16"):
-        open_pair(sender.mover, sender.spec("e2", "127.0.0.1:1", make_layout(dtype="float16"), is_sender=True))
+        open_pair(sender.engine, sender.spec("e2", "127.0.0.1:1", make_layout(dtype="float16"), is_sender=True))
     spec = sender.spec("e2", "127.0.0.1:1", make_layout(), is_sender=True)
     spec.agreed.wire_format = "int3"
     with pytest.raises(LayoutMismatch, match="wire_format"):
-        open_pair(sender.mover, spec)
+        open_pair(sender.engine, spec)
 
 
 def test_a_cache_that_is_not_what_its_layout_says_is_refused() -> None:
@@ -197,7 +197,7 @@ def test_what_the_caller_got_wrong_is_said_and_harms_no_pair(
     workers += [sender, receiver]
     sender.load(make_truth())
     open_both(sender, receiver, "e1", store_address, transport)
-    source, target = sender.mover, receiver.mover
+    source, target = sender.engine, receiver.engine
     expected = receiver.fill(make_truth(), 0, 8)
     landing = target.post_receive(chunk("e1", 0, 0, 8), receiver.table)
     with pytest.raises(ValueError, match="slot 0 is posted; wait for it"):
@@ -238,13 +238,13 @@ def test_what_the_caller_got_wrong_is_said_and_harms_no_pair(
 @pytest.mark.parametrize("operation", ["gather", "send", "receive"])
 def test_an_epoch_that_is_over_is_dropped_by_identity(pair: tuple[Worker, Worker], operation: str) -> None:
     worker = pair[1 if operation == "receive" else 0]
-    worker.mover.close_pair("e1")
-    worker.mover.close_pair("e1")
+    worker.engine.close_pair("e1")
+    worker.engine.close_pair("e1")
     with pytest.raises(TransferFailed, match="pair e1 cannot be used: it was never opened, or closed"):
         match operation:
             case "send":
-                worker.mover.send("e1", 0)
+                worker.engine.send("e1", 0)
             case "gather":
-                worker.mover.gather(chunk("e1", 0, 0, 16), worker.table)
+                worker.engine.gather(chunk("e1", 0, 0, 16), worker.table)
             case "receive":
-                worker.mover.post_receive(chunk("e1", 0, 0, 16), worker.table)
+                worker.engine.post_receive(chunk("e1", 0, 0, 16), worker.table)
