@@ -329,9 +329,7 @@ class Core:
     def _fail(self, key: RequestKey, problem: str) -> None:
         """Fails a request that no worker can go on with."""
         if key in self.reporter:
-            reason = worker_pb2.Failed.REASON_INVALID
-            failed = worker_pb2.Failed(key=key.to_proto(), reason=reason, message=problem)
-            self.reporter.emit(key, worker_pb2.Event(failed=failed))
+            self.reporter.emit_failure(key, worker_pb2.Failed.REASON_INVALID, problem)
             self._cancel(key, problem, None)
 
     # Reports to routers

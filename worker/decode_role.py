@@ -31,6 +31,8 @@ from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages,
 from worker.handoff_connection import HandoffConnection, HandoffMessage
 from worker.reporter import Reporter
 
+Phase = generation_pb2.Heartbeat
+
 
 @dataclass
 class DecodeTask:
@@ -42,7 +44,7 @@ class DecodeTask:
     """Blocks reserved beyond the prompt's: head-room for the first token of each sequence."""
     is_reserved: bool = False
     live: dict[int, Sequence] = field(default_factory=dict)
-    dropped: set[int] = field(default_factory=set)
+    aborted: set[int] = field(default_factory=set)
     """Sequences the router ended before they were born."""
 
 
@@ -83,13 +85,13 @@ class DecodeRole:
     def num_preemptions(self) -> int:
         return self._scheduler.num_preemptions
 
-    def admit(self, request: Request, expect_handoff: bool, dropped: Iterable[int] = ()) -> None:
+    def admit(self, request: Request, expect_handoff: bool, aborted: Iterable[int] = ()) -> None:
         """The router gave this worker a request, whose KV arrives from a prefill worker or is computed here."""
         if request.key.attempt > 1 and any(key.request_id == request.key.request_id for key in self._tasks):
-            self._held_back[request.key] = request, expect_handoff, set(dropped)
+            self._held_back[request.key] = request, expect_handoff, set(aborted)
             return
         sequence = Sequence.root(request, next(self._arrivals))
-        self._tasks[request.key] = DecodeTask(request, sequence, dropped=set(dropped))
+        self._tasks[request.key] = DecodeTask(request, sequence, aborted=set(aborted))
         if expect_handoff:
             self._carry_out(self._receiver.announce(request.key, sequence.num_tokens))
         else:
@@ -163,9 +165,7 @@ class DecodeRole:
         started = self._scheduler.admit()
         for sequence in started:
             if sequence.is_fresh:
-                self._report_phase(
-                    sequence.request.key, generation_pb2.Heartbeat.PHASE_PREFILL, sequence.num_cached_tokens
-                )
+                self._reporter.emit_phase(sequence.request.key, Phase.PHASE_PREFILL, sequence.num_cached_tokens)
         if started:
             scheduled, more = self._scheduler.plan(budget)
             preempted += more
@@ -194,19 +194,18 @@ class DecodeRole:
         if not sampled:
             return
         if sequence.is_fresh:
-            self._report_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
+            self._reporter.emit_phase(task.request.key, Phase.PHASE_DECODE)
         born = [sequence] + [Sequence(task.request, i, sequence.arrival) for i in range(1, sequence.fan_out)]
         sequence.fan_out = 1
         for child, token in zip(born, sampled, strict=True):
             self._append(child, token)
         if len(born) > 1:
-            children = [c for c in born[1:] if c.index not in task.dropped]
+            children = [c for c in born[1:] if c.index not in task.aborted]
             task.live.update({c.index: c for c in children})
             self._scheduler.fork(sequence, children, [])
         for child in born:
-            is_over = (
-                child.index in task.dropped or check_finish(task.request.params, child.output_token_ids) is not None
-            )
+            finish = check_finish(task.request.params, child.output_token_ids)
+            is_over = child.index in task.aborted or finish is not None
             if child.index in task.live and is_over:
                 self._end_sequence(task, child)
 
@@ -235,13 +234,7 @@ class DecodeRole:
                 case Ready():
                     self._start_decoding(self._tasks[action.key], action.first_tokens)
                 case Fail():
-                    failed = worker_pb2.Failed(
-                        key=action.key.to_proto(),
-                        reason=action.reason,
-                        message=action.message,
-                        num_kept_tokens=action.num_kept_tokens,
-                    )
-                    self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
+                    self._reporter.emit_failure(action.key, action.reason, action.message, action.num_kept_tokens)
                 case ReleasePages():
                     self._release_reservation(self._tasks[action.key], action.num_kept_tokens)
 
@@ -283,12 +276,12 @@ class DecodeRole:
         self._scheduler.num_reserved_seqs -= task.request.params.n
         born = []
         for first in first_tokens:
-            if not first.is_finished and first.sequence_index not in task.dropped:
+            if not first.is_finished and first.sequence_index not in task.aborted:
                 output = task.request.first_output(first.sequence_index, first.token_id)
                 child = Sequence(task.request, first.sequence_index, prompt.arrival, output_token_ids=output)
                 born.append(child)
         if born:
-            self._report_phase(task.request.key, generation_pb2.Heartbeat.PHASE_DECODE)
+            self._reporter.emit_phase(task.request.key, Phase.PHASE_DECODE)
             self._adopt(task, born)
         release_blocks(prompt, self._blocks)
         self._blocks.release(task.spare)
@@ -309,7 +302,7 @@ class DecodeRole:
                 child.block_table.append(task.spare.pop())
 
     def _abort_sequence(self, task: DecodeTask, index: int) -> None:
-        task.dropped.add(index)
+        task.aborted.add(index)
         sequence = task.live.get(index)
         if sequence is not None and sequence.fan_out == 1:
             self._end_sequence(task, sequence)
@@ -336,7 +329,3 @@ class DecodeRole:
         sequence.output_token_ids.extend(known or (sampled.token_id,))
         if not known:
             self._reporter.emit_tokens(sequence, sampled, position)
-
-    def _report_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
-        changed = worker_pb2.PhaseChanged(key=key.to_proto(), phase=phase, num_cached_tokens=num_cached_tokens)
-        self._reporter.emit(key, worker_pb2.Event(phase=changed))

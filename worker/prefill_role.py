@@ -21,6 +21,8 @@ from prefill_worker.sender import Sender
 from worker.handoff_connection import HandoffConnection, HandoffMessage
 from worker.reporter import Reporter
 
+Phase = generation_pb2.Heartbeat
+
 
 @dataclass
 class PrefillTask:
@@ -119,12 +121,7 @@ class PrefillRole:
         """Shares of the next step; prompts that start now offer what the prefix cache already has at once."""
         for sequence in self._scheduler.admit():
             key = sequence.request.key
-            phase = worker_pb2.PhaseChanged(
-                key=key.to_proto(),
-                phase=generation_pb2.Heartbeat.PHASE_PREFILL,
-                num_cached_tokens=sequence.num_cached_tokens,
-            )
-            self._reporter.emit(key, worker_pb2.Event(phase=phase))
+            self._reporter.emit_phase(key, Phase.PHASE_PREFILL, sequence.num_cached_tokens)
             self._carry_out(self._sender.computed(key, sequence.num_computed_tokens, last_step))
         return self._scheduler.plan(budget)
 
@@ -176,8 +173,7 @@ class PrefillRole:
         if not is_open:
             self._carry_out(self._sender.abort(key, "the first token ended the request"))
             return
-        phase = worker_pb2.PhaseChanged(key=key.to_proto(), phase=generation_pb2.Heartbeat.PHASE_TRANSFER)
-        self._reporter.emit(key, worker_pb2.Event(phase=phase))
+        self._reporter.emit_phase(key, Phase.PHASE_TRANSFER)
         self._connections[self._tasks[key].epoch].prompt_done(key)
         self._carry_out(self._sender.commit(key, first_tokens))
 
@@ -216,13 +212,7 @@ class PrefillRole:
         num_kept_tokens = 0
         if sequence is not None and sequence.request.use_prefix_cache:
             num_kept_tokens = sequence.num_computed_tokens // self._blocks.block_size * self._blocks.block_size
-        failed = worker_pb2.Failed(
-            key=action.key.to_proto(),
-            reason=action.reason,
-            message=action.message,
-            num_kept_tokens=num_kept_tokens,
-        )
-        self._reporter.emit(action.key, worker_pb2.Event(failed=failed))
+        self._reporter.emit_failure(action.key, action.reason, action.message, num_kept_tokens)
 
     def _stop_computing(self, key: RequestKey) -> None:
         task = self._tasks.get(key)

@@ -85,6 +85,17 @@ class Reporter:
         if session is not None:
             self.send(session, event, can_wait=can_wait)
 
+    def emit_phase(self, key: RequestKey, phase: generation_pb2.Heartbeat.Phase, num_cached_tokens: int = 0) -> None:
+        changed = worker_pb2.PhaseChanged(key=key.to_proto(), phase=phase, num_cached_tokens=num_cached_tokens)
+        self.emit(key, worker_pb2.Event(phase=changed))
+
+    def emit_failure(
+        self, key: RequestKey, reason: worker_pb2.Failed.Reason, message: str, num_kept_tokens: int = 0
+    ) -> None:
+        """Reports that the request cannot go on here."""
+        failed = worker_pb2.Failed(key=key.to_proto(), reason=reason, message=message, num_kept_tokens=num_kept_tokens)
+        self.emit(key, worker_pb2.Event(failed=failed))
+
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         """Reports token `index` of a sequence's output, and whether it ended the sequence."""
         request, of_sequence = sequence.request, (sequence.request.key, sequence.index)

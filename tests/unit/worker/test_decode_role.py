@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
 from worker.decode_role import DecodeRole
 from worker.handoff_connection import HandoffMessage
+from worker.reporter import Reporter
 
 FIRST, SECOND = RequestKey("r", 1), RequestKey("r", 2)
 PROMPT = tuple(range(16))
@@ -39,10 +41,11 @@ class Connection:
         self._around.landed = done
 
 
-class Surroundings:
+class Surroundings(Reporter):
     """What the role tells and lands, kept for the test to read."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.heard: list[worker_pb2.Event] = []
         self.tokens: list[tuple[int, int, int]] = []
         """Sequence, position and id of each that was told."""
@@ -52,15 +55,15 @@ class Surroundings:
         """Called when a landing has ended."""
         self.blocks = BlockManager(16, 4)
         self.connections: dict[str, Any] = {}
-        self.role = DecodeRole(self, self.blocks, max_num_seqs=4, num_layers=1)  # type: ignore[arg-type]
+        self.role = DecodeRole(self, self.blocks, max_num_seqs=4, num_layers=1)
 
-    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
+    def emit(self, key: RequestKey, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         self.heard.append(event)
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         self.tokens.append((sequence.index, index, sampled.token_id))
 
-    def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
+    def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None: ...
 
     def close_request(self, key: RequestKey) -> None: ...
 

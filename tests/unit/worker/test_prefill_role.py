@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -16,48 +17,59 @@ from engine.step_budget import StepBudget
 from kv_transfer.actions import Chunk
 from worker.handoff_connection import HandoffMessage
 from worker.prefill_role import PrefillRole
+from worker.reporter import Reporter
 
 KEY = RequestKey("r", 1)
 EPOCH = "prefill-0-decode-0-1"
 PROMPT = tuple(range(40))
 
 
-class Surroundings:
+class Connection:
+    """One that is open: it notes what is sent and gathered on it."""
+
+    epoch = EPOCH
+    agreed = handoff_pb2.ReceiverHello(chunk_tokens=8, num_slots=2)
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    def prompt_done(self, key: RequestKey) -> None: ...
+
+    def send(self, message: HandoffMessage) -> None:
+        assert isinstance(message, handoff_pb2.SenderMessage)
+        self._around.told.append(message)
+
+    def gather(self, chunk: Chunk, table: list[int], after_step: int, done: Callable[[Chunk], None]) -> None:
+        self._around.gathers.append((chunk, after_step))
+        self._around.gather_done = done
+
+    def transmit(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None: ...
+
+
+class Surroundings(Reporter):
     """What the role tells and carries, kept for the test to read; gathers end when the test says so."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.gathers: list[tuple[Chunk, int]] = []
         self.heard: list[worker_pb2.Event] = []
         self.told: list[handoff_pb2.SenderMessage] = []
         self.tokens: list[tuple[int, int, int]] = []
         """Sequence, id and position of each that was told."""
         self.blocks = BlockManager(16, 4)
-        self.role = PrefillRole(self, self.blocks, num_layers=1)  # type: ignore[arg-type]
-        self.connection: Any = self
-        self.epoch = EPOCH
-        self.agreed = handoff_pb2.ReceiverHello(chunk_tokens=8, num_slots=2)
+        self.role = PrefillRole(self, self.blocks, num_layers=1)
+        self.connection: Any = Connection(self)
+        self.gather_done: Callable[[Chunk], None] = lambda chunk: None
 
-    def emit(self, key: RequestKey, event: worker_pb2.Event) -> None:
+    def emit(self, key: RequestKey, event: worker_pb2.Event, *, can_wait: bool = False) -> None:
         self.heard.append(event)
 
     def emit_tokens(self, sequence: Sequence, sampled: SampledToken, index: int) -> None:
         self.tokens.append((sequence.index, sampled.token_id, index))
 
-    def emit_prompt_logprobs(self, sequence: Sequence, scores: list[SampledToken]) -> None: ...
+    def emit_prompt_logprobs(self, sequence: Sequence, scores: Seq[SampledToken]) -> None: ...
 
     def close_request(self, key: RequestKey) -> None: ...
-
-    def prompt_done(self, key: RequestKey) -> None: ...
-
-    def send(self, message: HandoffMessage) -> None:
-        assert isinstance(message, handoff_pb2.SenderMessage)
-        self.told.append(message)
-
-    def gather(self, chunk: Chunk, table: list[int], after_step: int, done: Callable[[Chunk], None]) -> None:
-        self.gathers.append((chunk, after_step))
-        self.gather_done = done
-
-    def transmit(self, chunk: Chunk, done: Callable[[Chunk], None]) -> None: ...
 
     def begin(self, request: Request) -> None:
         """The hand-off is reserved and its connection is open."""
