@@ -128,10 +128,6 @@ class Receiver:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._incoming
 
-    def num_on(self, epoch: str) -> int:
-        """Hand-offs that still need the connection."""
-        return sum(i.epoch == epoch for i in self._incoming.values()) + list(self._opened.values()).count(epoch)
-
     def count_stages(self) -> dict[str, int]:
         """Landing slots of all connections by what is in them."""
         posted = sum(len(incoming.landing) for incoming in self._incoming.values())

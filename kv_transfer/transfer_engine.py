@@ -111,11 +111,6 @@ class TransferEngine:
         """Bytes of slots that a pair may still touch because it is not closed yet, or could not be."""
         return sum(slot.nbytes for slot in self._quarantined())
 
-    @property
-    def num_quarantined_slots(self) -> int:
-        """The number of those slots, on all routes."""
-        return len(self._quarantined())
-
     # Pairs
 
     def add_pair(self, spec: rank_pb2.OpenPair) -> RankPair:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import logging
 import queue
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.metrics import Metric, render_reference
+from cluster.metrics import Metric, MetricsPage, render_reference
+from cluster.tls import InternalTls
 from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter
 from worker.core import Core
 from worker.handoff_metrics import HANDOFF_METRICS, HandoffMetrics
+from worker.loading import Resolved
+from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
+from worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +133,52 @@ class HeldCollector(Collector):
         yield _gauge(SLOTS, sending + receiving)
         yield _gauge(BLOCKS, [((state,), held.blocks.get(state, 0)) for state in BLOCK_STATES])
         yield CounterMetricFamily(PREEMPTIONS.name, PREEMPTIONS.doc, value=held.num_preemptions)
+
+
+def serve_metrics(
+    resolved: Resolved,
+    core: Core,
+    metrics: HandoffMetrics,
+    transfer_engine: TransferEngine,
+    meter: StepMeter | None,
+    tls: InternalTls | None,
+) -> MetricsPage | None:
+    """Serves the page where the settings ask for one. `transfer_engine`: rank 0's."""
+    settings = resolved.settings
+    if settings.metrics_port is None:
+        return None
+    held = HeldCollector(metrics, lambda: ask(core.inbox.post, lambda: held_by(core)), transfer_engine)
+    metrics.registry.register(held)
+    if meter is not None:
+        meter.watch(metrics.registry, _peak_of(resolved, core), time.monotonic)
+    return MetricsPage(
+        metrics.registry,
+        settings.host,
+        settings.metrics_port,
+        insecure=settings.insecure,
+        tls=None if tls is None else tls.page,
+    )
+
+
+def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
+    """The configured peak; else a GPU's is looked up, a CPU's measured by the engine thread between steps."""
+    settings, device = resolved.settings, torch.device(resolved.device)
+    given = settings.metrics.peak_tflops, settings.metrics.peak_gb_per_s
+    known: Peak | None = None
+    if None not in given:
+        known = Peak(None, None, "")
+    elif device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = peak_of_gpu(name, resolved.dtype, in_fp8=settings.model.quantization == "fp8")
+        logger.info("MFU and MBU by %s", known.why)
+    if known is not None:
+        peak = overridden(known, *given)
+        return lambda: peak
+
+    return PeakOnDemand(
+        lambda: overridden(measure_cpu(*resolved.product_form), *given),
+        lambda work: ask(core.inbox.post, lambda: core.between_steps(work)),
+    )
 
 
 def ask(post: Callable[[Callable[[], None]], None], question: Callable[[], T]) -> T | None:

@@ -14,13 +14,9 @@ import os
 import queue
 import socket
 import threading
-import time
 import uuid
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import torch
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.failure_detector import FailureTimeouts
@@ -34,7 +30,6 @@ from engine.memory_plan import MemoryPlan
 from engine.sampling.constraint import Constrainer
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
-from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.registry import host_id
 from worker.core import Core, Inbox, Ranks
@@ -45,6 +40,7 @@ from worker.handoff_streams import HandoffStreams, Handshake
 from worker.handoffs import Dial
 from worker.loading import (
     RENDEZVOUS_TIMEOUT_S,
+    LoadedRank,
     Resolved,
     check_memory,
     load_rank,
@@ -53,8 +49,7 @@ from worker.loading import (
     ready_for_steps,
     resolve,
 )
-from worker.metrics import HeldCollector, ask, held_by
-from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
+from worker.metrics import serve_metrics
 from worker.rank import ErrorKind, RankExecutor
 from worker.rank_socket import RankConnection, accept, connect, read_frame, write_frame
 from worker.service import SpeakingLoop, WorkerService
@@ -121,17 +116,12 @@ class Leader(_Rank):
         start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address)
         followers, hellos = self._gather_ranks(start)
         loaded = load_rank(resolved, start, self._report)
-        runner, plan = loaded.runner, loaded.plan
-        self._report(memory_line(plan))
-        self._report(f"attention: {runner.attention_name}; Baton's own kernels: {runner.kernels_reason}")
-        self._report(f"CUDA graphs: {runner.graphs_reason}")
-        self._report(
-            f"transports, best first: {', '.join(resolved.transports)}; each pair takes the first that both have"
-        )
+        plan = loaded.plan
+        self._report_choices(loaded)
         timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
         meter = None if settings.metrics_port is None else StepMeter(resolved.work)
         group = self._group = RankGroup(
-            lambda reply: RankExecutor(runner, loaded.transfer_engine, reply),
+            lambda reply: RankExecutor(loaded.runner, loaded.transfer_engine, reply),
             followers,
             Sampler(resolved.config.vocab_size),
             post=inbox.post,
@@ -145,8 +135,10 @@ class Leader(_Rank):
         )
         context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
         core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial))
-        metrics_address = self._serve_metrics(core, context.metrics, loaded.transfer_engine, meter)
-        info = self._info(plan, hellos, metrics_address)
+        page = self._metrics_page = serve_metrics(
+            resolved, core, context.metrics, loaded.transfer_engine, meter, self._tls
+        )
+        info = self._info(plan, hellos, "" if page is None else page.address)
         service = self._service = WorkerService(loop, core, streams, info, timing, group.tick, self._tls)
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
@@ -174,6 +166,14 @@ class Leader(_Rank):
                 self._metrics_page.close()
             if self._group is not None:
                 self._group.close()
+
+    def _report_choices(self, loaded: LoadedRank) -> None:
+        runner = loaded.runner
+        self._report(memory_line(loaded.plan))
+        self._report(f"attention: {runner.attention_name}; Baton's own kernels: {runner.kernels_reason}")
+        self._report(f"CUDA graphs: {runner.graphs_reason}")
+        transports = ", ".join(self._resolved.transports)
+        self._report(f"transports, best first: {transports}; each pair takes the first that both have")
 
     def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[RankConnection], list[rank_pb2.RankHello]]:
         """Sockets of ranks 1.. in their order, and every rank's hello, rank 0's first."""
@@ -220,27 +220,6 @@ class Leader(_Rank):
             step_log=StepLog(settings.step_log),
             constrainer=Constrainer.from_folder(Path(settings.model.path), config.vocab_size),
         )
-
-    def _serve_metrics(
-        self, core: Core, metrics: HandoffMetrics, engine: TransferEngine, meter: StepMeter | None
-    ) -> str:
-        """The address of this worker's metrics page; empty when it has none."""
-        settings = self._settings
-        if settings.metrics_port is None:
-            return ""
-        held = HeldCollector(metrics, lambda: ask(core.inbox.post, lambda: held_by(core)), engine)
-        metrics.registry.register(held)
-        if meter is not None:
-            meter.watch(metrics.registry, _peak_of(self._resolved, core), time.monotonic)
-        page = MetricsPage(
-            metrics.registry,
-            settings.host,
-            settings.metrics_port,
-            insecure=settings.insecure,
-            tls=None if self._tls is None else self._tls.page,
-        )
-        self._metrics_page = page
-        return page.address
 
     def _handshake(self, store_address: str) -> Handshake:
         settings = self._settings
@@ -373,27 +352,6 @@ class Follower(_Rank):
                 write_frame(self._sock, reply)
         except OSError as broken:
             self._end(Unavailable(f"rank 0 is gone: {broken}"))
-
-
-def _peak_of(resolved: Resolved, core: Core) -> Callable[[], Peak | None]:
-    """The configured peak; else a GPU's is looked up, a CPU's measured by the engine thread between steps."""
-    settings, device = resolved.settings, torch.device(resolved.device)
-    given = settings.metrics.peak_tflops, settings.metrics.peak_gb_per_s
-    known: Peak | None = None
-    if None not in given:
-        known = Peak(None, None, "")
-    elif device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = peak_of_gpu(name, resolved.dtype, in_fp8=settings.model.quantization == "fp8")
-        logger.info("MFU and MBU by %s", known.why)
-    if known is not None:
-        peak = overridden(known, *given)
-        return lambda: peak
-
-    return PeakOnDemand(
-        lambda: overridden(measure_cpu(*resolved.product_form), *given),
-        lambda work: ask(core.inbox.post, lambda: core.between_steps(work)),
-    )
 
 
 def _timing_of(settings: WorkerSettings) -> FailureTimeouts:

@@ -253,7 +253,7 @@ def assert_untouched(worker: Worker) -> None:
 def assert_nothing_is_held(*workers: Worker) -> None:
     for worker in workers:
         for engine in worker.engines:
-            assert (engine.quarantined_bytes, engine.num_quarantined_slots) == (0, 0)
+            assert (engine.quarantined_bytes, len(engine._quarantined())) == (0, 0)
 
 
 def mapped_rings() -> int:

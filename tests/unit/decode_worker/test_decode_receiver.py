@@ -96,7 +96,7 @@ def test_advance_follows_the_table_and_changes_nothing_else(state: ReceiveState,
 def test_a_reservation_needs_both_the_router_and_the_prefill_worker_in_either_order() -> None:
     receiver = linked()
     assert receiver.opened("e", KEY) == []
-    assert receiver.num_on("e") == 1
+    assert receiver._opened == {KEY: "e"}
     assert receiver.announce(KEY, 16) == [Reserve(KEY)]
     receiver = linked()
     assert receiver.announce(KEY, 16) == []

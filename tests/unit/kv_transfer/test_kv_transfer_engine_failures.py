@@ -156,7 +156,7 @@ def test_slots_of_a_pair_that_cannot_be_closed_stay_quarantined(
 
     monkeypatch.setattr(GlooPair, "close", cannot_close)
     receiver.engine.close_pair("e1")
-    assert receiver.engine.num_quarantined_slots == 1
+    assert len(receiver.engine._quarantined()) == 1
     assert receiver.engine.quarantined_bytes == 3136
     with pytest.raises(TransferFailed):
         receiver.engine.complete_receive(landing)
@@ -185,7 +185,7 @@ def test_slots_are_quarantined_until_the_pair_is_closed(
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(receiver.engine.close_pair, "e1")
         assert is_closing.wait(20)
-        assert (receiver.engine.num_quarantined_slots, receiver.engine.quarantined_bytes) == (1, 3136)
+        assert (len(receiver.engine._quarantined()), receiver.engine.quarantined_bytes) == (1, 3136)
         may_close.set()
         closing.result(20)
     assert_nothing_is_held(receiver)
