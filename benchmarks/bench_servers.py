@@ -16,7 +16,7 @@ import httpx2
 import psutil
 
 from benchmarks.plain_cluster import START_S, Program, ProgramFailed, running_workers, wait_until_serving
-from cluster.config import load_config
+from cluster.config.load import load_config
 from controller.plan import plan_cluster
 
 _LOOK_EVERY_S = 0.2

@@ -37,7 +37,8 @@ from benchmarks.mortal_cluster import Fault, MortalCluster
 from benchmarks.outcome import Outcome, run_one
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
-from cluster.config import ServingConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.schema import ServingConfig
 from cluster.pb import generation_pb2 as pb
 from tools.client import BatonClient, make_spec
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from benchmarks.plain_cluster import Program, ProgramFailed, beside_others, wait_until_serving
-from cluster.config import ServingConfig
+from cluster.config.schema import ServingConfig
 from controller.plan import WorkerPlan, plan_cluster
 
 FAULT_S = 20.0

@@ -36,7 +36,7 @@ from benchmarks import overload_load as load
 from benchmarks.overload_load import Outcome, Phase
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
 from benchmarks.report import bars, tell, telling_failures
-from cluster.config import load_config
+from cluster.config.load import load_config
 from cluster.pb import generation_pb2 as pb
 from tools.client import BatonClient, make_spec
 

@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster.config import load_config
+from cluster.config.load import load_config
 from cluster.settings import JsonSettings, RouterSettings
 from controller.plan import WorkerPlan, plan_cluster
 

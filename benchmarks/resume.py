@@ -36,7 +36,7 @@ from benchmarks.outcome import Outcome, note
 from benchmarks.plain_cluster import ROOT, Program, beside_others, running_workers, wait_until_serving
 from benchmarks.redis_server import RedisServer, running_redis
 from benchmarks.report import bars, tell, telling_failures
-from cluster.config import load_config
+from cluster.config.load import load_config
 from cluster.errors import BatonError, NotReachable
 from cluster.pb import generation_pb2 as pb
 from cluster.settings import RouterSettings

@@ -34,7 +34,8 @@ from benchmarks.decisions import measure_decisions
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_router, running_workers
 from benchmarks.report import bars, tell, telling_failures
 from cluster import rpc
-from cluster.config import ServingConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.schema import ServingConfig
 from controller.plan import ClusterPlan, plan_cluster
 from tools.bench.figures import Sample
 from tools.bench.targets import GrpcTarget

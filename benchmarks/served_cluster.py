@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain_cluster import ROOT, START_S, ProgramFailed
-from cluster.config import load_config
 from cluster.config.changes import set_values
+from cluster.config.load import load_config
 
 _STOP_S = 60.0
 _BANNER = re.compile(r"gRPC +(\S+)\n[\s\S]*--admin-address (\S+)[\s\S]*ready after")

@@ -20,7 +20,7 @@ from cluster.program import SOURCE_ROOT, ExitCode, child_environment
 from cluster.units import count_of, format_bytes
 
 if TYPE_CHECKING:
-    from cluster.config import ServingConfig
+    from cluster.config.schema import ServingConfig
 
 _PROGRAM = "worker.explain"
 _DECIDED_BY = {
@@ -43,7 +43,7 @@ def config() -> None:
 def validate(file: Annotated[str, typer.Argument(metavar="FILE", help="The cluster.yaml to check.")]) -> None:
     """Check a cluster.yaml; every problem is reported with line and column."""
     with outcome():
-        from cluster.config import describe_config, load_config
+        from cluster.config.load import describe_config, load_config
 
         print(f"{file}: valid: {describe_config(load_config(file))}")
 
@@ -59,7 +59,7 @@ def explain(
 ) -> None:
     """Show how each worker would share out this machine's memory: weights, activations, KV pool, requests."""
     with outcome():
-        from cluster.config import load_config
+        from cluster.config.load import load_config
 
         config = load_config(file)
         roles = _explain_roles(config, mean_tokens)
@@ -78,7 +78,8 @@ def default_config() -> Path:
 
 def _explain_roles(config: ServingConfig, mean_tokens: int | None) -> dict[str, Explained]:
     """The memory plan of each role. Raises ConfigError for what the workers would refuse."""
-    from controller.plan import ROLES, plan_worker
+    from cluster.config.schema import ROLES
+    from controller.plan import plan_worker
 
     num_workers = {role: config.role(role).num_workers for role in ROLES}
     present = [role for role in ROLES if num_workers[role] > 0]

@@ -24,13 +24,12 @@ from cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
 from cli.config import default_config
 from cluster.address import format_address, listen_error
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
-from cluster.program import ExitCode
-from cluster.signals import Signals
+from cluster.program import ExitCode, Signals
 
 if TYPE_CHECKING:
     from rich.status import Status
 
-    from cluster.config import ServingConfig
+    from cluster.config.schema import ServingConfig
     from controller.config_file import ConfigFile
     from controller.events import ProgressBatch, ProgressEvent
 
@@ -342,7 +341,7 @@ class _View:
         self._console.print("stopped")
 
     def _banner(self, address: str) -> None:
-        from cluster.config import describe_config
+        from cluster.config.load import describe_config
 
         port = int(address.rpartition(":")[2])
         serving = replace(self._serving, router=replace(self._serving.router, port=port))

@@ -25,9 +25,18 @@ from typing import Literal, get_args
 import yaml
 
 from cluster.config.bounds import bounded
-from cluster.config.compose import compose, read_text
-from cluster.config.read import ConfigReader, entries, join, nearest, place_of, report_doubled_keys
-from cluster.config.source import ConfigSource, clip
+from cluster.config.read import ConfigReader
+from cluster.config.source import (
+    ConfigSource,
+    clip,
+    compose,
+    entries,
+    join,
+    nearest,
+    place_of,
+    read_text,
+    report_doubled_keys,
+)
 from cluster.errors import ConfigError
 
 Scope = Literal["generate", "admin"]

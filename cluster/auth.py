@@ -1,4 +1,4 @@
-"""Who may call what on a listener for clients and operators: the API key of a call, and what it opens.
+"""API keys at a listener for clients and operators: which keys are known, and which call needs which.
 
 A gRPC interceptor lets a call through to its method or ends it there, before its message is read; the method then asks
 `key_of` on whose behalf it works. The services named open need no key, every other one needs a key that is known, and
@@ -7,18 +7,29 @@ those named with a scope need that as well. Knows no method.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
+import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import grpc
 
 from cluster import rpc
-from cluster.api_keys import ApiKey, Scope, digest_of
-from cluster.errors import BatonError, PermissionDenied, Unauthenticated
+from cluster.api_keys import ApiKey, Scope, digest_of, load_keys
+from cluster.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
 
 HEADER = "authorization"
 _SCHEME = "bearer"
+LOOK_EVERY_S = 0.5
+
+Stamp = tuple[int, int, int, int]
+"""Differs between two states of a file: its inode, length, and when its text and anything else of it changed."""
+
+log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -46,6 +57,58 @@ class KeyRing:
         digest = digest_of(key)
         known = self._by_digest.get(digest)
         return known if known is not None and hmac.compare_digest(known.sha256, digest) else None
+
+
+class KeyFile:
+    """The keys of one file, kept in `ring`: a changed file takes effect within about a second, a broken one changes
+    nothing. Only `stat` runs on the event loop; a changed file is read and checked on the executor."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ConfigError for a file that cannot be read or is wrong."""
+        self._path = Path(path)
+        self._stamp = self._look()
+        """Stamp of what is in `ring`: a file that could not be read is read again."""
+        self._problem = ""
+        """The last logged problem; each is logged once."""
+        self.ring = KeyRing(load_keys(path))
+
+    async def follow(self, executor: Executor | None = None) -> None:
+        """Watches the file until cancelled. `executor` None: the event loop's own."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await self.refresh(executor)
+            except Exception as error:  # whatever it is, the file is looked at again
+                self._say(f"{type(error).__name__}: {error}")
+
+    async def refresh(self, executor: Executor | None) -> bool:
+        """Reads the file if it has changed; True when its keys are in `ring`."""
+        stamp = self._look()
+        if stamp == self._stamp:
+            self._problem = ""
+            return False
+        try:
+            keys: tuple[ApiKey, ...] = await asyncio.get_running_loop().run_in_executor(executor, load_keys, self._path)
+        except ConfigError as error:
+            self._say(error.message)
+            return False
+        self._stamp, self._problem = stamp, ""
+        self.ring.replace(keys)
+        log.info("%d API keys from now on", len(keys))
+        return True
+
+    def _say(self, problem: str) -> None:
+        if problem != self._problem:
+            self._problem = problem
+            log.error("the API keys stay as they were: %s", problem)
+
+    def _look(self) -> Stamp | None:
+        """None: it is not there."""
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only

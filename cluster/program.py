@@ -1,21 +1,26 @@
-"""The seam between a program and what hosts it: a shell (`python -m worker`) or a Ray actor (`controller.ray_actors`).
+"""The interface between a program and its host, a shell (`python -m worker`) or a Ray actor (`controller.ray_actors`),
+and what either needs of the operating system: signals, priority, exit codes.
 
-A program package (`worker`, `router`) offers `program.create(settings_json, report)`; the host calls `start`, then
-`wait`, and `stop` from any thread. Nothing here knows which program it runs.
+A program package (`worker`, `router`) offers `program.create(settings_json, report)`; the host calls `prepare`,
+`start`, `wait`, and `stop` from any thread. Nothing here knows which program it runs.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from types import ModuleType
+from typing import Protocol, Self
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
-from cluster.signals import Signals
 
 Report = Callable[[str], None]
 """Called with one line of progress at a time, such as `loading weights: 3 of 8 files`."""
@@ -58,6 +63,85 @@ def child_environment() -> dict[str, str]:
     """This process's environment, with Baton's packages on PYTHONPATH: `python -m worker` works from any folder."""
     path = os.pathsep.join(filter(None, [str(SOURCE_ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
+
+
+_LEAST_NICE = 19
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Signals:
+    """Calls `on_signal` for each SIGINT and SIGTERM, on a thread of its own. `start` it, or enter it as a context, on
+    the main thread.
+
+    Python runs its handlers on the main thread alone, once that returns to Python: while it waits for a lock, nothing
+    wakes it when the kernel has interrupted another thread, and the handler never runs. So the handlers here do
+    nothing; a thread waits for what Python writes at C level to a socket, on whichever thread was interrupted.
+    """
+
+    def __init__(self, on_signal: Callable[[], None]) -> None:
+        self._on_signal = on_signal
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+
+    def start(self) -> None:
+        """Begins; until the context is left, or the process ends."""
+        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="signals", daemon=True).start()
+        self.take_over()
+
+    def take_over(self) -> None:
+        """Puts the handlers in place, again after a library has set its own."""
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._writer.close()
+
+    def _listen(self) -> None:
+        with self._reader:
+            while data := self._reader.recv(64):
+                for number in data:
+                    if number in _SIGNALS:
+                        self._on_signal()
+
+
+def give_way() -> None:
+    """Gives the calling thread, and those that it makes from now on, the lowest priority (on Linux, where niceness is a
+    thread's; elsewhere it is the process's, and nothing happens).
+
+    Where steps take every core, a token reaches its client over some seven threads of three processes, each of which
+    would otherwise wait a few milliseconds for its turn.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_NICE)
+
+
+def import_behind(name: str) -> ModuleType:
+    """Imports a module at the lowest priority, and raises what the import raises. torch alone is seconds of work, which
+    would slow the other workers while one is started again."""
+    failures: list[BaseException] = []
+
+    def load() -> None:
+        give_way()
+        try:
+            importlib.import_module(name)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=load, name="import", daemon=True)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+    return sys.modules[name]
 
 
 def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) -> int:

@@ -13,7 +13,7 @@ import grpc
 
 from cluster import rpc
 from cluster.auth import Gate, KeyRing
-from cluster.config import AdminSection, ServingConfig
+from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.tls import ServerTls

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.config.schema import RoleName, ServingConfig
+from cluster.config.schema import ROLES, RoleName, ServingConfig
 from cluster.errors import FailedPrecondition
-from controller.plan import ROLES
 
 OTHER: Mapping[RoleName, RoleName] = {"prefill": "decode", "decode": "prefill"}
 

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from cluster.atomic_write import replace_text
-from cluster.config import ServingConfig, parse_config
 from cluster.config.changes import differences, set_values
+from cluster.config.load import parse_config
+from cluster.config.schema import ServingConfig
+from cluster.config.source import read_text
 from cluster.errors import BatonError, ConfigError, FailedPrecondition
 
 _STEADY_LOOKS = 2
@@ -36,12 +38,7 @@ class ConfigFile:
 
     def read(self) -> str:
         """Raises ConfigError."""
-        try:
-            return self.path.read_bytes().decode("utf-8-sig")
-        except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{self.path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+        return read_text(self.path)
 
     def parse(self, text: str, filename: str = "") -> ServingConfig:
         """Raises ConfigError; `filename`: where the text comes from, if not from this file."""

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.address import listen_error
-from cluster.config import ServingConfig
+from cluster.config.schema import ServingConfig
 from cluster.errors import ConfigError
 from controller.config_file import ConfigFile
 from controller.launchers import num_gpus

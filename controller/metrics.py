@@ -14,13 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
+from cluster.config.schema import ROLES
 from cluster.metrics import Metric, counter_family, render_reference
 from controller.events import EventKind, EventLog
 from controller.rebalance_policy import Reason
 from controller.rebalancer import Rebalancer
 from controller.supervisor import SupervisorState
 
-ROLES = ("prefill", "decode")
 OUTCOMES = {"done": EventKind.CHANGED, "failed": EventKind.FAILED, "refused": EventKind.REFUSED}
 _STATES = tuple(state.value.replace(" ", "_") for state in SupervisorState)
 

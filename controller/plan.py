@@ -9,12 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.config import ServingConfig
-from cluster.config.schema import DeviceName, RoleName
+from cluster.config.schema import ROLES, DeviceName, RoleName, ServingConfig
 from cluster.errors import ConfigError
 from cluster.settings import RouterSettings, WorkerSettings
-
-ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
 ROUTER_PORT_STEP = 10
 BATCH_FOLDER = "~/.local/state/baton"

@@ -25,8 +25,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
-from cluster.niceness import import_behind
-from cluster.program import Program
+from cluster.program import Program, import_behind
 from controller.supervisor import StartFailed
 
 Strategy = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy

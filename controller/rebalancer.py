@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from cluster.config import ServingConfig
+from cluster.config.schema import ServingConfig
 from cluster.demand import Demand
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2

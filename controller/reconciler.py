@@ -22,9 +22,9 @@ import grpc
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.config import AdminSection, ServingConfig
+from cluster.auth import KeyFile
+from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError
-from cluster.key_file import KeyFile
 from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2
 from cluster.settings import run_time_json

@@ -15,14 +15,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.config import RolesSection, ServingConfig
 from cluster.config.changes import differences, refuse_fixed
 from cluster.config.checks import check
-from cluster.config.schema import RoleName
+from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
 from controller.change_plan import Step, plan_ratio, ratio_of, wanted_of
 from controller.events import EventKind, EventLog
-from controller.plan import ROLES
 from controller.worker_pool import StepFailed, StepRunner
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cluster.config import ServingConfig
-from cluster.config.schema import EngineSection, RoleName
+from cluster.config.schema import EngineSection, RoleName, ServingConfig
 from cluster.pb import admin_pb2, worker_pb2
 from controller.change_plan import Flip, Member, Start, Step, Stop
 from controller.plan import WorkerPlan, plan_worker

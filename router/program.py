@@ -22,9 +22,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 from cluster import rpc
 from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
-from cluster.auth import Gate
+from cluster.auth import Gate, KeyFile
 from cluster.errors import ConfigError
-from cluster.key_file import KeyFile
 from cluster.metrics import LabelledCounter, MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report

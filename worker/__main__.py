@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 
-from cluster.niceness import import_behind
-from cluster.program import host_in_shell
+from cluster.program import host_in_shell, import_behind
 from cluster.settings import WorkerSettings, parse_flags
 
 if __name__ == "__main__":

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import torch
 
-from cluster.niceness import give_way
 from cluster.pb import rank_pb2
-from cluster.program import Report
+from cluster.program import Report, give_way
 from cluster.settings import WorkerSettings
 from cluster.units import format_bytes
 from engine.allocator import keep_freed_memory

@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 
 from cluster.config.load import ROOT
-from cluster.config.read import entries, join, kinds_of
+from cluster.config.read import kinds_of
 from cluster.config.schema import ServingConfig
+from cluster.config.source import entries, join
 from cluster.errors import FailedPrecondition
 
 

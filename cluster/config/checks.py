@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from cluster.address import ANY_HOST, is_loopback
-from cluster.config.schema import RoleName, ServingConfig
+from cluster.config.schema import ROLES, RoleName, ServingConfig
 from cluster.transports import transports_of
-
-ROLES: tuple[RoleName, ...] = ("prefill", "decode")
 
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(

@@ -15,10 +15,20 @@ import yaml
 
 from cluster.address import format_address
 from cluster.config.checks import ConfigFinding, check
-from cluster.config.compose import compose, read_text
-from cluster.config.read import ConfigReader, entries, join, nearest, place_of, report_doubled_keys
+from cluster.config.read import ConfigReader
 from cluster.config.schema import AuthSection, InternalTlsSection, ServingConfig, TlsSection
-from cluster.config.source import ConfigSource, SourcePosition, clip
+from cluster.config.source import (
+    ConfigSource,
+    SourcePosition,
+    clip,
+    compose,
+    entries,
+    join,
+    nearest,
+    place_of,
+    read_text,
+    report_doubled_keys,
+)
 from cluster.errors import ConfigError
 
 ROOT = "metadata.serving"

@@ -1,13 +1,11 @@
-"""YAML nodes held against the schema: types, limits, unknown and doubled keys; every mistake is reported, none raised.
+"""YAML nodes held against the schema: types, limits and unknown keys; every mistake is reported, none raised.
 
-Works on the node graph of `yaml.compose`, so that each value has its position and nothing from the file is ever
-constructed. Knows no single key: the dataclasses of `cluster.config.schema` say what may stand where.
+Knows no single key: the dataclasses of `cluster.config.schema` say what may stand where.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import re
 import types
@@ -20,7 +18,7 @@ import yaml
 
 from cluster.config.bounds import Bounds
 from cluster.config.schema import ALIASES
-from cluster.config.source import ConfigSource, SourcePosition, clip
+from cluster.config.source import ConfigSource, SourcePosition, clip, entries, join, nearest, place_of
 
 T = TypeVar("T")
 _TAG = "tag:yaml.org,2002:"
@@ -63,45 +61,6 @@ def kinds_of(section: type) -> dict[str, FieldKind]:
         bounds = f.metadata.get("bounds", Bounds())
         found[f.name] = FieldKind(str if choices else inner, choices, type(None) in arguments, bounds, is_list)
     return found
-
-
-def place_of(node: yaml.Node) -> SourcePosition:
-    return SourcePosition(node.start_mark.line + 1, node.start_mark.column + 1)
-
-
-def join(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
-
-
-def entries(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
-    """(key as text, key node, value node) of a mapping; a key that is itself a collection shows as `?`."""
-    return [(k.value if isinstance(k, yaml.ScalarNode) else "?", k, v) for k, v in node.value]
-
-
-def nearest(key: str, known: Iterable[str]) -> str | None:
-    found = difflib.get_close_matches(key.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def report_doubled_keys(source: ConfigSource, root: yaml.Node) -> None:
-    """A key written twice: YAML readers silently take the last. Looks at the whole file, Ray's part included."""
-    seen: set[int] = set()
-    stack: list[tuple[str, yaml.Node]] = [("", root)]
-    while stack:
-        prefix, node = stack.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            first: dict[str, SourcePosition] = {}
-            for key, key_node, value in entries(node):
-                path = join(prefix, clip(key))
-                if key in first and isinstance(key_node, yaml.ScalarNode):
-                    source.report(place_of(key_node), path, f"is there twice; the first is in line {first[key].line}")
-                first.setdefault(key, place_of(key_node))
-                stack.append((path, value))
-        elif isinstance(node, yaml.SequenceNode):
-            stack.extend((f"{prefix}[{number}]", item) for number, item in enumerate(node.value))
 
 
 class ConfigReader:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.config.changes import is_run_time
-from cluster.config.read import FieldKind, join, kinds_of
+from cluster.config.read import FieldKind, kinds_of
 from cluster.config.schema import ServingConfig
+from cluster.config.source import join
 
 _INTRODUCTION = """\
 # Configuration

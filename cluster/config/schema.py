@@ -7,7 +7,7 @@ docs/configuration.md, `cluster.config.read` holds files against them. Nothing h
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from cluster.config.bounds import RUN_TIME, bounded
 from cluster.transports import TransportName
@@ -24,6 +24,7 @@ DigestName = Literal["auto", "on", "sampled", "off"]
 RebalanceMode = Literal["fixed", "auto"]
 PolicyName = Literal["predicted", "least_loaded", "round_robin", "random"]
 RoleName = Literal["prefill", "decode"]
+ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 ALIASES = {
     "gpu": "cuda",

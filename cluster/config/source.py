@@ -1,11 +1,19 @@
-"""Where a mistake is in the operator's file, and how it is shown: `file:line:column: key: what`, the line, a caret.
+"""An operator's YAML file: its text, its nodes, and its mistakes, shown as `file:line:column: key: what` and the line.
 
-Owns the text and the list of problems found so far. Knows no key of the schema.
+Works on the node graph of `yaml.compose` with the safe loader: each value has its position, and nothing from the file
+is ever constructed. Knows no key of a schema.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from cluster.errors import ConfigError
 
 _MAX_LINE = 140
 
@@ -74,3 +82,79 @@ def clip(text: str, limit: int = 60) -> str:
     """A value as an error shows it: on one line and short."""
     flat = "".join(c if c.isprintable() else "?" for c in text)
     return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+
+
+def read_text(path: str | Path) -> str:
+    """Raises ConfigError for a file that cannot be read as text."""
+    try:
+        return Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+
+
+def compose(source: ConfigSource, text: str, remedy: str) -> yaml.MappingNode:
+    """The node graph of a single document with a mapping at its top; `remedy` says what to write where there is none.
+
+    Bad YAML is raised at once as ConfigError, since nothing after it can be trusted.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        hint = "; indent with spaces" if "\\t" in str(error.problem) else ""
+        context = f" {error.context}" if error.context else ""
+        place = SourcePosition(mark.line + 1, mark.column + 1) if mark else None
+        source.report(place, "", f"is not valid YAML: {error.problem}{context}{hint}")
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        place = SourcePosition(before.count("\n") + 1, error.position - before.rfind("\n"))
+        source.report(place, "", f"is not valid YAML: the character U+{error.character:04X} may not stand in a file")
+    except RecursionError:
+        source.report(None, "", "is not valid YAML: nested too deeply")
+    else:
+        if isinstance(root, yaml.MappingNode):
+            return root
+        what = "is empty" if root is None else "must be a mapping of keys to values at its top"
+        source.report(place_of(root) if root else None, "", f"{what}; {remedy}")
+    raise ConfigError(source.render())
+
+
+def place_of(node: yaml.Node) -> SourcePosition:
+    return SourcePosition(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def entries(node: yaml.MappingNode) -> list[tuple[str, yaml.Node, yaml.Node]]:
+    """(key as text, key node, value node) of a mapping; a key that is itself a collection shows as `?`."""
+    return [(k.value if isinstance(k, yaml.ScalarNode) else "?", k, v) for k, v in node.value]
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    found = difflib.get_close_matches(key.lower().replace("-", "_"), list(known), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def report_doubled_keys(source: ConfigSource, root: yaml.Node) -> None:
+    """A key written twice: YAML readers silently take the last. Looks at the whole file, Ray's part included."""
+    seen: set[int] = set()
+    stack: list[tuple[str, yaml.Node]] = [("", root)]
+    while stack:
+        prefix, node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.MappingNode):
+            first: dict[str, SourcePosition] = {}
+            for key, key_node, value in entries(node):
+                path = join(prefix, clip(key))
+                if key in first and isinstance(key_node, yaml.ScalarNode):
+                    source.report(place_of(key_node), path, f"is there twice; the first is in line {first[key].line}")
+                first.setdefault(key, place_of(key_node))
+                stack.append((path, value))
+        elif isinstance(node, yaml.SequenceNode):
+            stack.extend((f"{prefix}[{number}]", item) for number, item in enumerate(node.value))

@@ -5,8 +5,7 @@ what is in a log is its writer's own.
 """
 
 from cluster.state.guard import Guard
-from cluster.state.memory import MemoryStore
-from cluster.state.store import Claim, Log, Outcome, Store, StoreAway, Write
+from cluster.state.store import Claim, Log, MemoryStore, Outcome, Store, StoreAway, Write
 
 __all__ = ["Claim", "Guard", "Log", "MemoryStore", "Outcome", "Store", "StoreAway", "Write", "open_store"]
 

@@ -21,7 +21,7 @@ from chaos_states import (
     unblock,
 )
 
-from cluster.config import TransferSection
+from cluster.config.schema import TransferSection
 from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
 

@@ -13,7 +13,7 @@ import typer
 from doc_pages import ROOT, Page, Said
 
 from cli.main import app
-from cluster.config import ServingConfig
+from cluster.config.schema import ServingConfig
 
 BATON = re.compile(r"(?:^|[\s;&|(])(?:\.venv/bin/)?baton +(?=[a-z-])")
 

@@ -19,7 +19,7 @@ from doc_commands import baton_lines, commands, config_keys, make_targets, wrong
 from doc_pages import ROOT, Block, Page, all_pages, pages
 from doc_session import NOT_RUN, RUN, first_command, make_checkout, would_make
 
-from cluster.config import load_config
+from cluster.config.load import load_config
 
 PLAIN = {"text", "console", "mermaid", "json"}
 """Nothing to run: diagrams and formats; `console` is what the commands before it print, which is compared."""

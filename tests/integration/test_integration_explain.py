@@ -12,7 +12,7 @@ from cluster_fixture import BUNDLED_MODEL
 from scripted_router import baton
 from workers import Worker, running
 
-from cluster.config import load_config
+from cluster.config.load import load_config
 from cluster.units import format_bytes
 from controller.plan import plan_worker
 from engine import profiling

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from waiting import is_running
 
-from cluster.config import (
+from cluster.config.schema import (
     AdminSection,
     EngineSection,
     ModelSection,

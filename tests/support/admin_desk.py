@@ -8,7 +8,7 @@ from typing import Any
 
 from admin_world import FILE, ReconfigurerStage
 
-from cluster.config import ServingConfig
+from cluster.config.schema import ServingConfig
 from cluster.pb import admin_pb2
 from controller.config_file import ConfigFile
 from controller.reconfigurer import SaveConfig

@@ -9,7 +9,7 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
-from cluster.config import ModelSection, RoleSection, RolesSection, ServingConfig
+from cluster.config.schema import ModelSection, RoleSection, RolesSection, ServingConfig
 from controller.change_plan import Member, Step, apply_step
 from controller.events import ClusterEvent, EventKind, EventLog
 from controller.reconfigurer import Reconfigurer

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from cluster.api_keys import OWNER_ONLY, load_keys
-from cluster.config import describe_config
+from cluster.config.load import describe_config
 from cluster.errors import ConfigError
 from cluster.program import ExitCode
 from cluster.units import count_of, format_bytes

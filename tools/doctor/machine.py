@@ -10,9 +10,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from cluster.config.schema import ROLES
 from cluster.units import count_of, format_bytes
 from controller.local_ray import OBJECT_STORE_BYTES
-from controller.plan import ROLES
 from tools.doctor.bounded import Part
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject

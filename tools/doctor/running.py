@@ -7,13 +7,13 @@ import json
 from collections.abc import Iterator, Mapping
 
 from cluster.address import address_here
+from cluster.config.schema import ROLES
 from cluster.errors import PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.program import ExitCode
 from cluster.proto_names import state_name
 from cluster.transports import BEST_FIRST
 from cluster.units import count_of
-from controller.plan import ROLES
 from tools.doctor.check import Finding, Half, baton_version, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject, fetch
 

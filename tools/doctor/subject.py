@@ -21,11 +21,12 @@ from typing import Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.address import address_here, parse_address
-from cluster.config import ServingConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.schema import ROLES, ServingConfig
 from cluster.errors import BatonError, ConfigError, NotReachable
 from cluster.pb import admin_pb2
 from cluster.tls import INTERNAL_NAME, ClientTls
-from controller.plan import ROLES, plan_worker
+from controller.plan import plan_worker
 from tools.client import AdminClient, BatonClient, key_metadata
 from tools.doctor.bounded import Part, ProgramRun, on_thread
 

@@ -13,7 +13,7 @@ import pytest
 from admin_desk import FakeBackend
 from scripted_router import baton
 
-from cluster.config import AdminSection
+from cluster.config.schema import AdminSection
 from cluster.errors import ConfigError, FailedPrecondition
 from cluster.pb import admin_pb2
 from controller.admin_service import start_admin

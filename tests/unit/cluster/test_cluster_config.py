@@ -9,9 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.config import ModelSection, RoleSection, ServingConfig, load_config, parse_config
+from cluster.config.load import load_config, parse_config
 from cluster.config.read import kinds_of
 from cluster.config.reference import field_docs, reference, render_reference
+from cluster.config.schema import ModelSection, RoleSection, ServingConfig
 from cluster.errors import ConfigError
 from controller.plan import plan_cluster
 

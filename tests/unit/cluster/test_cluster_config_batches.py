@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ServingConfig, parse_config
-from cluster.config.schema import ModelSection, PlacementSection, RouterSection
+from cluster.config.load import parse_config
+from cluster.config.schema import ModelSection, PlacementSection, RouterSection, ServingConfig
 from cluster.errors import ConfigError
 from controller.plan import plan_cluster
 from router.batches.redis_store import RedisBatchStore

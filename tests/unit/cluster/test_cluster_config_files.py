@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config import ServingConfig, parse_config
+from cluster.config.load import parse_config
+from cluster.config.schema import ServingConfig
 from cluster.errors import ConfigError
 from controller.plan import plan_cluster
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import ModelSection, RouterSection, ServingConfig
 from cluster.config.checks import check
+from cluster.config.schema import ModelSection, RouterSection, ServingConfig
 from controller.plan import plan_cluster
 
 

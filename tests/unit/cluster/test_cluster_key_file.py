@@ -10,10 +10,10 @@ import pytest
 
 from cli import keys
 from cli.keys import edited_keys
-from cluster import key_file as key_file_module
+from cluster import auth
 from cluster.api_keys import ApiKey, digest_of, load_keys, render_keys
+from cluster.auth import KeyFile
 from cluster.errors import ConfigError
-from cluster.key_file import KeyFile
 
 STAYS, REVOKED = (ApiKey(name, digest_of(name), "acme", ("generate",)) for name in ("stays", "revoked"))
 
@@ -35,12 +35,12 @@ async def test_a_file_that_could_not_be_read_once_is_read_again_and_the_problem_
 
     with edited_keys(file) as found:
         found.remove(REVOKED)
-    monkeypatch.setattr(key_file_module, "load_keys", denied)
+    monkeypatch.setattr(auth, "load_keys", denied)
     assert not await keys.refresh(None)
     assert not await keys.refresh(None)
     assert keys.ring.find("revoked") is not None
     assert len(caplog.records) == 1
-    monkeypatch.setattr(key_file_module, "load_keys", load_keys)
+    monkeypatch.setattr(auth, "load_keys", load_keys)
     assert await keys.refresh(None)
     assert keys.ring.find("revoked") is None and keys.ring.find("stays") is not None
     assert not await keys.refresh(None)

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.config import load_config
+from cluster.config.load import load_config
 from cluster.config.reference import reference
 
 ROOT = Path(__file__).resolve().parents[3]

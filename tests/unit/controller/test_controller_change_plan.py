@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config.schema import RoleName
+from cluster.config.schema import ROLES, RoleName
 from cluster.errors import FailedPrecondition
 from controller.change_plan import Flip, Member, Start, Step, Stop, Wanted, apply_step, plan_ratio, ratio_of
-from controller.plan import ROLES
 
 
 def fleet(prefill: int, decode: int, tp_size: int = 1) -> list[Member]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from admin_world import config_of
 
-from cluster.config import EngineSection
+from cluster.config.schema import EngineSection
 from cluster.pb import admin_pb2, worker_pb2
 from controller import worker_pool as steps_module
 from controller.change_plan import Flip, Start, Stop

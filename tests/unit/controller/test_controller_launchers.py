@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from admin_world import config_of
 
-from cluster.config import EngineSection, ModelSection
+from cluster.config.schema import EngineSection, ModelSection
 from cluster.pb import admin_pb2
 from cluster.settings import RouterSettings
 from controller import worker_pool as change_steps

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import (
+from cluster.config.schema import (
     EngineSection,
     MetricsSection,
     ModelSection,

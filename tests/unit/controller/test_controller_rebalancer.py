@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.config import ServingConfig
-from cluster.config.schema import AutoSection, ModelSection, RebalanceSection
+from cluster.config.schema import AutoSection, ModelSection, RebalanceSection, ServingConfig
 from cluster.demand import Demand
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2

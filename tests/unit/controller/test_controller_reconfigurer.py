@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from admin_world import ReconfigurerStage, config_of
 
-from cluster.config import ServingConfig
+from cluster.config.schema import ServingConfig
 from cluster.errors import FailedPrecondition
 from controller.events import EventKind
 from controller.reconfigurer import AnotherChange, StaleVersion

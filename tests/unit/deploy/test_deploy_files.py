@@ -18,7 +18,7 @@ import yaml
 
 import controller.metrics
 import router.observe.metrics
-from cluster.config import load_config
+from cluster.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[3]
 DEPLOY = ROOT / "deploy"

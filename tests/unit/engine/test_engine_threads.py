@@ -16,7 +16,7 @@ needs_openmp = pytest.mark.skipif(threads._openmp() is None, reason="torch has n
 
 NICENESS = """
 import os, threading, torch
-from cluster.niceness import give_way
+from cluster.program import give_way
 from engine.threads import compute_with
 
 def niceness():

@@ -20,9 +20,8 @@ from router_harness import Router, ids, refusal, running_router, text_of, text_s
 from scripted_router import baton
 
 from cluster.api_keys import ApiKey, KeyQuota, digest_of, render_keys
-from cluster.auth import KeyRing
+from cluster.auth import KeyFile, KeyRing
 from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
-from cluster.key_file import KeyFile
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ANYONE, Principal, Quota

@@ -24,7 +24,7 @@ from router_harness import Router, ids, running_router, text_spec
 from cluster import rpc
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.auth import KeyRing
-from cluster.config import AdminSection
+from cluster.config.schema import AdminSection
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import InternalTls
