@@ -28,24 +28,7 @@ def _params_of(sampling: worker_pb2.Sampling, constrainer: Constrainer | None) -
         if constrainer is None:
             raise ValueError("this worker's model folder has no tokenizer.json, which constrained output needs")
         constraint = constrainer.new(sampling.grammar)
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        seed=sampling.seed,
-        n=max(1, sampling.n),
-        logit_bias=dict(sampling.logit_bias),
-        allowed_token_ids=tuple(sampling.allowed_token_ids),
-        max_output_tokens=sampling.max_output_tokens,
-        min_output_tokens=sampling.min_output_tokens,
-        stop_token_ids=frozenset(sampling.stop_token_ids),
-        top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
-        constraint=constraint,
-    )
+    return SamplingParams.from_proto(sampling, constraint)
 
 
 def problem_of(request: Request, vocab_size: int, max_model_len: int) -> str:

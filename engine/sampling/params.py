@@ -1,20 +1,30 @@
-"""Owns the words of sampling: what a request asks for, what the sampler is given and answers, when a sequence ends.
+"""The plain types of sampling: what a request asks for, what the sampler takes and returns, and when a sequence ends.
 
-Plain values without tensors. Ranges are the router's to validate; here a value is taken at its word.
+No tensors. The router validates ranges; values are used here as they come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
+from cluster.pb import worker_pb2
 from engine.sampling.constraint import Constraint
+
+_CONTAINERS: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": dict,
+    "allowed_token_ids": tuple,
+    "stop_token_ids": frozenset,
+}
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to choose tokens and when to stop. Keep one object for a request's life: the sampler caches by identity."""
+    """How to choose tokens and when to stop. Keep one object for a request's life: the sampler caches by identity.
+
+    A field has the name that it has in the proto's `Sampling`; only `grammar` becomes a constraint.
+    """
 
     temperature: float = 1.0
     """0: greedy."""
@@ -39,13 +49,23 @@ class SamplingParams:
     """Empty: every token."""
     max_output_tokens: int = 16
     min_output_tokens: int = 0
-    """Until so many are there, no stop token is chosen (unless nothing else is allowed)."""
+    """No stop token is chosen before this many tokens (unless nothing else is allowed)."""
     stop_token_ids: frozenset[int] = frozenset()
     """Ends a sequence and is its last token; includes the end-of-sequence ids unless the client ignores them."""
     top_logprobs: int | None = None
     """None: no logprobs. 0: the chosen token's only."""
     constraint: Constraint | None = None
-    """What the output must be; None: anything. Where it is whole, a stop token may follow, and maybe nothing else."""
+    """What the output must match; None: anything. Where it is complete, a stop token may follow, maybe nothing else."""
+
+    @classmethod
+    def from_proto(cls, message: worker_pb2.Sampling, constraint: Constraint | None = None) -> Self:
+        values: dict[str, Any] = {"constraint": constraint}
+        for field_ in message.DESCRIPTOR.fields:
+            name = field_.name
+            if name != "grammar" and (not field_.has_presence or message.HasField(name)):
+                value = getattr(message, name)
+                values[name] = _CONTAINERS[name](value) if name in _CONTAINERS else value
+        return cls(**(values | {"n": max(1, message.n)}))
 
     @property
     def is_greedy(self) -> bool:
@@ -65,7 +85,7 @@ class SampleRow:
 class SampledToken(NamedTuple):
     """A chosen token, or one of a prompt.
 
-    Its logprob, its 1-based rank and the most likely tokens are the model's own, before any rule.
+    Logprob, 1-based rank and most likely tokens are of the model's own distribution, before any rule.
     """
 
     token_id: int
