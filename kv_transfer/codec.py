@@ -1,4 +1,4 @@
-"""What lies in a slot: one chunk of KV with a header that says which chunk it is.
+"""Packs a chunk of KV into a slot, with a header that says which chunk it is, and unpacks it.
 
     64 bytes   header, little-endian: what the payload is and whose it is, and a digest of both
     payload    [l, 2, T, h, D] in the wire dtype, padded with zeros to 8 bytes
@@ -6,7 +6,7 @@
 
 Both sides compute the same sizes from the range and the layouts; nothing that a header says is used for more than to
 be compared with what is expected. So whatever arrives, either the pages get exactly the chunk that was sent for them,
-or `Corrupted` is raised and they are as they were (with a digest; without one, as far as the header tells).
+or `Corrupted` is raised and they are as they were (with a digest; without one, as far as the header shows).
 
 A codec belongs to one route on one side: `pack` is the sender's, `unpack` the receiver's; each is called by one thread
 at a time. It knows pages and slots; it knows no transport, no request and no order.
@@ -40,7 +40,7 @@ _LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _SMALLEST_SCALE = 2.0**-120
 """Its inverse is finite. Rows whose values are all below it come back as zeros."""
 _LARGEST_VALUE = torch.finfo(torch.float32).max * (1 - 2.0**-22)
-"""What the largest code may come back as: dividing and multiplying again must not end in infinity."""
+"""The largest value that a code may decode to: dividing and multiplying again must not end in infinity."""
 _FLOAT16_OVER_FP8 = 2.0**8
 SCALE_BYTES = 4
 

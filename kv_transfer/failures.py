@@ -1,4 +1,4 @@
-"""How moving KV can fail, for every module of this package. Both failures may be cured by trying again elsewhere.
+"""The errors of moving KV. After either, trying again elsewhere may work.
 
 BatonError
 └── TransferFailed   the peer is gone, silent for too long, or the pair was closed
@@ -18,6 +18,6 @@ class TransferFailed(BatonError):
 
 
 class Corrupted(TransferFailed):
-    """What lies in a slot is not the chunk that was expected, or not as it was sent. No page was written."""
+    """A slot does not hold the expected chunk, or not as it was sent. No page was written."""
 
     reason = "TRANSFER_CORRUPTED"

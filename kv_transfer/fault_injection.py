@@ -1,7 +1,7 @@
-"""Makes a share of a rank's transfers fail on purpose: what `transfer_faults` sets, for tests of what comes after.
+"""Makes a share of a rank's transfers fail on purpose, as `transfer_faults` sets it, for tests of recovery.
 
-A pair is wrapped where it is made; nothing else knows. Each operation draws one number: most go through, the others get
-one of the faults that exist for their direction. What was done is counted, and logged as it is done.
+A pair is wrapped where it is made; nothing else knows of it. Each operation draws one number: most go through, the
+others get one of the faults of their direction. Faults are counted and logged.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Faults:
         if not 0 <= rate <= 1:
             raise ValueError(f"transfer_faults: {rate} is not between 0 and 1")
         self.counts: Counter[str] = Counter()
-        """How often each fault was made."""
+        """The number of times each fault was made."""
         self._rate = rate
         self._random = random.Random(seed)
         self._lock = threading.Lock()
@@ -64,7 +64,7 @@ class Faults:
 
 
 class FaultyPair:
-    """A pair some of whose operations go wrong."""
+    """A pair with operations that fail on purpose."""
 
     def __init__(self, pair: Pair, faults: Faults) -> None:
         self._pair = pair

@@ -61,7 +61,7 @@ _LOW_HALF = (1 << 32) - 1
 
 
 class DigestKind(IntEnum):
-    """What a header's digest covers beside the header itself."""
+    """The digest of the payload; the header itself is always covered."""
 
     NONE = 0
     XXH3 = 1
@@ -87,7 +87,7 @@ class DigestPolicy:
 
 @dataclass(frozen=True)
 class Header:
-    """What both sides know of a slot before it is sent."""
+    """The facts that both sides know of a slot before it is sent."""
 
     tag: int
     """Below 2^64; names the chunk."""

@@ -5,8 +5,8 @@ driver counts who still uses it: it is given back when both processes have unmap
 neither can find it taken away under a copy. What torch offers for this keeps counts in named files instead, which
 outlive a killed process and pin the memory of the other one.
 
-Between two GPUs the receiver reads over NVLink or PCIe; both must be visible to it. The transfer engine keeps the
-order: a slot is announced when the copy into it has ended, and released when the copy out of it has.
+Between two GPUs the receiver reads over NVLink or PCIe; both must be visible to it. The transfer engine orders copies:
+a slot is announced when the copy into it has ended, and released when the copy out of it has.
 """
 
 from __future__ import annotations

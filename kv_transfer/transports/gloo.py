@@ -54,7 +54,7 @@ class GlooPair:
         return self._post("recv", slot, num_bytes)
 
     def release(self, slot: int) -> None:
-        """Nothing to tell: each side has slots of its own."""
+        """Does nothing: each side has slots of its own."""
 
     def close(self) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a transport is: one side of one route, from one rank of a sending worker to one rank of a receiving worker.
+"""A transport's pair: one side of one route, from one rank of a sending worker to one rank of a receiving worker.
 
 A pair owns its slots: `num_slots` pieces of uint8 memory to gather into or to scatter from; what is sent from slot i
 lands in the other side's slot i. Slots of one pair are never another's, so a pair fails, is closed and is made anew
@@ -65,11 +65,11 @@ class Pair(Protocol):
         ...
 
     def release(self, slot: int) -> None:
-        """Tells that what landed in a slot was read; raises TransferFailed when the pair is broken."""
+        """Reports that a slot's content was read; raises TransferFailed when the pair is broken."""
         ...
 
     def close(self) -> None:
-        """Ends the pair for both sides and wakes whoever waits on it. Idempotent, from any thread.
+        """Ends the pair for both sides and wakes all who wait on it. Idempotent, from any thread.
 
         Raises TransferFailed when it cannot be ended: then its slots may still be touched.
         """
@@ -155,7 +155,7 @@ def _is_wanted() -> bool:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where two ranks meet, and what one of them brings along."""
+    """The place where two ranks meet, and one side's part of the pair."""
 
     store_address: str
     stores: StoreClients
@@ -165,13 +165,13 @@ class Meeting:
     host: str
     """This side's own address."""
     device: torch.device
-    """Where this side's pages lie."""
+    """The device of this side's pages."""
     num_slots: int
     slot_bytes: int
-    """The same on both sides."""
+    """Equal on both sides."""
     timeout_s: float
     is_wanted: Callable[[], bool] = _is_wanted
-    """False: nobody wants this pair any more, so nobody needs to be waited for."""
+    """False: the pair is no longer wanted, so waiting for the other side ends."""
 
 
 def reason_of(error: Exception) -> str:

@@ -84,7 +84,7 @@ class NcclPair:
         return self._post("recv", self._filled(slot, num_bytes))
 
     def release(self, slot: int) -> None:
-        """Nothing to tell: each side has slots of its own."""
+        """Does nothing: each side has slots of its own."""
 
     def close(self) -> None:
         with self._lock:
@@ -133,14 +133,14 @@ class _NcclWork:
 
     def wait(self, timeout_s: float) -> None:
         why, deadline = f"Timed out after {timeout_s:.1f} s", time.monotonic() + timeout_s
-        has_told = False
+        has_ended_early = False
         try:
             while not self._ended.query():
                 if self._pair.is_closed or time.monotonic() > deadline:
                     break
-                if not has_told and self._work.is_completed():
+                if not has_ended_early and self._work.is_completed():
                     # An operation that ends for NCCL but not on the GPU, which follows within a moment, has failed.
-                    has_told, why = True, "NCCL reports an error of the connection"
+                    has_ended_early, why = True, "NCCL reports an error of the connection"
                     deadline = min(deadline, time.monotonic() + ERROR_AFTER_S)
                 time.sleep(POLL_S)
             has_ended = self._ended.query()

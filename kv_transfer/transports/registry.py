@@ -52,7 +52,7 @@ def machine_obstacle(transport: str) -> str | None:
 
 
 def supported(device: str, wanted: str, obstacle: Callable[[str], str | None] = machine_obstacle) -> tuple[str, ...]:
-    """What a worker on `device` (`cpu`, `cuda` or `cuda:N`) can use, best first; a `wanted` one alone unless `auto`.
+    """Transports of a worker on `device` (`cpu`, `cuda` or `cuda:N`), best first; only `wanted` unless it is `auto`.
 
     `obstacle` returns why this machine cannot use a transport, or None. Raises ConfigError.
     """

@@ -1,7 +1,7 @@
 """Pairs whose two sides see the same slots: the sender gathers into them, the receiver scatters out of them.
 
-Which memory it is, and how it is shared by a file descriptor, is another module's business (`shm`, `cuda_ipc`). Here
-are the meeting of two processes of one host and the notes that they exchange, over a Unix socket of fixed-size packets:
+`shm` and `cuda_ipc` provide the memory and share it by a file descriptor. This module has the meeting of two processes
+of one host and the notes that they exchange, over a Unix socket of fixed-size packets:
 
     sender                          receiver
       HELLO + descriptor   ->                      what is shared; refused unless it is exactly what was expected
@@ -14,7 +14,7 @@ Nothing has a name in a file system, so nothing can be left behind. A ring serve
 stopped and wakes up later finds its socket closed, and what it may still write goes where nobody reads any more.
 A note that makes no sense ends the pair.
 
-There is no thread here: whoever waits reads the notes, for the others that wait as well.
+There is no thread here: one of the waiting threads reads the notes for all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kv_transfer.transports.interface import Meeting, TransferWork, reason_of
 
 MAGIC = b"BtRg\x01"
 AT_ONCE_S, CALL_AGAIN_S = 0.1, 0.002
-"""How long nobody looks whether the pair is still wanted; how often a sender that is late is called."""
+"""Seconds between checks that the pair is still wanted, and between calls to a sender that is late."""
 
 _HELLO = struct.Struct("<5s11sIIQ")  # magic, kind of memory, slots, unused, bytes of a slot
 _NOTE = struct.Struct("<BxxxIQ")  # kind, slot, bytes
@@ -58,7 +58,7 @@ class SharedMemory(Protocol):
         ...
 
     def attach(self, meeting: Meeting, descriptor: int) -> list[Tensor]:
-        """The slots that a descriptor from the other side, which is not to be trusted, stands for."""
+        """The slots behind a descriptor from the other side, which is not to be trusted."""
         ...
 
 
@@ -87,7 +87,7 @@ class RingPair:
     def send(self, slot: int, num_bytes: int) -> TransferWork:
         with self._changed:
             self._filled[slot] = num_bytes
-            self._tell("send", _FILLED, slot, num_bytes)
+            self._notify("send", _FILLED, slot, num_bytes)
         return _RingWork(self, f"send on {self.name}", lambda: slot not in self._filled)
 
     def receive(self, slot: int, num_bytes: int) -> TransferWork:
@@ -105,7 +105,7 @@ class RingPair:
     def release(self, slot: int) -> None:
         with self._changed:
             self._filled.pop(slot, None)
-            self._tell("release", _RELEASED, slot, 0)
+            self._notify("release", _RELEASED, slot, 0)
 
     def close(self) -> None:
         with self._changed:
@@ -153,7 +153,7 @@ class RingPair:
                 self._changed.notify_all()
 
     def _take(self, packet: bytes) -> str | None:
-        """Notes what the other side says; returns what is wrong with it."""
+        """Records a note of the other side; returns why it is wrong, or None."""
         if len(packet) != _NOTE.size:
             return f"a note of {len(packet)} bytes came, which is none"
         kind, slot, num_bytes = _NOTE.unpack(packet)
@@ -166,12 +166,12 @@ class RingPair:
             self._filled[slot] = num_bytes
         return None
 
-    def _tell(self, operation: str, kind: int, slot: int, num_bytes: int) -> None:
+    def _notify(self, operation: str, kind: int, slot: int, num_bytes: int) -> None:
         self._check_alive(operation)
         try:
             self._socket.send(_NOTE.pack(kind, slot, num_bytes), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         except OSError as error:
-            self._ended = f"the other side cannot be told: {reason_of(error)}"
+            self._ended = f"the other side cannot be notified: {reason_of(error)}"
             self._changed.notify_all()
             raise TransferFailed(f"{operation} on {self.name} failed: {self._ended}") from error
 
@@ -200,7 +200,7 @@ def platform_obstacle() -> str | None:
 
 
 def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:
-    """The sender's part of meeting: it shares what it has made with the first who calls."""
+    """The sender's part of meeting: it shares the memory it has made with the first caller."""
     deadline = time.monotonic() + meeting.timeout_s
     slots, descriptor = memory.make(meeting)
     try:
@@ -226,7 +226,7 @@ def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[
 
 
 def _accept(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:
-    """The receiver's part: it maps what the sender shares, once it is what both have agreed on."""
+    """The receiver's part: it maps the sender's memory, if that is what both have agreed on."""
     deadline = time.monotonic() + meeting.timeout_s
     connection = _call(meeting, deadline)
     try:
@@ -244,7 +244,7 @@ def _accept(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list
 
 
 def _call(meeting: Meeting, deadline: float) -> socket.socket:
-    """A connection to the sender, who may be later than this side is."""
+    """Connects to the sender, which may come later than this side."""
     while True:
         connection = _new_socket()
         try:
@@ -260,7 +260,7 @@ def _call(meeting: Meeting, deadline: float) -> socket.socket:
 
 
 def _receive_hello(connection: socket.socket, meeting: Meeting, kind: str, deadline: float) -> int:
-    """The descriptor that came with a hello as it should be."""
+    """The descriptor that came with the expected hello."""
     packet, descriptors = _receive(meeting, connection, _HELLO.size, deadline)
     expected = _HELLO.pack(MAGIC, kind.encode(), meeting.num_slots, 0, meeting.slot_bytes)
     if packet != expected or len(descriptors) != 1:
