@@ -34,10 +34,13 @@ from benchmarks.make_model import Shape, make_model
 from cluster.errors import BatonError
 from cluster.program import ExitCode
 from engine.attention import cpu
-from engine.layers import matmul
-from engine.memory import kv_bytes_per_token, multiplied_bytes
+from engine.model_cost import kv_bytes_per_token, multiplied_bytes
 from engine.model_runner import ModelRunner
 from engine.native.decode_step import DecodeStep
+from engine.quantization.fp8 import Fp8Matrix
+from engine.quantization.integers import QuantizedMatrix
+from engine.quantization.matrix import TiledMatrix
+from engine.quantization.plain import TorchMatrix
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
@@ -48,7 +51,7 @@ CONTEXT = 192
 """Tokens of each decoding sequence: the middle of 128 of prompt and 128 of output."""
 SHARES_OF = 32
 """Sequences of the step that is looked into."""
-MATRICES = (matmul.TorchMatrix, matmul.TiledMatrix, matmul.QuantizedMatrix, matmul.Fp8Matrix)
+MATRICES = (TorchMatrix, TiledMatrix, QuantizedMatrix, Fp8Matrix)
 BATCH_SIZES = [1, 8, 32, 128]
 PROMPT_SIZES = [512, 1024, 4096, 8192]
 

@@ -35,7 +35,7 @@ from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT
 from cluster.errors import BatonError
 from cluster.program import ExitCode
-from engine.memory import kv_bytes_per_token, weight_bytes
+from engine.model_cost import kv_bytes_per_token, weight_bytes
 from engine.step_input import SequenceSlice, build_step
 
 BUNDLED_MODEL = ROOT / "models" / "tiny-shakespeare"

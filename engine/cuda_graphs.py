@@ -22,7 +22,7 @@ from engine.attention.interface import AttentionBatch, PagedBatch
 from engine.step_input import StepInput, build_step, is_decode
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes work whose every run does the same to the same memory, and returns what does it again."""
+"""Records work that does the same to the same memory on each run; returns a function that repeats it."""
 
 _LARGEST = 512
 """More sequences than this keep the GPU busy without graphs."""
@@ -137,7 +137,7 @@ class DecodeGraphs:
             self._replays[size] = capture(self._work(compute, size))
 
     def takes(self, step: StepInput) -> bool:
-        """Whether `run` can compute it; its block copies aside, which are not looked at."""
+        """Whether `run` can compute it. Its block copies are the caller's to carry out."""
         return len(step.seqlens_k) <= self.sizes[-1] and is_decode(step)
 
     def run(self, step: StepInput) -> torch.Tensor:
@@ -180,7 +180,7 @@ class CudaCapture:
 
 
 def choose_capture(up_to: int, device: torch.device, tp_size: int, static_obstacle: str) -> tuple[Capture | None, str]:
-    """What captures decode steps of up to `up_to` sequences; or None, and why they are not captured.
+    """Chooses how decode steps of up to `up_to` sequences are captured; or None, and why they are not.
 
     `static_obstacle` is the attention backend's.
     """

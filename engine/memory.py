@@ -1,6 +1,8 @@
-"""What a model takes, in bytes, and in which types and on which device: told from its config before anything is read.
+"""One rank's memory: its types and device, what is free, and how weights, activations and KV pool share it.
 
-`engine.memory_plan` makes the sum of it. The only looks at the machine are `resolve_*` and `available_bytes`.
+The plan is arithmetic over a `MemoryDemand`. It is made twice: before a start, with an estimate of the activations
+(`baton config explain`), and by a worker once its weights are loaded, with what `engine.profiling` has measured. Only
+`resolve_*` and `available_bytes` look at the machine.
 """
 
 from __future__ import annotations
@@ -12,46 +14,16 @@ from pathlib import Path
 import torch
 
 from cluster.errors import ConfigError
-from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES, cell_size
-from engine.layers.matmul import keeps_plain, matrix_bytes, multiplies_plain, multiplies_quantized
+from engine.kv.pool import KV_CACHE_DTYPES, POOL_DTYPES
+from engine.model_cost import WeightForm, kv_bytes_per_token, largest_matrix_elements, weight_bytes
 from engine.models.config import DTYPES, ModelConfig
-from engine.native import Native
-from engine.native.tiles import INT4_ZEROS
-from engine.quantization.formats import stored_bytes
+from engine.sampling.prompt_logprobs import rows_of_slice
 
-
-@dataclass(frozen=True)
-class WeightForm:
-    """What decides in which form a rank keeps the weights of a model. Names are resolved."""
-
-    dtype: str
-    device: str = "cpu"
-    quantization: str = "none"
-    keeps_codes: bool = False
-    """As `Packing.keeps_codes` says for the checkpoint's packing."""
-    is_tiled: bool = False
-    """Whether Baton's kernels multiply what is quantized, which is then padded for them."""
-    is_plain_tiled: bool = False
-    """Whether they multiply what is not."""
-
-    @property
-    def element_type(self) -> torch.dtype:
-        return _torch_dtype(self.dtype)
-
-    def bytes_of(self, shape: tuple[int, int]) -> int:
-        """What is kept of a weight [O, I]."""
-        is_tiled = self.is_plain_tiled if self.quantization == "none" else self.is_tiled
-        return matrix_bytes(shape, self.element_type, torch.device(self.device), self.quantization, is_tiled)
-
-
-def choose_form(
-    config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Native | None
-) -> WeightForm:
-    """`kernels` as `engine.layers.ops.choose_native` gives them."""
-    packing = config.packing
-    keeps_codes = packing is not None and packing.keeps_codes(quantization, _torch_dtype(dtype), kernels)
-    is_plain_tiled = quantization == "none" and multiplies_plain(kernels, _torch_dtype(dtype))
-    return WeightForm(dtype, device, quantization, keeps_codes, multiplies_quantized(kernels), is_plain_tiled)
+CPU_DEFAULT_REQUESTS = 4
+"""Requests of max_model_len that a CPU's pool holds by default: other processes need memory too."""
+_GPU_RESERVE_BYTES = 1 << 30  # CUDA graphs, communicators, slots of hand-offs, the allocator's slack
+_SAMPLING_COPIES = 10  # of float32 logits: the rules', the tempered ones, weights, noise, scores, masks
+_SCORING_COPIES = 4  # of float32 logits of prompt tokens: their own, what is above the token's, counted in int64
 
 
 def resolve_device(wanted: str) -> str:
@@ -86,7 +58,7 @@ def resolve_kv_dtype(wanted: str, dtype: str, device: str) -> str:
 
 
 def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
-    """None becomes max_position_embeddings, which is also the most that can be asked for."""
+    """None becomes max_position_embeddings, which is also the largest value allowed."""
     most = config.max_position_embeddings
     if wanted is None:
         return most
@@ -97,131 +69,8 @@ def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
     return wanted
 
 
-def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
-    """Bytes of one token's keys and values in all layers on one rank, in a pool of this type."""
-    heads = len(config.kv_head_range(0, tp_size))
-    kind = _torch_dtype(kv_dtype)
-    head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
-    return 2 * config.num_hidden_layers * heads * head_bytes
-
-
-def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Bytes that one rank's weights take once they are loaded, in every form that is kept of them.
-
-    A head that is tied to the embedding shares its memory only as far as it is multiplied with as it lies there.
-    """
-    kind, place = form.element_type, torch.device(form.device)
-    vocabulary = _vocabulary_shape(config, tp_size)
-    embedding = vocabulary[0] * vocabulary[1] * kind.itemsize
-    head = form.bytes_of(vocabulary)
-    if config.tie_word_embeddings and keeps_plain(vocabulary, kind, place, form.quantization, form.is_plain_tiled):
-        head -= embedding
-    layer = sum(_linear_bytes(config, linear, form) for linear in _layer_linears(config, tp_size))
-    vectors = config.num_hidden_layers * _layer_vector_elements(config, tp_size) + config.hidden_size
-    return config.num_hidden_layers * layer + embedding + head + vectors * kind.itemsize
-
-
-def multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Bytes of those that every step multiplies with, in one form: all but the embedding, which is looked up."""
-    return layers_multiplied_bytes(config, tp_size, form) + head_multiplied_bytes(config, tp_size, form)
-
-
-def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Of the matrices of all layers on one rank, in one form."""
-    layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in _layer_linears(config, tp_size))
-    return config.num_hidden_layers * layer
-
-
-def head_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Of one rank's rows of the head, in one form."""
-    return _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
-
-
-def head_elements(config: ModelConfig, tp_size: int) -> int:
-    """Of one rank's rows of the head."""
-    return _Linear(_vocabulary_shape(config, tp_size)).num_elements
-
-
-def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
-    """Of those that one rank multiplies with, the head included."""
-    vocabulary = _Linear(_vocabulary_shape(config, tp_size))
-    return max(linear.num_elements for linear in [*_layer_linears(config, tp_size), vocabulary])
-
-
-def layer_elements(config: ModelConfig, tp_size: int) -> int:
-    """Of the matrices of one layer on one rank."""
-    return sum(linear.num_elements for linear in _layer_linears(config, tp_size))
-
-
-@dataclass(frozen=True)
-class _Linear:
-    """One rank's matrix, as `engine.model` fuses them."""
-
-    shape: tuple[int, int]
-    """Outputs and inputs."""
-    is_packed: bool = False
-    """Whether a packed checkpoint has it in codes."""
-    num_ranks: int = 1
-    """Among which its inputs are divided."""
-
-    @property
-    def num_elements(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-
-def _linear_bytes(config: ModelConfig, linear: _Linear, form: WeightForm, is_read: bool = False) -> int:
-    """What is kept of it; `is_read`: of one form, where it is kept in two."""
-    packing = config.packing if linear.is_packed and form.keeps_codes else None
-    group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
-    if packing is not None and group is not None:
-        order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
-        return stored_bytes(linear.shape, INT4_ZEROS, group, form.is_tiled) + order
-    if is_read and form.quantization == "none" and not form.is_plain_tiled:
-        return linear.num_elements * form.element_type.itemsize
-    return form.bytes_of(linear.shape)
-
-
-def _layer_linears(config: ModelConfig, tp_size: int) -> list[_Linear]:
-    """Of one layer."""
-    attended, kv = _head_widths(config, tp_size)
-    inner = config.intermediate_size // tp_size
-    hidden = config.hidden_size
-    return [
-        _Linear((attended + 2 * kv, hidden), is_packed=True),
-        _Linear((hidden, attended), is_packed=True, num_ranks=tp_size),
-        _Linear((2 * inner, hidden), is_packed=True),
-        _Linear((hidden, inner), is_packed=True, num_ranks=tp_size),
-    ]
-
-
-def _vocabulary_shape(config: ModelConfig, tp_size: int) -> tuple[int, int]:
-    """One rank's rows of the embedding, and of the head."""
-    return -(-config.vocab_size // tp_size), config.hidden_size
-
-
-def _layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
-    """Norms and biases of one rank in one layer."""
-    attended, kv = _head_widths(config, tp_size)
-    count = 2 * config.hidden_size
-    if config.qk_norm:
-        count += attended + kv
-    if config.attention_bias:
-        count += attended + 2 * kv
-    if config.attention_output_bias:
-        count += config.hidden_size
-    if config.mlp_bias:
-        count += 2 * config.intermediate_size // tp_size + config.hidden_size
-    return count
-
-
-def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
-    """Elements of one token's query heads, and of its keys, on one rank."""
-    num_kv_heads = len(config.kv_head_range(0, tp_size))
-    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim
-
-
 def available_bytes(device: str, tp_size: int = 1) -> int:
-    """Memory that one rank can still take: what the driver, or the system and the container, leave free.
+    """Memory that one rank can still take, as the driver, or the system and the container, report it.
 
     The ranks of a worker share a machine's memory, and have a GPU each.
     """
@@ -241,13 +90,194 @@ def _system_bytes() -> int:
 
 
 def _container_bytes() -> int | None:
-    """What a cgroup (version 2) leaves; None where there is no limit."""
+    """Bytes that a cgroup (version 2) leaves; None where there is no limit."""
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if not (limit.exists() and used.exists()) or (text := limit.read_text().strip()) == "max":
         return None
     return max(0, int(text) - int(used.read_text()))
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    kind: torch.dtype = getattr(torch, name)
-    return kind
+@dataclass(frozen=True)
+class MemoryDemand:
+    """A rank's model and limits. Types and device are resolved names."""
+
+    config: ModelConfig
+    form: WeightForm
+    tp_size: int
+    kv_dtype: str
+    block_size: int
+    kv_cache_tokens: int | None
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    memory_utilization: float
+    """Share of the free memory that may be taken."""
+
+    @property
+    def device(self) -> str:
+        return self.form.device
+
+    @property
+    def weight_bytes(self) -> int:
+        return weight_bytes(self.config, self.tp_size, self.form)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self.config, self.tp_size, self.kv_dtype)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The table of rotary positions, and on a GPU what is taken while serving beside activations and pool, the
+        block with which graphs pad their steps among it."""
+        rope = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
+        if not self.device.startswith("cuda"):
+            return rope
+        return rope + _GPU_RESERVE_BYTES + self.block_size * self.kv_bytes_per_token
+
+    @property
+    def largest_step(self) -> StepLimits:
+        """A step full of prompt chunks, with all sequences and with prompt tokens that are scored."""
+        num_tokens = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
+        num_scored = min(num_tokens, rows_of_slice(self.config.vocab_size))
+        return StepLimits(num_tokens, min(self.max_num_seqs, num_tokens), num_scored)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The size of one step."""
+
+    num_tokens: int
+    num_seqs: int
+    """Each of them samples a token."""
+    num_scored: int
+    """Rows whose logits are made at a time, to score prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """The memory that the largest step takes beside weights and pool."""
+
+    size_bytes: int
+    is_measured: bool
+    why: str
+    """The method of measurement, or the reason for an estimate."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """One rank's memory: budget = weights + activations + reserve + what is left for the pool."""
+
+    free_bytes: int
+    """Free before the weights are loaded."""
+    budget_bytes: int
+    """The share of it that may be taken."""
+    weight_bytes: int
+    activation_bytes: int
+    activations_are_measured: bool
+    activations_why: str
+    """The method of measurement, or the reason for an estimate."""
+    reserved_bytes: int
+    left_bytes: int
+    """For the pool; negative where memory is too small already."""
+    kv_bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    decided_by: str
+    """The source of the pool's size: `kv_cache_tokens`, `memory`, or `requests` (of max_model_len, on a CPU)."""
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_tokens * self.kv_bytes_per_token
+
+    @property
+    def tokens_that_fit(self) -> int:
+        """Whole blocks of them in what is left, whatever the pool takes of it."""
+        return _fitting(self.left_bytes, self.kv_bytes_per_token, self.block_size) * self.block_size
+
+    def num_requests(self, num_tokens: int) -> int:
+        """Requests of so many tokens, prompt and output together, that the pool holds at a time."""
+        return self.num_blocks // -(-num_tokens // self.block_size)
+
+
+def plan_memory(demand: MemoryDemand, *, free_bytes: int, activations: Activations) -> MemoryPlan:
+    """`free_bytes`: of this rank, before its weights.
+
+    Raises ConfigError, naming the tokens that fit, when memory cannot hold the pool or the pool cannot hold one
+    request of max_model_len.
+    """
+    budget = int(free_bytes * demand.memory_utilization)
+    left = budget - demand.weight_bytes - activations.size_bytes - demand.reserved_bytes
+    num_blocks, decided_by = _decide(demand, _fitting(left, demand.kv_bytes_per_token, demand.block_size))
+    return MemoryPlan(
+        free_bytes=free_bytes,
+        budget_bytes=budget,
+        weight_bytes=demand.weight_bytes,
+        activation_bytes=activations.size_bytes,
+        activations_are_measured=activations.is_measured,
+        activations_why=activations.why,
+        reserved_bytes=demand.reserved_bytes,
+        left_bytes=left,
+        kv_bytes_per_token=demand.kv_bytes_per_token,
+        block_size=demand.block_size,
+        num_blocks=num_blocks,
+        decided_by=decided_by,
+        max_model_len=demand.max_model_len,
+    )
+
+
+def estimate_activations(demand: MemoryDemand, why: str) -> Activations:
+    """Estimates from shapes alone."""
+    return Activations(estimate_bytes(demand, demand.largest_step), is_measured=False, why=why)
+
+
+def estimate_bytes(demand: MemoryDemand, step: StepLimits) -> int:
+    """Bytes of a step's activations: the widest moment of a layer plus sampling or scoring, which the fragmented heap
+    cannot place in the same memory."""
+    config, num_tokens = demand.config, step.num_tokens
+    size = demand.form.element_type.itemsize
+    heads = config.num_attention_heads * config.head_dim // demand.tp_size
+    kv = len(config.kv_head_range(0, demand.tp_size)) * config.head_dim
+    inner = config.intermediate_size // demand.tp_size
+    streams = 3 * config.hidden_size  # the residual, what is added to it, and its norm
+    attention = num_tokens * (2 * heads + 2 * kv + 2 * config.head_dim) + 2 * demand.max_model_len * kv
+    mlp = num_tokens * (3 * inner + config.hidden_size)
+    layer = (num_tokens * streams + max(attention, mlp)) * size
+    if demand.form.quantization != "none" and not demand.form.is_tiled:  # unpacked whole for a product
+        layer += largest_matrix_elements(config, demand.tp_size) * size
+    sampling, scoring = step.num_seqs * _SAMPLING_COPIES, step.num_seqs + step.num_scored * _SCORING_COPIES
+    return layer + max(sampling, scoring) * config.vocab_size * torch.float32.itemsize
+
+
+def _fitting(left_bytes: int, kv_bytes_per_token: int, block_size: int) -> int:
+    return max(0, left_bytes // kv_bytes_per_token) // block_size
+
+
+def _decide(demand: MemoryDemand, fitting: int) -> tuple[int, str]:
+    """The pool's blocks, and what decided."""
+    tokens, block_size, max_model_len = demand.kv_cache_tokens, demand.block_size, demand.max_model_len
+    if tokens is not None:
+        wanted, decided_by = tokens // block_size, "kv_cache_tokens"
+    elif demand.device.startswith("cuda"):
+        wanted, decided_by = fitting, "memory"
+    else:
+        wanted, decided_by = -(-CPU_DEFAULT_REQUESTS * max_model_len // block_size), "requests"
+        if wanted > fitting:
+            wanted, decided_by = fitting, "memory"
+    if wanted > fitting:
+        raise ConfigError(
+            f"kv_cache_tokens: {tokens} do not fit in memory beside the weights; "
+            f"{fitting * block_size} would: lower kv_cache_tokens, or raise tensor_parallel"
+        )
+    if wanted * block_size < max_model_len:
+        cause = "memory" if tokens is None else f"kv_cache_tokens {tokens}"
+        raise ConfigError(
+            f"max_model_len: one request of {max_model_len} tokens does not fit in the KV pool; {cause} with blocks of "
+            f"{block_size} holds {wanted * block_size}: set max_model_len to at most {wanted * block_size}, or "
+            f"kv_cache_tokens to at least {-(-max_model_len // block_size) * block_size}"
+        )
+    return wanted, decided_by

@@ -14,14 +14,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.interface import AttentionBatch, choose_attention
+from engine.attention.interface import AttentionBatch
+from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
 from engine.kv.pool import KvCache
 from engine.layers.linear import Loader
-from engine.layers.ops import NativeOps, Ops, TorchOps, choose_native
+from engine.layers.ops import choose_native
 from engine.layers.rope import RopeTable
-from engine.memory import choose_form, resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
+from engine.model_cost import choose_form
 from engine.models.config import ModelConfig
 from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
 from engine.native.decode_step import choose_decode_step
@@ -31,7 +33,7 @@ from engine.tp import TPGroup
 
 
 class StepOutput(NamedTuple):
-    """What came of a step."""
+    """The results of a step."""
 
     logits: torch.Tensor
     """Float32 [R, V]."""
@@ -63,7 +65,7 @@ class ModelRunner:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
         Without `num_blocks` there is no KV pool until `make_pool`.
 
-        `open_weights` says where weights come from, if not from the folder's files.
+        `open_weights` opens the weights, by default those of the folder's files.
         """
         self.config = ModelConfig.from_folder(model_path)
         self.config.check_tp_size(tp.size)
@@ -73,17 +75,16 @@ class ModelRunner:
         self.block_size = block_size
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
-        """Where Baton's own kernels come from, or why they are not used."""
+        """The origin of Baton's own kernels, or why they are not used."""
         self._attention, _ = choose_attention(attention, self.device, torch_dtype, native)
         packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=native
         )
-        """In which form the weights are kept."""
+        """The form in which the weights are kept."""
         with open_weights(Path(model_path)) as checkpoint:
-            ops: Ops = TorchOps() if native is None else NativeOps(native)
             keeps_codes = self.weight_form.keeps_codes
-            loader = Loader(checkpoint, tp, self.device, torch_dtype, ops, native, quantization, packing, keeps_codes)
+            loader = Loader(checkpoint, tp, self.device, torch_dtype, native, quantization, packing, keeps_codes)
             self._model = Decoder(self.config, loader, report or (lambda line: None))
             if packing is not None:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
@@ -95,15 +96,15 @@ class ModelRunner:
         if capture is None:
             obstacle = self._attention.static_obstacle(block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
-        """Which decode steps are CUDA graphs, or why none are."""
+        """The decode steps that are CUDA graphs, or why none are."""
         self._capture_with, self._graphs_up_to = capture, graphs_up_to
         self._graphs: DecodeGraphs | None = None
         if num_blocks is not None:
             self.make_pool(num_blocks)
 
     def make_pool(self, num_blocks: int) -> None:
-        """Allocates the KV pool and captures decode steps over it: once, before the first step, by whoever gave no
-        `num_blocks` at construction."""
+        """Allocates the KV pool and captures decode steps over it. To be called once, before the first step, if
+        `num_blocks` was not given at construction."""
         longest = min(self.config.max_position_embeddings, num_blocks * self.block_size)
         capture = self._capture_with
         self._allocate(self.config.num_hidden_layers, num_blocks, longest, has_scratch=capture is not None)
@@ -112,9 +113,9 @@ class ModelRunner:
             self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
 
     def rehearsal(self, num_blocks: int, length: int) -> ModelRunner:
-        """The same weights with one layer of each kind and a small pool of its own, for positions below `length`.
+        """A runner with one layer of each kind of these weights and a small pool, for positions below `length`.
 
-        A step takes the memory there that it takes here, in a fraction of the time. What it computes says nothing.
+        A step takes the same memory there in a fraction of the time. Its results mean nothing.
         """
         first_of_kind: dict[int | None, int] = {}
         for layer, window in enumerate(self.config.layer_windows):
@@ -127,7 +128,7 @@ class ModelRunner:
         return other
 
     def _allocate(self, num_layers: int, num_blocks: int, num_positions: int, has_scratch: bool = False) -> None:
-        """`has_scratch`: one block more, which belongs to no sequence."""
+        """`has_scratch`: one more block, which belongs to no sequence."""
         config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
         self._rope = RopeTable(config.rope, head_dim, num_positions, self.device, getattr(torch, self.dtype))
@@ -143,7 +144,7 @@ class ModelRunner:
         self.decode_step, self.decode_reason = choose_decode_step(
             self._native, self._model, config, self._kv, self._rope
         )
-        """How decode steps are one call, or why they are not."""
+        """Says that decode steps are one call, or why they are not."""
 
     @property
     def attention_name(self) -> str:
@@ -158,7 +159,7 @@ class ModelRunner:
         return self._kv.pool
 
     def forward(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
-        """The logits alone of what `run` gives."""
+        """The logits of `run`."""
         return self.run(step, on_layer).logits
 
     @torch.inference_mode()
@@ -226,7 +227,7 @@ class ModelRunner:
         return graphs, f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences"
 
     def _check_blocks(self, step: StepInput) -> None:
-        """Kernels write where they are told: a block that is not there must not reach them."""
+        """Refuses blocks that do not exist, to which kernels would write all the same."""
         num_slots = self._num_blocks * self.block_size
         for array, limit in ((step.block_tables, self._num_blocks), (step.slot_mapping, num_slots)):
             if array.size and not 0 <= array.min() <= array.max() < limit:

@@ -1,29 +1,28 @@
-"""What the largest step takes beside weights and pool: run once, before the pool is made, while memory is watched.
+"""Measures the memory that the largest step takes beside weights and pool, by running it before the pool is made.
 
 The step runs through one layer of each kind, since a layer leaves nothing behind but the residual, over a small cache
-whose blocks are named many times over. A GPU runs all of it. A CPU would keep the start waiting: it runs a part, and
-what the rest takes is told from its shapes. Every rank of a group must call at once: the step has the ranks'
-collectives.
+whose blocks stand in many tables. A GPU runs all of it. A CPU, where that would delay the start, runs a part; the rest
+is computed from its shapes. Every rank of a group must call at once, since the step has collectives.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from engine.memory import layer_elements
-from engine.memory_plan import Activations, MemoryDemand, StepLimits, estimate_activations, estimate_bytes
+from engine.cpu_runtime import return_freed_memory
+from engine.memory import Activations, MemoryDemand, StepLimits, estimate_activations, estimate_bytes
+from engine.model_cost import layer_elements
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 
 _MOST_CONTEXT_ON_CPU = 16_384
-"""A longer context would keep a start waiting; what was measured is then taken to grow with it, which is too much."""
+"""A longer context would delay a start; the measurement is then scaled up to it, which overestimates."""
 _MOST_WORK_ON_CPU = 40_000_000_000
 """Multiplications and additions of the layers; half as many each for the logits to sample from and those to score."""
 _FEWEST_TOKENS = 32
@@ -39,13 +38,13 @@ _PROBE = SamplingParams(
     repetition_penalty=1.1,
     top_logprobs=_NUM_TOP,
 )
-"""Asks for everything that sampling can take memory for."""
+"""Uses everything for which sampling takes memory."""
 
 
 def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activations:
-    """Runs the largest step that `demand` allows, or a part of it, sampling and scores of prompt tokens included.
+    """Runs the largest step that `demand` allows, or a part of it, with sampling and scores of prompt tokens.
 
-    Where nothing can be measured: the estimate.
+    Returns the estimate where nothing can be measured.
     """
     on_cpu = runner.device.type == "cpu"
     context = min(demand.max_model_len, _MOST_CONTEXT_ON_CPU) if on_cpu else demand.max_model_len
@@ -70,7 +69,7 @@ def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activation
 
 
 def step_to_try(demand: MemoryDemand, context: int) -> StepLimits:
-    """As much of the largest step as a CPU computes in less than a second."""
+    """The part of the largest step that a CPU computes in less than a second."""
     config, tp_size, whole = demand.config, demand.tp_size, demand.largest_step
     num_kinds = len(set(config.layer_windows))
     attention = 2 * context * config.num_attention_heads * config.head_dim // tp_size
@@ -83,8 +82,7 @@ def step_to_try(demand: MemoryDemand, context: int) -> StepLimits:
 
 
 def untried_bytes(demand: MemoryDemand, tried: StepLimits, peak: int) -> int:
-    """What the rest of the largest step takes beside what was tried: as its shapes say, and as much more as the peak
-    was above what they said of it."""
+    """Bytes that the rest of the largest step takes by its shapes, scaled up if `peak` was above the estimate."""
     said = estimate_bytes(demand, tried)
     rest = estimate_bytes(demand, demand.largest_step) - said
     return max(rest, rest * peak // said)
@@ -124,7 +122,7 @@ def make_step(size: StepLimits, context: int, block_size: int, num_blocks: int) 
 
 
 def _peak_on_cuda(work: Callable[[], None], device: torch.device) -> tuple[int | None, str]:
-    """What torch's allocator held at most, and what grew beside it: communicators, and the workspaces of libraries."""
+    """The most that torch's allocator held, plus the growth outside it: communicators and libraries' workspaces."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     held, outside = torch.cuda.memory_allocated(device), _outside_torch(device)
@@ -142,29 +140,22 @@ def _outside_torch(device: torch.device) -> int:
 
 
 def _peak_on_cpu(work: Callable[[], None]) -> tuple[int | None, str]:
-    """How far the process's resident memory rose above what it was, without the libraries' own code.
+    """The rise of the process's resident memory, without the code of libraries.
 
-    None, and why, where the system does not tell. `work` runs in any case: other ranks wait in it.
+    None, and why, where the system does not report it. `work` runs in any case: other ranks wait in it.
     """
-    give_back_heap()
+    return_freed_memory()
     reason = _reset_peak()
     before = _resident()
     work()
     after = _resident()
-    give_back_heap()  # the pool lies in fresh pages, which cost nothing until they are used
+    return_freed_memory()  # the pool lies in fresh pages, which cost nothing until they are used
     if reason:
         return None, reason
     if before is None or after is None:
-        return None, "/proc/self/status does not tell this process's memory"
+        return None, "/proc/self/status does not name this process's memory"
     code = max(0, after["RssFile"] - before["RssFile"])
     return max(0, after["VmHWM"] - before["VmRSS"] - code), "measured by the process's resident memory"
-
-
-def give_back_heap() -> None:
-    """Hands what was freed back to the system, where the C library can: else it hides in what is resident."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _reset_peak() -> str:

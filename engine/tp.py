@@ -1,13 +1,11 @@
-"""Tensor parallelism's one seam: `TPGroup`, the two collectives that layers need, and who implements them.
+"""Tensor-parallel groups: `TPGroup`, the two collectives that layers need, and its implementations.
 
 `SingleGroup` is one rank; `ProcessGroupTP` spans processes over Gloo or NCCL, made from a store and never torch's
-default group; `ThreadGroup` spans threads of one process, so that sharding runs where there is one process only.
-Layers get a group as an argument and know none of these. Sums are taken so that every rank gets the same bits.
+default group. Layers get a group as an argument and know neither. Every rank gets the same bits of a sum.
 """
 
 from __future__ import annotations
 
-import threading
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -35,13 +33,13 @@ class TPGroup(Protocol):
 
 
 class SingleGroup:
-    """One rank: nothing to exchange."""
+    """A single rank, which has nothing to exchange."""
 
     rank = 0
     size = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """A sum of one term is already there."""
+        """Leaves the tensor: a sum of one term."""
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return tensor
@@ -86,37 +84,3 @@ def make_process_group(
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timeout
     return ProcessGroupTP(gloo(store, rank, size, options))
-
-
-class ThreadGroup:
-    """One rank of a group whose ranks are threads of this process; `ThreadGroup.create(n)` makes them all."""
-
-    def __init__(self, rank: int, board: list[torch.Tensor | None], barrier: threading.Barrier) -> None:
-        self.rank = rank
-        self.size = len(board)
-        self._board = board
-        self._barrier = barrier
-
-    @classmethod
-    def create(cls, size: int, timeout_s: float = 60.0) -> list[ThreadGroup]:
-        board: list[torch.Tensor | None] = [None] * size
-        barrier = threading.Barrier(size, timeout=timeout_s)
-        return [cls(rank, board, barrier) for rank in range(size)]
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(torch.stack(self._exchange(tensor)).sum(dim=0))
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return torch.cat(self._exchange(tensor), dim=dim)
-
-    def abort(self) -> None:
-        """Frees ranks that wait for one that failed: they raise BrokenBarrierError."""
-        self._barrier.abort()
-
-    def _exchange(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Copies of every rank's tensor, taken before any rank goes on."""
-        self._board[self.rank] = tensor
-        self._barrier.wait()
-        tensors = [other.clone() for other in self._board if other is not None]
-        self._barrier.wait()
-        return tensors

@@ -23,7 +23,7 @@ import torch.distributed
 
 from cluster.errors import BatonError
 from cluster.settings import WorkerSettings
-from engine.attention.interface import choose_attention
+from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
 from engine.layers.ops import choose_native
 from engine.memory import resolve_device, resolve_dtype

@@ -21,11 +21,11 @@ from queue import SimpleQueue
 from cluster.errors import BatonError
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import rank_pb2
+from engine.cpu_runtime import end_helpers
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
-from engine.threads import give_back
 from worker.handoff_connection import Done, Post
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
 from worker.rank_socket import RankConnection, read_frame, write_frame
@@ -139,7 +139,7 @@ class RankGroup:
         if self._followers:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
         if len(step.token_ids) >= OVERLAP_TOKENS:
-            give_back()
+            end_helpers()
             self._long_steps.put(launched)
         else:
             launched.run(self._local.step)
@@ -176,7 +176,7 @@ class RankGroup:
             try:
                 return self._local.step(step)
             finally:
-                give_back()
+                end_helpers()
 
         while (launched := self._long_steps.get()) is not None:
             launched.run(compute)

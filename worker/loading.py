@@ -15,25 +15,26 @@ from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
 from cluster.settings import WorkerSettings
 from cluster.units import format_bytes
-from engine.allocator import keep_freed_memory
-from engine.flops import ModelFlops
+from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
 from engine.kv.pool import cell_size
 from engine.layers.ops import choose_native
 from engine.memory import (
-    WeightForm,
+    Activations,
+    MemoryDemand,
+    MemoryPlan,
     available_bytes,
-    choose_form,
+    estimate_activations,
+    plan_memory,
     resolve_device,
     resolve_dtype,
     resolve_kv_dtype,
     resolve_max_model_len,
 )
-from engine.memory_plan import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
+from engine.model_cost import ModelFlops, WeightForm, choose_form
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
 from engine.native import Native
-from engine.profiling import give_back_heap, measure_activations
-from engine.threads import compute_with, give_back
+from engine.profiling import measure_activations
 from engine.tp import TPGroup, make_process_group
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
@@ -184,7 +185,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         digest=resolved.digest,
         faults=_faults_of(settings),
     )
-    give_back()  # steps run on other threads
+    end_helpers()  # steps run on other threads
     return LoadedRank(runner, transfer_engine, plan)
 
 
@@ -240,7 +241,7 @@ def size_pool(demand: MemoryDemand, runner: ModelRunner, tp: TPGroup) -> MemoryP
     Called on every rank of the group at once. All ranks come to the same plan, since they exchange what they have
     found: the least memory counts, and the largest step. Raises ConfigError, on every rank alike.
     """
-    give_back_heap()
+    return_freed_memory()
     _all_ranks(0, tp, runner.device)  # each has loaded
     left = min(_all_ranks(available_bytes(demand.device, demand.tp_size), tp, runner.device))
     own = measure_activations(runner, demand)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.layers.matmul import make_matrix
 from engine.native import Native
+from engine.quantization.registry import make_matrix
 
 _TERA, _GIGA = 1e12, 1e9
 _ROUNDS_S = 0.04

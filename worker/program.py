@@ -26,7 +26,7 @@ from cluster.program import Program, Report
 from cluster.settings import WorkerSettings
 from cluster.tls import internal_tls_of
 from engine.kv.block_manager import BlockManager
-from engine.memory_plan import MemoryPlan
+from engine.memory import MemoryPlan
 from engine.sampling.constraint import Constrainer
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput

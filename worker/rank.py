@@ -25,9 +25,9 @@ import torch
 
 from cluster.errors import Cancelled
 from cluster.pb import rank_pb2
+from engine.cpu_runtime import compute_alone
 from engine.model_runner import ModelRunner, StepOutput
 from engine.step_input import StepInput
-from engine.threads import compute_alone
 from kv_transfer.actions import Chunk
 from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.rank_pair import RankPair

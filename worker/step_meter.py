@@ -19,7 +19,7 @@ from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
 from cluster.metrics import Metric, counter_family
-from engine.flops import ModelFlops, StepFlops
+from engine.model_cost import ModelFlops, StepFlops
 from engine.step_input import StepInput
 from worker.peaks import Peak
 

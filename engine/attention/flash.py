@@ -16,13 +16,16 @@ import torch
 
 from engine.attention.interface import Attention, AttentionBatch, PagedBatch
 from engine.kv.pool import is_rounded
+from engine.native import Native
 from engine.step_input import SequenceSlice, build_step
 
 _PAGE_MULTIPLE = 256
 
 
-def flash_attn_backend(device: torch.device) -> Attention | str:
+def flash_attn_backend(device: torch.device, dtype: torch.dtype, kernels: Native | None = None) -> Attention | str:
     """The flash-attn package's backend, or why there is none."""
+    if obstacle := _obstacle(device, dtype):
+        return obstacle
     try:
         module = importlib.import_module("flash_attn")
     except ImportError as error:
@@ -30,8 +33,10 @@ def flash_attn_backend(device: torch.device) -> Attention | str:
     return FlashAttention(module.flash_attn_varlen_func)
 
 
-def varlen_backend(device: torch.device) -> Attention | str:
+def varlen_backend(device: torch.device, dtype: torch.dtype, kernels: Native | None = None) -> Attention | str:
     """The backend over torch's varlen_attn, or why there is none."""
+    if obstacle := _obstacle(device, dtype):
+        return obstacle
     try:
         module = importlib.import_module("torch.nn.attention.varlen")
     except ImportError as error:
@@ -39,6 +44,17 @@ def varlen_backend(device: torch.device) -> Attention | str:
     if "window_size" not in inspect.signature(module.varlen_attn).parameters:
         return f"varlen_attn of torch {torch.__version__} takes no window_size; install torch 2.11 or newer"
     return VarlenAttention(module.varlen_attn, device)
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
+    """Why no FlashAttention kernel can run on this device in this type; empty if one can."""
+    if device.type != "cuda":
+        return f"FlashAttention needs a CUDA device, this is {device.type}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"FlashAttention needs float16 or bfloat16, this is {str(dtype).removeprefix('torch.')}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention needs compute capability 8.0 or newer"
+    return ""
 
 
 class FlashAttention:

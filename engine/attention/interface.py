@@ -1,4 +1,4 @@
-"""Attention of a ragged batch over paged KV: one interface in flash-attn's terms, and the choice of who computes it.
+"""Attention of a ragged batch over paged KV: one interface in flash-attn's terms.
 
 `PagedBatch` is what `flash_attn_varlen_func` takes beside the tensors, `AttentionBatch` makes it from a step; a backend
 derives what else it needs once a step (`once`) and reuses it in every layer. The new tokens' KV is in the pages before
@@ -19,20 +19,17 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 import torch
 
-from cluster.errors import ConfigError
 from engine.kv.pool import decode, is_rounded
-from engine.native import Native
 from engine.step_input import IntArray, StepInput
 
 Derived = TypeVar("Derived")
 _MOST_GATHERED = 1 << 16
 """Keys that are gathered at a time: some 300 MB of an 8B model's."""
-ATTENTION_NAMES = ("auto", "flash_attn", "varlen", "cpu")
 
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """What `flash_attn_varlen_func` takes beside the tensors: on the device, but for the two bounds."""
+    """The arguments of `flash_attn_varlen_func` beside the tensors: on the device, except the two bounds."""
 
     cu_seqlens_q: torch.Tensor  # int32 [S+1]
     cu_seqlens_k: torch.Tensor  # int32 [S+1]
@@ -44,10 +41,10 @@ class PagedBatch:
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """One step's sequences, and what backends derive from them.
+    """One step's sequences, and the values that backends derive from them.
 
-    With `fixed`, which `engine.cuda_graphs` gives, the step says no more than how many sequences there are: the rest is
-    in device memory that changes from step to step, and backends with a `static_obstacle` must not be called.
+    With `fixed`, which `engine.cuda_graphs` sets, only the number of sequences of the step counts: the rest is in
+    device memory that changes from step to step, and backends with a `static_obstacle` must not be called.
     """
 
     step: StepInput
@@ -57,7 +54,7 @@ class AttentionBatch:
     _derived: dict[Hashable, object] = field(default_factory=dict, repr=False)
 
     def once(self, key: Hashable, make: Callable[[], Derived]) -> Derived:
-        """What `make` returned the first time this step; `key` must tell one backend's values from another's."""
+        """Returns what `make` returned at its first call in this step; `key` must differ between backends."""
         if key not in self._derived:
             self._derived[key] = make()
         return cast(Derived, self._derived[key])
@@ -152,47 +149,3 @@ def _part(step: StepInput, rows: slice, sequences: slice) -> StepInput:
         seqlens_k=step.seqlens_k[sequences],
         block_tables=step.block_tables[sequences],
     )
-
-
-def choose_attention(
-    wanted: str, device: torch.device, dtype: torch.dtype, kernels: Native | None = None
-) -> tuple[Attention, str]:
-    """A backend and, in a few words, why it is this one. `auto` takes the fastest that works here.
-
-    `kernels` as `engine.layers.ops.choose_native` gives them. Raises ConfigError when the wanted one cannot run, naming
-    why and what to use.
-    """
-    from engine.attention.cpu import CpuAttention
-    from engine.attention.flash import flash_attn_backend, varlen_backend
-
-    if wanted not in ATTENTION_NAMES:
-        raise ConfigError(f"attention: {wanted!r} is unknown; use {', '.join(ATTENTION_NAMES)}")
-    if wanted == "cpu":
-        return CpuAttention(kernels), "asked for"
-    obstacle = _flash_obstacle(device, dtype)
-    makers = {"flash_attn": flash_attn_backend, "varlen": varlen_backend}
-    if wanted in makers:
-        backend = obstacle or makers[wanted](device)
-        if isinstance(backend, str):
-            raise ConfigError(f"attention: {wanted} cannot run: {backend}; use auto or cpu")
-        return backend, "asked for"
-    if obstacle:
-        return CpuAttention(kernels), obstacle
-    reasons: list[str] = []
-    for make in makers.values():
-        backend = make(device)
-        if not isinstance(backend, str):
-            return backend, "; ".join([*reasons, "the fastest here"])
-        reasons.append(backend)
-    return CpuAttention(), "; ".join(reasons)
-
-
-def _flash_obstacle(device: torch.device, dtype: torch.dtype) -> str:
-    """Why no FlashAttention kernel can run on this device in this type; empty if one can."""
-    if device.type != "cuda":
-        return f"FlashAttention needs a CUDA device, this is {device.type}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"FlashAttention needs float16 or bfloat16, this is {str(dtype).removeprefix('torch.')}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "FlashAttention needs compute capability 8.0 or newer"
-    return ""

@@ -224,13 +224,13 @@ class BlockManager:
         return self._published.keys()
 
     def watch_cache(self, is_watched: bool, most_changes: int = MOST_CHANGES) -> None:
-        """From now on `take_cache_events` tells what changes, or nothing is noted any more."""
+        """Starts or stops recording changes for `take_cache_events`."""
         self._changes = CacheChanges(most_changes) if is_watched else None
 
     def take_cache_events(self) -> CacheEvents | None:
-        """How `cached_hashes` has changed since this was last called, or the watch began; None when it has not.
+        """The changes of `cached_hashes` since the last call, or since the watch began; None without any.
 
-        All of them, as a snapshot, when more than `most_changes` changes had waited.
+        A snapshot of all hashes once more than `most_changes` changes have waited.
         """
         return self._changes.take(self._published) if self._changes is not None else None
 

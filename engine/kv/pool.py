@@ -1,8 +1,8 @@
-"""The paged KV pool as one tensor. Who owns which block is the block manager's affair, who writes one the layers'.
+"""The paged KV pool as one tensor. The block manager owns its blocks, the layers write them.
 
 A pool holds heads as they are computed, or rounded to int8 or fp8: then the D values of each head are followed by the
-four bytes of the float32 that each of them is to be multiplied with, so that blocks stay plain bytes to whoever moves
-them. fp8 is float8_e4m3fn, held as uint8, which torch can index on every device.
+four bytes of their float32 scale, so that blocks can be moved as plain bytes. fp8 is float8_e4m3fn, held as uint8,
+which torch can index on every device.
 
 Legend: L layers, N blocks, K block_size, H KV heads of this rank, D head_dim, C copies.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 SCALE_BYTES = 4
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 POOL_DTYPES = {"int8": "int8", "fp8": "uint8"}
-"""By name, what holds what."""
+"""The torch type of a rounded pool, by the name of its format."""
 _LARGEST = {torch.int8: 127.0, torch.uint8: torch.finfo(torch.float8_e4m3fn).max}
 
 
@@ -50,7 +50,7 @@ class KvCache:
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether a pool of this type holds what `encode` makes."""
+    """Whether a pool of this type holds rounded heads."""
     return dtype in _LARGEST
 
 
@@ -69,7 +69,7 @@ def encode(heads: Tensor, dtype: torch.dtype = torch.int8) -> Tensor:
 
 
 def decode(cells: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `encode` gave, as [..., D]."""
+    """The inverse of `encode`: [..., D]."""
     scales = cells[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     codes = cells[..., :-SCALE_BYTES]
     if cells.dtype == torch.uint8:

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.layers.matmul import Matrix, make_matrix, make_quantized
-from engine.layers.ops import Ops
+from engine.layers.ops import Ops, TorchOps
 from engine.native import Native
-from engine.quantization.packed import keep_codes, read_codes
-from engine.quantization.packing import Packing
+from engine.quantization.integers import make_quantized
+from engine.quantization.matrix import Matrix
+from engine.quantization.packed import Packing, keep_codes, read_codes
+from engine.quantization.registry import make_matrix
 from engine.tp import TPGroup
 
 
@@ -33,15 +34,18 @@ class Loader:
     tp: TPGroup
     device: torch.device
     dtype: torch.dtype
-    ops: Ops
     kernels: Native | None
     quantization: str
     packing: Packing | None
     keeps_codes: bool
     """Whether what is packed stays so where it can (`Packing.keeps_codes`)."""
 
+    @property
+    def ops(self) -> Ops:
+        return self.kernels or TorchOps()
+
     def linear(self, parts: Sequence[TensorSlice]) -> Matrix:
-        """The matrix of all parts' outputs, one after another, whether a part is there as it is or packed."""
+        """The matrix of all parts' outputs, one after another; each part may be plain or packed."""
         kept = self._keep(parts) if self.keeps_codes else None
         return kept or self.matrix(self._join(parts, self._read_weight))
 
@@ -50,7 +54,7 @@ class Loader:
         return self._join(parts, self.checkpoint.read)
 
     def _keep(self, parts: Sequence[TensorSlice]) -> Matrix | None:
-        """None where a part is plain, or what is packed cannot be multiplied as it is."""
+        """None where a part is plain, or packed codes cannot be multiplied as they are."""
         if self.packing is None or any(part.name in self.checkpoint for part in parts):
             return None
         found = keep_codes([read_codes(self.checkpoint, self.packing, part) for part in parts])
@@ -109,7 +113,7 @@ class Projection:
 
 
 class Linear(Protocol):
-    """What the layers below have in common: a product, and what is added to it."""
+    """A layer with a matrix product and an optional bias."""
 
     matrix: Matrix
     bias: torch.Tensor | None

@@ -1,6 +1,6 @@
-"""What a decoder layer does between its matrix products and its attention: in plain torch, or by Baton's own kernels.
+"""What a decoder layer computes between its matrix products and its attention, in plain torch or by Baton's kernels.
 
-Both keep transformers' order of rounding, so that a model in bfloat16 says what it would say there.
+Both keep transformers' order of rounding, so that a model in bfloat16 generates what it would generate there.
 
 Legend: T tokens, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, N blocks, K block_size.
 """
@@ -24,7 +24,7 @@ Pages = tuple[Tensor, Tensor]
 
 
 class Ops(Protocol):
-    """The two ways."""
+    """Implemented by `TorchOps`, and on the CPU by `engine.native.Native`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         """x [T, E] over its root mean square (arXiv 1910.07467), times `weight`. With `add`: x += add first."""
@@ -83,32 +83,10 @@ class TorchOps:
         return qk[:, :num_heads]
 
 
-class NativeOps:
-    """On the CPU, by `engine.native`."""
-
-    def __init__(self, kernels: Native) -> None:
-        self.rms_norm = kernels.rms_norm
-        self.silu_mul = kernels.silu_mul
-        self._rotate_and_store = kernels.rotate_and_store
-
-    def rotate_and_store(
-        self,
-        qkv: Tensor,
-        head_norm: Tensor | None,
-        eps: float,
-        rope_rows: tuple[Tensor, Tensor],
-        slots: Tensor,
-        pages: Pages,
-        num_heads: int,
-    ) -> Tensor:
-        self._rotate_and_store(qkv, head_norm, eps, rope_rows, slots, pages, num_heads)
-        return qkv[:, :num_heads]
-
-
 def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Native | None, str]:
-    """Baton's own kernels and where they come from; or None, and why they are not used.
+    """Baton's own kernels and their origin; or None, and why they are not used.
 
-    `wanted` is `auto`, `native` or `torch`. Raises ConfigError when the wanted ones cannot be used, or are unknown.
+    `wanted` is `auto`, `native` or `torch`. Raises ConfigError when `native` cannot be used, or for another name.
     """
     if wanted not in KERNELS_NAMES:
         raise ConfigError(f"kernels: {wanted!r} is unknown; use {', '.join(KERNELS_NAMES)}")

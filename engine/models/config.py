@@ -1,21 +1,19 @@
-"""What a checkpoint folder says about its model: one frozen `ModelConfig` with Hugging Face's own field names.
+"""Reads a checkpoint folder's config.json into a frozen `ModelConfig` with Hugging Face's own field names.
 
-Reads config.json and generation_config.json as transformers 4 and 5 write them, and refuses what the decoder of
-`engine.model` would compute wrongly. It knows nothing of weights, devices or serving.
+Reads config.json and generation_config.json as transformers 4 and 5 write them, and refuses what
+`engine.models.decoder` would compute wrongly. It knows nothing of weights, devices or serving.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError
-from engine.models.json_fields import Fields
-from engine.quantization.packing import Packing, read_packing
+from engine.checkpoint import Fields, read_json
+from engine.models.registry import FAMILIES
+from engine.quantization.packed import Packing, read_packing
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,20 +63,20 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     packing: Packing | None = None
-    """How its linear layers are held, where they are not plain weights."""
+    """The packing of its linear layers; None: plain weights."""
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
         """Raises CheckpointError naming the file, the field and the remedy."""
         folder = Path(path)
-        fields = Fields(_read_json(folder / "config.json"), "config.json")
+        fields = Fields(read_json(folder / "config.json"), "config.json")
         architecture = _architecture(fields)
-        biased = fields.flag("attention_bias")
+        family = FAMILIES[architecture]
+        has_bias = fields.flag("attention_bias")
         num_layers = fields.size("num_hidden_layers")
         num_heads = fields.size("num_attention_heads")
         hidden_size = fields.size("hidden_size")
         max_position_embeddings = fields.size("max_position_embeddings")
-        default_head_dim = 128 if architecture == "Qwen3ForCausalLM" else hidden_size // num_heads
         config = cls(
             architecture=architecture,
             hidden_size=hidden_size,
@@ -86,17 +84,17 @@ class ModelConfig:
             num_hidden_layers=num_layers,
             num_attention_heads=num_heads,
             num_key_value_heads=fields.size("num_key_value_heads", num_heads),
-            head_dim=fields.size("head_dim", default_head_dim),
+            head_dim=fields.size("head_dim", family.default_head_dim or hidden_size // num_heads),
             vocab_size=fields.size("vocab_size"),
             max_position_embeddings=max_position_embeddings,
             rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope(fields, max_position_embeddings),
             tie_word_embeddings=fields.flag("tie_word_embeddings"),
-            attention_bias=architecture == "Qwen2ForCausalLM" or (biased and architecture != "MistralForCausalLM"),
-            attention_output_bias=biased and architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM"),
-            mlp_bias=fields.flag("mlp_bias") and architecture == "LlamaForCausalLM",
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            layer_windows=_layer_windows(fields, architecture, num_layers),
+            attention_bias=family.has_qkv_bias or (has_bias and family.reads_attention_bias),
+            attention_output_bias=has_bias and family.reads_attention_bias,
+            mlp_bias=fields.flag("mlp_bias") and family.reads_mlp_bias,
+            qk_norm=family.qk_norm,
+            layer_windows=family.layer_windows(fields, num_layers),
             dtype=_dtype(fields),
             eos_token_ids=_eos_token_ids(folder, fields),
             packing=read_packing(fields),
@@ -140,52 +138,16 @@ class ModelConfig:
         return range(tp_rank * count, (tp_rank + 1) * count)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object (got {type(value).__name__})")
-    return value
-
-
 def _architecture(fields: Fields) -> str:
     names = fields.get("architectures") or []
     name = names[0] if isinstance(names, list) and names else None
-    if name not in ARCHITECTURES:
+    if name not in FAMILIES:
         raise CheckpointError(
-            f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(ARCHITECTURES)}"
+            f"config.json: architecture {name!r} is not supported; Baton serves {', '.join(FAMILIES)}"
         )
     if (activation := fields.get("hidden_act")) not in (None, "silu"):
         raise CheckpointError(f"config.json: hidden_act {activation!r} is not supported; Baton computes 'silu'")
     return str(name)
-
-
-def _layer_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """Mistral slides on all layers or none, Llama never, Qwen on those that its config names."""
-    if architecture.startswith("Qwen"):
-        return _qwen_windows(fields, num_layers)
-    slides = architecture == "MistralForCausalLM" and fields.get("sliding_window") is not None
-    return (fields.size("sliding_window") if slides else None,) * num_layers
-
-
-def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """Qwen names its layers' types, or (transformers 4) slides from layer max_window_layers on."""
-    if not fields.flag("use_sliding_window") or fields.get("sliding_window") is None:
-        return (None,) * num_layers
-    window = fields.size("sliding_window")
-    types = fields.get("layer_types")
-    if types is None:
-        first = fields.get("max_window_layers")
-        first = 28 if first is None else first
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    by_type = {"sliding_attention": window, "full_attention": None}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(by_type):
-        raise CheckpointError(f"config.json: layer_types must name {num_layers} of {sorted(by_type)} (got {types!r})")
-    return tuple(by_type[name] for name in types)
 
 
 def _rope(fields: Fields, max_position_embeddings: int) -> RopeConfig:
@@ -228,7 +190,7 @@ def _dtype(fields: Fields) -> str:
 def _eos_token_ids(folder: Path, fields: Fields) -> tuple[int, ...]:
     """generation_config.json's end-of-text ids if it names any, else config.json's."""
     path = folder / "generation_config.json"
-    value = _read_json(path).get("eos_token_id") if path.exists() else None
+    value = read_json(path).get("eos_token_id") if path.exists() else None
     if value is None:
         value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]

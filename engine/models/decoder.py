@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 have in common: what differs is in `ModelConfig`.
+"""The decoder that dense model families (`engine.models.registry`) have in common; `ModelConfig` has the differences.
 
 Built straight from a checkpoint, sharded as it is read. It knows attention as a function and KV as pages to write;
 nothing of requests, schedules or serving. Weight names are Hugging Face's.
@@ -29,7 +29,7 @@ from engine.layers.linear import (
 from engine.models.config import ModelConfig
 
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
-"""The residual [T, E] after the last layer, and what that layer still adds to it."""
+"""The residual [T, E] after the last layer, and the last layer's output, which is still to be added."""
 
 UNUSED_TENSORS = ("rotary_emb.inv_freq",)
 """Endings of tensors that some checkpoints carry and that are computed here instead."""
@@ -37,7 +37,7 @@ UNUSED_TENSORS = ("rotary_emb.inv_freq",)
 
 @dataclass(frozen=True)
 class StepContext:
-    """What all layers of one forward pass share."""
+    """The values that all layers of one forward pass share."""
 
     batch: AttentionBatch
     slots: torch.Tensor  # int64 [T]
@@ -45,7 +45,7 @@ class StepContext:
     kv: KvCache
     attention: Attention
     on_layer: Callable[[int], None] | None = None
-    """Told how many layers' keys and values of this pass are in the pages, after each layer."""
+    """Called after each layer with the number of layers whose keys and values are in the pages."""
 
 
 class SelfAttention:
@@ -126,7 +126,7 @@ class GatedMlp:
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and beside a residual; what one adds to it, the next norm takes in."""
+    """Attention and MLP, each behind a norm and beside a residual; the next norm adds the output to the residual."""
 
     def __init__(self, config: ModelConfig, layer: int, loader: Loader) -> None:
         name = f"model.layers.{layer}"
@@ -136,13 +136,13 @@ class DecoderLayer:
         self.mlp = GatedMlp(config, layer, loader)
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
-        """Brings the residual [T, E] up to date by `add`, the layer's before; returns what is to be added next."""
+        """Adds `add`, the output of the layer before, to the residual [T, E]; returns what is to be added next."""
         add = self.attention(self.input_norm(residual, add), context)
         return self.mlp(self.mlp_norm(residual, add))
 
 
 class Decoder:
-    """Token ids in, float32 logits of the rows that are asked for out."""
+    """Token ids in, float32 logits of the wanted rows out."""
 
     def __init__(self, config: ModelConfig, loader: Loader, report: Callable[[str], None]) -> None:
         embedding = VocabShard(loader, "model.embed_tokens", config.vocab_size, config.hidden_size)
@@ -166,14 +166,14 @@ class Decoder:
         return other
 
     def __call__(self, token_ids: torch.Tensor, context: StepContext) -> Hidden:
-        """[T] ids through all layers, whose KV is then written."""
+        """Runs [T] ids through all layers, which write their KV."""
         residual, add = self._embed(token_ids), None  # [T, E]
         for layer in self.layers:
             add = layer(residual, add, context)
         return residual, add
 
     def logits(self, hidden: Hidden, rows: torch.Tensor) -> torch.Tensor:
-        """Of [R] rows of a step, [R, V]; `hidden` stays as it is."""
+        """Logits [R, V] of [R] rows of a step; `hidden` is not changed."""
         residual, add = hidden
         last = residual.index_select(0, rows)
         return self.head(self.norm(last, None if add is None else add.index_select(0, rows)))

@@ -2,7 +2,7 @@
 
 `native()` compiles and loads them once for each process; where that cannot be, it says why and the engine computes the
 same in plain torch. Tensors are rows of contiguous memory in float32 or bfloat16, and everything a call is given must
-have one type; this is checked by whoever calls, once, when a model is loaded.
+have one type, which callers check once, when a model is loaded.
 
 Legend: T tokens, I inputs, O outputs, S sequences, B blocks in the longest table, N blocks of the pool, K block_size,
 Hq/H query/KV heads, D head_dim, W width of an MLP.
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.native.build import BuildFailed, build
-from engine.native.decode import DecodeBatch, DecodeModel
-from engine.native.tiles import Tiles, Weight
+from engine.native.structures import DecodeBatch, DecodeModel, Tiles, Weight
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_HEAD_DIM = 512
@@ -94,10 +93,11 @@ class Native:
         slots: Tensor,
         pages: tuple[Tensor, Tensor],
         num_heads: int,
-    ) -> None:
+    ) -> Tensor:
         """Normalises (if asked to) and turns the query and key heads of [T, Hq + 2 H, D], and stores keys and values.
 
-        In place; `head_norm` is [Hq + H, D], `slots` int64 [T]. Pages are as computed, or `engine.kv.pool.encode`d.
+        In place; returns the query heads, a view. `head_norm` is [Hq + H, D], `slots` int64 [T]. Pages are as computed,
+        or `engine.kv.pool.encode`d.
         """
         num_tokens, all_heads, head_dim = qkv.shape
         num_kv_heads = (all_heads - num_heads) // 2
@@ -116,6 +116,7 @@ class Native:
             num_kv_heads,
             head_dim,
         )
+        return qkv[:, :num_heads]
 
     def paged_attention(
         self,
@@ -217,7 +218,7 @@ class Native:
 
 @cache
 def native() -> tuple[Native | None, str]:
-    """The kernels, and where they come from; or None, and why there are none."""
+    """The kernels and their origin; or None, and why there are none."""
     try:
         path = build()
         return Native(str(path)), f"compiled for this processor ({path.name})"

@@ -52,7 +52,7 @@ def _version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on."""
+    """The description of the processor on which `-march=native` depends."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():
         return platform.machine() + platform.processor()

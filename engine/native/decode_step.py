@@ -1,7 +1,7 @@
 """Decode steps as one call of Baton's own kernels, where they have all that the model needs.
 
 Between the layers of such a step there is no Python: with a few sequences that, and waiting for it, would take as long
-as reading the weights. What is computed, and in which order it is rounded, is what `engine.model` does.
+as reading the weights. It computes, and rounds in the same order, what `engine.models.decoder` does.
 
 Legend: T sequences, each with one new token, V vocab_size.
 """
@@ -15,19 +15,19 @@ import torch
 
 from engine.kv.pool import KvCache
 from engine.layers.linear import Linear
-from engine.layers.matmul import TiledMatrix
 from engine.layers.rope import RopeTable
 from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.native import DECODE_PAGES, Native
-from engine.native.decode import DecodeBatch, DecodeModel, Layer, NativeMatrix
+from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatrix
+from engine.quantization.matrix import TiledMatrix
 from engine.step_input import StepInput, is_decode
 
 
 def choose_decode_step(
     kernels: Native | None, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable
 ) -> tuple[DecodeStep | None, str]:
-    """It, or None; and why."""
+    """The step, or None; and why."""
     if kernels is None or not kernels.has_products:
         return None, "Baton's kernels for products are not used"
     if model.tp.size > 1:
@@ -40,14 +40,14 @@ def choose_decode_step(
 
 
 class DecodeStep:
-    """Over the weights and the pool that it was made for, which it keeps."""
+    """Runs over the weights and the pool that it was made for, which it keeps alive."""
 
     def __init__(self, kernels: Native, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable) -> None:
         self._kernels = kernels
         self._owners = model, kv, rope
         self._pages = kv.pool.dtype
         self.spent_s = np.zeros(2)
-        """What products and attention have taken so far, in that order."""
+        """Seconds that products and attention have taken so far, in that order."""
         self._spent_address = self.spent_s.ctypes.data
         layers = (Layer * len(model.layers))(*[_layer(layer, kv) for layer in model.layers])
         attention = model.layers[0].attention

@@ -1,7 +1,7 @@
 """Owns constrained output on a worker: which tokens may come next in a sequence whose output must fit a grammar.
 
-What may come next depends on the grammar and the tokens so far alone. So whoever has the tokens, a decode worker after
-a hand-off or after another one was lost, goes on where they end; what is kept here is only not to read them again.
+That depends on the grammar and the tokens so far alone, so any worker that has the tokens can go on where they end. The
+kept matchers only save reading the tokens again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from cluster.grammar import new_matcher, new_vocabulary
 
 MOST_GRAMMARS = 64
-"""Kept ready for requests that come with the same one."""
+"""Grammars kept ready for further requests with the same one."""
 
 
 class ConstraintFailed(Exception):
@@ -26,7 +26,7 @@ class ConstraintFailed(Exception):
 
 
 class Constraint:
-    """One request's, for all its sequences. One thread."""
+    """The constraint of one request, for all its sequences. Used by one thread."""
 
     def __init__(self, start: LLMatcher, vocab_size: int, own_ends: Sequence[int]) -> None:
         """`own_ends`: tokens that the library takes for the end of any output, which the request may not."""
@@ -76,7 +76,7 @@ class Constrainer:
             return None
 
     def prepare(self, grammar: str) -> None:
-        """Does what takes time in `new` ahead of it. Raises ValueError for a grammar that cannot be followed."""
+        """Compiles a grammar ahead of `new`. Raises ValueError for one that cannot be followed."""
         with self._lock:
             if grammar in self._matchers:
                 return
@@ -100,5 +100,5 @@ class Constrainer:
 
 
 def _failure_of(matcher: LLMatcher) -> ConstraintFailed:
-    """The library's own words, without the notes below them."""
+    """The first line of the library's error."""
     return ConstraintFailed(matcher.get_error().partition("\n")[0])

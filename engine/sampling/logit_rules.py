@@ -38,7 +38,7 @@ class LogitRules:
         ]
         self._constrained = [(r, p.constraint) for r, p in enumerate(batch) if p.constraint is not None]
         self.problems: dict[int, str] = {}
-        """Of the latest step: rows whose constraint cannot be followed any further, and why."""
+        """Rows of the latest step whose constraint cannot be followed any further, and why."""
         self._banned_until = [
             (r, p.min_output_tokens, _stops_to_ban(p, vocab_size))
             for r, p in enumerate(batch)
@@ -80,7 +80,7 @@ class LogitRules:
         return logits
 
     def _follow_constraints(self, rows: Sequence[SampleRow]) -> dict[int, npt.NDArray[np.bool_]]:
-        """Of each constrained row, which tokens may follow, bool [V]; none of a row with a problem."""
+        """The tokens that may follow each constrained row, bool [V]; rows with a problem are left out."""
         self.problems = {}
         allowed = {}
         for r, constraint in self._constrained:

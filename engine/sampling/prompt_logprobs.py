@@ -1,4 +1,4 @@
-"""Logprobs of tokens that are there already: those of a prompt, each given the tokens before it.
+"""Logprobs of the tokens of a prompt, each given the tokens before it.
 
 The logits of a chunk are many times larger than what is kept of them, so they are made and read some rows at a time: at
 most `SLICE_BYTES` of them are there at once, however long the chunk and large the vocabulary. Knows no sequence.
@@ -22,7 +22,7 @@ SLICE_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a step says of the tokens that follow its scored rows, on the device until it is read."""
+    """Scores of the tokens that follow a step's scored rows, on the device until they are read."""
 
     scored: IntArray  # [P, 3] as in StepInput
     logprobs: Tensor  # [P]
@@ -48,8 +48,8 @@ def rows_of_slice(vocab_size: int) -> int:
 def score_rows(
     scored: IntArray, logits_of: Callable[[Tensor], Tensor], vocab_size: int, device: torch.device
 ) -> PromptScores:
-    """`logits_of` gives float32 logits [R, V] of the rows [R] of the flat batch that it is told; it is called in the
-    same order with the same rows wherever `scored` is the same, as tensor-parallel ranks must."""
+    """`logits_of` returns float32 logits [R, V] of rows [R] of the flat batch. For the same `scored` it is called with
+    the same rows in the same order, as tensor-parallel ranks need."""
     rows, targets = (torch.from_numpy(scored[:, column].astype("int64")).to(device) for column in (0, 1))
     most = min(vocab_size, int(scored[:, 2].max()))
     step = rows_of_slice(vocab_size)

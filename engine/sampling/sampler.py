@@ -52,7 +52,7 @@ class Sampler:
 
 
 class _Plan:
-    """What a list of params means for a batch, as tensors; good for every step until a sequence joins or leaves."""
+    """A batch's params as tensors; valid for every step until a sequence joins or leaves."""
 
     def __init__(self, batch: list[SamplingParams], vocab_size: int, device: torch.device) -> None:
         self.batch = batch

@@ -13,7 +13,8 @@ from engine_steps import make_runner, run_in_chunks
 from cluster.errors import ConfigError
 from cluster.settings import WorkerSettings
 from engine.attention.cpu import CpuAttention
-from engine.attention.interface import Attention, AttentionBatch, choose_attention
+from engine.attention.interface import Attention, AttentionBatch
+from engine.attention.registry import choose_attention
 from engine.model_runner import ModelRunner
 from engine.step_input import SequenceSlice, build_step
 from engine.tp import SingleGroup

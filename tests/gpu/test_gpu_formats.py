@@ -12,10 +12,12 @@ from engine_steps import make_runner, run_in_chunks
 
 from cluster.errors import ConfigError
 from engine.attention.cpu import CpuAttention
-from engine.attention.interface import Attention, AttentionBatch, choose_attention
+from engine.attention.interface import Attention, AttentionBatch
+from engine.attention.registry import choose_attention
 from engine.kv.pool import decode, encode
-from engine.layers.matmul import Fp8Matrix, make_matrix
-from engine.quantization.formats import quantize, round_to_fp8
+from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
+from engine.quantization.integers import quantize
+from engine.quantization.registry import make_matrix
 from engine.step_input import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

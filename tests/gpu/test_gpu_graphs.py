@@ -10,10 +10,10 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, run_in_chunks
+from reference_engine import Engine
 
 from cluster.errors import ConfigError
-from engine.attention.interface import choose_attention
-from engine.generate import Engine
+from engine.attention.registry import choose_attention
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

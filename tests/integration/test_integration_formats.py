@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from reference_engine import Completion, Engine
 from workers import ROOT, Output, Worker, hand_off, merged, running, sampling
 
 from cluster.request_key import RequestKey
-from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

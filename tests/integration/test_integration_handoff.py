@@ -10,9 +10,9 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from reference_engine import Completion, Engine
 from workers import ROOT, Worker, hand_off, merged, running, sampling
 
-from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

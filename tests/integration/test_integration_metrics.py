@@ -14,8 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from workers import ROOT, Process, Worker, hand_off, running, sampling
 
 from cluster.pb import generation_pb2, worker_pb2
-from engine.flops import ModelFlops
-from engine.memory import WeightForm
+from engine.model_cost import ModelFlops, WeightForm
 from engine.models.config import ModelConfig
 
 MODEL = str(ROOT / "models" / "tiny-shakespeare")

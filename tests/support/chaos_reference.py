@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 
 from chaos_fleet import MODEL, ChaosWorker
+from reference_engine import Engine
 from workers import hand_off, merged, sampling
 
 from cluster.request_key import RequestKey
-from engine.generate import Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

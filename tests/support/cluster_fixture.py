@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from reference_engine import Completion, Engine
 from workers import ROOT, START_TIMEOUT_S, Process
 
 from cluster.errors import BatonError
@@ -24,7 +25,6 @@ from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2
 from cluster.rpc import create_blocking_channel
 from cluster.settings import RouterSettings, WorkerSettings
 from cluster.tls import ClientTls
-from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

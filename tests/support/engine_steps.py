@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from thread_group import ThreadGroup
 
 from engine.cuda_graphs import Capture
 from engine.model_runner import ModelRunner
 from engine.step_input import SequenceSlice, StepInput, build_step
-from engine.tp import SingleGroup, ThreadGroup, TPGroup
+from engine.tp import SingleGroup, TPGroup
 
 Result = TypeVar("Result")
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import resource, sys, torch
-from engine.allocator import keep_freed_memory
+from engine.cpu_runtime import keep_freed_memory
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -15,7 +15,8 @@ import torch
 from cluster.errors import ConfigError
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import FlashAttention, VarlenAttention
-from engine.attention.interface import AttentionBatch, choose_attention
+from engine.attention.interface import AttentionBatch
+from engine.attention.registry import choose_attention
 from engine.kv.pool import decode, encode
 from engine.native import DTYPES, Native, native
 from engine.step_input import SequenceSlice, build_step

@@ -10,11 +10,11 @@ import torch
 from checkpoints import make_checkpoint
 from engine_steps import make_runner, run_in_chunks
 from safetensors.torch import load_file, save_file
+from thread_group import ThreadGroup
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.checkpoint import INDEX_NAME, Checkpoint, TensorSlice
 from engine.model_runner import ModelRunner
-from engine.tp import ThreadGroup
 
 Q_PROJ = "model.layers.2.self_attn.q_proj.weight"
 

@@ -12,8 +12,8 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_engine import Completion, Engine
 
-from engine.generate import Completion, Engine
 from engine.kv.block_manager import BlockManager, NoFreeBlocks
 from engine.model_runner import ModelRunner
 from engine.sampling.params import Finish, SampleRow, SamplingParams, check_finish

@@ -15,12 +15,12 @@ from engine_steps import make_runner, run_in_chunks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorder import record
+from reference_engine import Engine
 
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import FlashAttention, VarlenAttention
 from engine.attention.interface import Attention
 from engine.cuda_graphs import bucket_sizes, choose_capture, pad
-from engine.generate import Engine
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

@@ -15,9 +15,9 @@ from test_engine_packed import FORMATS, layer_in, logits_of, name_of, packing, r
 from cluster.settings import WorkerSettings
 from engine.checkpoint import TensorSlice
 from engine.layers.linear import Loader
-from engine.layers.matmul import Matrix
-from engine.memory import WeightForm, multiplied_bytes, weight_bytes
+from engine.model_cost import WeightForm, multiplied_bytes, weight_bytes
 from engine.native import native
+from engine.quantization.matrix import Matrix
 from engine.quantization.packed import Codes, keep_codes, read_codes
 from engine.tp import TPGroup
 from worker.loading import resolve

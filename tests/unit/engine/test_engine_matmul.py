@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.layers import matmul
-from engine.layers.matmul import Fp8Matrix, make_matrix
 from engine.native import native
-from engine.quantization.formats import Quantized, keep, quantize, round_to_fp8
+from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
+from engine.quantization.integers import Quantized, keep, make_quantized, quantize
+from engine.quantization.matrix import TiledMatrix
+from engine.quantization.plain import TorchMatrix, multiplies_plain
+from engine.quantization.registry import make_matrix, matrix_bytes
 
 KERNELS, WHY_NOT = native()
 HAS_PRODUCTS = KERNELS is not None and KERNELS.has_products
@@ -46,10 +48,10 @@ def test_in_bfloat16(num_rows: int, shape: tuple[int, int], uses_kernels: bool) 
     torch.testing.assert_close(matrix(x, bias).double(), exact + bias.double(), atol=0.05, rtol=0.01)
     whole = matrix(x, dtype=torch.float32)
     kernels = KERNELS if uses_kernels else None
-    is_tiled = matmul.multiplies_plain(kernels, torch.bfloat16)
+    is_tiled = multiplies_plain(kernels, torch.bfloat16)
     assert whole.dtype == torch.float32
-    assert matrix.nbytes == matmul.matrix_bytes(shape, torch.bfloat16, torch.device("cpu"), is_tiled=is_tiled)
-    tolerance = 1e-4 if isinstance(matrix, matmul.TiledMatrix) else 0.01  # torch rounds the sum to bfloat16 first
+    assert matrix.nbytes == matrix_bytes(shape, torch.bfloat16, torch.device("cpu"), is_tiled=is_tiled)
+    tolerance = 1e-4 if isinstance(matrix, TiledMatrix) else 0.01  # torch rounds the sum to bfloat16 first
     torch.testing.assert_close(whole.double(), exact, atol=5 * tolerance, rtol=tolerance)
 
 
@@ -101,7 +103,7 @@ def test_kernels_multiply_with_each_code_as_it_is(kind: str | int, shape: tuple[
         return
     else:
         weight = codes_that_are_kept(kind, shape)
-    matrix = matmul.make_quantized(weight, KERNELS)
+    matrix = make_quantized(weight, KERNELS)
 
     product = matrix(torch.eye(shape[1], dtype=torch.bfloat16), dtype=torch.float32)
 
@@ -116,7 +118,7 @@ def test_in_kept_codes(num_rows: int, group: int, uses_kernels: bool, is_shuffle
     weight = codes_that_are_kept(group)
     _, bias, x = problem(num_rows, weight.shape, torch.bfloat16)
     order = torch.randperm(384, generator=torch.Generator().manual_seed(6)) if is_shuffled else None
-    matrix = matmul.make_quantized(weight, KERNELS if uses_kernels else None, order)
+    matrix = make_quantized(weight, KERNELS if uses_kernels else None, order)
     of_weight = x if order is None else x[:, order]
     exact = of_weight.double() @ weight.dequantize(torch.float32).double().T
     tolerance = 0.015 * exact.abs().max().item() if num_rows and uses_kernels else 0.02
@@ -200,5 +202,5 @@ def test_inputs_that_fill_no_group_stay_at_eight_bits() -> None:
 def test_other_types_stay_as_they_are() -> None:
     weight, x = torch.ones(8, 16, dtype=torch.float16), torch.ones(7, 16, dtype=torch.float16)
     matrix = make_matrix(weight, KERNELS)
-    assert isinstance(matrix, matmul.TorchMatrix)
+    assert isinstance(matrix, TorchMatrix)
     assert torch.equal(matrix(x), torch.full((7, 8), 16, dtype=torch.float16))

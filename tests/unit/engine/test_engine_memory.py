@@ -11,19 +11,11 @@ from checkpoints import KINDS, make_checkpoint
 from engine_steps import held_bytes, make_runner, on_each_rank
 
 from cluster.errors import ConfigError
-from engine.memory import (
-    WeightForm,
-    available_bytes,
-    kv_bytes_per_token,
-    resolve_device,
-    resolve_dtype,
-    resolve_kv_dtype,
-    resolve_max_model_len,
-    weight_bytes,
-)
+from engine.memory import available_bytes, resolve_device, resolve_dtype, resolve_kv_dtype, resolve_max_model_len
+from engine.model_cost import WeightForm, kv_bytes_per_token, weight_bytes
 from engine.models.config import ModelConfig
 from engine.native import native
-from engine.quantization.formats import FORMATS
+from engine.quantization.registry import WEIGHT_FORMATS
 
 PLAIN = WeightForm("float32")
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32
@@ -39,7 +31,7 @@ def config(folder: Path) -> ModelConfig:
     return ModelConfig.from_folder(folder)
 
 
-@pytest.mark.parametrize("quantization", FORMATS)
+@pytest.mark.parametrize("quantization", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -9,8 +9,8 @@ import pytest
 from checkpoints import make_checkpoint
 
 from cluster.errors import ConfigError
-from engine.memory import WeightForm
-from engine.memory_plan import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
+from engine.memory import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
+from engine.model_cost import WeightForm
 from engine.models.config import ModelConfig
 
 GIB = 1 << 30

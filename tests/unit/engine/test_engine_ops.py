@@ -10,7 +10,7 @@ import torch
 
 from cluster.errors import ConfigError
 from engine.kv.pool import decode, encode
-from engine.layers.ops import NativeOps, Ops, TorchOps, choose_native
+from engine.layers.ops import Ops, TorchOps, choose_native
 from engine.native import DTYPES, native
 from engine.native.build import BuildFailed, build
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def both() -> tuple[Ops, Ops]:
     assert KERNELS is not None
-    return TorchOps(), NativeOps(KERNELS)
+    return TorchOps(), KERNELS
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> None:

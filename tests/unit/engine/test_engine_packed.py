@@ -13,13 +13,13 @@ import torch
 from engine_steps import make_runner, on_each_rank, run_in_chunks
 from packed_checkpoints import Format, edit_config, make_packed, pack_layer
 from safetensors.torch import load_file, save_file
+from thread_group import ThreadGroup
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.models.config import ModelConfig
-from engine.quantization.packed import read_codes
-from engine.quantization.packing import Packing
-from engine.tp import SingleGroup, ThreadGroup
+from engine.quantization.packed import Packing, read_codes
+from engine.tp import SingleGroup
 
 IDS = [(i * 37) % 317 + 3 for i in range(60)]
 GROUP_SIZES = (32, 64, 128, -1)

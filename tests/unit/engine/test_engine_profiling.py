@@ -14,8 +14,8 @@ from checkpoints import make_checkpoint
 from engine_steps import make_runner, on_each_rank, run_in_chunks
 
 from engine import profiling
-from engine.memory import WeightForm
-from engine.memory_plan import MemoryDemand, StepLimits, estimate_activations, estimate_bytes
+from engine.memory import MemoryDemand, StepLimits, estimate_activations, estimate_bytes
+from engine.model_cost import WeightForm
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
 from engine.profiling import make_step, measure_activations, step_to_try, untried_bytes

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from engine import threads
+from engine import cpu_runtime
 
 ROOT = Path(__file__).resolve().parents[3]
-needs_openmp = pytest.mark.skipif(threads._openmp() is None, reason="torch has no OpenMP that gives threads back")
+needs_openmp = pytest.mark.skipif(cpu_runtime._openmp() is None, reason="torch has no OpenMP that gives threads back")
 
 NICENESS = """
 import os, threading, torch
 from cluster.program import give_way
-from engine.threads import compute_with
+from engine.cpu_runtime import compute_with
 
 def niceness():
     return sorted(os.getpriority(os.PRIO_PROCESS, int(task)) for task in os.listdir("/proc/self/task"))
@@ -39,7 +39,7 @@ print("as told")
 
 PROGRAM = """
 import os, threading, torch
-from engine.threads import compute_alone, compute_with, give_back
+from engine.cpu_runtime import compute_alone, compute_with, end_helpers
 
 def work():
     torch.ones(1 << 20).add_(1)
@@ -56,14 +56,14 @@ compute_with(3)  # torch has threads beside OpenMP's, and makes them here
 before = count()
 work()
 assert count() == before + 2, (before, count())
-give_back()
+end_helpers()
 until = os.times().elapsed + 20
 while count() != before:
     assert os.times().elapsed < until, (before, count())
 seen = []
 on_thread(compute_alone, work, lambda: seen.append(count()))
 assert seen == [before + 1], (before, seen)
-on_thread(lambda: compute_with(2), work, lambda: seen.append(count()), give_back)
+on_thread(lambda: compute_with(2), work, lambda: seen.append(count()), end_helpers)
 assert seen[1:] == [before + 2], (before, seen)
 work()
 assert count() == before + 2, (before, count())

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from checkpoints import make_checkpoint
 from engine_steps import make_runner, on_each_rank, run_in_chunks, scattered_table
+from thread_group import ThreadGroup
 
-from engine.tp import ProcessGroupTP, SingleGroup, ThreadGroup, TPGroup, make_process_group
+from engine.tp import ProcessGroupTP, SingleGroup, TPGroup, make_process_group
 
 IDS = list(range(3, 43))
 CHUNKS = [25, 7, 1, 1, 1, 1, 1, 1, 1, 1]

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.flops import ModelFlops, StepFlops
-from engine.memory import WeightForm, resolve_kv_dtype
+from engine.memory import resolve_kv_dtype
+from engine.model_cost import ModelFlops, StepFlops, WeightForm
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
 from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step

@@ -15,11 +15,11 @@ from workers import ROOT
 
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import rank_pb2
+from engine.cpu_runtime import compute_with
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
-from engine.threads import compute_with
 from worker.group import LaunchedStep, RankGroup
 from worker.rank import OVERLAP_TOKENS
 from worker.rank_socket import read_frame, write_frame

@@ -13,7 +13,7 @@ from engine_steps import on_each_rank
 
 from cluster.errors import ConfigError
 from cluster.settings import WorkerSettings
-from engine.memory_plan import Activations, MemoryDemand, MemoryPlan
+from engine.memory import Activations, MemoryDemand, MemoryPlan
 from engine.model_runner import ModelRunner
 from engine.tp import TPGroup
 from worker import loading

@@ -8,7 +8,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from engine.flops import ModelFlops
+from engine.model_cost import ModelFlops
 from engine.native import native
 from engine.step_input import SequenceSlice, StepInput, build_step
 from worker import peaks

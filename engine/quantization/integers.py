@@ -1,9 +1,9 @@
-"""Weights in fewer bits: what is stored, and how it is made from a weight and turned into one again.
+"""The formats `int8` and `int4`, and codes that a checkpoint brings along: integers, symmetric and to nearest.
 
-Symmetric and to nearest. int8 has one scale for each output (its rows stay exact integers until the sum is scaled);
-int4 one for each group of inputs of each output, since sixteen steps are too few for a whole row. Codes that a
-checkpoint brings along keep their own zero points and groups. `tile` lays a weight out for `engine.native`, `tile_bf16`
-one that is kept whole. fp8 is float8_e4m3fn, whose steps grow with the value, with one scale for each row.
+int8 has one scale for each output (its rows stay exact integers until the sum is scaled); int4 one for each group of
+inputs of each output, since sixteen steps are too few for a whole row. Codes of a checkpoint keep their own zero points
+and groups. Baton's kernels multiply such a weight as it is, rounding the rows to 8 bits for it; without them, and on
+GPUs, it is unpacked before each product.
 
 Legend: O outputs, I inputs, G groups of inputs, T rows.
 """
@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native.tiles import BF16, INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
+from engine.native import Native
+from engine.native.structures import INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
+from engine.quantization.matrix import Matrix, TiledMatrix, WeightFormat
 
-FORMATS = ("none", "int8", "int4", "fp8")
-INT4_GROUP = 32
-_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+_GROUP = 32
+"""Inputs that share a scale in int4."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Quantized:
     data: Tensor
     scales: Tensor
     kind: int
-    """INT8, INT4 or INT4_ZEROS of `engine.native.tiles`."""
+    """INT8, INT4 or INT4_ZEROS of `engine.native.structures`."""
     group: int
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the weight."""
+        """The weight's outputs and inputs."""
         num_outputs, width = self.data.shape
         return num_outputs, width if self.kind == INT8 else 2 * width
 
@@ -51,7 +52,7 @@ class Quantized:
         return self.data if self.kind == INT8 else torch.stack((self.data & 15, self.data >> 4), dim=2).flatten(1)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """[O, I], as near to the weight as the format gets."""
+        """[O, I], the weight as far as the format keeps it."""
         if self.kind == INT8:
             return (self.data.float() * self.scales[:, None]).to(dtype)
         num_outputs = self.data.shape[0]
@@ -61,32 +62,54 @@ class Quantized:
         return ((codes - zeros) * pairs[:, :, :1]).view(num_outputs, -1).to(dtype)
 
 
+class QuantizedMatrix:
+    """int8 or int4, unpacked whole before each product, which is slow."""
+
+    def __init__(self, weight: Quantized, order: Tensor | None = None) -> None:
+        self._weight = weight
+        self._order = order
+        self.nbytes = weight.nbytes + (0 if order is None else order.nbytes)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        return F.linear(x, self._weight.dequantize(x.dtype), bias).to(dtype or x.dtype)
+
+
+def make_quantized(weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> Matrix:
+    """Takes over a weight in int8 or int4.
+
+    `order`, int64 [I]: the input of x that each input of the weight is, where those are in an order of their own.
+    """
+    if kernels is not None and multiplies_quantized(kernels):
+        return TiledMatrix(_tile(weight), kernels, order)
+    return QuantizedMatrix(weight, order)
+
+
+def multiplies_quantized(kernels: Native | None) -> bool:
+    """Whether int8 and int4 are multiplied as they are, laid out in tiles."""
+    return kernels is not None and kernels.has_products
+
+
 def quantize(weight: Tensor, wanted: str) -> Quantized:
-    """`wanted` is int8 or int4. Inputs that do not fill whole groups stay at int8, in either case."""
+    """`wanted` is int8 or int4. Inputs that do not fill whole groups stay at int8 in either case."""
     if _fills_groups(weight.shape[1], wanted):
-        return _int4(weight.float(), INT4_GROUP)
+        return _int4(weight.float(), _GROUP)
     rows = weight.float()
     scales = (rows.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny)
     return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales, INT8, 0)
 
 
-def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, I] as float8_e4m3fn, and the float32 scales [T, 1] that it is to be multiplied with."""
-    values = rows.float()
-    scales = (values.abs().amax(1, keepdim=True) / _LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)
-    return (values / scales).to(torch.float8_e4m3fn), scales
+def keep(codes: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Quantized:
+    """Keeps (codes - zeros) * scales as it is: uint8 [O, I] below 16, uint8 [O, G], float16 [O, G].
 
-
-def quantized_bytes(shape: tuple[int, int], wanted: str, is_tiled: bool) -> int:
-    """What one of FORMATS but `none` makes of a weight [O, I]; `is_tiled`: laid out by `tile`, which fp8 never is."""
-    if wanted == "fp8":
-        return shape[0] * (shape[1] + torch.float32.itemsize)
-    kind, group = (INT4, INT4_GROUP) if _fills_groups(shape[1], wanted) else (INT8, 0)
-    return stored_bytes(shape, kind, group, is_tiled)
+    `group` is a multiple of `engine.native.structures.INT4_SPAN`.
+    """
+    return Quantized(_pack(codes), torch.stack((scales, zeros.to(torch.float16)), dim=2), INT4_ZEROS, group)
 
 
 def stored_bytes(shape: tuple[int, int], kind: int, group: int, is_tiled: bool) -> int:
-    """Of data and scales of a weight [O, I] as in `Quantized`, or as `tile` pads them."""
+    """Bytes of data and scales of a weight [O, I] as in `Quantized`, or as tiles pad them."""
     num_outputs, num_inputs = shape
     if is_tiled:
         num_outputs, num_inputs = -(-num_outputs // TILE) * TILE, -(-num_inputs // SPAN) * SPAN
@@ -96,8 +119,22 @@ def stored_bytes(shape: tuple[int, int], kind: int, group: int, is_tiled: bool) 
     return num_outputs * (num_inputs // 2 + -(-num_inputs // group) * scale_bytes)
 
 
+def _format(name: str) -> WeightFormat:
+    def make(weight: Tensor, kernels: Native | None) -> Matrix:
+        return make_quantized(quantize(weight, name), kernels)
+
+    def size_bytes(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_tiled: bool) -> int:
+        kind, group = (INT4, _GROUP) if _fills_groups(shape[1], name) else (INT8, 0)
+        return stored_bytes(shape, kind, group, is_tiled)
+
+    return WeightFormat(make, size_bytes)
+
+
+INT8_FORMAT, INT4_FORMAT = _format("int8"), _format("int4")
+
+
 def _fills_groups(num_inputs: int, wanted: str) -> bool:
-    return wanted == "int4" and num_inputs % INT4_GROUP == 0
+    return wanted == "int4" and num_inputs % _GROUP == 0
 
 
 def _int4(rows: Tensor, group: int) -> Quantized:
@@ -111,16 +148,8 @@ def _int4(rows: Tensor, group: int) -> Quantized:
     return Quantized(_pack(steps.to(torch.uint8).view(num_outputs, -1)), scales[:, :, 0].contiguous(), INT4, group)
 
 
-def keep(codes: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Quantized:
-    """(codes - zeros) * scales as it is: uint8 [O, I] below 16, uint8 [O, G], float16 [O, G].
-
-    `group` is a multiple of `engine.native.tiles.INT4_SPAN`.
-    """
-    return Quantized(_pack(codes), torch.stack((scales, zeros.to(torch.float16)), dim=2), INT4_ZEROS, group)
-
-
-def tile(weight: Quantized) -> Tiles:
-    """As `engine.native` multiplies it. What pads it has no scale."""
+def _tile(weight: Quantized) -> Tiles:
+    """The layout that `engine.native` multiplies with. Padding has no scale."""
     num_outputs, num_inputs = weight.shape
     tiles, width = -(-num_outputs // TILE), -(-num_inputs // SPAN) * SPAN
     codes = weight.codes()
@@ -138,20 +167,6 @@ def tile(weight: Quantized) -> Tiles:
     pairs = F.pad(pairs, (0, 0, 0, groups - pairs.shape[1], 0, tiles * TILE - num_outputs))
     scales = pairs.view(tiles, TILE, groups, -1).permute(0, 2, 3, 1).contiguous()
     return Tiles(data, scales, weight.kind, weight.group, num_outputs, num_inputs)
-
-
-def tile_bf16(weight: Tensor) -> Tiles:
-    """bfloat16 [O, I], I even, as `engine.native` multiplies it."""
-    num_outputs, num_inputs = weight.shape
-    tiles = -(-num_outputs // TILE)
-    rows = F.pad(weight, (0, 0, 0, tiles * TILE - num_outputs))
-    data = rows.view(tiles, TILE, -1, 2).transpose(1, 2).contiguous()
-    return Tiles(data, None, BF16, 0, num_outputs, num_inputs)
-
-
-def tiled_bf16_bytes(shape: tuple[int, int]) -> int:
-    """What `tile_bf16` makes of a weight [O, I]."""
-    return -(-shape[0] // TILE) * TILE * shape[1] * torch.bfloat16.itemsize
 
 
 def _pack(codes: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""A weight as Baton's kernels multiply with it: four bytes of 64 outputs lie together, for each four bytes of inputs.
+"""Structures that the C++ sources read: weights in tiles, and the model and batch of a decode step, fields in order.
+
+A tile holds four bytes of 64 outputs together, for each four bytes of inputs.
 
 bf16:  bfloat16 [O / 64, I / 2, 64, 2];
 int8:  uint8 [O / 64, I / 4, 64, 4], plus 128, with float32 [O] scales;
@@ -17,6 +19,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+_POINTER, _COUNT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 BF16, INT8, INT4, INT4_ZEROS = range(4)
 INT4_SPAN = 32
 """Inputs of a group, at least; a group is a multiple of it."""
@@ -66,3 +69,42 @@ class Tiles:
             inputs=self.num_inputs if self.kind == BF16 else -(-self.num_inputs // SPAN) * SPAN,
             outputs=self.num_outputs,
         )
+
+
+class NativeMatrix(ctypes.Structure):
+    """A weight and its bias, or none."""
+
+    _fields_ = (("weight", Weight), ("bias", _POINTER))
+
+
+class Layer(ctypes.Structure):
+    """One decoder layer and the pages it writes."""
+
+    _fields_ = (
+        *((name, NativeMatrix) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, _POINTER) for name in ("input_norm", "mlp_norm", "head_norm", "keys", "values")),
+        ("window", _COUNT),
+    )
+
+
+class DecodeModel(ctypes.Structure):
+    """A whole decoder."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(Layer)),
+        *((name, _POINTER) for name in ("embedding", "norm", "cos", "sin")),
+        ("head", NativeMatrix),
+        *((name, _COUNT) for name in ("num_layers", "hidden", "q_heads", "kv_heads", "dim", "block_size")),
+        *((name, _COUNT) for name in ("num_tokens", "num_positions", "num_blocks")),
+        *((name, _FLOAT) for name in ("eps", "scale")),
+    )
+
+
+class DecodeBatch(ctypes.Structure):
+    """One new token of each of T sequences: int32 [T] each, tables int32 [T, table_width], logits float32 [T, V].
+    `spent`, float64 [2]: the seconds that products and attention take are added to it."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("token_ids", "positions", "slots", "lengths", "tables", "logits", "spent")),
+        *((name, _COUNT) for name in ("tokens", "table_width")),
+    )

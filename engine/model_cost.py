@@ -1,0 +1,276 @@
+"""Costs of a model on one rank, from its config: bytes of weights and KV, and operations and bytes of a step.
+
+Operations and bytes of a step, of which MFU and MBU are made, are those that the model needs, not those that a kernel
+happens to do: two operations for each weight and token of a matrix product, the head for the rows with logits alone,
+attention for each pair of a token and a key that it sees; each weight's bytes once in the form it is kept in, the keys
+and values that are read once for each sequence, and those that are written. Norms, rope, activations, the embedding's
+rows and sampling are small beside it and left out.
+
+Legend: T tokens, S sequences, R rows with logits, P scored rows.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.kv.pool import cell_size
+from engine.models.config import ModelConfig
+from engine.native import Native
+from engine.native.structures import INT4_ZEROS
+from engine.quantization.integers import multiplies_quantized, stored_bytes
+from engine.quantization.plain import keeps_plain, multiplies_plain
+from engine.quantization.registry import matrix_bytes
+from engine.step_input import StepInput
+
+Lengths = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """The form in which a rank keeps a model's weights. Names are resolved."""
+
+    dtype: str
+    device: str = "cpu"
+    quantization: str = "none"
+    keeps_codes: bool = False
+    """As `Packing.keeps_codes` says for the checkpoint's packing."""
+    is_tiled: bool = False
+    """Whether Baton's kernels multiply what is quantized, which is then padded for them."""
+    is_plain_tiled: bool = False
+    """Whether they multiply what is not."""
+
+    @property
+    def element_type(self) -> torch.dtype:
+        return _torch_dtype(self.dtype)
+
+    def bytes_of(self, shape: tuple[int, int]) -> int:
+        """Bytes that a weight [O, I] takes."""
+        is_tiled = self.is_plain_tiled if self.quantization == "none" else self.is_tiled
+        return matrix_bytes(shape, self.element_type, torch.device(self.device), self.quantization, is_tiled)
+
+
+def choose_form(
+    config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Native | None
+) -> WeightForm:
+    """`kernels` as `engine.layers.ops.choose_native` gives them."""
+    packing = config.packing
+    keeps_codes = packing is not None and packing.keeps_codes(quantization, _torch_dtype(dtype), kernels)
+    is_plain_tiled = quantization == "none" and multiplies_plain(kernels, _torch_dtype(dtype))
+    return WeightForm(dtype, device, quantization, keeps_codes, multiplies_quantized(kernels), is_plain_tiled)
+
+
+def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
+    """Bytes of one token's keys and values in all layers on one rank, in a pool of this type."""
+    heads = len(config.kv_head_range(0, tp_size))
+    kind = _torch_dtype(kv_dtype)
+    head_bytes = cell_size(config.head_dim, kind) * kind.itemsize
+    return 2 * config.num_hidden_layers * heads * head_bytes
+
+
+def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Bytes that one rank's weights take once they are loaded, in every form that is kept of them.
+
+    A head that is tied to the embedding shares its memory only as far as it is multiplied with as it lies there.
+    """
+    kind, place = form.element_type, torch.device(form.device)
+    vocabulary = _vocabulary_shape(config, tp_size)
+    embedding = vocabulary[0] * vocabulary[1] * kind.itemsize
+    head = form.bytes_of(vocabulary)
+    is_plain = form.quantization == "none" and keeps_plain(vocabulary, kind, place, form.is_plain_tiled)
+    if config.tie_word_embeddings and is_plain:
+        head -= embedding
+    layer = sum(_linear_bytes(config, linear, form) for linear in _layer_linears(config, tp_size))
+    vectors = config.num_hidden_layers * _layer_vector_elements(config, tp_size) + config.hidden_size
+    return config.num_hidden_layers * layer + embedding + head + vectors * kind.itemsize
+
+
+def multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Bytes of the weights that every step multiplies with, in one form: all but the embedding."""
+    return layers_multiplied_bytes(config, tp_size, form) + head_multiplied_bytes(config, tp_size, form)
+
+
+def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Bytes of the matrices of all layers on one rank, in one form."""
+    layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in _layer_linears(config, tp_size))
+    return config.num_hidden_layers * layer
+
+
+def head_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
+    """Bytes of one rank's rows of the head, in one form."""
+    return _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
+
+
+def head_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of one rank's rows of the head."""
+    return _Linear(_vocabulary_shape(config, tp_size)).num_elements
+
+
+def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of the largest matrix that one rank multiplies with, the head included."""
+    vocabulary = _Linear(_vocabulary_shape(config, tp_size))
+    return max(linear.num_elements for linear in [*_layer_linears(config, tp_size), vocabulary])
+
+
+def layer_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of the matrices of one layer on one rank."""
+    return sum(linear.num_elements for linear in _layer_linears(config, tp_size))
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """One rank's matrix, as `engine.models.decoder` fuses them."""
+
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+    is_packed: bool = False
+    """Whether a packed checkpoint has it in codes."""
+    num_ranks: int = 1
+    """Among which its inputs are divided."""
+
+    @property
+    def num_elements(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+def _linear_bytes(config: ModelConfig, linear: _Linear, form: WeightForm, is_read: bool = False) -> int:
+    """Bytes of a matrix; `is_read`: of one form, where it is kept in two."""
+    packing = config.packing if linear.is_packed and form.keeps_codes else None
+    group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
+    if packing is not None and group is not None:
+        order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
+        return stored_bytes(linear.shape, INT4_ZEROS, group, form.is_tiled) + order
+    if is_read and form.quantization == "none" and not form.is_plain_tiled:
+        return linear.num_elements * form.element_type.itemsize
+    return form.bytes_of(linear.shape)
+
+
+def _layer_linears(config: ModelConfig, tp_size: int) -> list[_Linear]:
+    """The matrices of one layer."""
+    attended, kv = _head_widths(config, tp_size)
+    inner = config.intermediate_size // tp_size
+    hidden = config.hidden_size
+    return [
+        _Linear((attended + 2 * kv, hidden), is_packed=True),
+        _Linear((hidden, attended), is_packed=True, num_ranks=tp_size),
+        _Linear((2 * inner, hidden), is_packed=True),
+        _Linear((hidden, inner), is_packed=True, num_ranks=tp_size),
+    ]
+
+
+def _vocabulary_shape(config: ModelConfig, tp_size: int) -> tuple[int, int]:
+    """One rank's rows of the embedding, and of the head."""
+    return -(-config.vocab_size // tp_size), config.hidden_size
+
+
+def _layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
+    """Norms and biases of one rank in one layer."""
+    attended, kv = _head_widths(config, tp_size)
+    count = 2 * config.hidden_size
+    if config.qk_norm:
+        count += attended + kv
+    if config.attention_bias:
+        count += attended + 2 * kv
+    if config.attention_output_bias:
+        count += config.hidden_size
+    if config.mlp_bias:
+        count += 2 * config.intermediate_size // tp_size + config.hidden_size
+    return count
+
+
+def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
+    """Elements of one token's query heads, and of its keys, on one rank."""
+    num_kv_heads = len(config.kv_head_range(0, tp_size))
+    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """Operations and bytes of one step on one rank."""
+
+    num_tokens: int
+    flops: float
+    """Floating point operations, a multiplication and an addition counted as two."""
+    size_bytes: float
+    """Read from and written to the device's memory."""
+    has_prompt: bool
+    """At least one sequence has several new tokens."""
+    has_decode: bool
+    """At least one has a single one."""
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """One model as one rank of `tp_size` computes it."""
+
+    layers_flops: int
+    """Operations of one token in all layers, without attention's products of queries, keys and values."""
+    head_flops: int
+    """Operations of one row."""
+    layers_bytes: int
+    """Bytes of all layers' matrices."""
+    head_bytes: int
+    pair_flops: int
+    """Operations of one token and one key in one layer, all query heads of the rank."""
+    kv_layer_bytes: int
+    """Bytes of one token's keys and values in one layer."""
+    windows: tuple[tuple[int | None, int], ...]
+    """(tokens that a token sees, None: all before it; number of such layers)."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, tp_size: int, form: WeightForm, kv_dtype: str) -> Self:
+        """`kv_dtype`: the pool's type, as `engine.memory.resolve_kv_dtype` gives it."""
+        num_layers = config.num_hidden_layers
+        return cls(
+            layers_flops=2 * num_layers * layer_elements(config, tp_size),
+            head_flops=2 * head_elements(config, tp_size),
+            layers_bytes=layers_multiplied_bytes(config, tp_size, form),
+            head_bytes=head_multiplied_bytes(config, tp_size, form),
+            pair_flops=4 * config.num_attention_heads // tp_size * config.head_dim,
+            kv_layer_bytes=kv_bytes_per_token(config, tp_size, kv_dtype) // num_layers,
+            windows=tuple(Counter(config.layer_windows).items()),
+        )
+
+    def of_step(self, step: StepInput) -> StepFlops:
+        """Counts a step. One of no tokens only copies blocks, which costs nothing here."""
+        num_tokens, num_rows = len(step.token_ids), len(step.logits_indices) + len(step.scored)
+        if not num_tokens:
+            return StepFlops(0, 0.0, 0.0, has_prompt=False, has_decode=False)
+        has_prompt = num_tokens > len(step.seqlens_k)  # each sequence has one at least
+        has_decode = not has_prompt or bool((np.diff(step.cu_seqlens_q) == 1).any())
+        num_pairs = num_read = 0  # summed over layers
+        for window, num_layers in self.windows:
+            pairs, read = _seen(step, window, has_prompt=has_prompt)
+            num_pairs += num_layers * pairs
+            num_read += num_layers * read
+        written = num_tokens * sum(num_layers for _, num_layers in self.windows)
+        flops = num_tokens * self.layers_flops + num_rows * self.head_flops + num_pairs * self.pair_flops
+        size_bytes = self.layers_bytes + (self.head_bytes if num_rows else 0)
+        size_bytes += (num_read + written) * self.kv_layer_bytes
+        return StepFlops(num_tokens, float(flops), float(size_bytes), has_prompt, has_decode)
+
+
+def _seen(step: StepInput, window: int | None, *, has_prompt: bool) -> tuple[int, int]:
+    """Counts, in one layer, the pairs of a token and a key that it sees, itself included, and the keys read."""
+    if not has_prompt:
+        seen = step.seqlens_k if window is None else np.minimum(step.seqlens_k, window)
+        count = int(seen.sum(dtype=np.int64))
+        return count, count
+    new: Lengths = np.diff(step.cu_seqlens_q).astype(np.int64)
+    last: Lengths = step.seqlens_k.astype(np.int64)
+    first = last - new + 1  # keys that the first new token would see without a window, as `last` of the last one
+    if window is None:
+        return int((first + last) @ new) // 2, int(last.sum())
+    within = np.clip(window, first - 1, last)
+    pairs = (within * (within + 1) - (first - 1) * first) // 2 + (last - within) * window
+    return int(pairs.sum()), int(np.minimum(last, new - 1 + window).sum())
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    kind: torch.dtype = getattr(torch, name)
+    return kind

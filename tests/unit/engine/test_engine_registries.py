@@ -1,0 +1,39 @@
+"""What the engine can do has the names that the configuration offers, no more and no fewer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import get_args
+
+import pytest
+
+from cluster.config import schema
+from cluster.pb import worker_pb2
+from engine.attention.registry import ATTENTION_BACKENDS
+from engine.kv.pool import KV_CACHE_DTYPES
+from engine.layers.ops import KERNELS_NAMES
+from engine.models.config import DTYPES
+from engine.quantization.registry import WEIGHT_FORMATS
+from engine.sampling.params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("offered", "implemented"),
+    [
+        (schema.AttentionName, ("auto", *ATTENTION_BACKENDS)),
+        (schema.QuantizationName, tuple(WEIGHT_FORMATS)),
+        (schema.KvCacheDtypeName, KV_CACHE_DTYPES),
+        (schema.KernelsName, KERNELS_NAMES),
+        (schema.DtypeName, ("auto", *DTYPES)),
+    ],
+)
+def test_the_choices_of_the_configuration_are_those_of_the_engine(
+    offered: object, implemented: tuple[str, ...]
+) -> None:
+    assert get_args(offered) == implemented
+
+
+def test_a_sampling_parameter_has_one_name_on_the_wire_and_in_the_engine() -> None:
+    on_wire = {field.name for field in worker_pb2.Sampling.DESCRIPTOR.fields}
+
+    assert on_wire - {"grammar"} == {field.name for field in dataclasses.fields(SamplingParams)} - {"constraint"}
