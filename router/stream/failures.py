@@ -1,7 +1,7 @@
-"""What a client is told when a worker cannot go on with a request, or the router does not take it on.
+"""The client's error when a worker cannot go on with a request, or the router does not accept it.
 
-One table from the worker's reason to an error of the public contract, and the words of each refusal. Knows no
-connection and no state.
+One table from a worker's reason to an error of the public contract, and the text of each refusal. Knows no connection
+and no state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from router.api.call import Principal
 from router.queue.quota import Exceeded
 
 RETRY_AFTER_S = 1.0
-"""By then a lost worker has been replaced, or a queue has moved."""
+"""Time in which a lost worker is usually replaced, or a queue moves."""
 
 _Failed = worker_pb2.Failed
 _KINDS: dict[worker_pb2.Failed.Reason, type[BatonError]] = {
@@ -38,7 +38,7 @@ _RETRYABLE = (Unavailable, Overloaded)
 
 
 def error_of(failed: worker_pb2.Failed, worker_id: str) -> BatonError:
-    """An unknown reason is an internal error, and an internal error says nothing of the inside."""
+    """The error for a worker's report. An unknown reason is an internal error, whose text discloses nothing."""
     kind = _KINDS.get(failed.reason, InternalError)
     if kind is InternalError:
         return InternalError(f"worker {worker_id} failed on this request; its log says why")
@@ -55,7 +55,7 @@ def worker_stalled(worker_id: str) -> Unavailable:
 
 
 def given_up(error: BatonError, num_tokens: int) -> BatonError:
-    """The same error for a client that has so many tokens already."""
+    """Adds to an error how many tokens the client has received already."""
     if not num_tokens:
         return error
     delivered = f"{num_tokens} output token{'s' if num_tokens > 1 else ''} had been delivered"
@@ -135,7 +135,7 @@ def waited_too_long(timeout_s: float, retry_after_s: float) -> Overloaded:
 
 
 def waited_again_too_long(timeout_s: float) -> Unavailable:
-    """Of one that has run: it may be resumed."""
+    """For a request that has run: it may be resumed."""
     return Unavailable(
         f"the request cannot go on: no worker was free again within {timeout_s:g} s; try again",
         retry_after_s=RETRY_AFTER_S,

@@ -1,4 +1,4 @@
-"""Streams share a budget of messages: many are told several tokens at a time, and none waits at its start or end."""
+"""Streams share a budget of messages: many send several tokens at a time, and none waits at its start or end."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def counts_of(folder: Path, *, stream_interval_tokens: int | None, at_once
     return counts
 
 
-async def test_what_comes_during_a_pause_is_told_together_and_the_end_at_once(
+async def test_tokens_that_come_during_a_pause_are_sent_together_and_the_end_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_stream, "MOST_SPACING_S", FOREVER_S)
@@ -72,7 +72,7 @@ async def test_what_comes_during_a_pause_is_told_together_and_the_end_at_once(
         assert await counts_of(tmp_path, stream_interval_tokens=None, at_once=True) == [1, 4]
 
 
-async def test_a_client_that_names_an_interval_is_told_as_it_wants(
+async def test_a_client_that_names_an_interval_gets_its_messages_so_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_stream, "MOST_SPACING_S", FOREVER_S)

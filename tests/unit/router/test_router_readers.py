@@ -1,4 +1,4 @@
-"""Two calls that are told of one generation, one after the other: the first ends, the second misses nothing."""
+"""Two calls that read one generation, one after the other: the first ends, the second misses nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def steps(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def test_who_is_replaced_while_it_pauses_looks_again_at_once() -> None:
+def test_a_replaced_reader_wakes_from_its_pause_at_once() -> None:
     async def scenario(clock: ManualClock) -> None:
         live = live_request()
         first = asyncio.create_task(live.output.pause(60.0))
@@ -51,7 +51,7 @@ def test_who_is_replaced_while_it_pauses_looks_again_at_once() -> None:
     run(scenario)
 
 
-def test_all_who_pause_look_again_when_the_generation_ends() -> None:
+def test_every_reader_wakes_from_its_pause_when_the_generation_ends() -> None:
     async def scenario(_: ManualClock) -> None:
         live = live_request()
         pauses = [asyncio.create_task(live.output.pause(60.0)) for _ in range(2)]
@@ -63,7 +63,7 @@ def test_all_who_pause_look_again_when_the_generation_ends() -> None:
     run(scenario)
 
 
-def test_who_is_replaced_takes_no_news_from_who_replaced_it() -> None:
+def test_a_replaced_reader_takes_no_wake_up_from_its_successor() -> None:
     async def scenario(_: ManualClock) -> None:
         live = live_request()
         first = asyncio.create_task(live.output.wait())

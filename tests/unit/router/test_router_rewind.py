@@ -1,4 +1,4 @@
-"""One sequence, told again from any of its tokens: the rest is what an undisturbed client would have got from there."""
+"""One sequence, sent again from any of its tokens: the rest is what an undisturbed client would have got from there."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def prefixes(request: ValidatedRequest, token_ids: Sequence[int], reason: pb.Fin
     chunks=st.lists(st.integers(1, 5), max_size=8),
     data=st.data(),
 )
-def test_what_is_told_again_is_what_would_have_followed(
+def test_what_is_sent_again_is_what_would_have_followed(
     text: str,
     stop: tuple[str, ...],
     include_stop: bool,
@@ -93,12 +93,12 @@ def test_what_is_told_again_is_what_would_have_followed(
     num_here = data.draw(st.integers(0, length), label="tokens that are here at the rewind")
     sequence = sequence_of(request)
 
-    def tell(first: int, upto: int) -> None:
+    def send(first: int, upto: int) -> None:
         reason = ends_with if upto == len(token_ids) else 0
         sequence.add(tokens_from(first, token_ids[first:upto], reason=reason))
 
-    tell(0, num_here)
-    if data.draw(st.booleans(), label="the client was told"):
+    send(0, num_here)
+    if data.draw(st.booleans(), label="the client took it"):
         sequence.take()
     sequence = sequence.rewound(index, BYTES.new_detokenizer(request.prompt_token_ids))
     got, logprobs, rest = [], [], ""
@@ -112,7 +112,7 @@ def test_what_is_told_again_is_what_would_have_followed(
         if sequence.end is not None:
             break
         upto = min(len(token_ids), num_here + (chunks.pop() if chunks else 1))
-        tell(num_here, upto)
+        send(num_here, upto)
         num_here = upto
     assert held[index] + rest == held[-1]
     assert got == token_ids[index:length]

@@ -91,7 +91,7 @@ def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
 
 
 async def leave_behind(store: MemoryStore, text: str = "") -> None:
-    """A record of a router that is gone, with what it has told."""
+    """A record of a router that is gone, with what it has sent."""
     live = live_request(0.0)
     live.on_tokens(logged(live.key.to_proto(), 0, text).tokens, 0.0)
     data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
@@ -102,7 +102,7 @@ def sequences_of(router: WiredRouter, worker_id: str) -> Sequence[str]:
     return [admit.key.request_id for admit in router.workers[worker_id].take_admits()]
 
 
-def test_two_calls_that_resume_at_once_start_it_once_and_one_is_told() -> None:
+def test_two_calls_that_resume_at_once_start_it_once_and_one_reads_it() -> None:
     async def scenario(clock: ManualClock) -> None:
         router, store = WiredRouter(clock, ["d0"], limits=LIMITS), SlowStore()
         await leave_behind(store)
@@ -220,7 +220,7 @@ def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> 
         live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())
         router.dispatcher.adopt(live)
         d0, key = router.workers["d0"], live.key.to_proto()
-        assert not router.submit(caller=caller).live.is_over, "what is known was charged where it was told"
+        assert not router.submit(caller=caller).live.is_over, "what is known was charged where it was sent"
         d0.tell(logged(key, 3, "def"))
         assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
 
