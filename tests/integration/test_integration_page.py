@@ -19,7 +19,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainCluster]:
         yield cluster
 
 
-def told(cluster: PlainCluster) -> dict[str, Any]:
+def shown(cluster: PlainCluster) -> dict[str, Any]:
     answer = httpx.get(f"http://{cluster.http_address}/api/cluster", timeout=20)
     assert answer.status_code == 200, answer.text
     document: dict[str, Any] = answer.json()
@@ -27,14 +27,14 @@ def told(cluster: PlainCluster) -> dict[str, Any]:
 
 
 def seconds(cluster: PlainCluster, after: int = 0) -> list[dict[str, Any]]:
-    return [second for second in told(cluster)["activity"]["seconds"] if second["number"] > after]
+    return [second for second in shown(cluster)["activity"]["seconds"] if second["number"] > after]
 
 
 def test_a_life_on_the_page_is_the_timing_that_the_client_was_told(cluster: PlainCluster) -> None:
     stream = Stream(cluster, token_spec([7, 8, 9] * 30, 40, include_timing=True, request_id="mine"))
     stream.result()
     timing = stream.timing()
-    (life,) = [life for life in told(cluster)["activity"]["requests"] if life["request_id"] == "mine"]
+    (life,) = [life for life in shown(cluster)["activity"]["requests"] if life["request_id"] == "mine"]
     phases = [phase["state"] for phase in life["phases"]]
     assert phases == ["queued", "prefilling", "transferring", "decoding", "finished"]
     began = {phase["state"]: phase["at_s"] for phase in life["phases"]}
@@ -59,7 +59,7 @@ def test_seconds_add_up_to_what_was_generated_and_running_requests_are_seen(clus
     streams = [Stream(cluster, token_spec([number, 5, 6] * 20, 200)) for number in range(4, 8)]
     for stream in streams:
         stream.wait_for_tokens(3)
-    during = told(cluster)["status"]
+    during = shown(cluster)["status"]
     assert during["router"]["num_running"] > 0 and sum(w["num_requests"] for w in during["workers"]) > 0
     for stream in streams:
         assert sum(event.delta.token_count for event in stream.result()) == 200
@@ -69,10 +69,10 @@ def test_seconds_add_up_to_what_was_generated_and_running_requests_are_seen(clus
     assert sum(second["num_prompt_tokens"] for second in new) == 240
     assert sum(second["ttft"]["count"] for second in new if second["ttft"]) == 4
     assert sum(second["num_failed"] + second["num_rejected"] + second["num_cancelled"] for second in new) == 0
-    (pair,) = told(cluster)["activity"]["pairs"]
+    (pair,) = shown(cluster)["activity"]["pairs"]
     assert (pair["prefill_id"], pair["decode_id"], pair["num_now"]) == (PREFILL, DECODE, 0)
     assert pair["num_handed_over"] >= 4
-    after = {worker["worker_id"]: worker for worker in told(cluster)["status"]["workers"]}
+    after = {worker["worker_id"]: worker for worker in shown(cluster)["status"]["workers"]}
     assert after[DECODE]["stats"]["blocks_total"] == cluster.stats(DECODE).blocks_total
     assert after[DECODE]["role"] == "decode"
 
@@ -83,7 +83,7 @@ def test_a_client_that_leaves_is_a_life_that_was_cancelled(cluster: PlainCluster
     stream.cancel()
     stream.join()
     cluster.wait_for(lambda status: status.router.num_running == 0)
-    (life,) = [life for life in told(cluster)["activity"]["requests"] if life["request_id"] == "gone"]
+    (life,) = [life for life in shown(cluster)["activity"]["requests"] if life["request_id"] == "gone"]
     assert life["outcome"] == "cancelled" and life["phases"][-1] == {
         "state": "cancelled",
         "at_s": life["phases"][-1]["at_s"],

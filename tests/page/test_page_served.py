@@ -100,17 +100,17 @@ def test_figures_lines_and_requests_are_those_of_the_load(cluster: Cluster, open
         )
         tab.picture("load-1280-light")
         seen = tab.page.evaluate(
-            "() => ({told: known.told.status.router.num_finished, requests: known.requests.length})"
+            "() => ({finished: known.cluster.status.router.num_finished, requests: known.requests.length})"
         )
         narrow = open_tab(cluster.http, width=400, scheme="dark")
         narrow.until("document.querySelectorAll('.life').length === 12")
         assert narrow.overflow() <= 0
         narrow.picture("load-400-dark")
         load.wait_for_more(NUM_THREADS)
-    assert load.problems == [] and seen["told"] > 0 and seen["requests"] > 12
-    tab.until("known.told.status.router.num_running === 0")
+    assert load.problems == [] and seen["finished"] > 0 and seen["requests"] > 12
+    tab.until("known.cluster.status.router.num_running === 0")
     status = cluster.client.status()
-    tab.until("(n) => known.told.status.router.num_finished === n", status.router.num_finished)
+    tab.until("(n) => known.cluster.status.router.num_finished === n", status.router.num_finished)
     for chart in ("Time to first token", "Time between tokens"):
         label = tab.page.get_attribute(f"section[aria-label='{chart}'] svg", "aria-label")
         assert re.fullmatch(rf"{chart}: p95 [\d.]+ m?s, p50 [\d.]+ m?s", label), label

@@ -19,7 +19,7 @@ from router.routing.worker_rates import WorkerRates
 NOTHING_ENDED = dict.fromkeys(OUTCOMES, 0)
 
 
-def told(activity: Activity, **since: object) -> admin_pb2.GetActivityResponse:
+def response_of(activity: Activity, **since: object) -> admin_pb2.GetActivityResponse:
     return activity.response(admin_pb2.GetActivityRequest(**since), Counter())  # type: ignore[arg-type]
 
 
@@ -62,14 +62,14 @@ def test_a_second_holds_what_came_in_it_and_a_minute_is_their_sum() -> None:
     activity.on_tokens(3, 0.06)
     tick(activity, 101.0, finished=6, rejected=2)
     tick(activity, 103.5, finished=6, rejected=2, failed=1)
-    first, held_up = told(activity).seconds
+    first, held_up = response_of(activity).seconds
     assert (first.number, first.time, first.duration_s) == (1, 1e9 + 101, 1.0)
     assert (first.num_finished, first.num_rejected, first.num_failed) == (1, 2, 0), "not what ended before it"
     assert (first.num_prompt_tokens, first.num_output_tokens) == (30, 4)
     assert (first.ttft.count, first.itl.count) == (1, 1)
     assert first.ttft.p50 == pytest.approx(0.2, rel=0.05) and first.itl.p99 == pytest.approx(0.02, rel=0.05)
     assert (held_up.number, held_up.duration_s, held_up.num_failed, held_up.ttft.count) == (2, 2.5, 1, 0)
-    window = told(activity).window
+    window = response_of(activity).window
     assert (window.duration_s, window.num_finished, window.num_rejected, window.num_failed) == (3.5, 1, 2, 1)
     assert (window.num_output_tokens, window.ttft, window.num_running) == (4, first.ttft, 4)
 
@@ -79,14 +79,14 @@ def test_what_is_kept_is_bounded_and_told_once_to_who_comes_again() -> None:
     for now in range(KEPT_SECONDS + 50):
         activity.on_tokens(1, None)
         tick(activity, float(now))
-    whole = told(activity)
+    whole = response_of(activity)
     assert [s.number for s in whole.seconds] == list(range(50, KEPT_SECONDS + 50))
     assert whole.window.duration_s == whole.window.num_output_tokens == WINDOW_SECONDS
     last = whole.seconds[-1].number
-    assert not told(activity, life=activity.life, after_second=last).seconds
+    assert not response_of(activity, life=activity.life, after_second=last).seconds
     tick(activity, 1e4)
-    assert [s.number for s in told(activity, life=activity.life, after_second=last).seconds] == [last + 1]
-    assert len(told(activity, life="another router's", after_second=last).seconds) == KEPT_SECONDS
+    assert [s.number for s in response_of(activity, life=activity.life, after_second=last).seconds] == [last + 1]
+    assert len(response_of(activity, life="another router's", after_second=last).seconds) == KEPT_SECONDS
 
 
 def test_the_life_of_a_request_is_told_with_its_phases_tokens_and_workers() -> None:
@@ -105,20 +105,20 @@ def test_the_life_of_a_request_is_told_with_its_phases_tokens_and_workers() -> N
         await clock.advance(0.05)
         decode.tell(phase(key, DECODE))
         assert not router.dispatcher.handing_over(), "the prefill worker is done with it"
-        assert not told(activity).requests
+        assert not response_of(activity).requests
         await clock.advance(0.5)
         decode.tell(tokens(key, 1, ids("bc"), finish_reason=LENGTH))
         tick(activity, clock())
-        (life,) = told(activity).requests
+        (life,) = response_of(activity).requests
         assert [p.state for p in life.phases] == ["queued", "prefilling", "transferring", "decoding", "finished"]
         assert [p.at_s for p in life.phases] == pytest.approx([0, 0.1, 0.4, 0.45, 0.95])
         assert (life.outcome, life.first_token_s, life.generation_id) == ("finished", pytest.approx(0.4), "gen-1")
         assert (life.num_prompt_tokens, life.num_cached_tokens, life.num_output_tokens) == (5, 2, 3)
         assert (life.prefill_id, life.decode_id, life.num_moves, life.arrival_time) == ("p0", "d0", 0, 1e9)
-        (pair,) = told(activity).pairs
+        (pair,) = response_of(activity).pairs
         assert (pair.prefill_id, pair.decode_id, pair.num_handed_over, pair.num_prompt_tokens) == ("p0", "d0", 1, 5)
         assert pair.kv_transfer.p50 == pytest.approx(0.05, rel=0.05)
-        second = told(activity).seconds[0]
+        second = response_of(activity).seconds[0]
         assert (second.num_prompt_tokens, second.num_output_tokens) == (5, 3)
 
     run(scenario)
@@ -133,7 +133,7 @@ def test_requests_that_do_not_end_well_are_told_too_and_the_oldest_make_way() ->
         lost = router.submit(queue_timeout_s=1)
         await clock.advance(2)
         assert waiting.live.placement is not None, "it took the place of the one that was cancelled"
-        outcomes = {life.generation_id: life for life in told(activity).requests}
+        outcomes = {life.generation_id: life for life in response_of(activity).requests}
         assert outcomes[running.request_id].outcome == "cancelled"
         assert outcomes[running.request_id].phases[-1].why == "by the test"
         rejected = outcomes[lost.request_id]
@@ -142,7 +142,7 @@ def test_requests_that_do_not_end_well_are_told_too_and_the_oldest_make_way() ->
         router.dispatcher.cancel(waiting.request_id, "by the test")
         for _ in range(KEPT_REQUESTS):
             router.dispatcher.cancel(router.submit().request_id, "by the test")
-        numbers = [life.number for life in told(activity).requests]
+        numbers = [life.number for life in response_of(activity).requests]
         assert numbers == list(range(4, KEPT_REQUESTS + 4))
 
     run(scenario)

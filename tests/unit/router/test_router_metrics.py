@@ -71,8 +71,8 @@ def test_a_request_is_counted_where_it_was_placed_how_it_ended_and_how_long_it_t
         assert (value(router, "running_requests"), value(router, "queued_requests")) == (0, 0)
         assert value(router, "request_seconds_sum") == pytest.approx(0.54)
         num_prompt_tokens = len(client.live.request.prompt_token_ids)
-        told = [value(router, f"{kind}_tokens_total") for kind in ("prompt", "cached", "output")]
-        assert told == [num_prompt_tokens, 0, 4]
+        counted = [value(router, f"{kind}_tokens_total") for kind in ("prompt", "cached", "output")]
+        assert counted == [num_prompt_tokens, 0, 4]
         phases = [value(router, f"{name}_seconds_sum") for name in ("queue", "prefill", "decode")]
         assert phases == [pytest.approx(0.3), pytest.approx(0.0), pytest.approx(0.24)]
         assert value(router, "time_per_output_token_seconds_sum") == pytest.approx(0.24 / 3)
@@ -118,18 +118,18 @@ def test_dashboards_made_for_vllm_find_the_same_numbers_under_its_names() -> Non
         client = router.submit()
         names = VllmNames(router.dispatcher.metrics.registry, "tiny").registry
 
-        def told(name: str) -> float | None:
+        def value_of(name: str) -> float | None:
             return names.get_sample_value(f"vllm:{name}", {"model_name": "tiny"})
 
-        assert (told("num_requests_running"), told("num_requests_waiting")) == (1, 0)
+        assert (value_of("num_requests_running"), value_of("num_requests_waiting")) == (1, 0)
         key = RequestKey(client.request_id, 1).to_proto()
         router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH))
-        assert told("generation_tokens_total") == told("time_to_first_token_seconds_count") == 1
+        assert value_of("generation_tokens_total") == value_of("time_to_first_token_seconds_count") == 1
         wanted = {name.removesuffix("_total") for metric in METRICS for name in metric.aliases}
         assert {family.name for family in names.collect()} == wanted
         success = {"model_name": "tiny", "finished_reason": "length"}
         assert names.get_sample_value("vllm:request_success_total", success) == 1
-        assert told("prefix_cache_queries_total") == told("prompt_tokens_total") == 5
+        assert value_of("prefix_cache_queries_total") == value_of("prompt_tokens_total") == 5
 
     run(scenario)
 

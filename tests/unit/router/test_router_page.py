@@ -71,11 +71,11 @@ async def controlled(
 
 
 async def until(http: httpx.AsyncClient, holds: Callable[[Any], bool]) -> Any:
-    """What the page is told once this holds: what a controller says is told again for half a second."""
+    """What the page is document once this holds: what a controller says is document again for half a second."""
     async with asyncio.timeout(20):
-        while not holds(told := (await http.get("/api/cluster")).json()):
+        while not holds(document := (await http.get("/api/cluster")).json()):
             pass
-    return told
+    return document
 
 
 async def refusal(http: httpx.AsyncClient, body: Any = TWO_TWO, **headers: str) -> tuple[int, str]:
@@ -101,18 +101,18 @@ async def test_what_it_is_told_is_what_was_served_and_only_what_is_new(tmp_path:
     async with serving(tmp_path) as (router, http):
         spec = text_spec(request_id="mine")
         await router.generation.Generate(pb.GenerateRequest(spec=spec))
-        told = (await http.get("/api/cluster")).json()
-        assert (told["status"]["router"]["num_finished"], told["status"]["model"]) == (1, "model")
-        assert [(w["worker_id"], w["role"], w["state"]) for w in told["status"]["workers"]] == [
+        document = (await http.get("/api/cluster")).json()
+        assert (document["status"]["router"]["num_finished"], document["status"]["model"]) == (1, "model")
+        assert [(w["worker_id"], w["role"], w["state"]) for w in document["status"]["workers"]] == [
             ("decode-0", "decode", "ready"),
             ("prefill-0", "prefill", "ready"),
         ]
-        (life,) = told["activity"]["requests"]
+        (life,) = document["activity"]["requests"]
         assert (life["request_id"], life["outcome"], life["num_prompt_tokens"]) == ("mine", "finished", 5)
-        assert "hello" not in json.dumps(told) and "yes" not in json.dumps(told), "neither prompts nor outputs"
-        assert told["controller"] is None and told["change"]["may"] is False
-        assert "without a controller" in told["change"]["why"]
-        again = {"life": told["activity"]["life"], "request": life["number"], "second": 10**9}
+        assert "hello" not in json.dumps(document) and "yes" not in json.dumps(document), "neither prompts nor outputs"
+        assert document["controller"] is None and document["change"]["may"] is False
+        assert "without a controller" in document["change"]["why"]
+        again = {"life": document["activity"]["life"], "request": life["number"], "second": 10**9}
         later = (await http.get("/api/cluster", params=again)).json()
         assert later["activity"]["requests"] == later["activity"]["seconds"] == []
         assert (await http.get("/api/cluster", params=again | {"life": "x"})).json()["activity"]["requests"] == [life]
@@ -129,8 +129,8 @@ async def test_data_and_changes_need_the_scope_admin_and_the_page_itself_nothing
             assert (await http.get("/api/cluster", headers=headers)).status_code == status
         assert [(await refusal(http))[0], (await refusal(http, authorization="Bearer baton-a"))[0]] == [401, 403]
         async with controlled(router, tmp_path / "controller", KeyRing(KEYS)) as backend:
-            told = (await http.get("/api/cluster", headers=ADMIN)).json()
-            assert told["change"] == {"may": True, "why": ""} and told["controller"]["version"] == 1
+            document = (await http.get("/api/cluster", headers=ADMIN)).json()
+            assert document["change"] == {"may": True, "why": ""} and document["controller"]["version"] == 1
             planned = await http.post("/api/roles", json=TWO_TWO, headers=ADMIN)
             assert planned.status_code == 200 and planned.json()["is_change"] is False
             (step,) = planned.json()["plan"]["steps"]
@@ -138,8 +138,10 @@ async def test_data_and_changes_need_the_scope_admin_and_the_page_itself_nothing
         # The router passes keys on, and it is the controller that lets them change something.
         async with controlled(router, tmp_path / "strict", KeyRing(KEYS[:1])):
             assert (await refusal(http, **ADMIN))[0] == 401
-            told = (await http.get("/api/cluster", headers=ADMIN)).json()
-            assert told["controller"] is None and told["change"]["why"].startswith("the controller does not answer: ")
+            document = (await http.get("/api/cluster", headers=ADMIN)).json()
+            assert document["controller"] is None and document["change"]["why"].startswith(
+                "the controller does not answer: "
+            )
 
 
 async def test_a_plan_changes_nothing_and_is_applied_once_by_whoever_comes_first(tmp_path: Path) -> None:
@@ -159,8 +161,8 @@ async def test_a_plan_changes_nothing_and_is_applied_once_by_whoever_comes_first
             if event.kind.name == "CHANGED":
                 break
         assert backend.stage.split() == (won, 4 - won) and backend.file.load().roles.prefill.devices == won
-        told = await until(http, lambda told: told["controller"]["changing"] is None)
-        assert [event["kind"] for event in told["controller"]["events"]][-2:] == ["step_done", "changed"]
+        document = await until(http, lambda document: document["controller"]["changing"] is None)
+        assert [event["kind"] for event in document["controller"]["events"]][-2:] == ["step_done", "changed"]
         status, why = await refusal(http, {"prefill": 9, "decode": 0, "dry_run": True})
         assert status == 400 and "decode" in why
 
@@ -256,9 +258,9 @@ async def test_a_controller_that_is_gone_is_said_and_found_again_elsewhere(tmp_p
     async with serving(tmp_path) as (router, http):
         async with controlled(router, tmp_path / "first"):
             assert (await http.get("/api/cluster")).json()["change"]["may"] is True
-        told = await until(http, lambda told: not told["change"]["may"])
-        assert "does not answer" in told["change"]["why"]
-        assert len(told["status"]["workers"]) == 2 and (await refusal(http))[0] == 503
+        document = await until(http, lambda document: not document["change"]["may"])
+        assert "does not answer" in document["change"]["why"]
+        assert len(document["status"]["workers"]) == 2 and (await refusal(http))[0] == 503
         # One that is silent is waited for once, by however many look.
         with socket.create_server(("127.0.0.1", 0)) as silent:
             address = rpc.format_address(*silent.getsockname())

@@ -76,13 +76,13 @@ def test_a_key_with_the_scope_admin_opens_it_and_stays_in_the_tab(
     router = served(keys_file=str(tmp_path / "keys.yaml"))
     tab = open_tab(router.http)
     tab.allowed = ("status of 401", "status of 403")
-    tab.until("!document.getElementById('door').hidden")
+    tab.until("!document.getElementById('login').hidden")
     assert tab.shown("#model") == "" and not tab.page.is_visible("#all")
-    tab.picture("door-1280-light")
+    tab.picture("login-1280-light")
     for key, why in (("baton-x", "not known here"), ("baton-a", "does not have the scope admin")):
         tab.page.fill("#key", key)
         tab.page.keyboard.press("Enter")
-        tab.until("(why) => document.getElementById('door-why').innerText.includes(why)", why)
+        tab.until("(why) => document.getElementById('login-why').innerText.includes(why)", why)
         assert not tab.page.is_visible("#all") and tab.page.input_value("#key") == ""
     tab.page.fill("#key", "baton-o")
     tab.page.keyboard.press("Enter")
@@ -92,10 +92,10 @@ def test_a_key_with_the_scope_admin_opens_it_and_stays_in_the_tab(
     kept = tab.page.evaluate("() => [Object.values(sessionStorage), localStorage.length, document.cookie]")
     assert kept == [["baton-o"], 0, ""]
     tab.page.click("#forget")
-    assert tab.page.is_visible("#door") and tab.page.evaluate("sessionStorage.length") == 0
+    assert tab.page.is_visible("#login") and tab.page.evaluate("sessionStorage.length") == 0
     other = open_tab(router.http)
     other.allowed = ("status of 401",)
-    other.until("!document.getElementById('door').hidden")
+    other.until("!document.getElementById('login').hidden")
 
 
 def test_what_others_wrote_is_text_and_no_script_but_the_pages_own_runs(
