@@ -7,5 +7,4 @@ completions   the service's events as completions, chat completions and their ch
 generating    how a body is answered: whole, streamed, or as a line of a batch
 http          requests, refusals and routes of every kind; errors: a BatonError as a status and a body
 app, files, batches   the routes; schema: their OpenAPI document
-listener      the socket
 """

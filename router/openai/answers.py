@@ -101,7 +101,7 @@ class AnswerHead(TypedDict):
 
 
 @closed
-class Completion(AnswerHead):
+class TextCompletion(AnswerHead):
     object: Literal["text_completion"]
     choices: list[TextChoice]
     usage: TokenUsage
@@ -141,7 +141,7 @@ class ChunkHead(AnswerHead):
 
 
 @closed
-class CompletionChunk(ChunkHead):
+class TextCompletionChunk(ChunkHead):
     object: Literal["text_completion"]
     choices: list[TextChoiceChunk]
 

@@ -25,18 +25,18 @@ from router.openai import specs
 from router.openai.answers import (
     ChatCompletion,
     ChatCompletionChunk,
-    Completion,
-    CompletionChunk,
     ModelAnswer,
     ModelsAnswer,
     StatusAnswer,
     TextAnswer,
+    TextCompletion,
+    TextCompletionChunk,
     TokensAnswer,
     VersionAnswer,
 )
 from router.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from router.openai.completions import TokenBytes
-from router.openai.generating import BodyKind, Generate, GenerateStream, StreamedAnswer, Wanted
+from router.openai.generating import BodyKind, CompletionCall, Generate, GenerateStream, StreamedAnswer
 from router.openai.http import (
     EVERY,
     GENERATES,
@@ -108,9 +108,9 @@ class OpenAiApp:
                 lambda request: self._generate(request, CompletionBody),
                 "Continue a text",
                 GENERATES,
-                Completion,
+                TextCompletion,
                 body=CompletionBody,
-                chunk=CompletionChunk,
+                chunk=TextCompletionChunk,
             ),
             Operation(
                 "POST",
@@ -155,7 +155,9 @@ class OpenAiApp:
     async def _generate(self, request: Request, kind: BodyKind) -> Answer:
         self._check(request, GENERATION)
         request_id: str = request.state.request_id
-        wanted = await self._read(request, lambda data: Wanted.read(json_of(data), kind, request_id, self._token_bytes))
+        wanted = await self._read(
+            request, lambda data: CompletionCall.read(json_of(data), kind, request_id, self._token_bytes)
+        )
         request.state.names = wanted.names
         headers = headers_of(request)
         call = Call(principal_of(self._gate.key_of(headers)), headers)  # the key may have been revoked meanwhile

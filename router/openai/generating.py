@@ -46,7 +46,7 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CompletionCall:
     """What a body asks for, and in which form."""
 
     body: CompletionBody | ChatBody
@@ -57,7 +57,7 @@ class Wanted:
     """As in `failure_of`."""
 
     @classmethod
-    def read(cls, found: object, kind: BodyKind, request_id: str, token_bytes: TokenBytes) -> Wanted:
+    def read(cls, found: object, kind: BodyKind, request_id: str, token_bytes: TokenBytes) -> CompletionCall:
         """Raises InvalidRequest or NotServed."""
         body = checked(found, kind)
         if isinstance(body, ChatBody):
@@ -75,7 +75,7 @@ class Wanted:
 class StreamedAnswer:
     """A response of Starlette's: server-sent events."""
 
-    def __init__(self, wanted: Wanted, generate: GenerateStream, call: Call, request_id: str) -> None:
+    def __init__(self, wanted: CompletionCall, generate: GenerateStream, call: Call, request_id: str) -> None:
         self._wanted = wanted
         self._generate = generate
         self._call = call
@@ -210,7 +210,7 @@ class LineAnswerer:
             raise too_large(most)
         kind: BodyKind = ChatBody if batch.endpoint == "/v1/chat/completions" else CompletionBody
         wanted = await run_aside(
-            line.size_bytes > INLINE_BYTES, lambda: Wanted.read(line.body, kind, request_id, self._token_bytes)
+            line.size_bytes > INLINE_BYTES, lambda: CompletionCall.read(line.body, kind, request_id, self._token_bytes)
         )
         if wanted.body.stream:
             raise invalid((FieldViolation("stream", "must be false in a batch"),))

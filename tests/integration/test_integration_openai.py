@@ -142,7 +142,7 @@ def test_baton_bench_measures_what_was_served(cluster: PlainCluster, tmp_path: P
     ("flags", "code", "why"),
     [
         (["--address", "127.0.0.1:1"], 4, "127.0.0.1:1"),
-        (["--base-url", "http://127.0.0.1:1/v1"], 4, "does not tell its models"),
+        (["--base-url", "http://127.0.0.1:1/v1"], 4, "does not list its models"),
         (["--goodput", "speed:5"], 2, "is no objective"),
         (["--extra-body", "[]"], 2, "must be a JSON object"),
         (["--trace", "nowhere.jsonl"], 3, "nowhere.jsonl: cannot be read"),

@@ -1,4 +1,4 @@
-"""A router's HTTP door over fake workers, and clients of it."""
+"""A router's HTTP API over fake workers, and clients of it."""
 
 from __future__ import annotations
 

@@ -57,12 +57,12 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 def document(base: str, input_file_id: str, file_id: str, batch_id: str) -> dict[str, Any]:
     """What the router tells, with values that are good here."""
     with urllib.request.urlopen(f"{base}/openapi.json", timeout=60) as page:
-        told: dict[str, Any] = json.load(page)
+        spec: dict[str, Any] = json.load(page)
     good = {"model": MODEL, "file_id": file_id, "batch_id": batch_id}
     for name in ("ChatBody", "CompletionBody", "TokenizeBody", "DetokenizeBody"):
-        told["components"]["schemas"][name]["properties"]["model"] = {"enum": [MODEL]}
-    told["components"]["schemas"]["BatchBody"]["properties"]["input_file_id"] = {"enum": [input_file_id]}
-    for path, methods in told["paths"].items():
+        spec["components"]["schemas"][name]["properties"]["model"] = {"enum": [MODEL]}
+    spec["components"]["schemas"]["BatchBody"]["properties"]["input_file_id"] = {"enum": [input_file_id]}
+    for path, methods in spec["paths"].items():
         for operation in methods.values():
             for parameter in operation.get("parameters", ()):
                 if parameter["in"] == "path":
@@ -70,7 +70,7 @@ def document(base: str, input_file_id: str, file_id: str, batch_id: str) -> dict
         if path in EXAMPLES:
             examples = {name: {"value": value} for name, value in EXAMPLES[path].items()}
             methods["post"]["requestBody"]["content"]["application/json"]["examples"] = examples
-    return told
+    return spec
 
 
 def begin(base: str) -> tuple[str, str, str]:

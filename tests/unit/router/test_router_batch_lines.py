@@ -1,4 +1,4 @@
-"""Files of requests: what a good one is, what is told of a bad one, and in which line."""
+"""Files of requests: what a good one is, what is reported of a bad one, and in which line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ MOST_BYTES = 1000
 
 
 def line(number: int = 1, **fields: Any) -> bytes:
-    told = {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": {"model": "m"}} | fields
-    return json.dumps({name: value for name, value in told.items() if value is not ...}).encode()
+    given_fields = {"custom_id": f"r{number}", "method": "POST", "url": CHAT, "body": {"model": "m"}} | fields
+    return json.dumps({name: value for name, value in given_fields.items() if value is not ...}).encode()
 
 
 def checked(data: bytes, step: int = 7, most_lines: int = 100) -> Checker:
@@ -27,7 +27,7 @@ def checked(data: bytes, step: int = 7, most_lines: int = 100) -> Checker:
     return checker
 
 
-def told(data: bytes, **how: Any) -> list[tuple[str, int | None, str | None]]:
+def problems_of(data: bytes, **how: Any) -> list[tuple[str, int | None, str | None]]:
     return [(problem.code, problem.line, problem.param) for problem in checked(data, **how).problems]
 
 
@@ -59,19 +59,19 @@ BAD: list[tuple[bytes, str, str | None]] = [
 
 @pytest.mark.parametrize(("bad", "code", "param"), BAD, ids=[f"{code}-{n}" for n, (_, code, _) in enumerate(BAD)])
 def test_what_is_wrong_is_told_with_its_line(bad: bytes, code: str, param: str | None) -> None:
-    assert told(b"\n".join([line(1), b"", bad, line(4)])) == [(code, 3, param)]
-    assert told(b"\n".join([line(1), bad])) == [(code, 2, param)]
+    assert problems_of(b"\n".join([line(1), b"", bad, line(4)])) == [(code, 3, param)]
+    assert problems_of(b"\n".join([line(1), bad])) == [(code, 2, param)]
 
 
 def test_every_bad_line_is_told_up_to_a_bound() -> None:
-    assert [found[1] for found in told(b"\n".join([b"{", line(2), b"}", line(2)]))] == [1, 3, 4]
-    assert len(told(b"{\n" * 500, most_lines=1000)) == MOST_PROBLEMS
+    assert [found[1] for found in problems_of(b"\n".join([b"{", line(2), b"}", line(2)]))] == [1, 3, 4]
+    assert len(problems_of(b"{\n" * 500, most_lines=1000)) == MOST_PROBLEMS
 
 
 def test_an_empty_file_and_one_with_too_many_lines_are_refused() -> None:
-    assert told(b"") == told(b"\n \n") == [("empty_file", None, None)]
+    assert problems_of(b"") == problems_of(b"\n \n") == [("empty_file", None, None)]
     many = b"\n".join(line(number) for number in range(6))
-    assert told(many, most_lines=6) == [] and told(many, most_lines=5) == [("too_many_lines", 6, None)]
+    assert problems_of(many, most_lines=6) == [] and problems_of(many, most_lines=5) == [("too_many_lines", 6, None)]
 
 
 def test_a_line_is_what_it_asks_for() -> None:

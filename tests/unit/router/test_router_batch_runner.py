@@ -283,7 +283,7 @@ async def test_a_stop_gives_a_batch_back_at_once(world: World) -> None:
 
 
 class Flaky(SqliteStore):
-    """Away for as long as it is told to be."""
+    """Away for as long as it is set to be."""
 
     is_away = False
 
@@ -336,7 +336,7 @@ def test_a_batch_takes_no_way_that_is_not_there() -> None:
 
 def test_records_of_another_version_are_read() -> None:
     batch = Batch("batch_1", "t", "k", "file-1", ENDPOINT, "24h", 1, 2, {"a": "é"})
-    told = json.loads(batch.to_json())
-    assert Batch.from_json(json.dumps(told | {"new": 1}).encode()) == batch
-    del told["usage"]
-    assert Batch.from_json(json.dumps(told).encode()) == batch
+    reply = json.loads(batch.to_json())
+    assert Batch.from_json(json.dumps(reply | {"new": 1}).encode()) == batch
+    del reply["usage"]
+    assert Batch.from_json(json.dumps(reply).encode()) == batch

@@ -170,17 +170,17 @@ async def test_a_line_has_one_answer_the_first(make_store: Callable[[], BatchSto
     await store.add(record("batch_1"))
     held = await store.claim("a", LONG_S)
     assert held is not None
-    told = [
+    reply = [
         LineAnswer(7, True, b"1\0"),
         LineAnswer(2, False, b"x"),
         LineAnswer(11, True, b""),
         LineAnswer(7, False, b"again"),
     ]
-    for each in told:
+    for each in reply:
         assert await store.answer(held[0], each)
     assert await store.counts("batch_1") == (2, 1) and await store.counts("batch_2") == (0, 0)
     assert await store.answered("batch_1") == {2, 7, 11}
-    assert await store.answers("batch_1", [11, 7, 5]) == [told[0], told[2]]
+    assert await store.answers("batch_1", [11, 7, 5]) == [reply[0], reply[2]]
     assert await store.answers("batch_1", []) == []
     await store.close_batch(held[0])
     assert await store.answered("batch_1") == frozenset() and await store.claim("b", LONG_S) is None

@@ -68,9 +68,9 @@ async def test_lines_are_answered_as_calls_would_be_and_run_behind_them(tmp_path
         lines += [request("4", model="gpt"), request("5", priority=11), request("6", tempreature=1)]
         file = await client.files.create(file=jsonl(*lines), purpose="batch")
         assert (file.purpose, file.filename, file.status) == ("batch", "input.jsonl", "processed")
-        told = await client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **GIVEN)
-        assert told.status == "validating" and told.expires_at == told.created_at + 24 * 3600
-        batch = await over(client, told.id)
+        reply = await client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **GIVEN)
+        assert reply.status == "validating" and reply.expires_at == reply.created_at + 24 * 3600
+        batch = await over(client, reply.id)
         assert (batch.status, batch.metadata, batch.endpoint) == ("completed", {"a": "b"}, ENDPOINT)
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (6, 1, 5)
@@ -93,8 +93,8 @@ async def test_a_batch_of_text_completions(tmp_path: Path) -> None:
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
         lines = [line | {"body": {"model": "model", "prompt": ["a", "b"]}}]
         file = await client.files.create(file=jsonl(*lines), purpose="batch")
-        told = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        batch = await over(client, told.id)
+        reply = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        batch = await over(client, reply.id)
         answer = (await results(client, batch.output_file_id))[0]["response"]["body"]
         assert [choice["text"] for choice in answer["choices"]] == ["x", "x"]
         assert batch.usage is not None and batch.usage.total_tokens == answer["usage"]["total_tokens"] == 4
@@ -121,23 +121,23 @@ async def test_interactive_traffic_goes_first_and_refusals_for_load_are_tried_ag
         first = asyncio.create_task(http.post(ENDPOINT, json=request("live")["body"]))
         await prefill.next_admit()
         file = await client.files.create(file=jsonl(request("1"), request("2")), purpose="batch")
-        told = await client.batches.create(input_file_id=file.id, **GIVEN)
+        reply = await client.batches.create(input_file_id=file.id, **GIVEN)
         async with asyncio.timeout(20):
-            while (await client.batches.retrieve(told.id)).status != "in_progress":
+            while (await client.batches.retrieve(reply.id)).status != "in_progress":
                 await asyncio.sleep(0.01)
         await until_refused(router.server.dispatcher.admission, 4)
         assert router.server.dispatcher.num_queued == 0 and router.server.dispatcher.num_running == 1
         first.cancel()
         await prefill.next_admit()
         assert router.server.dispatcher.num_running == 1
-        cancelled = await client.batches.cancel(told.id)
+        cancelled = await client.batches.cancel(reply.id)
         assert cancelled.status == "cancelling" and cancelled.cancelling_at is not None
-        batch = await over(client, told.id)
+        batch = await over(client, reply.id)
         assert batch.status == "cancelled" and batch.cancelled_at is not None and batch.output_file_id is None
         left = await results(client, batch.error_file_id)
         assert {line["error"]["code"] for line in left} == {"batch_cancelled"} and len(left) == 2
         with pytest.raises(openai.ConflictError, match="a batch that is cancelled cannot be cancelled"):
-            await client.batches.cancel(told.id)
+            await client.batches.cancel(reply.id)
 
 
 async def test_files_are_listed_read_and_deleted(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ async def test_files_are_listed_read_and_deleted(tmp_path: Path) -> None:
         assert [file.filename async for file in client.files.list(limit=2)] == names[::-1]
         assert [file.filename async for file in client.files.list(order="asc", limit=3)] == names
         assert [file.id async for file in client.files.list(purpose="batch_output")] == []
-        told = await client.files.retrieve(made[0].id)
-        assert told == made[0] and told.bytes == len(data) and told.expires_at == told.created_at + 30 * 24 * 3600
+        reply = await client.files.retrieve(made[0].id)
+        assert reply == made[0] and reply.bytes == len(data) and reply.expires_at == reply.created_at + 30 * 24 * 3600
         answer = await http.get(f"/v1/files/{made[0].id}/content")
         assert answer.content == data and answer.headers["content-length"] == str(len(data))
         assert (await client.files.delete(made[0].id)).deleted
@@ -208,10 +208,10 @@ async def test_a_file_that_is_too_large_is_413_however_it_is_sent(tmp_path: Path
                 yield b"x" * 10_000
             yield b'\r\n--x\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--x--\r\n'
 
-        told = await http.post(
+        reply = await http.post(
             "/v1/files", content=parts(), headers={"content-type": "multipart/form-data; boundary=x"}
         )
-        assert told.status_code == 413 and told.json()["error"]["code"] == "file_too_large"
+        assert reply.status_code == 413 and reply.json()["error"]["code"] == "file_too_large"
         for number in range(20):
             await client.files.create(file=(f"{number}", b"x" * FILE_BYTES), purpose="batch")
         with pytest.raises(openai.APIStatusError, match="delete some"):
@@ -260,10 +260,10 @@ async def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     async with serving(tmp_path, ()) as (router, http), sdk(router) as client:
         file = await client.files.create(file=jsonl(request("1")), purpose="batch")
         good = {"input_file_id": file.id, **GIVEN}
-        told = [(await http.post("/v1/files", **given), why) for given, why in BAD_UPLOADS]
-        told += [(await http.post("/v1/batches", json=good | given), why) for given, why in BAD_BATCHES]
-        told += [(await http.get(path), why) for path, why in BAD_QUERIES]
-        for answer, why in told:
+        reply = [(await http.post("/v1/files", **given), why) for given, why in BAD_UPLOADS]
+        reply += [(await http.post("/v1/batches", json=good | given), why) for given, why in BAD_BATCHES]
+        reply += [(await http.get(path), why) for path, why in BAD_QUERIES]
+        for answer, why in reply:
             error = answer.json()["error"]
             assert answer.status_code == 400 and why in error["message"], (error, why)
         for path in ("/v1/batches/batch_x", "/v1/files/file-x", "/v1/files/file-x/content"):
@@ -334,11 +334,11 @@ async def test_lines_of_a_key_that_was_revoked_are_not_run(tmp_path: Path) -> No
         await prefill.next_admit()
         async with sdk(router, "baton-a") as mine:
             file = await mine.files.create(file=jsonl(request("1")), purpose="batch")
-            told = await mine.batches.create(input_file_id=file.id, **GIVEN)
+            reply = await mine.batches.create(input_file_id=file.id, **GIVEN)
         assert router.server.keys is not None
         router.server.keys.replace(KEYS[1:])
         first.cancel()
-        batch = await over(ours, told.id)
+        batch = await over(ours, reply.id)
         answer = (await results(ours, batch.error_file_id))[0]["response"]
         assert (batch.status, answer["status_code"]) == ("completed", 401)
         assert "not known here any more" in answer["body"]["error"]["message"]

@@ -48,9 +48,9 @@ async def test_a_flipped_worker_keeps_its_session_and_shows_its_role_of_now(tmp_
             workers=named(router, **{prefill.worker_id: DECODE, decode.worker_id: PREFILL}), config_version=7
         )
         await control.SetWorkers(flipped)
-        told = await status(router)
-        assert told.config_version == 7
-        roles = {w.worker_id: (w.role, w.info.role, w.state) for w in told.workers}
+        reply = await status(router)
+        assert reply.config_version == 7
+        roles = {w.worker_id: (w.role, w.info.role, w.state) for w in reply.workers}
         ready = admin_pb2.WorkerStatus.STATE_READY
         assert roles == {prefill.worker_id: (DECODE, PREFILL, ready), decode.worker_id: (PREFILL, DECODE, ready)}
         assert list(router.server.dispatcher.fleet) == sessions

@@ -171,11 +171,11 @@ async def test_a_generation_of_another_tenant_is_unknown_to_cancel(
     running = asyncio.ensure_future(router.stream(text_spec(), metadata=bearer(ALICE)))
     generation_id = (await workers[0].next_admit()).key.request_id
     request = pb.CancelGenerationRequest(generation_ids=[generation_id])
-    told = await router.generation.CancelGeneration(request, metadata=bearer(BOB))
-    assert (list(told.cancelled_ids), list(told.unknown_ids)) == ([], [generation_id])
+    reply = await router.generation.CancelGeneration(request, metadata=bearer(BOB))
+    assert (list(reply.cancelled_ids), list(reply.unknown_ids)) == ([], [generation_id])
     assert router.server.dispatcher.find(generation_id) is not None
-    told = await router.generation.CancelGeneration(request, metadata=bearer(ALSO_ALICE))
-    assert list(told.cancelled_ids) == [generation_id]
+    reply = await router.generation.CancelGeneration(request, metadata=bearer(ALSO_ALICE))
+    assert list(reply.cancelled_ids) == [generation_id]
     assert (await refusal(running)).grpc_code == "CANCELLED"
 
 
@@ -231,9 +231,9 @@ async def test_a_broken_edit_keeps_the_keys_and_is_told_once_with_its_line(
     file.unlink()
     assert not await keys.refresh(executor)
     assert keys.ring.find(ALICE) is not None and len(keys.ring) == len(KEYS)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 4, told
-    assert f"{file}:2:" in told[0] and "keys[0].sha256" in told[0]
+    reply = [record.getMessage() for record in caplog.records]
+    assert len(reply) == 4, reply
+    assert f"{file}:2:" in reply[0] and "keys[0].sha256" in reply[0]
     replace(file, render_keys(KEYS[:1]))
     assert await keys.refresh(executor)
     assert len(keys.ring) == 1
@@ -277,8 +277,8 @@ async def test_the_program_sends_the_key_it_is_given(
     assert [worker["state"] for worker in json.loads(shown.stdout)["workers"]] == ["ready", "ready"]
     workers[0].script, workers[1].script = (worker.script for worker in pair(lambda _: [ids("fine")]))
     monkeypatch.setenv("BATON_API_KEY", ALICE)
-    told = await asyncio.to_thread(baton, "generate", "x", *at, "--max-tokens", "9")
-    assert told.stdout == "fine\n", told.stderr
+    reply = await asyncio.to_thread(baton, "generate", "x", *at, "--max-tokens", "9")
+    assert reply.stdout == "fine\n", reply.stderr
     denied = await asyncio.to_thread(baton, "status", *at)
     assert denied.exit_code == 1 and "scope admin" in denied.stderr
     odd = await asyncio.to_thread(baton, "status", *at, "--api-key", "baton-\n")

@@ -91,17 +91,17 @@ async def test_logprobs_name_tokens_by_their_text(tmp_path: Path) -> None:
         if worker.role == worker_pb2.ROLE_PREFILL:
             top = [pb.TokenAlternative(token_id=ids("b")[0], logprob=-2.0)]
             logprob = pb.TokenLogprob(token_id=ids("a")[0], logprob=-0.5, rank=1, top=top)
-            told = tokens(admit.key, 0, ids("a"), logprobs=[logprob], finish_reason=STOP)
-            worker.emit(phase(admit.key, PREFILL), told)
+            reply = tokens(admit.key, 0, ids("a"), logprobs=[logprob], finish_reason=STOP)
+            worker.emit(phase(admit.key, PREFILL), reply)
 
     workers = tuple(FakeWorker(w.worker_id, w.role, answered) for w in pair())
     async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
         messages: Any = [{"role": "user", "content": "hi"}]
         said = await client.chat.completions.create(model="model", messages=messages, logprobs=True, top_logprobs=1)
         text = await client.completions.create(model="model", prompt="hi", logprobs=1)
-    told = said.choices[0].logprobs
-    assert told is not None and told.content is not None
-    assert [(t.token, t.bytes, t.logprob, t.top_logprobs[0].token) for t in told.content] == [("a", [97], -0.5, "b")]
+    reply = said.choices[0].logprobs
+    assert reply is not None and reply.content is not None
+    assert [(t.token, t.bytes, t.logprob, t.top_logprobs[0].token) for t in reply.content] == [("a", [97], -0.5, "b")]
     other = text.choices[0].logprobs
     assert other is not None and (other.tokens, other.token_logprobs, other.text_offset) == (["a"], [-0.5], [0])
     assert other.top_logprobs == [{"a": -0.5, "b": -2.0}], "the chosen token is among them, likely or not"
@@ -119,8 +119,8 @@ async def test_offsets_of_a_stream_go_on_where_they_were(tmp_path: Path) -> None
     workers = tuple(FakeWorker(w.worker_id, w.role, answered) for w in pair())
     async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
         stream = await client.completions.create(model="model", prompt="hi", logprobs=0, stream=True)
-        told = [chunk.choices[0].logprobs async for chunk in stream]
-    offsets = [offset for each in told if each is not None for offset in each.text_offset or ()]
+        reply = [chunk.choices[0].logprobs async for chunk in stream]
+    offsets = [offset for each in reply if each is not None for offset in each.text_offset or ()]
     assert offsets == [0, 1, 2]
 
 
@@ -239,16 +239,16 @@ async def test_machines_can_ask_whether_it_lives_serves_and_what_it_takes(tmp_pa
         assert (await http.get("/healthz")).json() == {"status": "ok"}
         assert (await http.get("/readyz")).status_code == 503
         assert set((await http.get("/version")).json()) == {"version"}
-        told = (await http.get("/openapi.json")).json()
-        assert "/v1/chat/completions" in told["paths"] and "ChatBody" in told["components"]["schemas"]
+        reply = (await http.get("/openapi.json")).json()
+        assert "/v1/chat/completions" in reply["paths"] and "ChatBody" in reply["components"]["schemas"]
         model = (await http.get("/v1/models/model")).json()
         assert (model["id"], model["max_model_len"]) == ("model", MAX_MODEL_LEN)
 
 
 async def test_tokens_and_text_become_each_other(tmp_path: Path) -> None:
     async with serving(tmp_path, ()) as (_, http):
-        told = (await http.post("/tokenize", json={"prompt": "abc"})).json()
-        assert told == {"tokens": ids("abc"), "count": 3, "max_model_len": MAX_MODEL_LEN}
+        reply = (await http.post("/tokenize", json={"prompt": "abc"})).json()
+        assert reply == {"tokens": ids("abc"), "count": 3, "max_model_len": MAX_MODEL_LEN}
         said = await http.post("/tokenize", json={"messages": [{"role": "user", "content": "a"}]})
         assert said.json()["tokens"] == ids("<user>a<assistant>")
         wrong = (await http.post("/tokenize", json={"messages": [{"content": "a"}]})).json()["error"]
@@ -305,7 +305,7 @@ async def test_a_token_that_ends_it_is_named_if_the_client_did(
             answer = await client.completions.create(**given)
             choice = answer.choices[0]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", reason)
-    assert answer.model == "model", "one that names no model is told which it was"
+    assert answer.model == "model", "one that names no model is answered with which it was"
 
 
 @pytest.mark.parametrize("kind", [CompletionBody, ChatBody])

@@ -20,7 +20,7 @@ from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import ClientTls, InternalTls, ServerTls
-from router.openai.listener import HttpListener
+from router.http_server import HttpListener
 from router.routing.worker_client import WorkerClient
 
 pytestmark = pytest.mark.asyncio
