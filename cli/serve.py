@@ -1,8 +1,8 @@
-"""`baton serve`: a whole cluster in the foreground, from cluster.yaml to the banner and to the last process's end; or,
-with --detach, to the banner, after which the cluster goes on in a Ray that does. `baton stop` ends that one.
+"""`baton serve` runs a cluster in the foreground, until Ctrl-C. With --detach it returns when the cluster serves, which
+then runs on in a Ray cluster that was there before; `baton stop` ends it.
 
-Owns the order of things (check what can be checked, start Ray, start the controller, show what it says, end it all)
-and what the operator sees. What runs where is the controller's business.
+Owns the order (check the ports, start Ray, start the controller, show its events, end everything) and what the operator
+sees. The controller decides what runs where.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def serve(
         bool,
         typer.Option(
             "--detach",
-            help="Return when the cluster serves, and leave it to the Ray at --address; where one serves there already,"
-            " have it do what the file says now.",
+            help="Return when the cluster serves, and leave it to the Ray at --address; a cluster that serves there"
+            " already gets the file's configuration.",
         ),
     ] = False,
 ) -> None:
@@ -133,7 +133,7 @@ def _check_ports(serving: ServingConfig) -> None:
 
 
 def _check_port(option: str, host: str, port: int) -> None:
-    """Before the seconds that Ray and the weights take; the server's own bind has the last word."""
+    """Refuses a port that is taken before Ray and the weights are loaded; the server's own bind decides."""
     error = listen_error(host, port)
     if error is not None:
         raise BatonError(
@@ -160,7 +160,9 @@ class _Session:
 
     def run(self) -> None:
         with self._signals, self._view:
-            self._view.say("starting Ray" if self._ray_address is None else f"joining the Ray at {self._ray_address}")
+            self._view.progress(
+                "starting Ray" if self._ray_address is None else f"joining the Ray at {self._ray_address}"
+            )
             with self._ray():
                 self._signals.take_over()
                 if not self._stop_asked.is_set():
@@ -189,7 +191,7 @@ class _Session:
         try:
             controller = self._start()
         except ValueError:
-            # Ray says so where another `baton serve --detach` was quicker.
+            # Ray raises it if another `baton serve --detach` has started a controller meanwhile.
             self._join(find_controller())
             return
         try:
@@ -219,22 +221,22 @@ class _Session:
         return start(self._serving, plan, Programs(), self._file)
 
     def _join(self, controller: Any) -> None:
-        """Waits until the cluster that is there serves, and has it do what the file says."""
+        """Waits until the cluster that runs already serves, and applies the file to it."""
         import ray
         from ray.exceptions import RayError
 
         try:
-            told: ProgressBatch = ray.get(controller.progress.remote())
-            if not any(event.kind == "serving" for event in told.events):
+            batch: ProgressBatch = ray.get(controller.progress.remote())
+            if not any(event.kind == "serving" for event in batch.events):
                 self._follow(controller)
             if self._stop_asked.is_set():
                 return
-            self._view.say(f"applying {self._file.path}")
+            self._view.progress(f"applying {self._file.path}")
             done, failed = ray.get(controller.apply.remote(self._file.read(), str(self._file.path)))
         except RayError as error:
             raise self._died() from error
         for line in done if done or failed else ["nothing differs from what runs"]:
-            self._view.tell(line)
+            self._view.print(line)
         if failed:
             raise BatonError(failed)
 
@@ -265,11 +267,11 @@ class _Session:
 
     def _on_signal(self) -> None:
         """The first signal asks for a clean end; the second kills everything at once."""
-        from controller import local_ray
-
         if not self._stop_asked.is_set():
             self._stop_asked.set()
             return
+        from controller import local_ray
+
         local_ray.kill_descendants()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -277,7 +279,7 @@ class _Session:
 
 
 class _View:
-    """What the operator sees: a moving line at a terminal, one line for each event elsewhere; then the banner."""
+    """Output for the operator: a line that changes at a terminal, a line for each event elsewhere; then the banner."""
 
     def __init__(self, serving: ServingConfig, file: ConfigFile, stop: str) -> None:
         from rich.console import Console
@@ -300,15 +302,15 @@ class _View:
         if self._status is not None:
             self._status.stop()
 
-    def say(self, text: str) -> None:
-        """Something goes on; the next event replaces it at a terminal."""
+    def progress(self, text: str) -> None:
+        """Shows what is going on; at a terminal the next event replaces it."""
         if self._status is not None:
             self._status.update(text)
         else:
             self._console.print(text)
 
-    def tell(self, line: str) -> None:
-        """What stays on the screen."""
+    def print(self, line: str) -> None:
+        """Prints a line that stays on the screen."""
         self._console.print(line)
 
     def show(self, event: ProgressEvent) -> None:
@@ -316,7 +318,7 @@ class _View:
             case "progress" if self.is_serving:
                 self._console.print(f"{event.who}: {event.text}")
             case "progress":
-                self.say(f"{event.who}: {event.text}")
+                self.progress(f"{event.who}: {event.text}")
             case "ready":
                 self._console.print(f"{event.who} is ready")
             case "lost":
@@ -332,7 +334,7 @@ class _View:
                 self._banner(event.text)
 
     def stopping(self) -> None:
-        """Ctrl-C shows as ^C on the line, hence the empty one."""
+        """Begins with an empty line, since the terminal shows ^C."""
         if self._console.is_terminal:
             self._console.print()
         self._console.print("stopping (once more kills at once)")
@@ -367,7 +369,7 @@ class _View:
 
 
 def _options(serving: ServingConfig, address: str) -> str:
-    """What a client has to add to its command line."""
+    """The options that a client's command line needs for this cluster."""
     at = "" if address == DEFAULT_ADDRESS else f" --address {address}"
     tls = "" if serving.tls.cert is None else " --tls-ca FILE"
     shown = "" if serving.tls.client_ca is None else " --tls-cert FILE --tls-key FILE"
@@ -375,7 +377,7 @@ def _options(serving: ServingConfig, address: str) -> str:
 
 
 def _command() -> str:
-    """How another terminal runs this very program."""
+    """The command by which another terminal runs this program."""
     here = Path(sys.argv[0]).absolute()
     known = shutil.which("baton")
     if known is not None and Path(known).absolute() == here:

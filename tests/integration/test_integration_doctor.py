@@ -264,7 +264,11 @@ HANDED = disaggregated("prefill-0", "decode-0", "first token predicted after 15 
     ("placements", "result", "found"),
     [
         ([LOCAL, LOCAL, HANDED], Result.OK, "a prompt of 3 tokens: disaggregated"),
-        ([LOCAL] * 3, Result.WARNING, "the cluster did not disaggregate, 3 times: the router found it sooner so"),
+        (
+            [LOCAL] * 3,
+            Result.WARNING,
+            "the cluster did not disaggregate, 3 times: the router predicted that to be faster",
+        ),
         (["local prefill on decode-0 after LOST on prefill-0: no other"], Result.PROBLEM, "a hand-off failed"),
         (["retried after LOST on prefill-0: prefill-1 -> decode-0"], Result.PROBLEM, "a hand-off failed"),
     ],

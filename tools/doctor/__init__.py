@@ -1,6 +1,5 @@
-"""What `baton doctor` looks at: this machine and its configuration, and the cluster that runs, if one answers.
+"""The checks of `baton doctor`: of this machine and its configuration, and of the running cluster, if one answers.
 
-`catalogue` lists the checks, `examination` runs them, each bounded in time; `findings` is what they say. A check takes
-a `Subject` and yields findings; it changes nothing and leaves nothing behind. Needs neither Ray nor torch in this
-process: what only those know is asked of programs of their own (`programs`).
+`catalogue` lists the checks, `check` runs them, each within a time limit, and `subject` is what they look at. This
+process loads neither Ray nor torch: programs of their own (`bounded`) report what only those know.
 """

@@ -1,8 +1,8 @@
 """Checks of the files of `tls` and `internal_tls`: whether two ends that use them would understand one another.
 
-Nobody reads a certificate here but OpenSSL: a client and a server of this process shake hands in memory, with the files
-as Baton uses them, and what the client says of the server is the finding. A second handshake, which believes the
-certificate itself and looks at no clock, tells for whom and until when it is.
+Only OpenSSL reads certificates here: a client and a server of this process shake hands in memory, with the files as
+Baton uses them, and an error of either side is the finding. A second handshake, which trusts the certificate itself and
+ignores the clock, reads its names and dates.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def certificates(subject: Subject) -> Iterator[Finding]:
 
 
 def _examine(section: str, server: ServerTls, client: ClientTls | None, names: tuple[str, ...]) -> Iterator[Finding]:
-    """`client` None: nobody has said which authority clients believe, so only names and dates are looked at."""
+    """Checks one pair of files. `client` None: the authority that clients trust is not known, so only names and dates
+    are checked."""
     try:
-        told = _read(server)
+        certificate = _read(server)
         wrong = "" if client is None else _handshake(server.context(), client.context())
     except ConfigError as error:
         yield problem(f"{section}: {error.message}", "name files in PEM that belong together; docs/security.md")
@@ -53,14 +54,14 @@ def _examine(section: str, server: ServerTls, client: ClientTls | None, names: t
         yield problem(f"{section}: {server.cert} cannot be used: {error.reason or error}", _MAKE_NEW)
         return
     found = f"{section}: {server.cert}"
-    subjects = [value for kind, value in told.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
-    left_s = ssl.cert_time_to_seconds(told["notAfter"]) - time.time()
-    values = {"names": subjects, "not_after": told["notAfter"]}
+    subjects = [value for kind, value in certificate.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
+    left_s = ssl.cert_time_to_seconds(certificate["notAfter"]) - time.time()
+    values = {"names": subjects, "not_after": certificate["notAfter"]}
     if left_s < 0:
-        yield problem(f"{found} has expired: it was good until {told['notAfter']}", _MAKE_NEW, **values)
-    elif ssl.cert_time_to_seconds(told["notBefore"]) > time.time():
+        yield problem(f"{found} has expired: it was good until {certificate['notAfter']}", _MAKE_NEW, **values)
+    elif ssl.cert_time_to_seconds(certificate["notBefore"]) > time.time():
         remedy = f"set this machine's clock right, or {_MAKE_NEW}"
-        yield problem(f"{found} is not good yet: it begins on {told['notBefore']}", remedy, **values)
+        yield problem(f"{found} is not good yet: it begins on {certificate['notBefore']}", remedy, **values)
     elif names and not any(_matches(name, subjects) for name in names):
         yield problem(
             f"{found} is for {', '.join(subjects) or 'nobody'}, not for {names[0]}",
@@ -70,20 +71,20 @@ def _examine(section: str, server: ServerTls, client: ClientTls | None, names: t
     elif wrong:
         yield problem(f"{found} is refused by the other side: {wrong}", f"sign it by the named authority: {_MAKE_NEW}")
     elif left_s < _SOON_S:
-        yield warning(f"{found} expires on {told['notAfter']}", f"{_MAKE_NEW} before", **values)
+        yield warning(f"{found} expires on {certificate['notAfter']}", f"{_MAKE_NEW} before", **values)
     else:
-        yield ok(f"{found} is for {', '.join(subjects)}, good until {told['notAfter']}", **values)
+        yield ok(f"{found} is for {', '.join(subjects)}, good until {certificate['notAfter']}", **values)
 
 
 def _names(host: str) -> tuple[str, ...]:
-    """That clients may call a listener by; none can be known of one that listens everywhere."""
+    """Names by which clients may call a listener; none are known if it listens on every address."""
     if host in ("0.0.0.0", "::"):
         return ()
     return ("127.0.0.1", "localhost") if host in ("127.0.0.1", "localhost") else (host,)
 
 
 def _matches(name: str, subjects: list[str]) -> bool:
-    """As far as `_handshake` does not say it: a wildcard stands for one label."""
+    """Whether a name is among a certificate's subjects; a wildcard stands for one label."""
     with contextlib.suppress(ValueError):
         address = ipaddress.ip_address(name)
         return any(_is_address(subject, address) for subject in subjects)
@@ -93,26 +94,26 @@ def _matches(name: str, subjects: list[str]) -> bool:
 
 
 def _is_address(subject: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """However it is written: OpenSSL writes IPv6 out in full."""
+    """Compares addresses however they are written: OpenSSL writes IPv6 in full."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(subject) == address
     return False
 
 
 def _read(server: ServerTls) -> Mapping[str, Any]:
-    """What the certificate says of itself. Raises ConfigError and ssl.SSLError."""
+    """The fields of the server's certificate. Raises ConfigError and ssl.SSLError."""
     shown = ServerTls(server.cert, server.key).context()
-    believing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    believing.check_hostname = False
-    believing.load_verify_locations(server.cert)
-    believing.verify_flags = ssl.VerifyFlags(
-        believing.verify_flags | ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.load_verify_locations(server.cert)
+    trusting.verify_flags = ssl.VerifyFlags(
+        trusting.verify_flags | ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _NO_CHECK_TIME
     )
-    return _shake(shown, believing) or {}
+    return _shake(shown, trusting) or {}
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
-    """Why one of them refuses the other; empty: neither does. The certificate's names and dates are found out apart."""
+    """Why one of them refuses the other; empty: neither does. Names are not compared."""
     client.check_hostname = False
     try:
         _shake(server, client)
@@ -124,7 +125,7 @@ def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> str:
 
 
 def _shake(server: ssl.SSLContext, client: ssl.SSLContext) -> Mapping[str, Any] | None:
-    """Both ends of a TLS connection in memory; returns what the client has read of the server's certificate."""
+    """Connects both ends in memory; returns the fields of the server's certificate as the client has read them."""
     to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(to_client, to_server),

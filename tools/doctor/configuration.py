@@ -1,4 +1,4 @@
-"""Checks of what the operator has written and put there: cluster.yaml, packages, the model folder, keys, folders."""
+"""Checks of what the operator provides: cluster.yaml, packages, the model folder, keys, folders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tools.doctor.subject import Subject
 
 _LEAST_FREE_BYTES = 1_000_000_000
 _MOST_USED = 0.95
-"""Of a file system; above it Ray refuses to keep anything there."""
+"""Used share of a file system above which Ray writes nothing."""
 
 
 @check(needs_config=False, exit_code=ExitCode.BAD_CONFIG)
@@ -61,8 +61,8 @@ def packages(subject: Subject) -> Iterator[Finding]:
             found = ""
         if not found or not requirement.specifier.contains(found, prereleases=True):
             wrong += 1
-            told = f"{requirement.name} {found}" if found else f"{requirement.name} is not installed"
-            yield problem(f"{told}; Baton needs {requirement}", f"pip install '{requirement}', or `make setup`")
+            installed = f"{requirement.name} {found}" if found else f"{requirement.name} is not installed"
+            yield problem(f"{installed}; Baton needs {requirement}", f"pip install '{requirement}', or `make setup`")
     if not wrong:
         yield ok(f"Python {python}, Baton {own}, and {len(wanted)} packages in the versions that it needs")
 
@@ -100,10 +100,10 @@ def model(subject: Subject) -> Iterator[Finding]:
     for why in dict.fromkeys(wrong):
         yield problem(why, remedy)
     if not wrong:
-        told = checkpoint["found"]
-        size = format_bytes(told["size_bytes"])
-        files = f"{told['num_tensors']} tensors in {count_of(told['num_files'], 'file')}, {size}"
-        yield ok(f"{subject.serving.model.path}: {files}, revision {told['revision']}", **told)
+        weights = checkpoint["found"]
+        size = format_bytes(weights["size_bytes"])
+        files = f"{weights['num_tensors']} tensors in {count_of(weights['num_files'], 'file')}, {size}"
+        yield ok(f"{subject.serving.model.path}: {files}, revision {weights['revision']}", **weights)
 
 
 @check(exit_code=ExitCode.BAD_CONFIG)
@@ -113,15 +113,15 @@ def tokenizer(subject: Subject) -> Iterator[Finding]:
     if "refused" in part:
         yield problem(part["refused"], "put the model's own tokenizer.json into its folder")
         return
-    told = part["found"]
-    if told["num_tokens"] > told["vocab_size"]:
+    found = part["found"]
+    if found["num_tokens"] > found["vocab_size"]:
         yield warning(
-            f"tokenizer.json has {told['num_tokens']} tokens, and config.json a vocab_size of {told['vocab_size']}: "
+            f"tokenizer.json has {found['num_tokens']} tokens, and config.json a vocab_size of {found['vocab_size']}: "
             "some texts become ids that the model does not have, and are refused",
             "take tokenizer.json and config.json from the same checkpoint",
         )
-    chats = "with a chat template" if told["has_chat_template"] else "without a chat template: chats are refused"
-    yield ok(f"{told['num_tokens']} tokens, {chats}")
+    chats = "with a chat template" if found["has_chat_template"] else "without a chat template: chats are refused"
+    yield ok(f"{found['num_tokens']} tokens, {chats}")
 
 
 @check()
@@ -177,5 +177,5 @@ def disk(subject: Subject) -> Iterator[Finding]:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # below what is no folder, or in one that may not be looked into
+    except OSError:  # it lies below a file, or in a folder that may not be read
         return False

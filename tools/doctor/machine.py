@@ -1,14 +1,15 @@
 """Checks of this machine as workers would find it: GPUs, NCCL, attention, kernels, memory, shared memory.
 
-What torch says comes from `worker.examine`; here it is judged by what the configuration asks for.
+Compares what `worker.examine` found with what the configuration asks for.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 from cluster.config.schema import ROLES
 from cluster.units import count_of, format_bytes
@@ -20,7 +21,7 @@ from tools.doctor.subject import Subject
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 SHARED_MEMORY = Path("/dev/shm")
 _NCCL_SHM_BYTES = 1_000_000_000
-"""Ranks of one machine that cannot reach one another directly talk through it."""
+"""Shared memory of ranks on one machine that cannot reach one another directly."""
 _CPU_TORCH = "install a torch with CUDA and its driver: `make setup EXTRAS=dev,cuda`"
 
 
@@ -30,7 +31,7 @@ def device(subject: Subject) -> Iterator[Finding]:
     torch, gpus = subject.machine("torch"), subject.machine("gpus")
     for part in (torch, gpus):
         if "refused" in part:
-            yield problem(f"torch cannot look at this machine: {part['refused']}", _CPU_TORCH)
+            yield problem(f"torch cannot be used here: {part['refused']}", _CPU_TORCH)
             return
     wanted, found = subject.serving.engine.device, gpus["found"]
     build = f"torch {torch['found']['version']}"
@@ -63,9 +64,9 @@ def nccl(subject: Subject) -> Iterator[Finding]:
         return
     config = subject.serving
     part = subject.machine("nccl")
-    told = part.get("found", {}).get("version")
-    if told is not None:
-        yield ok(f"NCCL {told}")
+    version = part.get("found", {}).get("version")
+    if version is not None:
+        yield ok(f"NCCL {version}")
         return
     reason = part.get("refused", "this build of torch has no NCCL")
     groups = [role for role in ROLES if config.role(role).num_workers and config.role(role).tensor_parallel > 1]
@@ -100,16 +101,10 @@ def flash_attn(subject: Subject) -> Iterator[Finding]:
 @check()
 def attention(subject: Subject) -> Iterator[Finding]:
     """Which attention each role's workers would compute with, and why."""
-    if _has_no_device(subject):
-        yield skipped("there is no device to compute on; see `device`")
-        return
-    for role, part in subject.workers("attention"):
-        if "refused" in part:
-            yield problem(f"{role}: {part['refused']}", "set engine.attention: auto")
-            continue
-        told = part["found"]
-        found = f"{role}: {told['name']} ({told['why']})"
-        if told["name"] == "cpu" and uses_gpu(subject):
+    answers = yield from _answers(subject, "attention", "set engine.attention: auto")
+    for role, answer in answers:
+        found = f"{role}: {answer['name']} ({answer['why']})"
+        if answer["name"] == "cpu" and uses_gpu(subject):
             yield warning(f"{found}, on a GPU", "set model.dtype: bfloat16, or install torch 2.11 or newer")
         else:
             yield ok(found)
@@ -118,62 +113,52 @@ def attention(subject: Subject) -> Iterator[Finding]:
 @check()
 def kernels(subject: Subject) -> Iterator[Finding]:
     """Baton's own kernels on a CPU; compiles them as a worker's start would, if nobody has yet."""
-    if _has_no_device(subject):
-        yield skipped("there is no device to compute on; see `device`")
-        return
-    for role, part in subject.workers("kernels"):
-        if "refused" in part:
-            yield problem(f"{role}: {part['refused']}", "install a C++ compiler (Debian: g++), or set kernels: auto")
-            continue
-        told = part["found"]
-        if told["are_native"] or uses_gpu(subject) or subject.serving.engine.kernels == "torch":
-            yield ok(f"{role}: {'native' if told['are_native'] else 'torch'} ({told['why']})")
+    refused = "install a C++ compiler (Debian: g++), or set kernels: auto"
+    answers = yield from _answers(subject, "kernels", refused)
+    for role, answer in answers:
+        if answer["are_native"] or uses_gpu(subject) or subject.serving.engine.kernels == "torch":
+            yield ok(f"{role}: {'native' if answer['are_native'] else 'torch'} ({answer['why']})")
         else:
             remedy = "install a C++ compiler (Debian: apt install g++)"
-            yield warning(f"{role}: torch alone computes, which is slower ({told['why']})", remedy)
+            yield warning(f"{role}: torch alone computes, which is slower ({answer['why']})", remedy)
 
 
 @check()
 def transport(subject: Subject) -> Iterator[Finding]:
     """Which transports could carry KV from this machine, by `transfer.transport`."""
-    for role, part in subject.workers("transports"):
-        if "refused" in part:
-            yield problem(f"{role}: {part['refused']}", "set transfer.transport: auto")
-        elif not part["found"]:
-            yield problem(f"{role}: no transport can be used here", "set transfer.transport: gloo")
+    remedy = "set transfer.transport: auto"
+    answers = yield from _answers(subject, "transports", remedy, needs_device=False)
+    for role, usable in answers:
+        if usable:
+            yield ok(f"{role}: {', '.join(usable)}, best first", transports=usable)
         else:
-            yield ok(f"{role}: {', '.join(part['found'])}, best first", transports=part["found"])
+            yield problem(f"{role}: no transport can be used here", "set transfer.transport: gloo")
 
 
 @check()
 def memory(subject: Subject) -> Iterator[Finding]:
     """Whether each worker's weights and KV pool fit, as `baton config explain` has them, and all of them together."""
-    if _has_no_device(subject):
-        yield skipped("there is no device to compute on; see `device`")
-        return
-    if _runs(subject):
+    if _runs(subject) and not _has_no_device(subject):
         yield skipped(f"the cluster runs, at {subject.cluster.address}, and has its memory; see `kv-pools`")
         return
-    pools = 0
-    for role, part in subject.workers("memory"):
-        if "refused" in part:
-            remedy = "see `baton config explain`; lower kv_cache_tokens, or raise tensor_parallel"
-            yield problem(f"{role}: {part['refused']}", remedy)
-            continue
-        told, of = part["found"], subject.serving
-        num_ranks = of.roles.prefill.devices if role == "prefill" else of.roles.decode.devices
-        takes = told["weight_bytes"] + told["activation_bytes"] + told["pool_bytes"]
-        pools += num_ranks * takes
-        tokens = told["num_blocks"] * told["block_size"]
+    total = 0
+    remedy = "see `baton config explain`; lower kv_cache_tokens, or raise tensor_parallel"
+    answers = yield from _answers(subject, "memory", remedy)
+    for role, plan in answers:
+        roles = subject.serving.roles
+        num_ranks = roles.prefill.devices if role == "prefill" else roles.decode.devices
+        takes = plan["weight_bytes"] + plan["activation_bytes"] + plan["pool_bytes"]
+        total += num_ranks * takes
+        tokens = plan["num_blocks"] * plan["block_size"]
         yield ok(
             f"{role}: {count_of(num_ranks, 'rank')} of {format_bytes(takes)}, with a KV pool of {tokens:,} tokens each",
             rank_bytes=takes,
             pool_tokens=tokens,
         )
     free = _available_bytes()
-    if pools > free and not uses_gpu(subject):
+    if total > free and not uses_gpu(subject):
         yield warning(
-            f"all workers take {format_bytes(pools)} together, and this machine has {format_bytes(free)} free",
+            f"all workers take {format_bytes(total)} together, and this machine has {format_bytes(free)} free",
             "name fewer devices, lower engine.kv_cache_tokens, or join more machines",
         )
 
@@ -211,24 +196,38 @@ def uses_gpu(subject: Subject) -> bool:
     return wanted == "cuda" or (wanted == "auto" and bool(subject.machine("torch").get("found", {}).get("sees_gpu")))
 
 
+def _answers(
+    subject: Subject, name: str, remedy: str, *, needs_device: bool = True
+) -> Generator[Finding, None, list[tuple[str, Any]]]:
+    """What `worker.examine` found for the workers of each role; reports what it refused, with this remedy."""
+    if needs_device and _has_no_device(subject):
+        yield skipped("there is no device to compute on; see `device`")
+        return []
+    parts = subject.workers(name)
+    for role, part in parts:
+        if "refused" in part:
+            yield problem(f"{role}: {part['refused']}", remedy)
+    return [(role, part["found"]) for role, part in parts if "refused" not in part]
+
+
 def _has_no_device(subject: Subject) -> bool:
     return any("refused" in part for _, part in subject.workers("device"))
 
 
 def _runs(subject: Subject) -> bool:
-    """What is free now is then not what its workers found."""
+    """Whether the configured cluster runs, so that its workers hold memory here already."""
     return not subject.cluster.why_not and subject.cluster.is_configured
 
 
 def _slots(subject: Subject) -> Iterator[Finding]:
-    """The senders': each holds slots for every pair that it keeps open."""
+    """Memory of the senders' slots: each sender has some for every pair that it keeps open."""
     parts: dict[str, Part] = dict(subject.workers("memory"))
-    told = parts.get("prefill", {}).get("found")
-    if told is None or uses_gpu(subject) or _runs(subject):
+    plan = parts.get("prefill", {}).get("found")
+    if plan is None or uses_gpu(subject) or _runs(subject):
         return
     config = subject.serving
     num_pairs = min(config.transfer.max_pairs, config.roles.decode.num_workers)
-    size = told["slot_bytes_per_pair"] * num_pairs * config.roles.prefill.devices
+    size = plan["slot_bytes_per_pair"] * num_pairs * config.roles.prefill.devices
     free = _available_bytes()
     if size > free:
         yield problem(

@@ -1,7 +1,7 @@
 """Checks that send requests: whether the cluster disaggregates, how fast pairs hand over, whether it writes to Redis.
 
-A probe is a prompt of random token ids that takes nothing from prefix caches and leaves nothing there that another
-request would find. It asks for a few tokens and is cancelled when its time is up.
+A probe is a prompt of random token ids that bypasses the prefix caches. It asks for a few tokens and is cancelled when
+its time is up.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from tools.doctor.bounded import on_thread
 from tools.doctor.check import Finding, Half, Result, check, ok, problem, skipped, warning
 from tools.doctor.subject import ClusterContact, Subject
 
-_LONGEST = 4096
+_MAX_PROMPT_TOKENS = 4096
 _MARGIN = 16
-"""Tokens of the context that a probe leaves: for its output."""
+"""Tokens of the context that a probe leaves for its output."""
 _FIRST_ID = 10
-"""Below are special tokens, more often than not."""
+"""Lower ids are often special tokens."""
 _PROBE_S = 15.0
 _ROUNDS = 4
 _MUCH_SLOWER = 0.25
-_HANDED = re.compile(r"(?:disaggregated|retried [^:]*): (\S+) -> ([^\s,]+)")
+_HANDED_OVER = re.compile(r"(?:disaggregated|retried [^:]*): (\S+) -> ([^\s,]+)")
 _FAILED_BEFORE = re.compile(r"retried|local prefill on \S+ after ")
-"""Beside "local prefill on decode-0: first token predicted after 15 ms", which nothing has led to but load."""
+"""Does not match "local prefill on decode-0: first token predicted after 15 ms", which is no failure."""
 _TRIES = 3
-"""A router that is busy for a moment may find a local prefill sooner; hardly each time."""
-_LAST_WORD_S = 1.0
-_LOOK_EVERY_S = 0.02
+"""A router that is busy for a moment may prefer a local prefill once, but hardly three times."""
+_SETTLE_S = 1.0
+_POLL_S = 0.02
 _TRANSPORTS = (*TRANSPORT_NAMES, "other")
 
 Pair = tuple[str, str]
@@ -50,7 +50,7 @@ Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class Probe:
-    """What became of one."""
+    """The result of one probe."""
 
     num_tokens: int
     placement: str
@@ -59,13 +59,13 @@ class Probe:
 
     @property
     def pair(self) -> Pair | None:
-        """None: nothing was handed over."""
-        found = _HANDED.match(self.placement)
+        """The workers of its hand-off; None: there was none."""
+        found = _HANDED_OVER.match(self.placement)
         return None if found is None else (found[1], found[2])
 
     @property
     def is_handed_over(self) -> bool:
-        """As it was meant to be, at once."""
+        """The first attempt was disaggregated."""
         return self.pair is not None and self.placement.startswith("disaggregated")
 
     @property
@@ -74,7 +74,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Measured:
+class HandoffMeasurement:
     """One pair's hand-offs in one round."""
 
     sender: str
@@ -82,9 +82,9 @@ class Measured:
     transport: str
     size_bytes: float
     seconds: float
-    """From the first chunk being read to the decode worker having everything."""
+    """Seconds from the reading of the first chunk until the decode worker has everything."""
     exposed_seconds: float
-    """Of those, after the first token."""
+    """Those seconds that pass after the first token."""
     num_at_once: int
 
     @property
@@ -120,7 +120,7 @@ def disaggregation(subject: Subject) -> Iterator[Finding]:
         yield problem(f"a hand-off failed; {found}", "see `transports` and `workers`, and the log of both workers")
     else:
         yield warning(
-            f"the cluster did not disaggregate, {_TRIES} times: the router found it sooner so; "
+            f"the cluster did not disaggregate, {_TRIES} times: the router predicted that to be faster; "
             f"{found}{_so_far(subject)}",
             "expected where prompts are short for this hardware (docs/routing.md); router.policy: least_loaded hands "
             "every prompt over",
@@ -143,7 +143,7 @@ def bandwidth(subject: Subject) -> Iterator[Finding]:
     if not all(pages.values()):
         yield skipped("workers have no metrics pages to read it from; set metrics.workers: true")
         return
-    measured: dict[Pair, Measured] = {}
+    measured: dict[Pair, HandoffMeasurement] = {}
     until = time.monotonic() + _PROBE_S
     for num_at_once in (1, *[max(len(senders), len(receivers))] * (_ROUNDS - 1)):
         if wanted <= measured.keys() or time.monotonic() > until:
@@ -195,7 +195,7 @@ def journal(subject: Subject) -> Iterator[Finding]:
 
 def _cannot_probe(subject: Subject) -> Finding | None:
     if subject.cluster.health != "SERVING":
-        return skipped("the cluster serves nobody at present; see `router`")
+        return skipped("the cluster is not serving at present; see `router`")
     try:
         subject.cluster.client.models()
     except (PermissionDenied, Unauthenticated) as error:
@@ -213,11 +213,11 @@ def _ready(subject: Subject, role: int) -> list[str]:
 
 
 def _prompt(subject: Subject) -> list[int]:
-    """As long as the model, every KV pool and a moment's work allow."""
+    """Random token ids, as many as the model and every KV pool allow."""
     infos = [w.info for w in subject.status.workers if w.state == admin_pb2.WorkerStatus.STATE_READY]
     longest = min((i.max_model_len for i in infos), default=0) - _MARGIN
     pool = min((i.num_blocks * i.block_size for i in infos), default=0) // 2
-    length = max(1, min(_LONGEST, longest, pool))
+    length = max(1, min(_MAX_PROMPT_TOKENS, longest, pool))
     most = subject.cluster.client.models()[0].vocab_size
     return [random.randrange(min(_FIRST_ID, most - 1), most) for _ in range(length)]
 
@@ -242,7 +242,7 @@ def _send(cluster: ClusterContact, token_ids: Sequence[int]) -> Probe:
 
 
 def _so_far(subject: Subject) -> str:
-    """What the router has done with the requests of others, as far as its page says it."""
+    """How the router has placed other requests, if its metrics page can be read."""
     address = subject.status.router.metrics_address
     try:
         page = subject.cluster.page(address)
@@ -253,23 +253,23 @@ def _so_far(subject: Subject) -> str:
 
 
 @dataclass(frozen=True)
-class _Total:
-    """What a sender has counted since its start."""
+class _SenderTotals:
+    """Counters of a sender since its start."""
 
     num_handoffs: float
     seconds: float
     exposed_seconds: float
     size_bytes: Mapping[str, float]
-    """By transport."""
+    """Bytes sent by transport."""
 
 
-def _totals(subject: Subject, pages: Mapping[str, str]) -> dict[str, _Total]:
-    """Of each sender. Raises OSError for one whose page cannot be read."""
+def _totals(subject: Subject, pages: Mapping[str, str]) -> dict[str, _SenderTotals]:
+    """The counters of each sender. Raises OSError for one whose page cannot be read."""
     totals = {}
     for worker_id, page in subject.cluster.pages(pages).items():
         if isinstance(page, str):
             raise OSError(f"{worker_id}: {page}")
-        totals[worker_id] = _Total(
+        totals[worker_id] = _SenderTotals(
             page.total("baton_kv_transfer_seconds_count"),
             page.total("baton_kv_transfer_seconds_sum"),
             page.total("baton_kv_transfer_exposed_seconds_sum"),
@@ -278,24 +278,26 @@ def _totals(subject: Subject, pages: Mapping[str, str]) -> dict[str, _Total]:
     return totals
 
 
-def _round(subject: Subject, pages: Mapping[str, str], num_at_once: int) -> Iterator[Measured]:
-    """Of each sender that handed over just one probe, and nothing else, what that took."""
+def _round(subject: Subject, pages: Mapping[str, str], num_at_once: int) -> Iterator[HandoffMeasurement]:
+    """Sends probes and measures each sender that handed over one of them and nothing else."""
     before = _totals(subject, pages)
     pairs = [probe.pair for probe in _send_at_once(subject, num_at_once) if probe.pair is not None]
     senders = {sender for sender, _ in pairs if sender in pages}
-    until = time.monotonic() + _LAST_WORD_S
+    until = time.monotonic() + _SETTLE_S
     after = _totals(subject, pages)
     while any(after[s].num_handoffs == before[s].num_handoffs for s in senders) and time.monotonic() < until:
-        time.sleep(_LOOK_EVERY_S)  # the sender hears last that all is there
+        time.sleep(_POLL_S)  # the sender is the last to know that everything has arrived
         after = _totals(subject, pages)
     for sender, receiver in pairs:
         if sender in pages and after[sender].num_handoffs - before[sender].num_handoffs == 1:
             yield _between(before[sender], after[sender], sender, receiver, num_at_once)
 
 
-def _between(before: _Total, after: _Total, sender: str, receiver: str, num_at_once: int) -> Measured:
+def _between(
+    before: _SenderTotals, after: _SenderTotals, sender: str, receiver: str, num_at_once: int
+) -> HandoffMeasurement:
     sizes = {name: size - before.size_bytes[name] for name, size in after.size_bytes.items()}
-    return Measured(
+    return HandoffMeasurement(
         sender,
         receiver,
         max(sizes, key=lambda name: sizes[name]),
@@ -307,13 +309,13 @@ def _between(before: _Total, after: _Total, sender: str, receiver: str, num_at_o
 
 
 def _send_at_once(subject: Subject, count: int) -> list[Probe]:
-    """A busy worker makes the router choose another."""
+    """Sends several probes together: a busy worker makes the router choose another."""
     prompts = [_prompt(subject) for _ in range(count)]
     sent = [on_thread(partial(_send, subject.cluster, prompt), "probe") for prompt in prompts]
     return [future.result() for future in sent]
 
 
-def _judge(subject: Subject, measured: Mapping[Pair, Measured], missing: Sequence[Pair]) -> Iterator[Finding]:
+def _judge(subject: Subject, measured: Mapping[Pair, HandoffMeasurement], missing: Sequence[Pair]) -> Iterator[Finding]:
     unseen = ", ".join(f"{p} -> {d}" for p, d in missing)
     if not measured:
         yield skipped(f"no probe was handed over alone, so nothing was measured ({unseen}); see `disaggregation`")
@@ -326,7 +328,7 @@ def _judge(subject: Subject, measured: Mapping[Pair, Measured], missing: Sequenc
         yield Finding(Result.SKIPPED, f"not measured, as the router sent no probe there alone: {unseen}")
 
 
-def _judge_pair(pair: Measured, fastest: float, tpot_s: float | None) -> Finding:
+def _judge_pair(pair: HandoffMeasurement, fastest: float, tpot_s: float | None) -> Finding:
     rate = format_bytes(round(pair.bytes_per_s))
     beside = "" if pair.num_at_once == 1 else f", with {pair.num_at_once} probes at once"
     found = (
@@ -345,7 +347,7 @@ def _judge_pair(pair: Measured, fastest: float, tpot_s: float | None) -> Finding
 
 
 async def _is_recorded(url: str, generation_id: str, timeout_s: float) -> bool:
-    """Within a moment: the router writes before it tells a token, if Redis answers. Raises StoreAway."""
+    """Whether Redis has a record: the router writes it before it sends a token. Raises StoreAway."""
     store = RedisStore(url)
     try:
         async with asyncio.timeout(timeout_s):

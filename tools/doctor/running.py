@@ -41,7 +41,7 @@ def router(subject: Subject) -> Iterator[Finding]:
         )
     elif cluster.health != "SERVING":
         yield problem(
-            f"the router at {cluster.address} answers, and serves nobody: its health is {cluster.health}",
+            f"the router at {cluster.address} answers, but does not serve: its health is {cluster.health}",
             "it needs a ready decode worker, and a prefill worker where the roles name one; see `workers`",
         )
     else:
