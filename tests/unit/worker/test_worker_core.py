@@ -61,23 +61,23 @@ class PendingRanks:
         return self.steps[-1]
 
 
-class Ear:
+class FakeRouter:
     """The session of a router: keeps what is sent to it."""
 
     def __init__(self) -> None:
-        self.told: list[worker_pb2.Event] = []
+        self.events: list[worker_pb2.Event] = []
 
     def __call__(self, events: list[worker_pb2.Event]) -> None:
-        self.told += events
+        self.events += events
 
     def of(self, request_id: str) -> list[int]:
-        tokens = [e.tokens for e in self.told if e.HasField("tokens") and e.tokens.key.request_id == request_id]
+        tokens = [e.tokens for e in self.events if e.HasField("tokens") and e.tokens.key.request_id == request_id]
         return [token for each in tokens for token in each.token_ids]
 
 
-def make_core() -> tuple[Core, PendingRanks, Ear]:
+def make_core() -> tuple[Core, PendingRanks, FakeRouter]:
     settings = WorkerSettings.from_values(worker_id="decode-0", role="decode", model_path="")
-    ranks, ear, inbox = PendingRanks(), Ear(), Inbox()
+    ranks, router, inbox = PendingRanks(), FakeRouter(), Inbox()
     nobody: Any = None  # nothing is handed over here
     context = HandoffContext(inbox.post, nobody, nobody, FailureTimeouts(1.0, 2.0, 3.0), HandoffMetrics())
     core = Core(
@@ -92,11 +92,13 @@ def make_core() -> tuple[Core, PendingRanks, Ear]:
         num_layers=2,
         step_log=StepLog(None),
     )
-    core.session_opened(ear, worker_pb2.WorkerInfo())
-    return core, ranks, ear
+    core.session_opened(router, worker_pb2.WorkerInfo())
+    return core, ranks, router
 
 
-def admit(core: Core, ear: Ear, name: str, max_output_tokens: int = 2, **options: Any) -> worker_pb2.RequestKey:
+def admit(
+    core: Core, router: FakeRouter, name: str, max_output_tokens: int = 2, **options: Any
+) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
     sampling = worker_pb2.Sampling(
         top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens, top_logprobs=1
@@ -104,16 +106,16 @@ def admit(core: Core, ear: Ear, name: str, max_output_tokens: int = 2, **options
     admit = worker_pb2.Admit(
         key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling, **options
     )
-    core.command(ear, worker_pb2.Command(admit=admit))
+    core.command(router, worker_pb2.Command(admit=admit))
     return key
 
 
 def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker kept the `rebalance.slo.tpot_ms` of its start when that changed."""
-    core, ranks, ear = make_core()
+    core, ranks, router = make_core()
     changed = json.dumps({"slo": {"tpot_ms": 7.0}, "engine": {"max_num_batched_tokens": 16}, "router": {"port": 1}})
-    core.command(ear, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
-    admit(core, ear, "long")
+    core.command(router, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
+    admit(core, router, "long")
     core.turn(wait=False)
     assert ranks.num_tokens == [16]
     ranks.steps[0].is_done = True
@@ -126,53 +128,53 @@ def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.Mon
 
 
 def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_their_tokens() -> None:
-    core, ranks, ear = make_core()
-    gone = admit(core, ear, "gone")
-    admit(core, ear, "stays")
+    core, ranks, router = make_core()
+    gone = admit(core, router, "gone")
+    admit(core, router, "stays")
     assert not core.turn(wait=False)
     ranks.steps[0].is_done = True
     assert core.turn(wait=False)
     assert not core.turn(wait=False)
-    core.command(ear, worker_pb2.Command(cancel=worker_pb2.Cancel(key=gone)))
+    core.command(router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=gone)))
     ranks.steps[1].is_done = True
     assert core.turn(wait=False)
-    assert len(ear.of("gone")) == 1 and len(ear.of("stays")) == 2
+    assert len(router.of("gone")) == 1 and len(router.of("stays")) == 2
     assert core.blocks.num_held == 0
 
 
 def test_a_step_tells_of_the_blocks_it_filled_with_its_tokens_and_of_none_when_it_filled_none() -> None:
-    core, ranks, ear = make_core()
-    admit(core, ear, "first")
-    admit(core, ear, "same prompt")
+    core, ranks, router = make_core()
+    admit(core, router, "first")
+    admit(core, router, "same prompt")
     core.turn(wait=False)
-    assert [(e.cache.snapshot, len(e.cache.stored)) for e in ear.told if e.HasField("cache")] == [(True, 0)]
+    assert [(e.cache.snapshot, len(e.cache.stored)) for e in router.events if e.HasField("cache")] == [(True, 0)]
     for is_prefill in (True, False):
-        ear.told.clear()
+        router.events.clear()
         ranks.steps[-1].is_done = True
         assert core.turn(wait=False)
-        assert sum(e.HasField("tokens") for e in ear.told) == 2
-        told = [e.cache for e in ear.told if e.HasField("cache")]
+        assert sum(e.HasField("tokens") for e in router.events) == 2
+        told = [e.cache for e in router.events if e.HasField("cache")]
         assert [set(events.stored) for events in told] == ([set(core.blocks.cached_hashes)] if is_prefill else [])
         core.turn(wait=False)
     assert len(core.blocks.cached_hashes) == 40 // 16
 
 
 def test_a_router_that_asks_is_told_everything_again_and_one_that_is_gone_nothing() -> None:
-    core, ranks, ear = make_core()
-    admit(core, ear, "first")
+    core, ranks, router = make_core()
+    admit(core, router, "first")
     core.turn(wait=False)
     ranks.steps[-1].is_done = True
     core.turn(wait=False)
-    ear.told.clear()
-    core.command(ear, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    router.events.clear()
+    core.command(router, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
     core.turn(wait=False)
-    (events,) = [e.cache for e in ear.told if e.HasField("cache")]
+    (events,) = [e.cache for e in router.events if e.HasField("cache")]
     assert events.snapshot and set(events.stored) == core.blocks.cached_hashes != set()
-    core.session_closed(ear)
-    core.command(ear, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
-    ear.told.clear()
+    core.session_closed(router)
+    core.command(router, worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    router.events.clear()
     core.turn(wait=False)
-    assert not ear.told and core.blocks.take_cache_events() is None
+    assert not router.events and core.blocks.take_cache_events() is None
 
 
 @pytest.mark.parametrize(("interval_s", "tell_each_token"), [(0.0, False), (float("inf"), True), (float("inf"), False)])
@@ -181,15 +183,15 @@ def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_l
 ) -> None:
     monkeypatch.setattr("worker.core.REPORT_INTERVAL_S", interval_s)
     is_told_each = tell_each_token or interval_s == 0
-    core, ranks, ear = make_core()
+    core, ranks, router = make_core()
     ranks.end_at_once = True
-    admit(core, ear, "first", max_output_tokens=4, tell_each_token=tell_each_token)
+    admit(core, router, "first", max_output_tokens=4, tell_each_token=tell_each_token)
     num_told = []
     for _ in range(4):
         core.turn(wait=False)
-        num_told.append(len(ear.of("first")))
+        num_told.append(len(router.of("first")))
     assert num_told == ([1, 2, 3, 4] if is_told_each else [1, 1, 1, 4])
-    told = [e.tokens for e in ear.told if e.HasField("tokens")]
+    told = [e.tokens for e in router.events if e.HasField("tokens")]
     assert [(t.first_token_index, len(t.token_ids), bool(t.finish_reason)) for t in told] == (
         [(0, 1, False), (1, 1, False), (2, 1, False), (3, 1, True)] if is_told_each else [(0, 1, False), (1, 3, True)]
     )
@@ -199,17 +201,17 @@ def test_tokens_in_the_middle_of_an_output_are_told_together_its_first_and_its_l
 @pytest.mark.parametrize("what", ["a prompt", "nothing to do"])
 def test_no_token_waits_for_a_prompt_or_for_nothing(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.core.REPORT_INTERVAL_S", float("inf"))
-    core, ranks, ear = make_core()
+    core, ranks, router = make_core()
     ranks.end_at_once = True
-    key = admit(core, ear, "first", max_output_tokens=9)
+    key = admit(core, router, "first", max_output_tokens=9)
     core.turn(wait=False)
     core.turn(wait=False)
-    assert len(ear.of("first")) == 1
+    assert len(router.of("first")) == 1
     if what == "a prompt":
-        admit(core, ear, "second")
+        admit(core, router, "second")
         ranks.end_at_once = False
         core.turn(wait=False)
     else:
-        core.command(ear, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+        core.command(router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
         core.turn(wait=False)
-    assert len(ear.of("first")) == 2
+    assert len(router.of("first")) == 2

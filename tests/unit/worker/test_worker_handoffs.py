@@ -20,7 +20,7 @@ AGREED = handoff_pb2.ReceiverHello(transport="shm", chunk_tokens=16, num_slots=4
 ANSWER_TIMEOUT_S = 10.0
 
 
-class Deaf:
+class Ignoring:
     """Takes every call and does nothing: the roles, which are not under test."""
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +43,7 @@ class Rig:
     def __init__(self) -> None:
         self.now = 100.0
         self.metrics, self.ranks = HandoffMetrics(), Ranks()
-        deaf: Any = Deaf()
+        ignoring: Any = Ignoring()
         context = HandoffContext(
             post=lambda function, *arguments: function(*arguments),
             on_loop=lambda function, *arguments: function(*arguments),
@@ -53,7 +53,7 @@ class Rig:
             clock=lambda: self.now,
         )
         limits = {"max_pairs": 2, "answer_timeout_s": ANSWER_TIMEOUT_S}
-        self.handoffs = Handoffs(context, deaf, deaf, deaf.dial, worker_id="prefill-0", **limits)  # type: ignore[arg-type]
+        self.handoffs = Handoffs(context, ignoring, ignoring, ignoring.dial, worker_id="prefill-0", **limits)  # type: ignore[arg-type]
 
     def done(self, error: str = "", kind: int = 0, size_bytes: int = 0) -> None:
         """The newest command is done."""

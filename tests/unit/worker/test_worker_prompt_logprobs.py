@@ -78,22 +78,22 @@ class ScoringRanks:
         return ScoringStep(step)
 
 
-class Ear:
+class FakeRouter:
     """The session of a router: keeps what is sent to it."""
 
     def __init__(self) -> None:
-        self.told: list[worker_pb2.Event] = []
+        self.events: list[worker_pb2.Event] = []
 
     def __call__(self, events: list[worker_pb2.Event]) -> None:
-        self.told += events
+        self.events += events
 
     def prompt(self, name: str) -> list[worker_pb2.PromptLogprobs]:
-        told = [e.prompt_logprobs for e in self.told if e.HasField("prompt_logprobs")]
+        told = [e.prompt_logprobs for e in self.events if e.HasField("prompt_logprobs")]
         return [event for event in told if event.key.request_id == name]
 
     def kinds(self, name: str) -> list[str]:
-        kinds = [str(event.WhichOneof("event")) for event in self.told]
-        named = zip(self.told, kinds, strict=True)
+        kinds = [str(event.WhichOneof("event")) for event in self.events]
+        named = zip(self.events, kinds, strict=True)
         return [k for e, k in named if k not in ("info", "stats", "cache") and getattr(e, k).key.request_id == name]
 
 
@@ -102,7 +102,7 @@ class Bench:
         settings = WorkerSettings.from_values(
             worker_id="decode-0", role="decode", model_path="", max_num_batched_tokens=budget
         )
-        self.ranks, self.ear, inbox = ScoringRanks(), Ear(), Inbox()
+        self.ranks, self.router, inbox = ScoringRanks(), FakeRouter(), Inbox()
         nobody: Any = None  # nothing is handed over here
         context = HandoffContext(inbox.post, nobody, nobody, FailureTimeouts(1.0, 2.0, 3.0), HandoffMetrics())
         self.core = Core(
@@ -117,7 +117,7 @@ class Bench:
             num_layers=2,
             step_log=StepLog(None),
         )
-        self.core.session_opened(self.ear, worker_pb2.WorkerInfo())
+        self.core.session_opened(self.router, worker_pb2.WorkerInfo())
 
     def admit(self, name: str, prompt: Sequence[int], wanted: int | None, *, n: int = 1, most: int = 2) -> None:
         sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=n, max_output_tokens=most)
@@ -128,7 +128,7 @@ class Bench:
             sampling=sampling,
             prompt_logprobs=wanted,
         )
-        self.core.command(self.ear, worker_pb2.Command(admit=admit))
+        self.core.command(self.router, worker_pb2.Command(admit=admit))
 
     def run(self, *, most_turns: int = 1000) -> None:
         """Until nothing is left to do."""
@@ -139,10 +139,10 @@ class Bench:
         raise AssertionError("the worker does not come to an end")
 
 
-def check(ear: Ear, name: str, prompt: Sequence[int], wanted: int) -> None:
+def check(router: FakeRouter, name: str, prompt: Sequence[int], wanted: int) -> None:
     """Every token of the prompt was told, once, in order, before the output."""
     position = 0
-    for event in ear.prompt(name):
+    for event in router.prompt(name):
         assert event.first_token_index == position and 1 <= len(event.logprobs) <= PROMPT_TOKENS_EACH
         for told in event.logprobs:
             assert told.token_id == prompt[position]
@@ -153,7 +153,7 @@ def check(ear: Ear, name: str, prompt: Sequence[int], wanted: int) -> None:
                 assert [t.token_id for t in told.top] == list(range(wanted))
             position += 1
     assert position == len(prompt)
-    kinds = ear.kinds(name)
+    kinds = router.kinds(name)
     assert "tokens" in kinds and "prompt_logprobs" not in kinds[kinds.index("tokens") :]
 
 
@@ -167,7 +167,7 @@ def test_each_token_of_a_prompt_is_told_once(budget: int, n: int, most: int) -> 
     bench = Bench(budget=budget)
     bench.admit("r", PROMPT, 2, n=n, most=most)
     bench.run()
-    check(bench.ear, "r", PROMPT, 2)
+    check(bench.router, "r", PROMPT, 2)
     assert sum(bench.ranks.num_scored) == len(PROMPT) - 1
 
 
@@ -181,9 +181,9 @@ def test_those_who_ask_and_those_who_do_not_share_steps() -> None:
     bench.run()
     for name, most in wanted.items():
         if most is None:
-            assert not bench.ear.prompt(name)
+            assert not bench.router.prompt(name)
         else:
-            check(bench.ear, name, prompts[name], most)
+            check(bench.router, name, prompts[name], most)
 
 
 def test_a_prompt_that_is_preempted_while_it_is_computed_is_told_once() -> None:
@@ -192,11 +192,11 @@ def test_a_prompt_that_is_preempted_while_it_is_computed_is_told_once() -> None:
     bench.admit("scored", PROMPT, 1)
     bench.run()
     assert bench.core.decode.num_preemptions > 0
-    events = bench.ear.prompt("scored")
-    phases = [e.phase for e in bench.ear.told if e.HasField("phase") and e.phase.key.request_id == "scored"]
+    events = bench.router.prompt("scored")
+    phases = [e.phase for e in bench.router.events if e.HasField("phase") and e.phase.key.request_id == "scored"]
     assert len(phases) > 2, "it started twice, and some of it had been told before"
     assert len(events) > 2
-    check(bench.ear, "scored", PROMPT, 1)
+    check(bench.router, "scored", PROMPT, 1)
     assert sum(bench.ranks.num_scored) == len(PROMPT) - 1
 
 
@@ -206,10 +206,10 @@ def test_a_cached_prompt_is_computed_again_for_who_asks_and_found_by_who_does_no
     for name, wanted in (("first", None), ("scored", 0), ("last", None)):
         bench.admit(name, PROMPT, wanted)
         bench.run()
-        phases = [e.phase for e in bench.ear.told if e.HasField("phase") and e.phase.key.request_id == name]
+        phases = [e.phase for e in bench.router.events if e.HasField("phase") and e.phase.key.request_id == name]
         cached[name] = phases[0].num_cached_tokens
     assert cached == {"first": 0, "scored": 0, "last": 96}
-    check(bench.ear, "scored", PROMPT, 0)
+    check(bench.router, "scored", PROMPT, 0)
 
 
 def test_a_long_prompt_is_told_in_events_of_bounded_size() -> None:
@@ -217,9 +217,9 @@ def test_a_long_prompt_is_told_in_events_of_bounded_size() -> None:
     prompt = [i % 300 for i in range(2 * PROMPT_TOKENS_EACH + 1)]
     bench.admit("r", prompt, 20)
     bench.run()
-    assert [len(event.logprobs) for event in bench.ear.prompt("r")] == [PROMPT_TOKENS_EACH, PROMPT_TOKENS_EACH, 1]
-    check(bench.ear, "r", prompt, 20)
-    assert all(event.ByteSize() < 70_000 for event in bench.ear.told)
+    assert [len(event.logprobs) for event in bench.router.prompt("r")] == [PROMPT_TOKENS_EACH, PROMPT_TOKENS_EACH, 1]
+    check(bench.router, "r", prompt, 20)
+    assert all(event.ByteSize() < 70_000 for event in bench.router.events)
 
 
 def test_a_request_cancelled_while_its_prompt_is_scored_leaves_the_others_theirs() -> None:
@@ -228,10 +228,10 @@ def test_a_request_cancelled_while_its_prompt_is_scored_leaves_the_others_theirs
     bench.admit("stays", PROMPT, 1)
     bench.core._flight = bench.core._launch()
     key = worker_pb2.RequestKey(request_id="gone", attempt=1)
-    bench.core.command(bench.ear, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+    bench.core.command(bench.router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
     bench.run()
-    assert not bench.ear.prompt("gone")
-    check(bench.ear, "stays", PROMPT, 1)
+    assert not bench.router.prompt("gone")
+    check(bench.router, "stays", PROMPT, 1)
 
 
 def test_a_message_to_a_router_carries_only_so_many_events() -> None:
