@@ -1,1 +1,1 @@
-"""What every process shares: config, lifecycle, errors, rpc, generated stubs, the CLI. Knows no torch and no model."""
+"""The ground that processes share: config, settings, errors, rpc, TLS, keys, state, stubs. Imports no torch, no Ray."""

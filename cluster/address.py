@@ -10,7 +10,7 @@ import ipaddress
 import socket
 
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""What listens on every address of a machine, and where it is reached from there."""
+"""Hosts that listen on every address of a machine, and the address to reach each from that machine."""
 
 
 def is_loopback(host: str) -> bool:
@@ -31,7 +31,7 @@ def format_address(host: str, port: int) -> str:
 
 
 def address_here(host: str, port: int) -> str:
-    """Where a listener of this machine is reached."""
+    """The address at which a listener of this machine is reached from it."""
     return format_address(ANY_HOST.get(host, host), port)
 
 
@@ -47,7 +47,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def listen_error(host: str, port: int) -> OSError | None:
-    """Why nobody could listen there now, or None. The listener's own bind has the last word."""
+    """The error of listening there now, or None. Only the listener's own bind is conclusive."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

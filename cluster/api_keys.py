@@ -43,7 +43,7 @@ Scope = Literal["generate", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 PREFIX = "baton-"
-"""What every key begins with, so that people and scanners recognise one."""
+"""Every key begins with it, so that people and scanners recognise one."""
 OWNER_ONLY = 0o600
 """Mode of a keys file."""
 _KEY_BYTES = 32
@@ -75,7 +75,7 @@ class ApiKey:
     id: str
     """Names the key in logs and to `baton keys revoke`; unique in the file."""
     sha256: str
-    """Of the key with its prefix: 64 hexadecimal digits, lower case."""
+    """SHA-256 of the key with its prefix: 64 hexadecimal digits, lower case."""
     tenant: str
     """Whose requests these are. Prefix caches are not shared between tenants."""
     scopes: tuple[Scope, ...]
@@ -89,7 +89,7 @@ class ApiKey:
 
 
 def digest_of(key: str) -> str:
-    """What the file holds of a key."""
+    """The hash that stands for a key in the file."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -109,7 +109,7 @@ def load_keys(path: str | Path) -> tuple[ApiKey, ...]:
 
 
 def parse_keys(text: str, filename: str) -> tuple[ApiKey, ...]:
-    """The same from text; `filename` is shown in errors."""
+    """The keys in a text, as `load_keys` reads them; `filename` is shown in errors."""
     source = ConfigSource(filename, text, shows_lines=False)
     remedy = "write `keys: []` for a file without keys, or add one with `baton keys create`"
     root = compose(source, text, remedy)
@@ -152,7 +152,7 @@ def _items(source: ConfigSource, root: yaml.MappingNode) -> list[yaml.Node]:
 
 
 def _check(source: ConfigSource, reader: ConfigReader, found: list[ApiKey]) -> None:
-    """What the types do not say. A value that may be a key by mistake is never shown."""
+    """Reports mistakes beyond the types. A value that may be a key by mistake is never shown."""
     ids: dict[str, int] = {}
     digests: dict[str, int] = {}
     for number, key in enumerate(found):

@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all: whoever reads one sees the old text or the new one."""
+"""Replaces files whole or not at all: a reader sees the old text or the new one."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ class KeyRing:
         return next((key for key in self._by_digest.values() if key.id == key_id), None)
 
     def find(self, key: str) -> ApiKey | None:
-        """Where the table is looked at depends on the digest alone, which who sends a key cannot steer towards another
-        one's; whether it is that one is compared in constant time."""
+        """The known key, or None. The lookup is by digest, which a caller cannot steer towards another key's; the
+        digests are then compared in constant time."""
         digest = digest_of(key)
         known = self._by_digest.get(digest)
         return known if known is not None and hmac.compare_digest(known.sha256, digest) else None
@@ -136,7 +136,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         return key
 
     def check(self, metadata: Metadata, service: str) -> None:
-        """Whether a call of this service may go on. Raises Unauthenticated or PermissionDenied."""
+        """Raises Unauthenticated or PermissionDenied for a call of this service that may not go on."""
         if self._keys is not None and service not in self._open:
             self._check_scope(self._find(self._keys, metadata), service)
 

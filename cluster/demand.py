@@ -1,6 +1,6 @@
-"""What clients ask of a cluster lately, in sums that several routers' can be added up: arrivals, prompts, outputs.
+"""The recent demand of clients, in sums that add up over routers: arrivals, prompts, outputs.
 
-Pure. Who counts is for the router; what follows from it, for `controller.rebalance_policy`.
+Pure. Routers count; `controller.rebalance_policy` decides by it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class Demand:
     num_arrived: float = 0
     """Requests, those that were refused among them."""
     num_placed: float = 0
-    """Requests that were given to workers, whose prompts the following are of."""
+    """Requests that were given to workers; the following fields describe their prompts and outputs."""
     num_prompt_tokens: float = 0
-    """To compute: what prefix caches hold is not among them."""
+    """Prompt tokens to compute, without those in prefix caches."""
     num_attended: float = 0
-    """Keys that those see, summed up."""
+    """Keys that those tokens attend to, summed up."""
     num_cached_tokens: float = 0
     num_sequences: float = 0
-    """That those requests asked for."""
+    """Sequences that those requests asked for."""
     num_output_tokens: float = 0
-    """That those should get, by how long others got lately."""
+    """Output tokens expected for them, by the lengths of recent outputs."""
     num_kv_tokens: float = 0
-    """That each of those should hold in the middle of its output, its prompt among them."""
+    """KV tokens that each sequence should hold in the middle of its output, its prompt included."""
     num_ended: float = 0
-    """Requests that ended otherwise than by their client's will, those that were refused among them."""
+    """Requests that ended, refused ones included, without those that their client cancelled."""
     num_kept: float = 0
-    """Of these, those that kept both objectives."""
+    """Requests among these that kept both objectives."""
 
     def __add__(self, other: Demand) -> Demand:
         pairs = zip(
@@ -42,7 +42,7 @@ class Demand:
         return Demand(*(mine + theirs for mine, theirs in pairs))
 
     def scaled(self, factor: float) -> Demand:
-        """As if it had been seen for so many times as long."""
+        """The sums of a window that is `factor` times as long."""
         return Demand(*(factor * value for value in vars(self).values()))
 
     @classmethod

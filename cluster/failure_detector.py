@@ -1,4 +1,4 @@
-"""Whether a peer is alive, judged by how long it has been silent.
+"""Judges by its silence whether a peer is alive.
 
 Silence is counted in the listener's own ticks, and one tick counts for little more than it should have taken: a process
 that was itself stopped or starved finds old messages waiting to be read, and must not take its own absence for the
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 TICKS_PER_HEARTBEAT = 4
-"""Silence is looked at so often: a peer is found dead at most a quarter of a heartbeat late."""
+"""Ticks in a heartbeat: a peer is found dead at most a quarter of a heartbeat late."""
 MOST_TICKS_AT_ONCE = 2
-"""A tick that came late counts for so many at most."""
+"""A late tick counts for this many at most."""
 
 
 @dataclass(frozen=True)
 class FailureTimeouts:
-    """When silence means what, in seconds."""
+    """Seconds of silence after which a peer is suspected, and taken for dead."""
 
     heartbeat_s: float
     suspect_after_s: float
@@ -36,7 +36,7 @@ class Liveness(Enum):
 
 
 class FailureDetector:
-    """Of one peer. `heard` from any thread, the rest from one: only `tick` changes how long the silence is."""
+    """Watches one peer. Call `heard` from any thread, the rest from one: only `tick` changes `silence_s`."""
 
     def __init__(self, timing: FailureTimeouts) -> None:
         self._timing = timing

@@ -1,4 +1,4 @@
-"""The life of one request: the states, the one table of legal moves, and the one door through it.
+"""The life of one request: its states, the table of legal moves, and `advance`, the only way to make one.
 
 Owns the order of states and the instants at which they were entered; every latency that Baton reports is the difference
 of two of those. Knows no clock (the caller passes `now`), no worker and no socket.
@@ -19,7 +19,7 @@ from cluster.errors import InternalError
 
 
 class RequestState(enum.Enum):
-    """Who holds KV blocks in each: nobody; prefill (and decode reserved); both; decode; nobody at the end."""
+    """KV blocks are held, in this order, by nobody; prefill (decode has reserved); both; decode; nobody at the end."""
 
     QUEUED = "queued"
     PREFILLING = "prefilling"
@@ -51,7 +51,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One line of the story: `state` was entered at `at` (seconds on the caller's clock) because of `why`."""
+    """One entry of the history: `state` was entered at `at` (seconds on the caller's clock) because of `why`."""
 
     state: RequestState
     at: float
@@ -59,13 +59,13 @@ class StateEntry:
 
 
 class IllegalTransition(InternalError):
-    """A move that TRANSITIONS does not have; the message tells the request's whole story."""
+    """A move that TRANSITIONS does not have; the message has the request's whole history."""
 
     reason = "ILLEGAL_TRANSITION"
 
 
 class Lifecycle:
-    """One request's state and story, beginning in QUEUED at `now`."""
+    """One request's state and history, beginning in QUEUED at `now`."""
 
     def __init__(self, now: float, why: str = "") -> None:
         self._history: list[StateEntry] = [StateEntry(RequestState.QUEUED, now, why)]

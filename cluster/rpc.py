@@ -55,7 +55,7 @@ ChannelOptions = list[tuple[str, Any]]
 
 
 def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> ChannelOptions:
-    """Two servers never share a port; a client that vanished without a word is noticed by keepalive."""
+    """Two servers never share a port; a client that vanished is noticed by keepalive."""
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -145,7 +145,7 @@ def create_blocking_channel(
     max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     is_alone: bool = False,
 ) -> grpc.Channel:
-    """The same for threads."""
+    """A channel for blocking code; see `create_channel`."""
     options = channel_options(max_message_bytes)
     if is_alone:
         options.append(("grpc.use_local_subchannel_pool", 1))
@@ -180,7 +180,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """The exception that the server aborted with, from an error of a blocking or an asyncio call.
 
-    A peer that could not be reached, or was lost without a word, is NotReachable.
+    A peer that could not be reached, or was lost, is NotReachable.
     """
     status = _status_in(error)
     details = _Details.of(status)
@@ -227,7 +227,7 @@ def _quota_failure(violations: Iterable[FieldViolation]) -> error_details_pb2.Qu
 
 
 class _Details:
-    """What the details of a status say; what is not ours to read is skipped."""
+    """The details of a status, without those of unknown types."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -270,4 +270,4 @@ def _kinds() -> list[type[BatonError]]:
 
 _BY_REASON = {(kind.reason, kind.grpc_code): kind for kind in _kinds()}
 _BY_CODE = {kind.grpc_code: kind for kind in reversed(_kinds()) if kind.grpc_code != BatonError.grpc_code}
-"""Of several with one code, the first: it says least."""
+"""The error class for each status code; of several with one code, the first, which says least."""

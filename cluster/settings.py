@@ -126,7 +126,7 @@ class RouterSettings(JsonSettings):
     state: str | None = None
     """redis:// or rediss:// URL of the store in which generations outlive a router; None: they end with it."""
     node_host: str = ""
-    """Address of this machine for the controller and whoever reads metrics; empty: they are on this machine."""
+    """Address of this machine for the controller and for readers of metrics; empty: they are on this machine."""
     control_port: int = 0
     """Port on which the controller names the workers, at `node_host`, else on loopback; 0: any free one."""
     workers: tuple[str, ...] = ()
@@ -143,7 +143,7 @@ S = TypeVar("S", bound=JsonSettings)
 
 
 def run_time_json(config: ServingConfig) -> str:
-    """What running processes take over from a configuration that has changed: the marked values of their sections."""
+    """The run-time values of a configuration, for processes that are running."""
     values = {"slo": dataclasses.asdict(config.rebalance.slo)}
     for key in run_time_keys():
         name, _, leaf = key.partition(".")
@@ -232,7 +232,7 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _options(hint: Any) -> dict[str, Any]:
-    """How argparse reads a value of this type; `X | None` reads as X."""
+    """Arguments of `add_argument` for a value of this type; `X | None` reads as X."""
     if isinstance(hint, types.UnionType):
         hint = next(t for t in typing.get_args(hint) if t is not type(None))
     if hint is bool:

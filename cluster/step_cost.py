@@ -1,9 +1,9 @@
-"""How long a step takes: a sum of what each part of it costs. Workers learn it, the router predicts with it.
+"""The cost of a step in seconds, as a sum over its parts. Workers learn it, the router predicts with it.
 
     seconds = fixed + prompt tokens * a + keys that those attend to * b + sequences * c + KV tokens that those read * d
 
-Every kind of step is one sum, so that a chunk of a prompt beside decoding sequences teaches both. Pure: knows no clock,
-no worker and no model.
+One sum covers every kind of step, so that a chunk of a prompt beside decoding sequences teaches both. Pure: knows no
+clock, no worker and no model.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from cluster.pb import worker_pb2
 
 @dataclass(frozen=True)
 class StepSize:
-    """What one step computes."""
+    """The work of one step."""
 
     num_prompt_tokens: int = 0
     num_attended: int = 0
-    """Keys that each of them sees, summed up."""
+    """Keys that each prompt token attends to, summed up."""
     num_sequences: int = 0
-    """Each of which gets its next token."""
+    """Sequences that get their next token."""
     num_kv_tokens: int = 0
-    """That those hold together."""
+    """KV tokens that those sequences hold together."""
 
     @classmethod
     def of_prompt(cls, num_tokens: int, num_before: int = 0) -> Self:
-        """So many tokens of one prompt, after others that are computed already."""
+        """`num_tokens` of one prompt, after `num_before` computed ones."""
         return cls(num_tokens, _num_attended(num_tokens, num_before))
 
     def __add__(self, other: StepSize) -> StepSize:
@@ -46,13 +46,13 @@ class StepSize:
 
 NO_STEP = StepSize()
 PACE_SHARE = 0.75
-"""Of the time that a token may take, a step in which sequences decode fills so much with prompts; the rest is for what
-comes between steps."""
+"""Share of the time per token that a step with decoding sequences may take, prompts included; the rest is for the work
+between steps."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Seconds, none of them negative; 0 for what was never seen, or cannot be told apart from the rest."""
+    """Seconds, none of them negative; 0 for a part that was never seen, or cannot be separated from the others."""
 
     fixed_s: float
     prompt_token_s: float
@@ -82,14 +82,14 @@ class StepCost:
         return self.sequence_s > 0 or self.kv_token_s > 0
 
     def filled(self, usual: StepCost) -> StepCost:
-        """With what `usual` says of parts that were never seen here: a worker that only decodes knows no prompts."""
+        """This cost, with parts never seen here from `usual`: a worker that only decodes knows no prompts."""
         prompts, sequences = self if self.knows_prompts else usual, self if self.knows_sequences else usual
         return StepCost(
             self.fixed_s, prompts.prompt_token_s, prompts.attended_s, sequences.sequence_s, sequences.kv_token_s
         )
 
     def of_sequences(self, num_sequences: int, num_kv_tokens: int) -> float:
-        """Seconds of a step in which these get their next token, and nothing else is computed."""
+        """Seconds of a step in which these sequences get their next token, and nothing else is computed."""
         return self.fixed_s + self.sequence_s * num_sequences + self.kv_token_s * num_kv_tokens
 
     def of_prompt(self, num_tokens: int, num_before: int) -> float:
@@ -116,11 +116,11 @@ def _num_attended(num_tokens: int, num_before: int) -> int:
 
 
 def usual(costs: Sequence[StepCost]) -> StepCost:
-    """The mean of at least one, of what each has seen.
+    """The mean of at least one cost, over the workers that have seen each part.
 
-    What a prompt costs is one thing, and so is what a sequence does: where one worker found a prompt's tokens to cost,
-    and another the keys that they attend to, the mean is half of each. Who has only seen prompts cannot tell what a
-    step costs however small it is.
+    The costs of a prompt are averaged together, and so are those of a sequence: where one worker attributes a prompt's
+    cost to its tokens, and another to the keys that they attend to, the mean is half of each. The fixed cost is taken
+    from workers that have seen sequences, as prompts alone do not show it.
     """
     prompts = [c for c in costs if c.knows_prompts]
     sequences = [c for c in costs if c.knows_sequences]
@@ -139,18 +139,18 @@ def _mean(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class RoleCosts:
-    """What a worker of each role needs: prompts in one piece, or in small ones beside sequences."""
+    """Costs of a worker of each role: prompts in one piece, or in small ones beside sequences."""
 
     prefill: StepCost
     decode: StepCost
 
 
-def usual_by_role(told: Iterable[tuple[bool, StepCost | None]]) -> RoleCosts | None:
-    """Of workers, each with whether it prefills; a role of which nobody knows anything has the cost of the other."""
-    known = [(prefills, cost) for prefills, cost in told if cost is not None]
+def usual_by_role(costs: Iterable[tuple[bool, StepCost | None]]) -> RoleCosts | None:
+    """The usual costs of workers, each given with whether it prefills; a role without any cost has the other's."""
+    known = [(prefills, cost) for prefills, cost in costs if cost is not None]
     if not known:
         return None
-    of_all = usual([cost for _, cost in known])
+    overall = usual([cost for _, cost in known])
     by_role = [[cost for prefills, cost in known if prefills is role] for role in (True, False)]
-    prefill, decode = (usual(costs).filled(of_all) if costs else of_all for costs in by_role)
+    prefill, decode = (usual(own).filled(overall) if own else overall for own in by_role)
     return RoleCosts(prefill, decode)

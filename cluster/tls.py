@@ -2,7 +2,7 @@
 
 Two kinds: the public port shows a certificate to clients and may ask for theirs; between Baton's own processes both
 sides show one and both verify it. Those processes move between addresses, so their certificates carry the DNS name
-`baton` instead of a host's, and the authority that signs them must sign for nobody else. Files are read once, at the
+`baton` instead of a host's, and the authority that signs them must sign nothing else. Files are read once, at the
 start of a process. Knows no service.
 """
 
@@ -25,7 +25,7 @@ INTERNAL_NAME = "baton"
 
 @dataclass(frozen=True)
 class ServerTls:
-    """What a listener shows, and whom it lets in."""
+    """The certificate of a listener, and the clients that it admits."""
 
     cert: str
     """File with its certificate and those between it and its authority, PEM."""
@@ -42,7 +42,7 @@ class ServerTls:
         return grpc.ssl_server_credentials([pair], roots, require_client_auth=roots is not None)
 
     def context(self) -> ssl.SSLContext:
-        """The same for sockets."""
+        """The TLS context for sockets."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         _load_pair(context, self.cert, self.key)
@@ -53,7 +53,7 @@ class ServerTls:
 
 
 def require_tls(doing: str, host: str, tls: ServerTls | None, *, insecure: bool) -> None:
-    """Of every listener. Raises ConfigError beyond loopback without TLS; `doing`: such as `listen`."""
+    """Call for every listener. Raises ConfigError beyond loopback without TLS; `doing`: such as `listen`."""
     if not is_loopback(host) and tls is None and not insecure:
         raise ConfigError(
             f"refusing to {doing} on {host!r} without TLS: set up TLS (docs/security.md), use 127.0.0.1, or allow it "
@@ -63,7 +63,7 @@ def require_tls(doing: str, host: str, tls: ServerTls | None, *, insecure: bool)
 
 @dataclass(frozen=True)
 class ClientTls:
-    """Whom a client believes, and what it shows."""
+    """The authorities that a client trusts, and its own certificate."""
 
     ca: str
     """File with the authorities of the server, PEM."""
@@ -82,11 +82,11 @@ class ClientTls:
 
     @property
     def options(self) -> list[tuple[str, str]]:
-        """Of a gRPC channel."""
+        """Options of a gRPC channel."""
         return [] if self.name is None else [("grpc.ssl_target_name_override", self.name)]
 
     def context(self) -> ssl.SSLContext:
-        """The same for sockets; the caller names the server."""
+        """The TLS context for sockets; the caller names the server."""
         if (self.cert is None) != (self.key is None):
             given, missing = ("certificate", "key") if self.key is None else ("key", "certificate")
             raise ConfigError(f"the {given} of a client is of no use without its {missing}; name both files or neither")
@@ -116,7 +116,7 @@ class InternalTls:
 
     @property
     def page(self) -> ServerTls:
-        """For a metrics page: encrypted, but whoever reads it need not hold a certificate that commands workers."""
+        """For a metrics page: encrypted, but a reader needs no certificate, since ours can command workers."""
         return ServerTls(self.cert, self.key)
 
 

@@ -29,7 +29,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a role shall have."""
+    """The workers that a role shall have."""
 
     num_workers: int
     tp_size: int = 1
@@ -75,7 +75,7 @@ Step = Flip | Start | Stop
 
 
 def wanted_of(config: ServingConfig, running: ServingConfig | None = None) -> dict[RoleName, Wanted]:
-    """What a configuration asks for; `running`: the one by which the present workers were started."""
+    """The workers that a configuration asks for; `running`: the one by which the present ones were started."""
 
     def shape(of: ServingConfig, role: RoleName) -> tuple[int, int | None]:
         return of.block_size(role), of.kv_cache_tokens(role)
@@ -189,8 +189,8 @@ class _Todo:
 
 
 def _assign(members: Sequence[Member], wanted: Mapping[RoleName, Wanted], leaving: Collection[str]) -> _Todo:
-    """Who stays, who flips, who goes; a worker is named after the role it was started for, and goes back to that one
-    rather than another."""
+    """Chooses which workers stay, flip and go; a worker is named after the role it was started for, and preferred for
+    that one."""
     free = [m for m in members if not m.is_draining and m.worker_id not in leaving]
 
     def best_first(candidates: list[Member], role: RoleName) -> list[Member]:
@@ -223,10 +223,10 @@ def _order(
     floors = {role: _least(role, want) for role, want in wanted.items()}
     queues = _queues(todo, wanted)
     done = (0,) * len(queues)
-    trail: list[tuple[tuple[int, ...], list[Member], list[Step]]] = [(done, list(members), [])]
+    branches: list[tuple[tuple[int, ...], list[Member], list[Step]]] = [(done, list(members), [])]
     seen = {done}
-    while trail:
-        done, now, steps = trail.pop()
+    while branches:
+        done, now, steps = branches.pop()
         if all(count == len(queue) for count, queue in zip(done, queues, strict=True)):
             return steps
         ahead = []
@@ -243,7 +243,7 @@ def _order(
                 continue
             seen.add(after)
             ahead.append((after, then, [*steps, step]))
-        trail.extend(reversed(ahead))
+        branches.extend(reversed(ahead))
     return None
 
 
@@ -259,7 +259,7 @@ def _queues(todo: _Todo, wanted: Mapping[RoleName, Wanted]) -> list[list[Step]]:
 
 
 def _name_starts(steps: Sequence[Step], members: Sequence[Member]) -> tuple[Step, ...]:
-    """New workers get the lowest numbers that nobody has."""
+    """New workers get the lowest free numbers."""
     taken, named = {m.worker_id for m in members}, []
     for step in steps:
         if isinstance(step, Start):
@@ -273,7 +273,7 @@ def _name_starts(steps: Sequence[Step], members: Sequence[Member]) -> tuple[Step
 def _too_narrow(
     members: Sequence[Member], todo: _Todo, wanted: Mapping[RoleName, Wanted], max_devices: int | None
 ) -> str:
-    """Why no order is possible: only devices can be missing, since whatever is to go may go once all has started."""
+    """Why no order is possible: only devices can be missing, since workers may leave once all have started."""
     assert max_devices is not None
     enough = max_devices + 1
     while all(_order(members, kept, wanted, enough) is None for kept in todo.with_fewer_flips()):

@@ -21,7 +21,7 @@ from cluster.errors import BatonError, ConfigError, FailedPrecondition
 _STEADY_LOOKS = 2
 _MISTAKE_LOOKS = 10
 _SPLIT = frozenset({"roles.prefill.devices", "roles.decode.devices"})
-"""What also changes without the file: by `mode: auto`, and by a plan of which only the first steps were done."""
+"""Keys that also change without the file: by `mode: auto`, and by a plan of which only the first steps were done."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class ConfigFile:
     admin_port: int | None = None
     http_port: int | None = None
     is_own: bool = True
-    """The operator's; False: the one that comes with Baton, which nobody watches and nobody writes."""
+    """The operator's; False: the one that comes with Baton, which is neither watched nor written."""
 
     def read(self) -> str:
         """Raises ConfigError."""

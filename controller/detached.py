@@ -41,13 +41,13 @@ class DetachedController(Controller):
     def __init__(self, config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile) -> None:
         is_again = ray.get_runtime_context().was_current_actor_reconstructed
         if is_again:
-            config, plan = _as_it_says_now(file, config, plan)
+            config, plan = _reloaded(file, config, plan)
         super().__init__(config, plan, programs, file)
         if is_again:
             self._tasks.append(asyncio.get_running_loop().create_task(self._begin_again(), name="begin again"))
 
     async def _begin_again(self) -> None:
-        """What the life before has left on this node ends with it, in a moment; until then it may hold the ports."""
+        """Waits for the ports first: the processes of the dead controller end in a moment and may still hold them."""
         logger.warning("the controller had died; it starts everything again")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PORTS_S):
@@ -63,8 +63,8 @@ class DetachedController(Controller):
         return any(listen_error(host, port) is not None for host, port in wanted)
 
 
-def _as_it_says_now(file: ConfigFile, config: ServingConfig, plan: ClusterPlan) -> tuple[ServingConfig, ClusterPlan]:
-    """The ratio may have changed since; with a mistake in the file, as the cluster began."""
+def _reloaded(file: ConfigFile, config: ServingConfig, plan: ClusterPlan) -> tuple[ServingConfig, ClusterPlan]:
+    """The configuration of the file now, since the ratio may have changed; after a mistake in it, the first one."""
     try:
         config = file.load()
         return config, plan_cluster(config, num_gpus=num_gpus(), num_cores=None, may_grow=True)

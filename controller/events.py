@@ -1,4 +1,4 @@
-"""What has happened, numbered: the newest events are kept, and listeners wait for the next ones.
+"""Numbered events: the newest are kept, and listeners wait for the next ones.
 
 Two logs in one event loop. `EventLog` holds what happens to the cluster, for AdminService.WatchEvents and the metrics;
 `ProgressLog` what `baton serve` shows while the cluster starts and runs. A listener names the event that it has seen

@@ -1,4 +1,4 @@
-"""How many requests a second a split of N workers serves within the objectives, by what steps are known to cost.
+"""The requests a second that a split of N workers serves within the objectives, by the known costs of steps.
 
     one prefill worker   mu_p = the share of its time that may be busy, so that the first token comes in time
                                 / seconds of a prompt
@@ -10,7 +10,7 @@
                          time that is left on D compute; without that time best near P / D = mu_d / mu_p
     P = 0                each worker does both, in the same way
 
-Pure: load and costs come in, rates go out. Knows nothing of what was served, and moves nobody.
+Pure: load and costs come in, rates go out. Knows nothing of what was served, and moves no worker.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from cluster.demand import Demand
 from cluster.step_cost import PACE_SHARE, RoleCosts, StepCost, StepSize
 
 LEAST_REQUESTS = 10
-"""Fewer tell nothing of their kind."""
+"""Fewer say nothing about what requests are like."""
 _HALVINGS = 50
-"""Of the span in which the highest rate is looked for."""
+"""Halvings of the interval in which the highest rate is searched."""
 IN_TIME = 0.85
 """Share of the requests that are to keep the objectives."""
 _LARGE = 1e100
@@ -33,14 +33,14 @@ _LARGE = 1e100
 
 @dataclass(frozen=True)
 class SplitBounds:
-    """What a split may be, in workers; a prefill of 0: every worker does both."""
+    """The splits that are allowed, in workers; with 0 for prefill every worker does both."""
 
     num_workers: int
     min_prefill: int = 1
     min_decode: int = 1
     least_workers: int = 0
     most_workers: int = 0
-    """That there may be; no more than there are: none is added."""
+    """Most workers there may be; not more than `num_workers`: none is added."""
 
     @property
     def splits(self) -> range:
@@ -50,12 +50,12 @@ class SplitBounds:
 
 @dataclass(frozen=True)
 class WorkerModel:
-    """What one worker can do, taken the same for all of them."""
+    """What one worker can do; all are taken to be the same."""
 
     costs: RoleCosts
     max_num_seqs: int
     kv_tokens: int
-    """That its pool holds; 0: not known."""
+    """Tokens that its pool holds; 0: not known."""
 
 
 @dataclass(frozen=True)
@@ -71,28 +71,28 @@ class TypicalRequest:
     """One request as they come now."""
 
     prompt_s: float
-    """That a prefill worker computes for its prompt."""
+    """Seconds that a prefill worker computes its prompt."""
     local_prompt_s: float
-    """That a decode worker does, in its own time."""
+    """Seconds that a decode worker computes its prompt."""
     num_sequences: float
     num_output_tokens: float
-    """Of one sequence."""
+    """Output tokens of one sequence."""
     num_kv_tokens: float
-    """That one sequence holds in the middle of its output."""
+    """KV tokens that one sequence holds in the middle of its output."""
 
 
 @dataclass(frozen=True)
 class SplitService:
-    """What one worker serves, in requests a second, and what it leaves."""
+    """The rates that one worker serves, in requests a second, and the time that it has left."""
 
     mu_prefill: float
     mu_decode: float
     local_prompt_s: float
     ttft_s: float
     idle_share: float
-    """Of a decode worker's time, that prompts may have where it generates nothing."""
+    """Share of a decode worker's time that prompts may have where it generates nothing."""
     output_s: float
-    """That an output takes of this, each."""
+    """Seconds of that time that each output takes."""
 
     def of(self, num_prefill: int, num_workers: int) -> float:
         """Requests a second of a split that keep the objectives."""
@@ -148,12 +148,12 @@ def service_of(usual: TypicalRequest, worker: WorkerModel, slo: Slo) -> SplitSer
 
 
 def _each_s(cost: StepCost, usual: TypicalRequest) -> float:
-    """That a sequence adds to a step."""
+    """Seconds that a sequence adds to a step."""
     return cost.sequence_s + cost.kv_token_s * usual.num_kv_tokens
 
 
 def _sequences_per_s(usual: TypicalRequest, worker: WorkerModel, slo: Slo) -> float:
-    """That come to one worker at any moment, and nearly all get their tokens in time.
+    """Sequences a second that may come to one worker at random, so that nearly all get their tokens in time.
 
     A step with n sequences takes fixed + n * each, so that n of them end n / (step * tokens) times a second. As many
     are there at a time as a chain of such births and deaths says; late are those that come upon too many.
@@ -176,7 +176,7 @@ def _sequences_per_s(usual: TypicalRequest, worker: WorkerModel, slo: Slo) -> fl
 
 
 def _late_share(rate: float, ends: Sequence[float], in_time: int, num_may_wait: int) -> float:
-    """Of the sequences, those that are there together with more than `in_time`, or `num_may_wait` beyond the last."""
+    """Share of the sequences that run beside more than `in_time`, or wait behind `num_may_wait` others."""
     weight, total, late = 1.0, 0.0, 0.0
     for n, ends_per_s in enumerate(ends, 1):
         weight *= rate / ends_per_s
@@ -189,7 +189,7 @@ def _late_share(rate: float, ends: Sequence[float], in_time: int, num_may_wait: 
         return 1.0
 
     def waiting(num_before: int) -> float:
-        """Those beyond the largest batch wait, ever fewer of them."""
+        """Weight of the sequences that wait behind `num_before` or more others beyond the largest batch."""
         n = len(ends) + num_before
         return float(weight * less**num_before * (n * less / (1 - less) + less / (1 - less) ** 2))
 

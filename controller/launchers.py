@@ -29,7 +29,7 @@ _PLACING_S = 5.0
 
 
 Bundles = Sequence[dict[str, float]]
-"""What each rank of a worker books."""
+"""Resources that each rank of a worker books."""
 
 
 Labels = Sequence[tuple[str, str]]
@@ -161,7 +161,7 @@ class WorkerLauncher:
         return {**cards[0], "pids": [place.pid for place in places]}
 
     async def _locate(self, ranks: Sequence[HostedProcess]) -> list[NodePlacement]:
-        """Where Ray placed them. Raises StartFailed when `placing_limit_s` is over; without one it waits for room."""
+        """Returns where Ray placed them. Raises StartFailed after `placing_limit_s`; without one it waits for room."""
         labels = "".join(f", {key}={value}" for key, value in self.plan.labels)
         wanted = f"a node with room for {len(ranks)} × {self.plan.bundle}{labels}"
         try:

@@ -85,7 +85,7 @@ def started(*, num_cpus: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def joined(address: str) -> Iterator[None]:
-    """The same over a Ray cluster that runs already, which is left running. `address`: HOST:PORT, or `auto` for the one
+    """Joins a Ray cluster that runs already, and leaves it running. `address`: HOST:PORT, or `auto` for the one
     that `ray start` or `ray up` has left on this machine; raises RayFailed."""
     _set_defaults(QUIET)
     address = _address_of_what_runs() if address == "auto" else address
@@ -183,7 +183,7 @@ def _set_defaults(values: dict[str, str]) -> None:
 
 
 def base_folder() -> Path:
-    """Where the folders lie: as short a path as can be had."""
+    """The folder of those folders: as short a path as possible."""
     usual = Path(tempfile.gettempdir())
     return usual if len(str(usual)) <= _MAX_BASE_LENGTH else Path("/tmp")
 

@@ -1,4 +1,4 @@
-"""What can be watched of the controller: workers and their roles, changes, and why `mode: auto` moves or does not.
+"""Metrics of the controller: workers and their roles, changes, and why `mode: auto` moves or does not.
 
 Nothing is counted here: when the page is read, the controller is asked. `python -m controller.metrics` prints
 docs/controller-metrics.md.

@@ -1,7 +1,7 @@
-"""From a configuration to the processes that serve it: which workers there are, and what each process is told.
+"""From a configuration to the processes that serve it: which workers there are, and the settings of each process.
 
 Pure and without Ray: the machine's cores and GPUs are arguments. What only the running cluster knows (the address of
-a node, of a group's rank 0) is filled in by whoever starts the processes.
+a node, of a group's rank 0) is filled in by `controller.launchers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class WorkerPlan:
     role: RoleName
     ranks: tuple[WorkerSettings, ...]
     labels: tuple[tuple[str, str], ...] = ()
-    """Of the node, each a key and what Ray selects by."""
+    """Labels of the node, each a key and what Ray selects by."""
 
     @property
     def uses_gpu(self) -> bool:
@@ -36,12 +36,12 @@ class WorkerPlan:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one rank books from Ray."""
+        """Resources that one rank books from Ray."""
         return {"CPU": CPU_SHARE, "GPU": 1.0} if self.uses_gpu else {"CPU": CPU_SHARE}
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Each rank's."""
+        """Resources of all ranks."""
         return [self.bundle for _ in self.ranks]
 
 
@@ -51,7 +51,7 @@ class ClusterPlan:
 
     workers: tuple[WorkerPlan, ...]
     router: RouterSettings
-    """Of the first one."""
+    """Settings of the first router."""
     num_routers: int = 1
     are_routers_spread: bool = False
     """Each on a node of its own."""

@@ -55,7 +55,7 @@ class ProgramFailure:
 
 @dataclass(frozen=True)
 class NodePlacement:
-    """Where an actor landed."""
+    """The node and process of an actor."""
 
     host: str
     """Address at which the node's other processes and nodes reach this one."""
@@ -138,8 +138,8 @@ class _LineHandler(logging.Handler):
 
 
 def send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> None:
-    """Of this process. Warnings become lines for the operator; with a folder, everything from INFO on goes to a file of
-    its own too."""
+    """Sends this process's warnings to the operator as lines; with a folder, everything from INFO on also goes to a
+    file."""
     root = logging.getLogger()
     root.addHandler(_LineHandler(put))
     root.setLevel(logging.INFO)
@@ -178,7 +178,7 @@ class HostedProcess:
         self._ended: asyncio.Task[str] | None = None
 
     async def locate(self) -> NodePlacement:
-        """Where Ray placed it; waits until there is room."""
+        """Returns where Ray placed it; waits until there is room."""
         place: NodePlacement = await self._ask(self._actor.locate.remote())
         if place.host == ray.util.get_node_ip_address() and sys.platform == "linux":
             self._exit = ExitOfLocalProcess(place.pid)

@@ -1,4 +1,4 @@
-"""When it is worth to move to another split of the workers, or to have one more or fewer of them.
+"""Decides when to move to another split of the workers, or to have one more or fewer of them.
 
 A move is worth it when goodput (`controller.goodput_model`) grows by more than a margin, for the load of now and some
 more; it must have been so for a while, and after a move there is peace, longer before one that goes back. What a split
@@ -37,7 +37,7 @@ _HOLDS_S = 300.0
 
 @dataclass(frozen=True)
 class Patience:
-    """When a gain is believed and acted upon; seconds but for the shares."""
+    """Limits for believing in a gain and acting on it; seconds but for the shares."""
 
     margin: float = 0.1
     """Share by which goodput must grow."""
@@ -81,14 +81,14 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class RebalanceDecision:
-    """What to do now, and why."""
+    """The decision of one look, and its reason."""
 
     num_prefill: int
     num_workers: int
-    """Of whom so many should prefill; as it is: nothing moves."""
+    """Workers in all, `num_prefill` of which should prefill; the present numbers: nothing moves."""
     reason: Reason
     why: str
-    """In words for a log."""
+    """The reason as text for the log."""
     gain: float = 0.0
     """Share by which the goodput of the best split is predicted to be larger."""
 
@@ -99,7 +99,7 @@ class RebalanceDecision:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a split served, where it was less than what was asked for."""
+    """The rate that a split served, where that was less than the demand."""
 
     rate: float
     """Requests a second within the objectives."""
@@ -108,7 +108,7 @@ class _Seen:
     doubt: float
     """Share of what is predicted of other splits that is believed after this."""
 
-    def tells_of(self, usual: TypicalRequest, now: float) -> bool:
+    def applies_to(self, usual: TypicalRequest, now: float) -> bool:
         pairs = (
             (self.usual.prompt_s, usual.prompt_s),
             (self.usual.num_output_tokens, usual.num_output_tokens),
@@ -125,7 +125,7 @@ class AutoRatio:
         self._wanted: int | None = None
         self._wanted_since = 0.0
         self._size: int | None = None
-        """Of the workers, that would be better, since `_size_since`."""
+        """Number of workers that would have been better since `_size_since`."""
         self._size_since = 0.0
         self._moved_at = -math.inf
         self._last_direction = 0
@@ -157,11 +157,11 @@ class AutoRatio:
         service = service_of(usual, worker, self._slo)
         rate = demand.num_arrived / window_s
         self._look(now, usual, demand, window_s, num_prefill, service.of(num_prefill, bounds.num_workers))
-        told_of = {split: told for split, told in self._seen.items() if told.tells_of(usual, now)}
-        seen = {split: told.rate for split, told in told_of.items()}
+        observed = {split: one for split, one in self._seen.items() if one.applies_to(usual, now)}
+        seen = {split: one.rate for split, one in observed.items()}
         believed = dict(seen)
-        if num_prefill in told_of:
-            doubt = told_of[num_prefill].doubt
+        if num_prefill in observed:
+            doubt = observed[num_prefill].doubt
             believed = {p: doubt * service.of(p, bounds.num_workers) for p in bounds.splits} | seen
         # Few arrivals may be many by chance: what is asked for is what probably is, and some more.
         asked = rate * (1 - 0.5 / math.sqrt(max(1.0, demand.num_arrived))) * (1 + self._patience.headroom)
@@ -169,20 +169,20 @@ class AutoRatio:
         score = score_of(service, num_prefill, bounds, asked, believed)
         best = max(scores, key=lambda p: (scores[p], -abs(p - num_prefill)))
         gain = scores[best] / score - 1 if score > 0 else math.inf
-        told = _tell(service, usual, rate, bounds, num_prefill, best, gain, seen)
+        summary = _summary(service, usual, rate, bounds, num_prefill, best, gain, seen)
         if best != num_prefill and gain > self._patience.margin:
             self._size = None
             held = self._hold(now, best, num_prefill)
             if held is not None:
                 reason, why = held
-                return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {why}; {told}", gain)
-            return RebalanceDecision(best, bounds.num_workers, Reason.MOVES, f"moves: {told}", gain)
+                return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {why}; {summary}", gain)
+            return RebalanceDecision(best, bounds.num_workers, Reason.MOVES, f"moves: {summary}", gain)
         self._wanted = None
         resized = self._resized(now, service, bounds, asked, score)
         if resized is not None:
-            return replace(resized, why=f"{resized.why}; {told}")
+            return replace(resized, why=f"{resized.why}; {summary}")
         reason = Reason.BEST if best == num_prefill else Reason.MARGIN
-        return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {told}", gain)
+        return RebalanceDecision(num_prefill, bounds.num_workers, reason, f"stays: {summary}", gain)
 
     def moved(self, now: float, before: tuple[int, int], after: tuple[int, int]) -> None:
         """The split (prefill workers, and workers in all) has changed, by a verdict or by an operator."""
@@ -228,7 +228,7 @@ class AutoRatio:
         return _resize(Reason.SHRINKS, split, fewer, "serves the little that is asked for")
 
     def _has_lasted(self, now: float, size: int, lasts_s: float) -> bool:
-        """Whether so many workers would have been better for so long, and the last move was not just now."""
+        """True where `size` workers would have been better for `lasts_s`, and the last move was not just now."""
         if self._size != size:
             self._size, self._size_since = size, now
         return now - self._size_since >= lasts_s and now - self._moved_at >= self._patience.cooldown_s
@@ -236,7 +236,7 @@ class AutoRatio:
     def _look(
         self, now: float, usual: TypicalRequest, demand: Demand, window_s: float, num_prefill: int, predicted: float
     ) -> None:
-        """What the split serves, once all that ended in the window may have begun with it."""
+        """Records what the split serves, once all requests that ended in the window may have begun with it."""
         if self._begun_at is None:
             self._begun_at = now
         longest_s = self._slo.ttft_s + usual.num_output_tokens * self._slo.tpot_s
@@ -289,7 +289,7 @@ def _doubt(served: float, arrived: float, predicted: float) -> float:
 
 def _best_of(scores: Mapping[int, float]) -> tuple[int, float]:
     """A split and its goodput."""
-    return max(scores.items(), key=lambda told: told[1])
+    return max(scores.items(), key=lambda scored: scored[1])
 
 
 def _resize(reason: Reason, split: int, bounds: SplitBounds, why: str, gain: float = 0.0) -> RebalanceDecision:
@@ -297,7 +297,7 @@ def _resize(reason: Reason, split: int, bounds: SplitBounds, why: str, gain: flo
     return RebalanceDecision(split, num, reason, f"{reason}: {split}:{num - split} {why}", gain)
 
 
-def _tell(
+def _summary(
     service: SplitService,
     usual: TypicalRequest,
     rate: float,

@@ -234,7 +234,7 @@ class Controller:
         return Counter((member.plan.role, member.supervisor.state) for member in tuple(self.pool))
 
     def parse(self, text: str, filename: str) -> ServingConfig:
-        """As if it stood in the file that is watched."""
+        """Parses the text as if it stood in the watched file."""
         file = self._file or ConfigFile(Path("cluster.yaml"))
         return file.parse(text, filename)
 

@@ -96,7 +96,7 @@ class Reconfigurer:
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether requests should wait for a prefill worker; while the last ones leave or the first come, they do
+        """True when requests should wait for a prefill worker; while the last ones leave or the first come, they do
         not."""
         return all(config.roles.prefill.num_workers > 0 for config in (self._before, self.config))
 

@@ -1,4 +1,4 @@
-"""Keeps one thing that serves (a worker's group of ranks, or the router) running until it is told to stop.
+"""Keeps one thing that serves (a worker's group of ranks, or the router) running until it is asked to stop.
 
     STARTING ──► READY ──► BACKING_OFF ──► STARTING …
         └──────────────────────┴──► FAILED        STOPPED is reachable from every state
@@ -36,7 +36,7 @@ class RunningProcesses(Protocol):
 
     @property
     def card(self) -> Mapping[str, Any]:
-        """What it said when it was ready, such as its address."""
+        """Facts that it reported when it was ready, such as its address."""
         ...
 
     async def ended(self) -> str:

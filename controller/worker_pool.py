@@ -39,7 +39,7 @@ class Launcher(Protocol):
     """Starts one worker, as often as it takes; `controller.launchers` does so on Ray."""
 
     plan: WorkerPlan
-    """What the next start goes by."""
+    """The plan of the next start."""
     placing_limit_s: float | None
     """How long that start may wait for a place, until it fails; None: for ever."""
 

@@ -1,4 +1,4 @@
-"""What differs between two configurations, which of it a running cluster takes up, and a file's values set in place.
+"""Differences between two configurations, keys that change at run time, and setting values in a file's text.
 
 Pure: configurations and text in, keys and text out. Keys are dotted paths below `metadata.serving`.
 """
@@ -90,7 +90,7 @@ def _find(root: yaml.Node | None, key: str) -> yaml.Node | None:
 
 
 def _plain(value: Any) -> str:
-    """As YAML spells it."""
+    """The value in YAML's spelling."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

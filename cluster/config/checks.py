@@ -1,4 +1,4 @@
-"""What must hold between keys, beyond each one's own type and limits.
+"""Conditions between keys, beyond each one's own type and limits.
 
 A check is pure: a config in, findings out. A finding names the key to blame and the others it rests on, so that a
 reader can leave out what only follows from a mistake it has reported already.
@@ -19,7 +19,7 @@ _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 _LABEL = re.compile(
     rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_WORD}=(?:!?{_WORD}|!?in\({_WORD}(?:,{_WORD})*\))"
 )
-"""As Ray, and Kubernetes, spell labels; the value as Ray selects by it."""
+"""A label as Ray and Kubernetes spell it; the value as Ray selects by it."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _check_batch_store(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 
 def _check_spread(config: ServingConfig) -> Iterator[ConfigFinding]:
-    """What one machine has is of no use to routers on others."""
+    """Routers on several machines cannot use the address or a file of one."""
     if config.placement.routers != "spread":
         return
     host, others = config.router.host, ("placement.routers",)

@@ -46,7 +46,7 @@ def load_config(path: str | Path, *, model_path: str | None = None) -> ServingCo
 
 
 def parse_config(text: str, filename: str, *, model_path: str | None = None) -> ServingConfig:
-    """The same from text; `filename` is shown in errors, and relative paths start at its folder."""
+    """The configuration in a text; `filename` is shown in errors, and relative paths start at its folder."""
     source = ConfigSource(filename, text)
     serving = _find_serving(source, compose(source, text, f"Baton's part goes under {ROOT}"))
     reader = ConfigReader(source, ServingConfig)
@@ -105,7 +105,7 @@ def _with_paths(section: S, folder: Path) -> S:
 
 
 def _wrong_model(path: Path) -> str | None:
-    """What is wrong with the model's folder, as far as its being there goes."""
+    """Why the model's folder cannot be one, or nothing; looks only at what exists."""
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "no such folder"
         return f"{what}: {path}; name a Hugging Face checkpoint with config.json"
@@ -123,7 +123,7 @@ def _missing_files(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 
 def _nearest_place(reader: ConfigReader, keys: list[str]) -> SourcePosition | None:
-    """Where the file says it: the first of the keys it contains, else the closest section around the first."""
+    """The place in the file: that of the first key it contains, else of the closest section around the first."""
     parts = keys[0].split(".")
     parents = [".".join(parts[:length]) for length in range(len(parts) - 1, 0, -1)]
     return next((reader.places[key] for key in (*keys, *parents) if key in reader.places), None)

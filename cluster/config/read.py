@@ -33,7 +33,7 @@ _WANTED: dict[type, str] = {
 
 @dataclass(frozen=True)
 class FieldKind:
-    """What one field accepts."""
+    """The values that one field accepts."""
 
     base: type
     """int, float, bool or str; a section's dataclass."""

@@ -42,7 +42,7 @@ ALIASES = {
     "true": "on",
     "false": "off",
 }
-"""What people write elsewhere for a value: offered in the error, never accepted."""
+"""Other spellings of a value, offered in the error, never accepted."""
 DAY_S = 86_400.0
 
 
@@ -170,7 +170,7 @@ class TransferSection:
     timeout_s: float = bounded(5.0, above=0, at_most=DAY_S)
     """A chunk that makes no progress for this long fails its request and closes the pair."""
     heartbeat_s: float = bounded(0.5, above=0, at_most=DAY_S)
-    """Two workers of a pair, and the router and a worker, tell one another at least this often that they are there."""
+    """Two workers of a pair, and the router and a worker, send one another a sign of life at least this often."""
     suspect_after_s: float = bounded(1.5, above=0, at_most=DAY_S)
     """A peer that is silent for this long gets nothing new; must be longer than `heartbeat_s`."""
     dead_after_s: float = bounded(3.0, above=0, at_most=DAY_S)
@@ -179,7 +179,7 @@ class TransferSection:
 
 @dataclass(frozen=True)
 class RouterSection:
-    """The public front door."""
+    """The public APIs, and how requests are queued and routed."""
 
     host: str = "127.0.0.1"
     """Address to listen on; anything but loopback needs TLS or `insecure`."""
@@ -330,7 +330,7 @@ class AdminSection:
     port: int = bounded(50052, at_least=0, at_most=65_535)
     """Port of the AdminService; 0: any free one. `baton serve --port N` takes N + 1."""
     insecure: bool = False
-    """Allow an address other than loopback although there is no TLS, or nobody has to say who they are."""
+    """Allow an address other than loopback although there is no TLS, or callers need not identify themselves."""
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ class ServingConfig:
     transfer: TransferSection = field(default_factory=TransferSection)
     """How KV travels between workers."""
     router: RouterSection = field(default_factory=RouterSection)
-    """The public front door."""
+    """The public APIs."""
     auth: AuthSection = field(default_factory=AuthSection)
     """Who may use it."""
     tls: TlsSection = field(default_factory=TlsSection)

@@ -39,7 +39,7 @@ class ConfigSource:
     """The text of one file and the problems found in it."""
 
     def __init__(self, filename: str, text: str, *, shows_lines: bool = True) -> None:
-        """`shows_lines` False: problems are told without the line, which may hold a secret."""
+        """`shows_lines` False: problems are shown without the line, which may hold a secret."""
         self.filename = filename
         self._shows_lines = shows_lines
         self._lines = text.splitlines()

@@ -1,4 +1,4 @@
-"""Where a router keeps what must outlive it: short logs with one writer each, in memory or in Redis.
+"""The store of what must outlive a router: short logs with one writer each, in memory or in Redis.
 
 Owns the interface, its two implementations and the guard that makes a store's absence cheap. Knows nothing of requests:
 what is in a log is its writer's own.

@@ -3,7 +3,7 @@
     owner, epoch, number    whose it is, and their last write
     size, 1, 2, ...         how many entries there are, and the entries
 
-Redis may lose all of it at any time; whoever writes is told by MISSING. Knows no time limit: the guard has that.
+Redis may lose all of it at any time; a writer learns it by MISSING. Knows no time limit: the guard has that.
 """
 
 from __future__ import annotations

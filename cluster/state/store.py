@@ -1,7 +1,7 @@
 """The store's interface, and the store in a process's own memory: logs with one writer at a time, which expire.
 
-A log belongs to a claim: an owner and an epoch. Another router that takes it writes with the next epoch, and whoever
-writes with an older one is told so (FENCED). Writes of one claim are numbered, so that one that was given up and comes
+A log belongs to a claim: an owner and an epoch. Another router that takes it writes with the next epoch, and a
+write with an older one is refused (FENCED). Writes of one claim are numbered, so that one that was abandoned and comes
 late changes nothing, and a log that has lost something (a flush, say) is noticed (MISSING) and written whole again.
 """
 
@@ -20,7 +20,7 @@ class StoreAway(Exception):
 
 
 class Outcome(enum.Enum):
-    """What became of a write."""
+    """The result of a write."""
 
     DONE = "it is stored"
     MISSING = "the log is not what the writer thinks: it has to be written whole"
@@ -29,7 +29,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Claim:
-    """Who may write. Epochs count from 1; a later one wins."""
+    """The right to write. Epochs count from 1; a later one wins."""
 
     owner: str
     epoch: int
@@ -54,11 +54,11 @@ class Write:
 
 @dataclass(frozen=True)
 class Log:
-    """What was written, in its order."""
+    """The entries of a log, in their order."""
 
     claim: Claim
     number: int
-    """Of the claim's last write; 0 after it was taken."""
+    """Number of the claim's last write; 0 after it was taken."""
     entries: tuple[bytes, ...]
 
 
@@ -76,11 +76,11 @@ class Store(Protocol):
         ...
 
     async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
-        """Those that still belong to their claim."""
+        """Deletes the logs that still belong to their claim."""
         ...
 
     async def probe(self) -> None:
-        """Whether writes would succeed."""
+        """Raises StoreAway unless writes would succeed."""
         ...
 
     async def reset(self) -> None:
@@ -91,7 +91,7 @@ class Store(Protocol):
 
 
 def judge(held: Log | None, write: Write) -> Outcome:
-    """What a store has to say to a write, given what it holds. The Lua of `redis_store` says the same."""
+    """The outcome of a write on a held log. The Lua of `redis_store` decides in the same way."""
     if held is None:
         return Outcome.DONE if write.is_whole else Outcome.MISSING
     if write.claim.is_fenced_by(held.claim):
