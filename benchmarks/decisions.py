@@ -39,6 +39,7 @@ class _Worker:
     step_cost: StepCost
     kv_tokens: int
     index: PrefixIndex
+    max_num_seqs: int = 0
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         return self.index.num_cached_tokens(prompt)

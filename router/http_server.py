@@ -16,6 +16,7 @@ import socket
 from collections.abc import Iterator, Sequence
 
 import uvicorn
+from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -61,6 +62,7 @@ class HttpServer:
         gate: Gate,
         tls: ServerTls | None,
         dispatcher: Dispatcher,
+        registry: CollectorRegistry,
         tokenizer: Tokenizer,
         models: ModelService,
         generate: Generate,
@@ -70,6 +72,7 @@ class HttpServer:
         self._gate = gate
         self._tls = tls
         self._dispatcher = dispatcher
+        self._registry = registry
         self._tokenizer = tokenizer
         self._models = models
         self._generate = generate
@@ -85,7 +88,7 @@ class HttpServer:
 
     def start(self, model_name: str, page_routes: Sequence[Route]) -> None:
         """Raises ConfigError for an address that is refused or in use."""
-        settings, registry = self._settings, self._dispatcher.metrics.registry
+        settings, registry = self._settings, self._registry
         if settings.http_port is None:
             return
         app = OpenAiApp(

@@ -37,7 +37,9 @@ from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.api.tokenizer import Tokenizer
 from router.http_server import HttpServer
+from router.observe.activity import Activity
 from router.observe.controller_link import ControllerLink
+from router.observe.metrics import RouterMetrics
 from router.observe.page import StatusPage
 from router.observe.tracing import Traces
 from router.queue.limits import Limits, Objectives
@@ -101,9 +103,18 @@ class RouterServer:
             settings.router.max_queue_wait_s,
         )
         self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
+        self.metrics = RouterMetrics(
+            self.dispatcher.counters,
+            self.dispatcher.fleet,
+            lambda: self.dispatcher.num_queued,
+            lambda: self.dispatcher.num_running,
+        )
+        self._activity = Activity()
+        self.dispatcher.observers += [self.metrics, self._activity]
+        self.dispatcher.running.on_decision = self.metrics.decided
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
         self._control = ControlService(self.dispatcher, settings)
-        self._traces = open_traces(settings, self.dispatcher.metrics.trace_spans) if traces is None else traces
+        self._traces = open_traces(settings, self.metrics.trace_spans) if traces is None else traces
         self.generation = GenerationService(
             self._model,
             self._tokenizer,
@@ -123,6 +134,7 @@ class RouterServer:
             self._gate,
             self._tls,
             self.dispatcher,
+            self.metrics.registry,
             self._tokenizer,
             self._models,
             self.generation.Generate,
@@ -160,6 +172,7 @@ class RouterServer:
         status = StatusService(
             self.dispatcher,
             self._control,
+            self._activity,
             model=self._model.name,
             router_address=address,
             metrics_address=metrics_address,
@@ -238,7 +251,7 @@ class RouterServer:
         settings = self._settings
         if settings.metrics_port is not None:
             tls = None if self._internal_tls is None else self._internal_tls.page
-            registry, port = self.dispatcher.metrics.registry, settings.metrics_port
+            registry, port = self.metrics.registry, settings.metrics_port
             self._metrics_page = serve_beside(
                 registry, settings.router.host, port, insecure=settings.router.insecure, tls=tls
             )

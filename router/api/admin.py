@@ -26,6 +26,7 @@ from cluster.settings import RouterSettings
 from cluster.step_cost import usual_by_role
 from router.api.call import Call
 from router.api.violations import Violations
+from router.observe.activity import Activity
 from router.queue.limits import Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import DECODE, PREFILL, WorkerAddress
@@ -45,6 +46,7 @@ class StatusService:
         self,
         dispatcher: Dispatcher,
         control: ControlService,
+        activity: Activity,
         *,
         model: str,
         router_address: str,
@@ -52,6 +54,7 @@ class StatusService:
     ) -> None:
         self._dispatcher = dispatcher
         self._control = control
+        self._activity = activity
         self._model = model
         self._router_address = router_address
         self._metrics_address = metrics_address
@@ -68,7 +71,7 @@ class StatusService:
         )
 
     async def GetActivity(self, request: admin_pb2.GetActivityRequest, call: Call) -> admin_pb2.GetActivityResponse:
-        activity = self._dispatcher.activity.response(request, self._dispatcher.handing_over())
+        activity = self._activity.response(request, self._dispatcher.handing_over())
         activity.rates.extend(self._rates.told())
         return activity
 
@@ -84,7 +87,7 @@ class StatusService:
 
     def _tick(self) -> None:
         dispatcher, now = self._dispatcher, time.monotonic()
-        dispatcher.activity.tick(
+        self._activity.tick(
             now,
             time.time(),
             dispatcher.counters.by_outcome(),
@@ -159,7 +162,7 @@ class ControlService:
         dispatcher = self._dispatcher
         costs = usual_by_role((w.role == PREFILL, w.step_cost) for w in dispatcher.fleet)
         pools = [worker.kv_tokens for worker in dispatcher.fleet if worker.is_ready]
-        window_s, demand = dispatcher.demand_now()
+        window_s, demand = dispatcher.demand()
         return admin_pb2.GetDemandResponse(
             window_s=window_s,
             demand=demand.to_proto(),

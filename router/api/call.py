@@ -24,6 +24,8 @@ INLINE_BYTES = 8 * 1024
 
 LONGEST_NAME = 256
 """Characters of request_id, cache_salt, session_id."""
+MOST_PRIORITY = 10
+"""Priorities go from -10 to 10; 0 unless the client says otherwise."""
 
 
 async def run_aside(is_long: bool, work: Callable[[], T], executor: Executor | None = None) -> T:

@@ -24,7 +24,7 @@ from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
 from router.api.violations import invalid
 from router.observe.tracing import CallTrace, Origin, Traces
-from router.queue.preadmission import least_of
+from router.queue.admission import AdmissionRequest
 from router.routing.dispatcher import Dispatcher
 from router.stream.client_stream import MessageRate, StreamReader, StreamWriter
 from router.stream.detokenizer import Detokenizer
@@ -178,7 +178,7 @@ class GenerationService:
         if request.spec.HasField("resume") and not is_streaming:
             only = "must be set in Generate, which sends no id before its end; call GenerateStream first"
             raise invalid((FieldViolation("spec.resume.generation_id", only),))
-        self._dispatcher.refuse_early(least_of(request.spec, self._model, principal, time_left_s))
+        self._dispatcher.refuse_early(AdmissionRequest.smallest(request.spec, self._model, principal, time_left_s))
         is_long = request.ByteSize() > INLINE_BYTES or request.spec.sampling.WhichOneof("constraint") is not None
         valid = await run_aside(
             is_long, lambda: self._validate(request.spec, is_streaming, principal.tenant), self._executor

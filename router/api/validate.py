@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.call import LONGEST_NAME, ValidatedRequest
+from router.api.call import LONGEST_NAME, MOST_PRIORITY, ValidatedRequest
 from router.api.chat import Prompt, read_chat
 from router.api.grammar import CheckGrammar, read_constraint
 from router.api.served_model import SAMPLING_RANGES, ServedModel
@@ -33,8 +33,6 @@ MOST_TOP_LOGPROBS = 20
 LARGEST_STARTED_BYTES = 4_000_000
 """Size of the logprobs of a prompt, which one message carries: gRPC's clients take 4 MiB by default."""
 LONGEST_TIMEOUT_S = 24 * 3600.0
-MOST_PRIORITY = 10
-"""From -10 to 10; 0 unless the client says otherwise."""
 
 Encode = Callable[[Prompt], tuple[int, ...]]
 """Token ids of a text or chat prompt; raises BatonError when the chat cannot be rendered."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily
 
 from cluster.metrics import OTHER, Metric, counter_family
+from router.routing.load_tracker import PlacementKind
 
 OUTCOMES = ("finished", "cancelled", "failed", "rejected")
 REFUSAL_REASONS = (
@@ -64,7 +65,17 @@ BATCH_LINES = Metric(
     "another one (retried). Each try is a request as well, and is counted as such.",
     (("outcome", ("completed", "failed", "retried")),),
 )
-COUNTER_METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, BATCH_LINES)
+PLACEMENTS = Metric(
+    "baton_placements_total",
+    "counter",
+    "Placements on workers, each attempt one, by why: a hand-off; a prompt computed by its decode worker because there "
+    "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
+    "does), or for want of prefill workers (no_prefill); on a prefill worker for want of decode workers (no_decode); "
+    "by the session's last turn, which decided between near equals; after a failure (retried); from another decode "
+    "worker (moved).",
+    (("kind", tuple(PlacementKind)),),
+)
+COUNTER_METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, PLACEMENTS, BATCH_LINES)
 
 
 @dataclass
@@ -79,6 +90,8 @@ class Counters:
     """Failed attempts that were followed by another one, by reason."""
     refused: Counter[str] = field(default_factory=Counter)
     """Refused requests, by one of REFUSAL_REASONS."""
+    placements: Counter[str] = field(default_factory=Counter)
+    """Placements on workers, by PlacementKind."""
     local_prefills: int = 0
     moved: int = 0
     """Moves from one decode worker to another; a request may move several times."""
@@ -96,5 +109,6 @@ class Counters:
         yield counter_family(REQUESTS, self.by_outcome())
         yield counter_family(RETRIES, {reason.lower(): number for reason, number in self.retried.copy().items()})
         yield counter_family(REFUSALS, self.refused.copy())
+        yield counter_family(PLACEMENTS, self.placements.copy())
         yield counter_family(BATCH_LINES, self.batch_lines.copy())
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=self.orphaned)

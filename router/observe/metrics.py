@@ -24,7 +24,6 @@ from cluster.metrics import OTHER, TOKEN_BUCKETS, LabelledCounter, Metric, histo
 from cluster.pb import generation_pb2
 from router.observe.counters import COUNTER_METRICS, Counters
 from router.routing.fleet import DECODE, PREFILL, Fleet
-from router.routing.load_tracker import PlacementKind
 from router.stream.request import LiveRequest, RequestObserver
 
 
@@ -41,16 +40,6 @@ QUEUED = Metric(
 )
 RUNNING = Metric(
     "baton_running_requests", "gauge", "Requests that are on workers.", aliases=("vllm:num_requests_running",)
-)
-PLACEMENTS = Metric(
-    "baton_placements_total",
-    "counter",
-    "Placements on workers, each attempt one, by why: a hand-off; a prompt computed by its decode worker because there "
-    "was little to compute (short, cached), because prefill was busy (where nothing decodes: idle, else beside what "
-    "does), or for want of prefill workers (no_prefill); on a prefill worker for want of decode workers (no_decode); "
-    "by the session's last turn, which decided between near equals; after a failure (retried); from another decode "
-    "worker (moved).",
-    (("kind", tuple(PlacementKind)),),
 )
 KV_USAGE = Metric(
     "baton_kv_usage_ratio",
@@ -164,7 +153,7 @@ TRACE_SPANS = Metric(
     (("outcome", ("sent", "failed", "dropped")),),
 )
 METRICS: tuple[Metric, ...] = (
-    *(*COUNTER_METRICS, QUEUED, RUNNING, PLACEMENTS, KV_USAGE),
+    *(*COUNTER_METRICS, QUEUED, RUNNING, KV_USAGE),
     *(DECISION, FIRST_TOKEN, INTER_TOKEN, *METRICS_OF_FINISHED, SEQUENCES, TRACE_SPANS),
 )
 _FINISH_REASONS = {
@@ -204,7 +193,6 @@ class RouterMetrics(RequestObserver, Collector):
         self._counters = counters
         self._fleet = fleet
         self._gauges = ((QUEUED, num_queued), (RUNNING, num_running))
-        self._placements = LabelledCounter(PLACEMENTS, registry)
         self._decision = histogram(DECISION, registry)
         self._first_token = histogram(FIRST_TOKEN, registry)
         self._inter_token = histogram(INTER_TOKEN, registry)
@@ -222,9 +210,6 @@ class RouterMetrics(RequestObserver, Collector):
 
     def decided(self, seconds: float) -> None:
         self._decision.observe(seconds)
-
-    def placed(self, kind: PlacementKind) -> None:
-        self._placements.add(1, kind)
 
     def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         self._first_token.observe(seconds)

@@ -19,8 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, FieldViolation, InternalError
 from cluster.pb import generation_pb2 as pb
-from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, run_aside
-from router.api.validate import MOST_PRIORITY
+from router.api.call import INLINE_BYTES, MOST_PRIORITY, Call, ClientStalled, Principal, run_aside
 from router.api.violations import invalid
 from router.batches.lines import Line, LineResult
 from router.batches.store import Batch

@@ -1,25 +1,25 @@
 """What an API key may use: token buckets for requests, prompt tokens and output tokens, and a count of live requests.
 
-A bucket holds a minute's worth, so that a key which was idle may use that at once. Output tokens are charged as they
-come: a key that is below zero gets no new request until its bucket has recovered, and what runs is let run.
-Pure: the time is an argument. `Quotas` is what a store shared by several routers would have to offer.
+A bucket holds a minute's worth, so a key that was idle may use that at once. Output tokens are charged as they come: a
+key below zero gets no new request until its bucket has recovered, and its running requests go on.
+Pure: the time is an argument.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
+from cluster.errors import BatonError, FieldViolation, OutOfRange, QuotaExceeded
 from router.api.call import Principal, Quota
 
 UNLIMITED = Quota()
 BUSY_S = 1.0
-"""When a key with too many live requests should try again: nobody knows when one ends."""
+"""Retry delay for a key with too many live requests: nobody knows when one ends."""
 
 
 @dataclass(frozen=True)
 class Exceeded:
-    """Which limit stands in the way, and for how long."""
+    """The limit that a request would exceed, and for how long."""
 
     limit: str
     """Name of the field of Quota."""
@@ -27,33 +27,18 @@ class Exceeded:
     wait_s: float | None
     """None: for ever, as the request alone is more than a minute's worth."""
 
-
-class Quotas(Protocol):
-    """By `caller.key_id`; a caller without limits is never noted."""
-
-    def exceeded(self, caller: Principal, num_prompt_tokens: int, now: float) -> Exceeded | None:
-        """What a request with so many prompt tokens would exceed; changes nothing."""
-        ...
-
-    def begin(self, caller: Principal, num_prompt_tokens: int, now: float) -> None:
-        """It is taken: charges it."""
-        ...
-
-    def go_on(self, caller: Principal) -> None:
-        """One that was charged elsewhere is live here from now on."""
-        ...
-
-    def output_came(self, caller: Principal, num_tokens: int, now: float) -> None:
-        """Of any of the key's requests."""
-        ...
-
-    def end(self, caller: Principal) -> None:
-        """One of the requests that were begun, or went on, is over."""
-        ...
+    def error_for(self, principal: Principal) -> BatonError:
+        """The client's error; it names the principal by the id of its key."""
+        violation = FieldViolation(f"key:{principal.key_id}/{self.limit}", self.description)
+        if self.wait_s is None:
+            message = f"{self.description}; split it, or ask for a larger quota"
+            return OutOfRange(message, violations=(violation,))
+        message = f"{self.description}; try again in {self.wait_s:.1f} s"
+        return QuotaExceeded(message, violations=(violation,), retry_after_s=self.wait_s)
 
 
 class TokenBucket:
-    """Of one limit; full at first."""
+    """One limit; full at first."""
 
     def __init__(self, per_min: int, now: float) -> None:
         self._per_min = per_min
@@ -61,18 +46,18 @@ class TokenBucket:
         self._at = now
 
     def resize(self, per_min: int, now: float) -> None:
-        """The limit has changed: what was used stays used."""
+        """Changes the limit; used tokens stay used."""
         self._advance(now)
         self._level += per_min - self._per_min
         self._per_min = per_min
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until it holds `amount`, of at most a minute's worth."""
+        """Seconds until the bucket holds `amount`, which is at most a minute's worth."""
         self._advance(now)
         return max(0.0, amount - self._level) * 60 / self._per_min
 
     def take(self, amount: float, now: float) -> None:
-        """It may fall below zero."""
+        """The level may fall below zero."""
         self._advance(now)
         self._level -= amount
 
@@ -94,17 +79,21 @@ class _Key:
         return bucket
 
 
-class LocalQuotas:
-    """In the memory of one router. A limit of 0 or less allows nothing."""
+class Quotas:
+    """Use of quotas by API key, in the memory of one router; a limit of 0 or less allows nothing.
+
+    Principals without limits are not counted.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[str, _Key] = {}
 
-    def exceeded(self, caller: Principal, num_prompt_tokens: int, now: float) -> Exceeded | None:
-        quota = caller.quota
+    def exceeded(self, principal: Principal, num_prompt_tokens: int, now: float) -> Exceeded | None:
+        """The limit that a request with so many prompt tokens would exceed; charges nothing."""
+        quota = principal.quota
         if quota == UNLIMITED:
             return None
-        key = self._keys.setdefault(caller.key_id, _Key())
+        key = self._keys.setdefault(principal.key_id, _Key())
         most = quota.max_concurrent
         if most is not None and key.num_live >= most:
             what = f"{key.num_live} requests of this API key are live, and {most} may be"
@@ -125,28 +114,31 @@ class LocalQuotas:
                 return Exceeded(limit, f"this API key has used the {per_min} {unit} that it has in a minute", wait_s)
         return None
 
-    def begin(self, caller: Principal, num_prompt_tokens: int, now: float) -> None:
-        quota = caller.quota
+    def begin(self, principal: Principal, num_prompt_tokens: int, now: float) -> None:
+        """Charges an accepted request."""
+        quota = principal.quota
         if quota == UNLIMITED:
             return
-        key = self._keys.setdefault(caller.key_id, _Key())
+        key = self._keys.setdefault(principal.key_id, _Key())
         key.num_live += 1
         if quota.requests_per_min is not None:
             key.bucket("requests_per_min", quota.requests_per_min, now).take(1, now)
         if quota.prompt_tokens_per_min is not None:
             key.bucket("prompt_tokens_per_min", quota.prompt_tokens_per_min, now).take(num_prompt_tokens, now)
 
-    def go_on(self, caller: Principal) -> None:
-        if caller.quota != UNLIMITED:
-            self._keys.setdefault(caller.key_id, _Key()).num_live += 1
+    def adopt(self, principal: Principal) -> None:
+        """Counts a request that another router charged as live here."""
+        if principal.quota != UNLIMITED:
+            self._keys.setdefault(principal.key_id, _Key()).num_live += 1
 
-    def output_came(self, caller: Principal, num_tokens: int, now: float) -> None:
-        per_min = caller.quota.output_tokens_per_min
+    def add_output(self, principal: Principal, num_tokens: int, now: float) -> None:
+        per_min = principal.quota.output_tokens_per_min
         if per_min is not None and per_min > 0:
-            key = self._keys.setdefault(caller.key_id, _Key())
+            key = self._keys.setdefault(principal.key_id, _Key())
             key.bucket("output_tokens_per_min", per_min, now).take(num_tokens, now)
 
-    def end(self, caller: Principal) -> None:
-        key = self._keys.get(caller.key_id)
-        if key is not None and caller.quota != UNLIMITED:
+    def end(self, principal: Principal) -> None:
+        """One of the key's live requests is over."""
+        key = self._keys.get(principal.key_id)
+        if key is not None and principal.quota != UNLIMITED:
             key.num_live -= 1

@@ -1,13 +1,12 @@
-"""From the queue to the workers and back: admits within bounds, places, routes events, ends requests.
+"""From the queue to the workers and back: admits requests, follows the workers' events, retries and ends requests.
 
-    submit -> [queue] -> dispatch (Admit to decode, then to prefill) -> events -> end
+    submit -> [queue] -> placed on workers -> events -> end
       a full queue, a queue timeout, a deadline -> REJECTED
       a lost worker or a failed hand-off        -> placed again (`retry`), to go on from the tokens that have come
       the third in a row, or another failure    -> FAILED, and cancelled on the other worker
       the client                                -> CANCELLED, on both workers
 
-Runs on one event loop; nothing here awaits but `idle`. Owns the tables of queued and running requests and the counters;
-knows no gRPC call of a client, no text.
+Runs on one event loop; nothing here awaits but `drain`. Knows no gRPC call of a client, no text.
 """
 
 from __future__ import annotations
@@ -17,43 +16,39 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from cluster.demand import Demand
 from cluster.errors import Aborted, BatonError, DeadlineExceeded, InternalError, Overloaded
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
-from router.observe.activity import Activity
 from router.observe.counters import Counters
-from router.observe.metrics import RouterMetrics
 from router.queue.admission import AdmissionRequest
 from router.queue.limits import Limits, Objectives
-from router.queue.waiting_room import WaitingRoom
+from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
-from router.routing.fleet import PREFILL, Fleet, WorkerAddress
-from router.routing.load_tracker import Charge, Placement
-from router.routing.migration import MigrationManager
+from router.routing.fleet import DECODE, Fleet, WorkerAddress
+from router.routing.migration import DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import POLICIES
-from router.routing.policies.interface import Candidates, RoutingContext, RoutingRequest
-from router.routing.worker_client import WorkerClient
-from router.routing.worker_commands import admit_decode, admit_local, admit_prefill
+from router.routing.policies.interface import RoutingContext
+from router.routing.retry import RETRYABLE, AttemptFailure
+from router.routing.running_requests import RunningRequests
+from router.routing.stalls import StallWatch
+from router.routing.worker_client import WorkerCallbacks, WorkerClient
 from router.stream import failures
-from router.stream.request import Attempt, Effect, LiveRequest
-from router.stream.retry import RETRYABLE, AttemptFailure, moved, next_placement, stood_in
-from router.stream.running_requests import RunningRequests
+from router.stream.request import Effect, LiveRequest, RequestObserver
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
 EARLY = frozenset({RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFERRING})
-"""States whose clients see heartbeats; later they see tokens."""
-_OF_A_REQUEST = frozenset({"tokens", "phase", "failed", "prompt_logprobs"})
+"""States in which clients receive heartbeats; later they receive tokens."""
+_REQUEST_EVENTS = frozenset({"tokens", "phase", "failed", "prompt_logprobs"})
 """Kinds of events that concern one request."""
 
 
 class Dispatcher:
-    """Also the fleet's listener. `on_change` is called when a worker came or went."""
+    """`on_change` is called when a worker came or went, or is usable again; `observers` follow every request."""
 
     def __init__(
         self, limits: Limits, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
@@ -61,17 +56,33 @@ class Dispatcher:
         self.limits = limits
         self.clock = clock
         self.counters = Counters()
+        self.observers: list[RequestObserver] = []
         self.context = RoutingContext(objectives=limits.objectives)
-        self.demand = DemandWindow(self.context.lengths)
+        self._demand = DemandWindow(self.context.lengths)
         self._policy = POLICIES[limits.policy](self.context)
-        self.fleet = Fleet(self, self.num_requests, limits.dead_after_s, needs_prefill=limits.needs_prefill)
-        self.metrics = RouterMetrics(self.counters, self.fleet, lambda: self.num_queued, lambda: self.num_running)
-        self.activity = Activity()
+        callbacks = WorkerCallbacks(self._on_ready, self._on_lost, self._on_events)
+        self.fleet = Fleet(callbacks, self.num_requests, limits.dead_after_s, needs_prefill=limits.needs_prefill)
         self._on_change = on_change
-        self._keeper = MigrationManager(self, self.fleet, self.context.loads, limits.dead_after_s)
-        self.waiting = WaitingRoom(limits, self.fleet, self.context, self.counters, clock, self._pump, self._refused)
+        self.waiting = WaitingQueue(
+            limits,
+            self.context,
+            self.fleet.ready,
+            lambda: self.fleet.can_serve,
+            self.counters,
+            clock,
+            self._pump,
+            self._on_refused,
+        )
         self.admission = self.waiting.admission
-        self._running = RunningRequests(self.fleet.let_go)
+        self.running = RunningRequests(self.fleet, self._policy, self.admission, self.counters, clock)
+        self._stalls = StallWatch(
+            self.fleet,
+            self.context.loads,
+            limits.dead_after_s,
+            self._owes_tokens,
+            self._retry_elsewhere,
+            self._on_usable,
+        )
         self._is_draining = False
         self._became_idle = asyncio.Event()
         self._next_heartbeat: asyncio.TimerHandle | None = None
@@ -82,12 +93,12 @@ class Dispatcher:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.running)
 
     def submit(self, live: LiveRequest, *, time_left_s: float | None) -> None:
-        """Runs it now or queues it; what cannot be is rejected, and `live` says so. `time_left_s`: to its deadline."""
-        self.demand.add_arrival(self.clock())
-        live.observers += (self.metrics, self.activity)
+        """Runs, queues or rejects a request. `time_left_s`: to its deadline."""
+        self._demand.add_arrival(self.clock())
+        live.observers += self.observers
         if not self.waiting.submit(live, time_left_s):
             return
         self._pump()
@@ -95,17 +106,17 @@ class Dispatcher:
             live.queue_position = len(self.waiting)
             live.output.heartbeat()
 
-    def refuse_early(self, ask: AdmissionRequest) -> None:
-        """Before a prompt is read: raises what even the least that the request can be is refused for."""
+    def refuse_early(self, request: AdmissionRequest) -> None:
+        """Raises the error for which a request would be refused, before its prompt is read."""
         try:
-            self.waiting.refuse_early(ask)
+            self.waiting.refuse_early(request)
         except BatonError:
-            self.demand.add_arrival(self.clock())
+            self._demand.add_arrival(self.clock())
             raise
 
     def find(self, generation_id: str) -> LiveRequest | None:
-        """One that is queued or running."""
-        return self._running.get(generation_id) or self.waiting.find(generation_id)
+        """A queued or running request."""
+        return self.running.get(generation_id) or self.waiting.find(generation_id)
 
     def adopt(self, live: LiveRequest) -> None:
         """Goes on with a request that ran elsewhere: it waits at the head of the queue, and no bound refuses it.
@@ -114,7 +125,7 @@ class Dispatcher:
         """
         if self.find(live.key.request_id) is not None:
             raise Aborted("this generation is under way already; try again", retry_after_s=failures.RETRY_AFTER_S)
-        live.observers += (self.metrics, self.activity)
+        live.observers += self.observers
         if self._is_draining:
             self.counters.rejected += 1
             live.reject(failures.shutting_down(), self.clock())
@@ -122,89 +133,133 @@ class Dispatcher:
             self.counters.finished += 1
             live.finish(self.clock())
         else:
-            self.admission.take_up(live)
             live.retry.num_tokens = live.num_tokens
-            self.waiting.take_back(live)
+            self.waiting.adopt(live)
             self._pump()
 
     def cancel(self, generation_id: str, why: str) -> bool:
         """False when it is not queued or running, which includes one that has ended."""
-        live = self.waiting.leave(generation_id)
+        live = self.waiting.remove(generation_id)
         if live is None:
-            live = self._running.get(generation_id)
+            live = self.running.get(generation_id)
             if live is None:
                 return False
             live.attempt.cancel()
-            self._remove(live)
+            self.running.end(live)
         self.counters.cancelled += 1
         live.cancel(self.clock(), why)
         self._pump()
         return True
 
-    def demand_now(self) -> tuple[float, Demand]:
-        """What was asked for in the last so many seconds."""
-        return self.demand.sums(self.clock())
+    def demand(self) -> tuple[float, Demand]:
+        """Length of the recent window in seconds, and the sums of requests over it."""
+        return self._demand.sums(self.clock())
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes nothing new; gives what is there `timeout_s` to end, then fails the rest."""
+        """Accepts nothing new; waits `timeout_s` for requests to end, then fails the rest."""
         self._is_draining = self.waiting.is_closed = True
-        self._keeper.stop()
+        self._stalls.stop()
         try:
             async with asyncio.timeout(timeout_s):
-                while self.waiting or self._running:
+                while self.waiting or self.running:
                     self._became_idle.clear()
                     await self._became_idle.wait()
         except TimeoutError:
             self.waiting.is_over = True
             for live in list(self.waiting):
-                self.waiting.turn_away(live.key.request_id, failures.shutting_down())
-            for live in self._running:
+                self.waiting.fail(live.key.request_id, failures.shutting_down())
+            for live in self.running:
                 self._fail(live, failures.shutting_down())
         if self._next_heartbeat is not None:
             self._next_heartbeat.cancel()
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
-        """Makes these the complete set, with their roles of now."""
+        """Makes these the complete set, with these roles."""
         self.fleet.set_workers(addresses)
-        self._keeper.start()
-        self._on_change()
-        self._pump()
+        self._stalls.start()
+        self._on_usable()
 
     def set_objectives(self, objectives: Objectives) -> None:
         """Takes effect for requests that are placed from now on."""
         self.context.objectives = objectives
 
     def handing_over(self) -> Counter[tuple[str, str]]:
-        return self._running.handing_over()
+        """Counts, for each prefill and decode worker, the requests that both hold."""
+        return self.running.handing_over()
 
     def num_requests(self, worker: WorkerClient) -> int:
-        """That are on it now."""
-        return self._running.num_on(worker)
+        return self.running.num_on(worker)
 
-    def on_ready(self, worker: WorkerClient) -> None:
+    def retry(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None = None) -> None:
+        """After a failed attempt: places the request again where that can help, else fails it."""
+        if not live.retry.may_retry(live.num_tokens) or self._is_draining:
+            self._fail(live, failure.error, by=by)
+            return
+        log.warning("%s is placed again: %s", live.key.request_id, failure.error.message)
+        if not self.running.restart(live, failure, by=by):
+            self.waiting.requeue(live)
+        self._pump()
+
+    # Reactions to workers
+
+    def _on_ready(self, worker: WorkerClient) -> None:
+        self._on_usable()
+
+    def _on_usable(self) -> None:
+        """Workers may be usable that were not before."""
         self._on_change()
         self._pump()
 
-    def on_lost(self, worker: WorkerClient) -> None:
+    def _on_lost(self, worker: WorkerClient) -> None:
+        """Retries every request that a lost worker held."""
         self._policy.on_worker_lost(worker.worker_id)
         failure = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
-        for live in self._running.on(worker):
+        for live in self.running.on(worker):
             try:
                 self.retry(live, failure, by=worker)
             except Exception:
                 log.exception("a request of worker %s, which is lost, could not be placed again", worker.worker_id)
                 self._fail_internally(live)
-        self.fleet.let_go()
+        self.fleet.close_idle()
         self._on_change()
 
-    def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
-        """Each event concerns one request, and a fault in handling it only that one."""
+    def _retry_elsewhere(self, worker: WorkerClient) -> None:
+        """Retries the requests of a worker that seems to stall, while another can take them; else they wait for it."""
+        for live in self.running.on(worker):
+            if not self.fleet.candidates()[1]:
+                return
+            if live.retry.may_retry(live.num_tokens):  # else it would fail elsewhere, and may yet go well here
+                error = failures.worker_stalled(worker.worker_id)
+                self.retry(live, AttemptFailure("STALLED", error, worker.worker_id))
+
+    def _owes_tokens(self, worker: WorkerClient) -> bool:
+        decode_id = worker.worker_id
+        return any(
+            live.attempt.placement.decode_id == decode_id and live.lifecycle.state is RequestState.DECODING
+            for live in self.running.on(worker)
+        )
+
+    def _move_away(self) -> None:
+        """Moves requests off workers that should not decode, to where there is room."""
+        others = [] if self._is_draining else self.fleet.ready(DECODE)
+        for worker in self.fleet if others else ():
+            why = why_emptied(worker)
+            residents, num_under_way = residents_of(worker, self.running.on(worker)) if why else ([], 0)
+            if residents:
+                rooms = [DecodeRoom.of(other, self.context.loads[other.worker_id]) for other in others]
+                for move in choose_moves(residents, rooms, num_under_way):
+                    live = self.running.get(move.request_id)
+                    assert live is not None, move.request_id
+                    self.running.move(live, move.to_id, why)
+
+    def _on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
+        """Each event concerns one request, and an error in handling it fails only that one."""
         now = self.clock()
-        self._keeper.heard(worker, events)
+        self._stalls.on_batch(worker, events)
         for event in events.events:
             kind = event.WhichOneof("event")
-            message: Any = getattr(event, kind) if kind in _OF_A_REQUEST else None
-            live = self._running.find(worker, message.key) if message is not None else None
+            message: Any = getattr(event, kind) if kind in _REQUEST_EVENTS else None
+            live = self.running.find(worker, message.key) if message is not None else None
             if live is None:
                 continue
             try:
@@ -226,9 +281,9 @@ class Dispatcher:
         if attempt.prefill in attempt.workers and not live.is_over and live.has_left_prefill:
             if not live.has_run:
                 self._policy.on_handoff(attempt.placement, live.work, live.exposed_s)
-            self._running.release(live, attempt.prefill)
+            self.running.release(live, attempt.prefill)
             if attempt.is_move:
-                self._keeper.move_away()  # one that has moved makes way for the next
+                self._move_away()  # a finished move makes way for the next
 
     def _on_failed(self, live: LiveRequest, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
         error = failures.error_of(failed, worker.worker_id)
@@ -242,7 +297,6 @@ class Dispatcher:
 
     def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
         effect, charge = live.on_tokens(tokens, now), live.attempt.charge
-        self.admission.output_came(live, now)
         if live.first_token_at is not None:
             charge.prefill_done()
         if effect is Effect.OPEN:
@@ -258,139 +312,60 @@ class Dispatcher:
             return
         if live.is_stopped_here:
             live.attempt.cancel()
-        self._remove(live)
+        self.running.end(live)
         self.counters.finished += 1
         first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)
-        self.demand.add_end(now, is_kept=self.context.objectives.are_kept(first_s, now - live.arrived_at, most))
+        self._demand.add_end(now, is_kept=self.context.objectives.are_kept(first_s, now - live.arrived_at, most))
         live.finish(now)
         self._pump()
 
     def _pump(self) -> None:
-        """Dispatches from the head of the queue while there is room and someone to run it."""
-        while (waiter := self.waiting.next()) is not None:
-            self._dispatch(waiter.live)
-        self._keeper.move_away()
-        if self._next_heartbeat is None and (self.waiting or self._running):
+        """Places requests from the head of the queue while there is room, and moves others to where they belong."""
+        while (live := self.waiting.next()) is not None:
+            placement = self.running.start(live)
+            if live.retry.num_attempts == 1:
+                work, sampling = live.to_place.work, live.request.sampling
+                prompt, cached, most = work.num_prompt_tokens, placement.num_cached_tokens, sampling.max_output_tokens
+                self._demand.add_placement(self.clock(), prompt, cached, sampling.n, most)
+        self._move_away()
+        if self._next_heartbeat is None and (self.waiting or self.running):
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeats)
-        if not self.waiting and not self._running:
+        if not self.waiting and not self.running:
             self._became_idle.set()
 
-    def _dispatch(self, live: LiveRequest) -> None:
-        placement = self._choose(live.to_place, *self.fleet.who_can())
-        if live.retry.num_attempts == 1:
-            work, sampling = live.to_place.work, live.request.sampling
-            prompt, cached, most = work.num_prompt_tokens, placement.num_cached_tokens, sampling.max_output_tokens
-            self.demand.add_placement(self.clock(), prompt, cached, sampling.n, most)
-        self._place(live, placement)
-
-    def _choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
-        begun = time.perf_counter()
-        placement = self._policy.choose(request, prefill, decode)
-        self.metrics.decided(time.perf_counter() - begun)
-        return placement
-
-    def _place(self, live: LiveRequest, placement: Placement, *, is_move: bool = False) -> None:
-        """Decode first, as it has to reserve before prefill can send."""
-        self.fleet.has_served = True
-        decode = self.fleet[placement.decode_id]
-        prefill = self.fleet[placement.prefill_id] if placement.prefill_id is not None else None
-        if decode.role == PREFILL:
-            placement = stood_in(placement)
-        charge = Charge(self.context.loads, placement, live.to_place.work)
-        workers = [decode] if prefill is None else [prefill, decode]
-        attempt = Attempt(live.key, placement, self.clock(), charge, prefill, workers, is_move)
-        live.place(attempt)
-        self.metrics.placed(placement.kind)
-        self._policy.on_placed(live.to_place, placement)
-        self._running.add(live)
-        self.admission.started(live, self.clock())
-        if prefill is None:
-            self.counters.local_prefills += 1
-            decode.send(admit_local(live))
-        else:
-            decode.send(admit_decode(live))
-            prefill.send(admit_prefill(live, decode))
-        for sequence in live.sequences:
-            if sequence.end is not None:  # by an earlier attempt
-                attempt.cancel(sequence.index)
-
-    def running_on(self, worker: WorkerClient) -> list[LiveRequest]:
-        return self._running.on(worker)
-
-    def move(self, live: LiveRequest, to_id: str, why: str) -> None:
-        """Moves a request from the worker that decodes it, which hands it over as it is."""
-        last = live.attempt
-        last.cancel()
-        self._pause(live)
-        self.counters.moved += 1
-        live.move(self.clock(), why)
-        self._place(live, moved(last.placement, to_id, why, live.to_place.work), is_move=True)
-
-    def serve_waiting(self) -> None:
-        self._on_change()
-        self._pump()
-
-    def retry(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None = None) -> None:
-        """After a failed attempt: places the request again where that can help, else fails it."""
-        if not live.retry.may_retry(live.num_tokens) or self._is_draining:
-            self._fail(live, failure.error, by=by)
-            return
-        log.warning("%s is placed again: %s", live.key.request_id, failure.error.message)
-        last = live.attempt
-        last.cancel(by=by)
-        self._pause(live)
-        self.counters.retried[failure.reason] += 1
-        live.retry.add(last.placement, failure)
-        live.restart(self.clock(), failure.reason)
-        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in self.fleet.who_can())
-        choose = partial(self._choose, live.to_place)
-        placement = next_placement(live.retry, last.placement, failure, prefill, decode, choose)
-        if placement is not None:
-            self._place(live, placement)
-        else:
-            self.waiting.take_back(live)
-        self._pump()
-
-    def _fail(self, live: LiveRequest, error: BatonError, *, by: WorkerClient | None = None) -> None:
-        live.attempt.cancel(by=by)
-        self._remove(live)
-        self._end_failed(live, error)
-        self._pump()
-
-    def _fail_internally(self, live: LiveRequest) -> None:
-        """After a fault of the router's own, wherever that left the request. One that waits goes on waiting."""
-        error = InternalError("the router failed on this request; its log says why")
-        if self._running.get(live.key.request_id) is not None:
-            self._fail(live, error)
-        elif not live.is_over and live.key.request_id not in self.waiting:
-            self._end_failed(live, error)
-
-    def _refused(self, error: BatonError) -> None:
-        if isinstance(error, (Overloaded, DeadlineExceeded)):  # with more room it might have run
-            self.demand.add_end(self.clock(), is_kept=False)
-
-    def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
-        self.counters.failed += 1
-        self.demand.add_end(self.clock(), is_kept=False)
-        live.fail(failures.given_up(error, live.num_tokens), self.clock())
-
-    def _pause(self, live: LiveRequest) -> None:
-        """Removes it from its workers, to be placed on others."""
-        self._running.remove(live)
-        self.admission.paused(live)
-
-    def _remove(self, live: LiveRequest) -> None:
-        """Removes it from its workers, as it is over."""
-        self._running.remove(live)
-        self.admission.ended(live, self.clock())
-
     def _send_heartbeats(self) -> None:
-        """Sends the clients of requests without tokens where they stand."""
+        """Sends clients whose requests have no tokens yet the request's phase and place in the queue."""
         self._next_heartbeat = None
         for position, live in enumerate(self.waiting, start=1):
             live.queue_position = position
             live.output.heartbeat()
-        for live in self._running:
+        for live in self.running:
             if live.lifecycle.state in EARLY:
                 live.output.heartbeat()
         self._pump()
+
+    # Ends
+
+    def _on_refused(self, error: BatonError) -> None:
+        if isinstance(error, (Overloaded, DeadlineExceeded)):  # with more room it might have run
+            self._demand.add_end(self.clock(), is_kept=False)
+
+    def _fail(self, live: LiveRequest, error: BatonError, *, by: WorkerClient | None = None) -> None:
+        """Fails a running request; `by`: the worker that reported why."""
+        live.attempt.cancel(by=by)
+        self.running.end(live)
+        self._end_failed(live, error)
+        self._pump()
+
+    def _fail_internally(self, live: LiveRequest) -> None:
+        """After an error of the router's own, wherever that left the request. One that waits goes on waiting."""
+        error = InternalError("the router failed on this request; its log says why")
+        if self.running.get(live.key.request_id) is not None:
+            self._fail(live, error)
+        elif not live.is_over and live.key.request_id not in self.waiting:
+            self._end_failed(live, error)
+
+    def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
+        self.counters.failed += 1
+        self._demand.add_end(self.clock(), is_kept=False)
+        live.fail(failures.given_up(error, live.num_tokens), self.clock())

@@ -1,7 +1,7 @@
 """The workers that the router knows, and which of them may get new work.
 
-Owns their clients and the reconciliation with the complete set that the controller names. A worker that is no longer
-named gets nothing new and is let go when its last request has ended. Knows no request but their number.
+Owns their clients, and reconciles them with the complete set that the controller names. A worker that is no longer
+named gets nothing new and is closed when its last request has ended. Knows requests only by their number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
 from cluster.tls import ClientTls
 from router.routing.prefix_index import Holders
-from router.routing.worker_client import WorkerClient, WorkerListener
+from router.routing.worker_client import WorkerCallbacks, WorkerClient
 
 PREFILL = worker_pb2.ROLE_PREFILL
 DECODE = worker_pb2.ROLE_DECODE
@@ -23,13 +23,13 @@ _ROLES = {"prefill": PREFILL, "decode": DECODE}
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """Where a worker listens and which kind of new work it gets."""
+    """A worker's address, and the role of its new work."""
 
     worker_id: str
     address: str
     role: worker_pb2.Role
     is_draining: bool = False
-    """It gets nothing new; what is on it ends there or moves away."""
+    """It gets nothing new; its requests end there or move away."""
 
     @classmethod
     def parse(cls, text: str) -> WorkerAddress:
@@ -42,28 +42,28 @@ class WorkerAddress:
 
 
 class Fleet:
-    """`num_requests(worker)` tells how many requests are on a worker now; one silent for `dead_after_s` is lost."""
+    """`num_requests(worker)`: how many requests it runs now. A worker silent for `dead_after_s` is lost."""
 
     def __init__(
         self,
-        listener: WorkerListener,
+        callbacks: WorkerCallbacks,
         num_requests: Callable[[WorkerClient], int],
         dead_after_s: float,
         *,
         needs_prefill: bool = True,
     ) -> None:
         self.tls: ClientTls | None = None
-        """With which workers are called that are named from now on."""
+        """Used to connect to workers that are named from now on."""
         self.needs_prefill = needs_prefill
         self.has_served = False
-        """A request has run here."""
-        self._listener = listener
+        """A request has run on this router."""
+        self._callbacks = callbacks
         self._dead_after_s = dead_after_s
         self._holders = Holders()
         self._changed_settings: worker_pb2.Command | None = None
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
-        self._leaving: set[WorkerClient] = set()
+        self._removed: set[WorkerClient] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[WorkerClient]:
@@ -74,21 +74,21 @@ class Fleet:
         return self._workers[worker_id]
 
     def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
-        """Those that may get new work of a role."""
+        """Workers that may get new work of a role."""
         return [w for w in self._workers.values() if w.role == role and w.can_take_work]
 
-    def who_can(self) -> tuple[list[WorkerClient], list[WorkerClient]]:
-        """(Prefill, decode): who may get new work of each kind now.
+    def candidates(self) -> tuple[list[WorkerClient], list[WorkerClient]]:
+        """(Prefill, decode): workers that may get new work of each kind now.
 
-        A role is a label: while no decode worker is ready, prefill workers do both. Not before something has run here:
-        while a cluster starts, its decode workers are still to come.
+        A role is a label: while no decode worker is ready, prefill workers do both; but not before a request has run
+        here, because the decode workers of a starting cluster are still to come.
         """
         prefill, decode = self.ready(PREFILL), self.ready(DECODE)
         return (prefill, decode) if decode or not self.has_served else ([], prefill)
 
     @property
     def can_serve(self) -> bool:
-        """A decode worker is ready, and a prefill worker where one is needed; or one that stands in for it."""
+        """A decode worker is ready, and a prefill worker where one is needed; or a prefill worker that does both."""
         if not self.ready(DECODE):
             return self.has_served and bool(self.ready(PREFILL))
         return bool(self.ready(PREFILL)) or not self.needs_prefill
@@ -104,7 +104,7 @@ class Fleet:
         for worker in list(self._workers.values()):
             address = wanted.get(worker.worker_id)
             if address is None or address.address != worker.address:
-                self._leaving.add(self._workers.pop(worker.worker_id))
+                self._removed.add(self._workers.pop(worker.worker_id))
             else:
                 worker.role, worker.is_draining = address.role, address.is_draining
         for address in wanted.values():
@@ -113,7 +113,7 @@ class Fleet:
                     address.worker_id,
                     address.address,
                     address.role,
-                    self._listener,
+                    self._callbacks,
                     self._dead_after_s,
                     self._holders,
                     self.tls,
@@ -121,7 +121,7 @@ class Fleet:
                 worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
                 self._workers[address.worker_id] = worker
                 worker.start()
-        self.let_go()
+        self.close_idle()
 
     def change_settings(self, run_time_settings: str) -> None:
         """Sends settings that have changed to every worker, and to each when it connects from now on."""
@@ -130,18 +130,18 @@ class Fleet:
             worker.changed_settings = self._changed_settings
             worker.send(self._changed_settings)
 
-    def let_go(self) -> None:
-        """Closes the connections of leaving workers that have no request any more."""
-        for worker in [w for w in self._leaving if not self._num_requests(w)]:
-            self._leaving.discard(worker)
+    def close_idle(self) -> None:
+        """Closes the connections of removed workers that have no request any more."""
+        for worker in [w for w in self._removed if not self._num_requests(w)]:
+            self._removed.discard(worker)
             self._close(worker)
 
     async def close(self) -> None:
         """Ends every session."""
-        for worker in [*self._workers.values(), *self._leaving]:
+        for worker in [*self._workers.values(), *self._removed]:
             self._close(worker)
         self._workers.clear()
-        self._leaving.clear()
+        self._removed.clear()
         await asyncio.gather(*self._closing)
 
     def _close(self, worker: WorkerClient) -> None:

@@ -1,88 +1,104 @@
-"""Which workers have stalled: alive to the network, and yet nothing comes of them. Pure: the clock is the caller's.
+"""Finds workers that have stalled: their connection is alive, and yet they make no progress.
 
-Two silences are held against a worker, counted in ticks of the router's own (`cluster.failure_detector` says why):
+Two silences count, in ticks of the router's own (`cluster.failure_detector` explains why):
 
-    its loop's     it has said nothing at all, though it beats twice a second: the process stands still
-    its tokens'    it decodes for somebody and has told no token in ten of its own steps: its engine stands still
+    of its process    no message at all, although a worker sends one twice a second: the process stands still
+    of its engine     requests decode there, and no token has come in ten of its own steps: the engine stands still
 
-Either makes it a suspect, but only when another worker has been as lively as ever all the while: on a machine that is
-overloaded everybody is slow together, and nobody is better off elsewhere. A suspect is trusted again once it tells
-something: anything when its loop was silent, else something of its engine's.
+Either makes a worker a suspect, but only when another worker has been as lively as ever all the while: on an overloaded
+machine everything is slow together, and no request would be better off elsewhere. A suspect is trusted again once it
+makes progress: any message ends the silence of a process, an event of its requests that of an engine.
+
+`StallDetector` decides and knows no clock; `StallWatch` ticks on the dispatcher's event loop and marks the workers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+
+from cluster.pb import worker_pb2
+from cluster.step_cost import usual
+from router.routing.fleet import Fleet
+from router.routing.load_tracker import LoadTracker
+from router.routing.worker_client import HEARTBEAT_S, WorkerClient
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.125
 MOST_TICKS_AT_ONCE = 2
-"""A tick that came late counts for so many at most."""
+"""A tick that came late counts as this many at most."""
 STEPS_OF_SILENCE = 10
 LIVELY = 0.75
-"""Of what a worker's silence may last: less is usual."""
+"""A worker is lively while its silences stay below this share of their limits."""
+SILENT_PART = 3
+"""A worker is a suspect after this part of the time after which a silent one is lost..."""
+FEWEST_BEATS = 2
+"""... but not before it has missed this many of its own heartbeats."""
 
 
 @dataclass(frozen=True)
 class Watched:
-    """A worker that is ready, as of now."""
+    """A ready worker, as of now."""
 
     worker_id: str
     owes_tokens: bool
     """A request decodes there."""
     step_s: float | None
-    """That its next step is predicted to take, with the prompts that it is to compute. None: nobody knows."""
+    """Predicted length of its next step, queued prompts included; None: unknown."""
 
 
 @dataclass
 class _Record:
-    """Of one worker."""
+    """Silences of one worker."""
 
-    loop_s: float = 0.0
-    """So long nothing was heard at all."""
-    tokens_s: float = 0.0
-    """So long it has owed tokens and told none."""
+    process_s: float = 0.0
+    """Time without any message."""
+    engine_s: float = 0.0
+    """Time for which it has owed tokens and sent none."""
     lively_s: float = 0.0
-    """So long no silence of it was unusual."""
+    """Time since it was last not lively."""
     lateness: float = 0.0
-    """The longer of both silences; 1: as long as it may last."""
-    was_heard: bool = False
-    has_told: bool = False
-    has_told_tokens: bool = False
+    """The longer of both silences over its limit."""
+    has_message: bool = False
+    has_progress: bool = False
+    has_tokens: bool = False
     suspicion: str = ""
-    """Why it is a suspect, or nothing."""
-    is_loop_silent: bool = False
-    """What made it one."""
+    """Why it is a suspect; empty: it is none."""
+    is_process_silent: bool = False
+    """Which silence made it a suspect."""
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one tick."""
+    """Result of one tick."""
 
     suspected: Mapping[str, str] = field(default_factory=dict)
-    """Workers that are suspects now and were not before: why."""
+    """New suspects, each with the reason."""
     trusted: frozenset[str] = frozenset()
     """Workers that are suspects no more."""
 
 
-class Stalls:
-    """`limit_s`: a worker is a suspect after saying nothing for so long, or no token, unless ten steps take longer."""
+class StallDetector:
+    """`limit_s`: how long a process may be silent; an engine may be for as long, or for ten of its steps."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._records: dict[str, _Record] = {}
 
-    def heard(self, worker_id: str, *, has_told: bool, has_told_tokens: bool) -> None:
-        """Something came: a sign of life, or (`has_told`) events of its engine, maybe with tokens among them."""
+    def on_message(self, worker_id: str, *, has_progress: bool, has_tokens: bool) -> None:
+        """A batch came: a heartbeat, or (`has_progress`) with events, tokens perhaps among them."""
         record = self._records.get(worker_id)
         if record is not None:
-            record.was_heard = True
-            record.has_told |= has_told
-            record.has_told_tokens |= has_told_tokens
+            record.has_message = True
+            record.has_progress |= has_progress
+            record.has_tokens |= has_tokens
 
     def tick(self, elapsed_s: float, watched: Iterable[Watched]) -> Findings:
-        """`elapsed_s` after the tick before. Workers that are not watched are forgotten."""
+        """`elapsed_s`: since the tick before. Workers that are not watched are forgotten."""
         elapsed_s = min(elapsed_s, MOST_TICKS_AT_ONCE * TICK_S)
         now = {w.worker_id: w for w in watched}
         self._records = {worker_id: self._records.get(worker_id, _Record()) for worker_id in now}
@@ -92,43 +108,112 @@ class Stalls:
         suspected = {}
         for worker_id, record in self._records.items():
             if not record.suspicion and record.lateness >= 1 and self._is_alone(worker_id, now):
-                record.is_loop_silent = record.loop_s >= self._limit_s
+                record.is_process_silent = record.process_s >= self._limit_s
                 record.suspicion = suspected[worker_id] = self._why(record, now[worker_id])
         return Findings(suspected, trusted)
 
     def _count(self, record: _Record, worker: Watched, elapsed_s: float) -> None:
-        record.loop_s = elapsed_s + (0.0 if record.was_heard else record.loop_s)
-        record.tokens_s = (
-            elapsed_s + (0.0 if record.has_told_tokens else record.tokens_s) if worker.owes_tokens else 0.0
-        )
-        record.lateness = max(record.loop_s / self._limit_s, record.tokens_s / self._token_limit_s(worker))
+        record.process_s = elapsed_s + (0.0 if record.has_message else record.process_s)
+        record.engine_s = elapsed_s + (0.0 if record.has_tokens else record.engine_s) if worker.owes_tokens else 0.0
+        record.lateness = max(record.process_s / self._limit_s, record.engine_s / self._engine_limit_s(worker))
         record.lively_s = record.lively_s + elapsed_s if record.lateness <= LIVELY else 0.0
-        record.was_heard = record.has_told = record.has_told_tokens = False
+        record.has_message = record.has_progress = record.has_tokens = False
 
-    def _token_limit_s(self, worker: Watched) -> float:
+    def _engine_limit_s(self, worker: Watched) -> float:
         return math.inf if worker.step_s is None else max(self._limit_s, STEPS_OF_SILENCE * worker.step_s)
 
     def _is_alone(self, worker_id: str, now: Mapping[str, Watched]) -> bool:
-        """Whether others were lively for as long as this one was silent. Who owes tokens is compared with its like."""
+        """Whether another worker was lively all the while. Engines are compared with others that owe tokens."""
         record = self._records[worker_id]
-        is_loop = record.loop_s >= self._limit_s
-        silence_s = record.loop_s if is_loop else record.tokens_s
+        is_process = record.process_s >= self._limit_s
+        silence_s = record.process_s if is_process else record.engine_s
         others = [r for i, r in self._records.items() if i != worker_id and not r.suspicion]
-        if not is_loop:
+        if not is_process:
             alike = [i for i, w in now.items() if i != worker_id and w.owes_tokens and not self._records[i].suspicion]
             others = [self._records[i] for i in alike] or others
         return any(other.lively_s >= silence_s for other in others)
 
     def _why(self, record: _Record, worker: Watched) -> str:
-        if record.is_loop_silent:
-            return f"it has said nothing for {record.loop_s:.1f} s"
+        if record.is_process_silent:
+            return f"it has sent nothing for {record.process_s:.1f} s"
         step_ms = 1000 * (worker.step_s or 0.0)
-        return f"it has told no token for {record.tokens_s:.1f} s, and its step takes {step_ms:.0f} ms"
+        return f"it has sent no token for {record.engine_s:.1f} s, and its step takes {step_ms:.0f} ms"
 
 
 def _is_trusted_again(record: _Record) -> bool:
-    if not record.suspicion or not (record.was_heard if record.is_loop_silent else record.has_told):
+    if not record.suspicion or not (record.has_message if record.is_process_silent else record.has_progress):
         return False
     record.suspicion = ""
-    record.has_told_tokens = True  # what it owes is counted anew
+    record.has_tokens = True  # the silence of its engine starts over
     return True
+
+
+class StallWatch:
+    """Marks workers as suspects, or trusted again, from `start` to `stop`.
+
+    `on_suspect` is called for each suspect at every tick, `on_change` after a tick that found a change.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        loads: LoadTracker,
+        dead_after_s: float,
+        owes_tokens: Callable[[WorkerClient], bool],
+        on_suspect: Callable[[WorkerClient], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._loads = loads
+        self._owes_tokens = owes_tokens
+        self._on_suspect = on_suspect
+        self._on_change = on_change
+        self._detector = StallDetector(max(dead_after_s / SILENT_PART, FEWEST_BEATS * HEARTBEAT_S))
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_tick = 0.0
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """No effect while it runs, or after `stop`."""
+        if self._timer is None and not self._is_stopped:
+            self._last_tick = asyncio.get_running_loop().time()
+            self._schedule()
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def on_batch(self, worker: WorkerClient, batch: worker_pb2.EventBatch) -> None:
+        """A ready worker has sent a batch, if only an empty one."""
+        has_tokens = any(event.HasField("tokens") for event in batch.events)
+        self._detector.on_message(worker.worker_id, has_progress=bool(batch.events), has_tokens=has_tokens)
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        elapsed_s, self._last_tick = now - self._last_tick, now
+        self._schedule()
+        findings = self._detector.tick(elapsed_s, self._watched())
+        for worker in [w for w in self._fleet if w.worker_id in findings.trusted]:
+            log.info("worker %s makes progress again", worker.worker_id)
+            worker.is_suspect = False
+        for worker in [w for w in self._fleet if w.worker_id in findings.suspected]:
+            log.warning("worker %s is suspected to stall: %s", worker.worker_id, findings.suspected[worker.worker_id])
+            worker.is_suspect = True
+        for worker in [w for w in self._fleet if w.is_suspect]:
+            self._on_suspect(worker)
+        if findings.trusted or findings.suspected:
+            self._on_change()
+
+    def _watched(self) -> Iterator[Watched]:
+        ready = [worker for worker in self._fleet if worker.is_ready]
+        known = [cost for worker in ready if (cost := worker.step_cost) is not None]
+        mean = usual(known) if known else None
+        for worker in ready:
+            load, step_s = self._loads[worker.worker_id], None
+            if mean is not None:
+                step_s = (worker.step_cost or mean).filled(mean).of(load.sequences + load.prompts)
+            yield Watched(worker.worker_id, self._owes_tokens(worker), step_s)

@@ -1,11 +1,11 @@
-"""The connection to one worker: a Session stream for every command and every event, opened again when it breaks.
+"""The connection to one worker: one Session stream for all commands and events, opened again when it breaks.
 
-    CONNECTING -> READY (WorkerInfo came) -> LOST (the stream broke) -> CONNECTING ...
+    CONNECTING -> READY (WorkerInfo has come) -> LOST (the stream broke) -> CONNECTING ...
 
-A broken stream loses everything that was admitted on it: the worker cancels those requests, the listener is told once.
-So does a silent one: a worker says something twice a second, if only that it lives.
-Knows no request: it sends commands and hands events on. What the worker tells of itself it keeps: who it is, how much
-it holds, what its prefix cache can serve; a lost worker's cache is forgotten.
+A broken stream loses everything that was admitted on it: the worker cancels those requests, and `on_lost` is called
+once. A silent stream counts as broken: a worker sends a batch twice a second, if only an empty one.
+Knows no request: it sends commands and passes events on. It keeps what the worker reports of itself: its identity, its
+load and what its prefix cache holds; a lost worker's cache is forgotten.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import logging
 import random
 import time
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -40,20 +42,16 @@ READY = admin_pb2.WorkerStatus.STATE_READY
 LOST = admin_pb2.WorkerStatus.STATE_LOST
 
 
-class WorkerListener(Protocol):
-    """Told about a worker on the event loop, in order."""
+@dataclass(frozen=True)
+class WorkerCallbacks:
+    """Called on the event loop, in order."""
 
-    def on_ready(self, worker: WorkerClient) -> None:
-        """`worker.info` is there; commands may be sent."""
-        ...
-
-    def on_lost(self, worker: WorkerClient) -> None:
-        """What was admitted on it is gone."""
-        ...
-
-    def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
-        """Everything but info, stats and cache, which the client keeps, is the listener's."""
-        ...
+    on_ready: Callable[[WorkerClient], None]
+    """`worker.info` is set; commands may be sent."""
+    on_lost: Callable[[WorkerClient], None]
+    """Everything that was admitted on the worker is gone."""
+    on_events: Callable[[WorkerClient, worker_pb2.EventBatch], None]
+    """Every batch of a ready worker. The client has handled info, stats and cache events itself."""
 
 
 class WorkerClient:
@@ -64,35 +62,37 @@ class WorkerClient:
         worker_id: str,
         address: str,
         role: worker_pb2.Role,
-        listener: WorkerListener,
+        callbacks: WorkerCallbacks,
         dead_after_s: float = DEAD_AFTER_S,
         holders: Holders | None = None,
         tls: ClientTls | None = None,
     ) -> None:
-        """`holders`: what all workers' prefix caches hold; None: this one's is looked at by itself."""
+        """`holders`: the table shared by all workers' prefix caches; None: this one's is kept apart."""
         self._tls = tls
         self.worker_id = worker_id
         self.address = address
         self.role = role
         self.is_draining = False
         self.changed_settings: worker_pb2.Command | None = None
-        """Sent first on each session; None: what the worker was started with holds."""
+        """Sent first on each session; None: the worker keeps the settings that it was started with."""
         self.state: State = CONNECTING
         self.info: worker_pb2.WorkerInfo | None = None
         self.stats: worker_pb2.WorkerStats | None = None
         self.prefix_index: PrefixIndex | None = None
         """None while the worker is not ready."""
         self.step_cost: StepCost | None = None
-        """What the worker has learned of its own steps; None: nothing yet."""
+        """What it has learned of its own steps; None: nothing yet."""
         self._holders = holders
         self.is_suspect = False
-        """It seems to stall, and gets nothing new until it tells something again."""
-        self._listener = listener
+        """It seems to stall, and gets nothing new until it reports progress again."""
+        self._callbacks = callbacks
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._timing = FailureTimeouts(heartbeat_s=HEARTBEAT_S, suspect_after_s=dead_after_s, dead_after_s=dead_after_s)
-        self._pulse = FailureDetector(self._timing)
+        self._timeouts = FailureTimeouts(
+            heartbeat_s=HEARTBEAT_S, suspect_after_s=dead_after_s, dead_after_s=dead_after_s
+        )
+        self._detector = FailureDetector(self._timeouts)
         self._is_silent = False
 
     @property
@@ -101,16 +101,21 @@ class WorkerClient:
 
     @property
     def can_take_work(self) -> bool:
-        """It is ready, and nothing speaks against giving it more."""
+        """It is ready, not draining and not suspected to stall."""
         return self.is_ready and not self.is_draining and not self.is_suspect
 
     @property
     def kv_tokens(self) -> int:
-        """That its pool holds; 0 while it has not said who it is."""
+        """Size of its KV pool; 0 while its info has not come."""
         return 0 if self.info is None else self.info.num_blocks * self.info.block_size
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that it decodes in one step; 0 while its info has not come."""
+        return 0 if self.info is None else self.info.max_num_seqs
+
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        """Of a prompt, in its prefix cache, as far as it has told."""
+        """Tokens of a prompt that its prefix cache holds, as far as its events tell."""
         index = self.prefix_index
         return 0 if index is None or not index.is_known else index.num_cached_tokens(prompt)
 
@@ -118,13 +123,13 @@ class WorkerClient:
         self._task = asyncio.create_task(self._run(), name=f"session with {self.worker_id}")
 
     async def close(self) -> None:
-        """Ends the stream; what was admitted on it is lost, and the listener is told."""
+        """Ends the stream; everything admitted on it is lost, and `on_lost` is called."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def send(self, command: worker_pb2.Command) -> None:
-        """Queues a command; dropped when no session is up, as then there is nothing on the worker to command."""
+        """Queues a command; dropped while no session is up, as the worker then runs nothing of this router."""
         if self.is_ready:
             self._commands.append(command)
             self._has_commands.set()
@@ -148,19 +153,19 @@ class WorkerClient:
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
-        """Until the stream ends, or raises AioRpcError when it breaks."""
+        """Returns when the stream ends; raises AioRpcError when it breaks."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call: Any = stub.Session(wait_for_ready=True)
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch(call))]
         try:
             async for batch in call:
-                self._pulse.heard()
+                self._detector.heard()
                 self._read(batch)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._is_silent or task is None or task.cancelling():
                 raise
-            log.warning("worker %s has been silent for %.1f s: taken as lost", self.worker_id, self._pulse.silence_s)
+            log.warning("worker %s has been silent for %.1f s: taken as lost", self.worker_id, self._detector.silence_s)
         finally:
             for helper in helpers:
                 helper.cancel()
@@ -168,21 +173,21 @@ class WorkerClient:
             await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _watch(self, call: Any) -> None:
-        """Ends the call when the worker falls silent; one that has not said who it is may take its time."""
-        self._pulse.heard()
+        """Cancels the call when a ready worker falls silent; before its info has come, it may take its time."""
+        self._detector.heard()
         self._is_silent = False
         last = time.monotonic()
         while True:
-            await asyncio.sleep(self._timing.tick_s)
+            await asyncio.sleep(self._timeouts.tick_s)
             now = time.monotonic()
-            if self._pulse.tick(now - last) is Liveness.DEAD and self.is_ready:
+            if self._detector.tick(now - last) is Liveness.DEAD and self.is_ready:
                 self._is_silent = True
                 call.cancel()
                 return
             last = now
 
     async def _write(self, call: Any) -> None:
-        """Ends by an error when the stream breaks; the reader sees the same break and tells it."""
+        """Raises when the stream breaks; the reader sees the same break and reports it."""
         while True:
             await self._has_commands.wait()
             self._has_commands.clear()
@@ -193,15 +198,15 @@ class WorkerClient:
         for event in batch.events:
             kind = event.WhichOneof("event")
             if kind == "info":
-                self._meet(event.info)
+                self._on_info(event.info)
             elif kind == "stats":
-                self._hear_stats(event.stats)
+                self._on_stats(event.stats)
             elif kind == "cache":
-                self._hear_cache(event.cache)
+                self._on_cache(event.cache)
         if self.is_ready:
-            self._listener.on_events(self, batch)
+            self._callbacks.on_events(self, batch)
 
-    def _meet(self, info: worker_pb2.WorkerInfo) -> None:
+    def _on_info(self, info: worker_pb2.WorkerInfo) -> None:
         if info.worker_id != self.worker_id:
             raise FailedPrecondition(f"{self.address} is worker {info.worker_id!r}, not {self.worker_id!r}")
         self.info = info
@@ -212,29 +217,29 @@ class WorkerClient:
         if self.changed_settings is not None:
             self.send(self.changed_settings)
         log.info("worker %s is ready at %s", self.worker_id, self.address)
-        self._listener.on_ready(self)
+        self._callbacks.on_ready(self)
 
     def _forget_cache(self) -> None:
         if self.prefix_index is not None:
             self.prefix_index.close()
             self.prefix_index = None
 
-    def _hear_stats(self, stats: worker_pb2.WorkerStats) -> None:
+    def _on_stats(self, stats: worker_pb2.WorkerStats) -> None:
         self.stats = stats
         self.step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
 
-    def _hear_cache(self, events: worker_pb2.CacheEvents) -> None:
+    def _on_cache(self, events: worker_pb2.CacheEvents) -> None:
         if self.prefix_index is not None and not self.prefix_index.apply(events):
-            log.warning("events of worker %s's prefix cache are missing: all are asked for anew", self.worker_id)
+            log.warning("events of worker %s's prefix cache are missing: requesting a snapshot", self.worker_id)
             self.send(worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
 
     def _lose(self) -> bool:
-        """True when it had been ready."""
+        """Returns whether the worker had been ready."""
         was_ready = self.is_ready
         self._forget_cache()
         self.stats = self.step_cost = None
         self._commands.clear()
         if was_ready:
             self.state = LOST
-            self._listener.on_lost(self)
+            self._callbacks.on_lost(self)
         return was_ready

@@ -15,12 +15,9 @@ from cluster.errors import (
     InvalidRequest,
     OutOfRange,
     Overloaded,
-    QuotaExceeded,
     Unavailable,
 )
 from cluster.pb import worker_pb2
-from router.api.call import Principal
-from router.queue.quota import Exceeded
 
 RETRY_AFTER_S = 1.0
 """Time in which a lost worker is usually replaced, or a queue moves."""
@@ -115,16 +112,6 @@ def overloaded(wait_s: float, most_s: float, retry_after_s: float) -> Overloaded
 def waited_in_vain(most_s: float, retry_after_s: float) -> Overloaded:
     what = f"more comes than can be served, and the request has waited longer than {most_s:g} s"
     return Overloaded(f"{what}; try again later", retry_after_s=retry_after_s)
-
-
-def over_quota(exceeded: Exceeded, caller: Principal) -> BatonError:
-    """`caller` is named by the id of its key."""
-    violation = FieldViolation(f"key:{caller.key_id}/{exceeded.limit}", exceeded.description)
-    if exceeded.wait_s is None:
-        message = f"{exceeded.description}; split it, or ask for a larger quota"
-        return OutOfRange(message, violations=(violation,))
-    message = f"{exceeded.description}; try again in {exceeded.wait_s:.1f} s"
-    return QuotaExceeded(message, violations=(violation,), retry_after_s=exceeded.wait_s)
 
 
 def waited_too_long(timeout_s: float, retry_after_s: float) -> Overloaded:

@@ -10,7 +10,7 @@ instants from which every latency follows. Knows no message to a client, no conn
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -22,11 +22,11 @@ from router.api.call import ANYONE, Principal, ValidatedRequest
 from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
 from router.routing.prefix_index import PromptHashes
+from router.routing.retry import RetryState
 from router.routing.worker_client import WorkerClient
 from router.stream.detokenizer import Detokenizer
 from router.stream.output import OutputBuffer, SequenceOutput
 from router.stream.prompt_logprobs import PromptLogprobs
-from router.stream.retry import RetryState
 
 _STATE_OF_PHASE = {
     generation_pb2.Heartbeat.PHASE_PREFILL: RequestState.PREFILLING,
@@ -140,8 +140,6 @@ class LiveRequest:
         self.is_stopped_here = False
         """A stop string ended at least one sequence."""
         self.observers: list[RequestObserver] = []
-        self.when_over: Callable[[], None] | None = None
-        """Called once."""
         self.traceparent = ""
         """The request's own span, as W3C trace context writes it; empty: it is not traced."""
 
@@ -328,6 +326,4 @@ class LiveRequest:
         self.error = error
         for observer in self.observers:
             observer.on_end(self)
-        if self.when_over is not None:
-            self.when_over()
         self.output.close()

@@ -88,7 +88,7 @@ async def test_the_spans_of_a_request_are_its_timing(workers: list[Worker]) -> N
 
 async def kill_decoder(router: Router, workers: Sequence[Worker]) -> str:
     """The id of the worker that decoded the one request there is."""
-    (live,) = router.server.dispatcher._running
+    (live,) = router.server.dispatcher.running
     decode_id = live.attempt.placement.decode_id
     process = next(w for w in workers if w.settings.worker_id == decode_id).ranks[0].popen
     process.send_signal(signal.SIGKILL)

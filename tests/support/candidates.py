@@ -18,6 +18,7 @@ class FakeCandidate:
     worker_id: str
     step_cost: StepCost | None = None
     kv_tokens: int = 1_000_000
+    max_num_seqs: int = 0
     cached: int = 0
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:

@@ -22,6 +22,8 @@ from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
+from router.observe.activity import Activity
+from router.observe.metrics import RouterMetrics
 from router.queue.limits import Limits
 from router.routing import fleet
 from router.routing.dispatcher import Dispatcher
@@ -131,7 +133,13 @@ class WiredRouter:
         self.clock = clock
         self.num_submitted = 0
         limits = limits or Limits(max_running, 100, QUEUE_TIMEOUT_S, dead_after_s)
-        self.dispatcher = Dispatcher(limits, lambda: None, clock)
+        self.dispatcher = dispatcher = Dispatcher(limits, lambda: None, clock)
+        self.metrics = RouterMetrics(
+            dispatcher.counters, dispatcher.fleet, lambda: dispatcher.num_queued, lambda: dispatcher.num_running
+        )
+        self.activity = Activity()
+        dispatcher.observers += [self.metrics, self.activity]
+        dispatcher.running.on_decision = self.metrics.decided
         self.workers: dict[str, WiredWorker] = {}
         """Those that are named now."""
         self.name(worker_ids)
@@ -191,7 +199,7 @@ class WiredRouter:
         """Nothing is left of any request."""
         dispatcher = self.dispatcher
         assert (dispatcher.num_queued, dispatcher.num_running) == (0, 0)
-        assert not dispatcher._running._on_worker
+        assert not dispatcher.running._on_worker
         for worker_id in ("p0", "p1", "p2", "d0", "d1", "d2", *self.workers):
             assert dispatcher.context.loads[worker_id] == NOTHING, worker_id
         counters = dispatcher.counters

@@ -59,6 +59,11 @@ class Candidate(Protocol):
         """Size of its KV pool."""
         ...
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that it decodes in one step; 0 while unknown."""
+        ...
+
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         """Tokens of a prompt that its prefix cache holds, as far as its events tell."""
         ...

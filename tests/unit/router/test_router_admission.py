@@ -48,7 +48,7 @@ class Cluster:
         for _ in range(round(seconds * 100)):
             self.router.workers["d0"].take()
             await self.clock.advance(0.01)
-            for live in self.router.dispatcher._running:
+            for live in self.router.dispatcher.running:
                 generation_id = live.key.request_id
                 key, d0 = live.key.to_proto(), self.router.workers["d0"]
                 if generation_id not in self.began:

@@ -91,7 +91,7 @@ async def test_a_request_that_was_late_is_not_counted_as_kept(tmp_path: Path, ob
     async with running_router(tmp_path, pair(lambda admit: [[1, 2, 3]])) as router:
         router.server.dispatcher.set_objectives(late)
         await router.stream(text_spec("hello"))
-        _, told = router.server.dispatcher.demand_now()
+        _, told = router.server.dispatcher.demand()
     assert (told.num_ended, told.num_kept) == (1, 0)
 
 
@@ -106,7 +106,7 @@ async def test_what_is_refused_for_want_of_room_has_ended_too_late(tmp_path: Pat
         [refused] = done
         assert isinstance(error := refused.exception(), grpc.aio.AioRpcError)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        _, told = dispatcher.demand_now()
+        _, told = dispatcher.demand()
         for call in waiting:
             call.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

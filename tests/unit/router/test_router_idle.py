@@ -110,7 +110,7 @@ def test_there_is_nothing_to_spare_when(why: str) -> None:
         elif why == "no worker":
             cluster.d0.lose()
         else:
-            cluster.router.dispatcher.admission._overload.refused(clock())
+            cluster.router.dispatcher.admission.overload.add_refusal(clock())
         assert not cluster.has_spare(1)
 
     run(scenario)

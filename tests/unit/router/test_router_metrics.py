@@ -19,18 +19,18 @@ from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
 from router.routing.policies import POLICIES
 from router.routing.policies.interface import RoutingRequest
 from router.routing.policies.least_loaded import LeastLoaded
-from router.stream.retry import RETRYABLE
+from router.routing.retry import RETRYABLE
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def value(router: WiredRouter, name: str, **labels: str) -> float | None:
-    return router.dispatcher.metrics.registry.get_sample_value(f"baton_{name}", labels)
+    return router.metrics.registry.get_sample_value(f"baton_{name}", labels)
 
 
 def by_label(router: WiredRouter, name: str, label: str) -> dict[str, float]:
     """Series above zero."""
-    samples = [s for family in router.dispatcher.metrics.registry.collect() for s in family.samples]
+    samples = [s for family in router.metrics.registry.collect() for s in family.samples]
     return {s.labels[label]: s.value for s in samples if s.name == f"baton_{name}" and s.value}
 
 
@@ -43,7 +43,7 @@ def test_every_series_is_there_from_the_start() -> None:
             assert value(router, "retries_total", reason=reason) == 0
         for kind in PlacementKind:
             assert value(router, "placements_total", kind=kind) == 0
-        names = {family.name for family in router.dispatcher.metrics.registry.collect()}
+        names = {family.name for family in router.metrics.registry.collect()}
         assert names == {metric.name.removesuffix("_total") for metric in METRICS}
 
     run(scenario)
@@ -116,7 +116,7 @@ def test_dashboards_made_for_vllm_find_the_same_numbers_under_its_names() -> Non
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0"])
         client = router.submit()
-        names = VllmNames(router.dispatcher.metrics.registry, "tiny").registry
+        names = VllmNames(router.metrics.registry, "tiny").registry
 
         def value_of(name: str) -> float | None:
             return names.get_sample_value(f"vllm:{name}", {"model_name": "tiny"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, failed, phase
 from hypothesis import given
@@ -14,7 +15,7 @@ from cluster.lifecycle import RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
-from router.routing.migration_plan import (
+from router.routing.migration import (
     FEWEST_TOKENS_LEFT,
     MOST_AT_ONCE,
     DecodeRoom,
@@ -22,7 +23,6 @@ from router.routing.migration_plan import (
     Resident,
     choose_moves,
 )
-from router.stream.request import LiveRequest
 
 S = RequestState
 LONG = 100
@@ -267,13 +267,13 @@ def test_who_moves_or_is_placed_again_has_not_ended() -> None:
         router = WiredRouter(clock, ["p0", "d0"])
         admission = router.dispatcher.admission
         ended: list[str] = []
-        when_ended = admission.ended
+        on_end = admission.on_end
 
-        def note(live: LiveRequest, now: float) -> None:
-            ended.append(live.key.request_id)
-            when_ended(live, now)
+        def note(generation_id: str, *arguments: Any, **named: Any) -> None:
+            ended.append(generation_id)
+            on_end(generation_id, *arguments, **named)
 
-        admission.ended = note  # type: ignore[method-assign]
+        admission.on_end = note  # type: ignore[method-assign]
         client, key = reach(router, "transferring", max_output_tokens=LONG)
         router.name(["p0", "d0", "d1", "d2"], draining=["d0"])
         router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, "b"))

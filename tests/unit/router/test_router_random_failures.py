@@ -22,8 +22,8 @@ from cluster.lifecycle import TRANSITIONS, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
 from cluster.request_key import RequestKey
-from router.routing import migration_plan
-from router.stream.retry import MAX_ATTEMPTS, RETRYABLE
+from router.routing import migration
+from router.routing.retry import MAX_ATTEMPTS, RETRYABLE
 
 S = RequestState
 FINAL = [worker_pb2.Failed.REASON_INTERNAL, worker_pb2.Failed.REASON_CAPACITY]
@@ -226,7 +226,7 @@ def play(steps: Sequence[Step], seen: Counter[str]) -> None:
 def short_outputs_move() -> Iterator[None]:
     """Outputs are short here."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(migration_plan, "FEWEST_TOKENS_LEFT", 1)
+        patch.setattr(migration, "FEWEST_TOKENS_LEFT", 1)
         yield
 
 

@@ -21,7 +21,7 @@ from cluster.request_key import RequestKey
 from router.routing.load_tracker import NOTHING, Placement
 from router.routing.policies.interface import RoutingContext
 from router.routing.policies.least_loaded import LeastLoaded
-from router.stream.retry import MAX_ATTEMPTS, RETRYABLE, AttemptFailure, RetryState, next_placement
+from router.routing.retry import MAX_ATTEMPTS, RETRYABLE, AttemptFailure, RetryState, next_placement
 
 Failed = worker_pb2.Failed
 FAR_OFF = AttemptFailure("TRANSFER_FAILED", Unavailable("the way is broken"))

@@ -13,7 +13,7 @@ from wired_router import ManualClock, WiredRouter, admit_of, cancelled, known, l
 
 from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost
-from router.routing.stalls import TICK_S, Findings, Stalls, Watched
+from router.routing.stalls import TICK_S, Findings, StallDetector, Watched
 
 LIMIT_S = 1.0
 STEP_S = 0.02
@@ -23,7 +23,7 @@ class Scene:
     """Workers that beat and tell tokens as the test says, tick by tick."""
 
     def __init__(self, **step_s: float | None) -> None:
-        self.stalls = Stalls(LIMIT_S)
+        self.detector = StallDetector(LIMIT_S)
         self.step_s = step_s
         self.suspects: dict[str, str] = {}
 
@@ -36,8 +36,8 @@ class Scene:
             for worker_id in self.step_s:
                 if worker_id not in silent:
                     is_telling = worker_id in telling
-                    self.stalls.heard(worker_id, has_told=is_telling, has_told_tokens=is_telling)
-            self.take(self.stalls.tick(TICK_S, watched))
+                    self.detector.on_message(worker_id, has_progress=is_telling, has_tokens=is_telling)
+            self.take(self.detector.tick(TICK_S, watched))
 
     def take(self, findings: Findings) -> None:
         assert not findings.trusted - set(self.suspects) and not set(findings.suspected) & set(self.suspects)
@@ -52,7 +52,7 @@ def test_a_process_that_says_nothing_is_a_suspect_sooner_than_it_is_lost() -> No
     scene.pass_time(LIMIT_S - 2 * TICK_S, silent=["d0"])
     assert not scene.suspects
     scene.pass_time(2 * TICK_S, silent=["d0"])
-    assert scene.suspects == {"d0": "it has said nothing for 1.0 s"}
+    assert scene.suspects == {"d0": "it has sent nothing for 1.0 s"}
     scene.pass_time(TICK_S)
     assert not scene.suspects, "a sign of life is enough"
 
@@ -61,7 +61,7 @@ def test_an_engine_that_stands_still_is_found_by_its_tokens_though_its_loop_beat
     scene = Scene(d0=STEP_S, d1=STEP_S)
     scene.pass_time(2, owing=["d0", "d1"], telling=["d0", "d1"])
     scene.pass_time(LIMIT_S + TICK_S, owing=["d0", "d1"], telling=["d1"])
-    assert scene.suspects == {"d0": "it has told no token for 1.0 s, and its step takes 20 ms"}
+    assert scene.suspects == {"d0": "it has sent no token for 1.0 s, and its step takes 20 ms"}
     scene.pass_time(5, owing=["d1"], telling=["d1"])
     assert list(scene.suspects) == ["d0"], "to beat is not to tell"
     scene.pass_time(TICK_S, telling=["d0"])
@@ -105,7 +105,7 @@ def test_one_worker_alone_is_never_a_suspect() -> None:
 def test_the_absence_of_the_router_is_not_the_workers() -> None:
     scene = Scene(d0=STEP_S, d1=STEP_S)
     scene.pass_time(3, owing=["d0", "d1"], telling=["d0", "d1"])
-    scene.take(scene.stalls.tick(60.0, [Watched("d0", True, STEP_S), Watched("d1", True, STEP_S)]))
+    scene.take(scene.detector.tick(60.0, [Watched("d0", True, STEP_S), Watched("d1", True, STEP_S)]))
     assert not scene.suspects
 
 
@@ -120,10 +120,10 @@ def test_somebody_is_always_trusted_and_who_tells_tokens_is(
     for told, owes in story:
         for worker_id, sign in zip(scene.step_s, told, strict=True):
             if sign != "nothing":
-                scene.stalls.heard(worker_id, has_told=sign != "beat", has_told_tokens=sign == "tokens")
+                scene.detector.on_message(worker_id, has_progress=sign != "beat", has_tokens=sign == "tokens")
         watched = [Watched(i, o, step) for (i, step), o in zip(scene.step_s.items(), owes, strict=True)]
         for _ in range(3):
-            scene.take(scene.stalls.tick(TICK_S, watched))
+            scene.take(scene.detector.tick(TICK_S, watched))
         assert len(scene.suspects) < len(scene.step_s)
         telling = {i for i, sign in zip(scene.step_s, told, strict=True) if sign == "tokens"}
         assert not telling & set(scene.suspects)

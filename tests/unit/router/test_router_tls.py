@@ -21,7 +21,7 @@ from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import ClientTls, InternalTls, ServerTls
 from router.http_server import HttpListener
-from router.routing.worker_client import WorkerClient
+from router.routing.worker_client import WorkerCallbacks, WorkerClient
 
 pytestmark = pytest.mark.asyncio
 
@@ -169,7 +169,9 @@ async def test_a_worker_that_is_not_of_the_cluster_never_becomes_ready(
     try:
         for worker in (*strangers, *friends):
             await worker.start()
-            client = WorkerClient(worker.worker_id, worker.address, worker.role, seen, tls=ours.internal().client)
+            client = WorkerClient(
+                worker.worker_id, worker.address, worker.role, seen.callbacks, tls=ours.internal().client
+            )
             clients.append(client)
             client.start()
         await asyncio.wait_for(seen.everybody.wait(), 20)
@@ -188,16 +190,12 @@ class Seen:
         self._missing = expected
         self.everybody = asyncio.Event()
 
-    def on_ready(self, worker: WorkerClient) -> None:
+        self.callbacks = WorkerCallbacks(self._on_ready, lambda worker: None, lambda worker, events: None)
+
+    def _on_ready(self, worker: WorkerClient) -> None:
         self._missing.remove(worker.worker_id)
         if not self._missing:
             self.everybody.set()
-
-    def on_lost(self, worker: WorkerClient) -> None:
-        pass
-
-    def on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
-        pass
 
 
 async def test_a_worker_believes_no_router_without_a_certificate(tmp_path: Path, ours: Authority) -> None:

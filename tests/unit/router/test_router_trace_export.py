@@ -59,7 +59,7 @@ async def test_a_collector_that_is_away_costs_spans_that_are_counted(
     monkeypatch.setattr(otel, "EXPORT_TIMEOUT_S", 0.2)
     otel._SELDOM._last_at = -1e9
     async with running_router(tmp_path, pair(answer), trace_endpoint=f"http://127.0.0.1:{port}") as router:
-        registry = router.server.dispatcher.metrics.registry
+        registry = router.server.metrics.registry
         for _ in range(3):
             await router.stream(text_spec())
 

@@ -1,0 +1,202 @@
+"""The requests that workers hold: placing them, moving them, placing them again, and removing them.
+
+Owns the tables of which request is on which worker, and charges the load tracker and admission for them. A policy
+chooses the workers; the dispatcher decides when a request runs, moves, is retried or ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from cluster.pb import worker_pb2
+from router.observe.counters import Counters
+from router.queue.admission import Admission
+from router.routing.fleet import PREFILL, Fleet
+from router.routing.load_tracker import Charge, Placement
+from router.routing.policies.interface import Candidates, Policy, RoutingRequest
+from router.routing.retry import AttemptFailure, moved, next_placement, stood_in
+from router.routing.worker_client import WorkerClient
+from router.stream.request import Attempt, LiveRequest
+
+
+class RunningRequests:
+    """By generation id. `on_decision` is called with the seconds that each choice of workers took."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: Policy,
+        admission: Admission,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.on_decision: Callable[[float], None] = lambda seconds: None
+        self._fleet = fleet
+        self._policy = policy
+        self._admission = admission
+        self._counters = counters
+        self._clock = clock
+        self._running: dict[str, LiveRequest] = {}
+        self._on_worker: dict[WorkerClient, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[LiveRequest]:
+        """Iterates over a copy: requests may be removed meanwhile."""
+        return iter(list(self._running.values()))
+
+    def get(self, generation_id: str) -> LiveRequest | None:
+        return self._running.get(generation_id)
+
+    def find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> LiveRequest | None:
+        """None for what comes late: for a request or an attempt that is over, or from a worker that was released."""
+        live = self._running.get(key.request_id)
+        if live is None or live.key.attempt != key.attempt or worker not in live.attempt.workers:
+            return None
+        return live
+
+    def on(self, worker: WorkerClient) -> list[LiveRequest]:
+        """Lists the requests that a worker holds something for."""
+        return [self._running[generation_id] for generation_id in self._on_worker.get(worker, ())]
+
+    def num_on(self, worker: WorkerClient) -> int:
+        return len(self._on_worker.get(worker, ()))
+
+    def handing_over(self) -> Counter[tuple[str, str]]:
+        """Counts, for each prefill and decode worker, the requests that both hold."""
+        attempts = [live.attempt for live in self._running.values()]
+        both = [a.placement for a in attempts if a.prefill is not None and a.prefill in a.workers]
+        return Counter((placement.computing_id, placement.decode_id) for placement in both)
+
+    def start(self, live: LiveRequest) -> Placement:
+        """Places a request that waited, and returns where."""
+        placement = self._choose(live.to_place, *self._fleet.candidates())
+        self._place(live, placement)
+        return placement
+
+    def move(self, live: LiveRequest, to_id: str, why: str) -> None:
+        """Moves a request from the worker that decodes it, which hands it over as it is."""
+        last = live.attempt
+        last.cancel()
+        self.pause(live)
+        self._counters.moved += 1
+        live.move(self._clock(), why)
+        self._place(live, moved(last.placement, to_id, why, live.to_place.work), is_move=True)
+
+    def restart(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None) -> bool:
+        """Places a request again after a failed attempt; `by`: the worker that reported the failure.
+
+        False: no decode worker is ready, and the request holds no worker any more.
+        """
+        last = live.attempt
+        last.cancel(by=by)
+        self.pause(live)
+        self._counters.retried[failure.reason] += 1
+        live.retry.add(last.placement, failure)
+        live.restart(self._clock(), failure.reason)
+        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in self._fleet.candidates())
+        choose = partial(self._choose, live.to_place)
+        placement = next_placement(live.retry, last.placement, failure, prefill, decode, choose)
+        if placement is not None:
+            self._place(live, placement)
+        return placement is not None
+
+    def pause(self, live: LiveRequest) -> None:
+        """Removes a request that goes on elsewhere from its workers."""
+        self._remove(live)
+        self._admission.on_paused(live.key.request_id)
+
+    def end(self, live: LiveRequest) -> None:
+        """Removes a request that is over from its workers."""
+        self._remove(live)
+        self._admission.on_end(
+            live.key.request_id, live.work, self._clock(), live.first_token_at, is_complete=live.is_complete
+        )
+
+    def release(self, live: LiveRequest, worker: WorkerClient) -> None:
+        """Records that the worker holds nothing for the request any more."""
+        live.attempt.workers.remove(worker)
+        ids = self._on_worker[worker]
+        ids.discard(live.key.request_id)
+        if not ids:
+            del self._on_worker[worker]
+            self._fleet.close_idle()
+
+    def _choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
+        begun = time.perf_counter()
+        placement = self._policy.choose(request, prefill, decode)
+        self.on_decision(time.perf_counter() - begun)
+        return placement
+
+    def _place(self, live: LiveRequest, placement: Placement, *, is_move: bool = False) -> None:
+        """Sends the request to its workers: to decode first, which has to reserve before prefill can send."""
+        self._fleet.has_served = True
+        decode = self._fleet[placement.decode_id]
+        prefill = self._fleet[placement.prefill_id] if placement.prefill_id is not None else None
+        if decode.role == PREFILL:
+            placement = stood_in(placement)
+        charge = Charge(self._policy.context.loads, placement, live.to_place.work)
+        workers = [decode] if prefill is None else [prefill, decode]
+        attempt = Attempt(live.key, placement, self._clock(), charge, prefill, workers, is_move)
+        live.place(attempt)
+        self._counters.placements[placement.kind] += 1
+        self._policy.on_placed(live.to_place, placement)
+        self._running[live.key.request_id] = live
+        for worker in attempt.workers:
+            self._on_worker.setdefault(worker, set()).add(live.key.request_id)
+        self._admission.on_placed(live.key.request_id, live.work, self._clock())
+        decode.send(_admit(live, worker_pb2.ROLE_DECODE, expect_handoff=prefill is not None))
+        if prefill is None:
+            self._counters.local_prefills += 1
+        else:
+            prefill.send(_admit(live, worker_pb2.ROLE_PREFILL, decode_peer=_peer(decode)))
+        for sequence in live.sequences:
+            if sequence.end is not None:  # by an earlier attempt
+                attempt.cancel(sequence.index)
+
+    def _remove(self, live: LiveRequest) -> None:
+        """Gives back everything that the request had charged."""
+        del self._running[live.key.request_id]
+        live.attempt.charge.all_done()
+        for worker in list(live.attempt.workers):
+            self.release(live, worker)
+
+
+def _peer(decode: WorkerClient) -> worker_pb2.Peer:
+    """The decode worker as the prefill worker addresses it; the incarnation names its present process."""
+    assert decode.info is not None, f"worker {decode.worker_id} is not ready: its info has not come"
+    return worker_pb2.Peer(worker_id=decode.worker_id, incarnation=decode.info.incarnation, address=decode.address)
+
+
+def _admit(
+    live: LiveRequest,
+    role: worker_pb2.Role,
+    *,
+    expect_handoff: bool = False,
+    decode_peer: worker_pb2.Peer | None = None,
+) -> worker_pb2.Command:
+    """Decode reserves and waits (`expect_handoff`), or computes the prompt itself; prefill sends to `decode_peer`."""
+    request = live.request
+    return worker_pb2.Command(
+        admit=worker_pb2.Admit(
+            key=live.key.to_proto(),
+            role=role,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=request.sampling,
+            decode_peer=decode_peer,
+            expect_handoff=expect_handoff,
+            cache_salt=request.cache_salt,
+            bypass_prefix_cache=request.bypass_prefix_cache,
+            tell_each_token=request.stream_interval_tokens is not None,
+            prompt_logprobs=None if expect_handoff else live.output.prompt_logprobs.wanted,
+            known_tokens=[
+                worker_pb2.KnownTokens(sequence_index=s.index, token_ids=s.known_ids)
+                for s in live.sequences
+                if s.known_ids
+            ],
+        )
+    )
