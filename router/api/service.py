@@ -133,7 +133,7 @@ class GenerationService:
         for generation_id in dict.fromkeys(request.generation_ids):
             why = "by CancelGeneration"
             live = self._dispatcher.find(generation_id)
-            is_theirs = live is not None and live.caller.tenant == principal.tenant
+            is_theirs = live is not None and live.principal.tenant == principal.tenant
             is_cancelled = await self.resumables.cancel(generation_id, principal, why)
             is_cancelled = is_cancelled or (is_theirs and self._dispatcher.cancel(generation_id, why))
             (response.cancelled_ids if is_cancelled else response.unknown_ids).append(generation_id)
@@ -191,7 +191,7 @@ class GenerationService:
             now=origin.begun_at,
             arrival_time_s=origin.begun_time_s,
             is_streaming=is_streaming,
-            caller=principal,
+            principal=principal,
             may_resume=request.spec.HasField("resume"),
         )
         _follow(live, trace)
@@ -223,7 +223,7 @@ class GenerationService:
             now=self._dispatcher.clock() - age_s,
             arrival_time_s=origin.arrival_time_s,
             is_streaming=is_streaming,
-            caller=principal,
+            principal=principal,
             may_resume=True,
             first_attempt=key.attempt,
             first_wanted=first_wanted,

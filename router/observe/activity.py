@@ -180,7 +180,7 @@ def _life_of(live: LiveRequest, number: int) -> admin_pb2.RequestLife:
         number=number,
         generation_id=live.key.request_id,
         request_id=live.request.client_request_id,
-        tenant=live.caller.tenant,
+        tenant=live.principal.tenant,
         outcome=entries[-1].state.value,
         arrival_time=live.arrival_time_s,
         phases=[

@@ -220,8 +220,8 @@ def _of_request(live: LiveRequest, origin: Origin) -> Attributes:
         attributes["gen_ai.request.choice.count"] = sampling.n
     if request.client_request_id:
         attributes["baton.request_id"] = request.client_request_id
-    if live.caller.tenant:
-        attributes["baton.tenant"] = live.caller.tenant
+    if live.principal.tenant:
+        attributes["baton.tenant"] = live.principal.tenant
     ends = [s.end.finish_reason for s in live.sequences if s.end is not None]
     if ends:
         names = [generation_pb2.FinishReason.Name(reason) for reason in ends]

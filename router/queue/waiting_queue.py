@@ -92,13 +92,13 @@ class WaitingQueue:
     def submit(self, live: LiveRequest, time_left_s: float | None) -> bool:
         """False: the request was rejected. `time_left_s`: to its deadline."""
         now, spec = self._clock(), live.request
-        request = AdmissionRequest(live.work, live.caller, spec.priority, spec.queue_timeout_s, time_left_s)
+        request = AdmissionRequest(live.work, live.principal, spec.priority, spec.queue_timeout_s, time_left_s)
         self.admission.on_arrival(request.work, now)
         refusal = self._refusal(request, now)
         if refusal is not None:
             self._reject(live, *refusal)
             return False
-        self._quotas.begin(live.caller, live.work.num_prompt_tokens, now)
+        self._quotas.begin(live.principal, live.work.num_prompt_tokens, now)
         self._meter(live)
         timeout_s = self._timeout_s(live)
         if time_left_s is not None and time_left_s <= timeout_s:
@@ -120,7 +120,7 @@ class WaitingQueue:
 
     def adopt(self, live: LiveRequest) -> None:
         """A request that ran at another router waits at the head; its further output is charged."""
-        self._quotas.adopt(live.caller)
+        self._quotas.adopt(live.principal)
         self._meter(live)
         self.requeue(live)
 
@@ -171,18 +171,18 @@ class WaitingQueue:
 
     def _add(self, live: LiveRequest, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
         """In its order; at the head if it has run before."""
-        generation_id, tenant, cost = live.key.request_id, live.caller.tenant, live.work.num_output_tokens
+        generation_id, tenant, cost = live.key.request_id, live.principal.tenant, live.work.num_output_tokens
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), on_timeout, generation_id)
         self._waiters[generation_id] = _Waiter(live, timer)
         if live.has_run:
             self._order.add_returned(generation_id, tenant=tenant, cost=cost)
         else:
-            weight, priority = live.caller.weight, live.request.priority
+            weight, priority = live.principal.weight, live.request.priority
             self._order.add(generation_id, tenant=tenant, weight=weight, priority=priority, cost=cost)
 
     def _meter(self, live: LiveRequest) -> None:
-        if live.caller.quota != UNLIMITED:
-            live.observers.append(_QuotaMeter(self._quotas, self._clock, live.caller))
+        if live.principal.quota != UNLIMITED:
+            live.observers.append(_QuotaMeter(self._quotas, self._clock, live.principal))
 
     def _timeout_s(self, live: LiveRequest) -> float:
         own, usual = live.request.queue_timeout_s, self._limits.queue_timeout_s

@@ -55,7 +55,7 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
     origin = JournalOrigin(
         spec=spec,
         sampling=live.request.sampling,
-        tenant=live.caller.tenant,
+        tenant=live.principal.tenant,
         weights_revision=weights_revision,
         arrival_time_s=live.arrival_time_s,
         spec_digest=digest_of(spec),

@@ -104,7 +104,7 @@ class LiveRequest:
         now: float,
         arrival_time_s: float,
         is_streaming: bool,
-        caller: Principal = ANYONE,
+        principal: Principal = ANYONE,
         may_resume: bool = False,
         first_attempt: int = 1,
         first_wanted: int = 0,
@@ -116,7 +116,7 @@ class LiveRequest:
         """
         self.key = RequestKey(generation_id, first_attempt)
         self.request = request
-        self.caller = caller
+        self.principal = principal
         self.model = model
         self.lifecycle = Lifecycle(now, "arrived")
         self.may_resume = may_resume
@@ -202,7 +202,7 @@ class LiveRequest:
         prompt = PromptHashes(token_ids, request.cache_salt)
         work = replace(self.work, num_prompt_tokens=len(request.prompt_token_ids) + self.num_tokens)
         uses_cache = not request.bypass_prefix_cache and request.prompt_logprobs is None
-        session = SessionKey(self.caller.tenant, request.session_id) if request.session_id else None
+        session = SessionKey(self.principal.tenant, request.session_id) if request.session_id else None
         return RoutingRequest(work, prompt, uses_cache, session)
 
     @property

@@ -86,7 +86,7 @@ class WiredWorker(WorkerClient):
     num_lives = 0
 
     def start(self) -> None:
-        self.heard: list[worker_pb2.Command] = []
+        self.taken: list[worker_pb2.Command] = []
 
     async def close(self) -> None:
         self.lose()
@@ -98,20 +98,20 @@ class WiredWorker(WorkerClient):
         info = worker_pb2.WorkerInfo(
             worker_id=self.worker_id, incarnation=str(self.num_lives), role=self.role, **fields
         )
-        self.tell(worker_pb2.Event(info=info))
+        self.emit(worker_pb2.Event(info=info))
 
     def lose(self) -> None:
         """The session breaks; commands under way are lost with it."""
         self._lose()
 
-    def tell(self, *events: worker_pb2.Event) -> None:
+    def emit(self, *events: worker_pb2.Event) -> None:
         self._read(worker_pb2.EventBatch(events=events))
 
     def take(self) -> list[worker_pb2.Command]:
-        """The commands sent since the last take, in their order; `heard` keeps all that were taken."""
+        """The commands sent since the last take, in their order; `taken` keeps all that were taken."""
         commands = list(self._commands)
         self._commands.clear()
-        self.heard += commands
+        self.taken += commands
         return commands
 
     def take_admits(self) -> list[worker_pb2.Admit]:
@@ -165,7 +165,7 @@ class WiredRouter:
         priority: int = 0,
         queue_timeout_s: int | None = None,
         time_left_s: float | None = None,
-        caller: Principal = ANYONE,
+        principal: Principal = ANYONE,
     ) -> Client:
         self.num_submitted += 1
         scheduling = pb.SchedulingOptions(priority=priority, session_id=session_id)
@@ -189,7 +189,7 @@ class WiredRouter:
             now=self.clock(),
             arrival_time_s=1e9,
             is_streaming=True,
-            caller=caller,
+            principal=principal,
         )
         client = Client(live)
         self.dispatcher.submit(live, time_left_s=time_left_s)
@@ -291,7 +291,7 @@ def known(admit: worker_pb2.Admit) -> dict[int, list[int]]:
 
 def cancelled(worker: WiredWorker, key: worker_pb2.RequestKey) -> list[int | None]:
     """What was taken back of an attempt: sequences, or None for all of it. Commands must have been taken."""
-    cancels = [c.cancel for c in worker.heard if c.HasField("cancel") and c.cancel.key == key]
+    cancels = [c.cancel for c in worker.taken if c.HasField("cancel") and c.cancel.key == key]
     return [c.sequence_index if c.HasField("sequence_index") else None for c in cancels]
 
 
@@ -302,7 +302,7 @@ def reach(router: WiredRouter, state: str, **request: Any) -> tuple[Client, work
     key = admit_of(p0).key
     assert admit_of(d0).key == key
     events = [phase(key, PREFILL), logged(key, 0, "a"), phase(key, TRANSFER)]
-    p0.tell(*events[: STATES.index(state)])
+    p0.emit(*events[: STATES.index(state)])
     assert client.live.lifecycle.state is [S.QUEUED, S.PREFILLING, S.PREFILLING, S.TRANSFERRING][STATES.index(state)]
     return client, key
 
@@ -314,11 +314,11 @@ def go_on(router: WiredRouter, client: Client, placement: tuple[str, str]) -> No
     key, first = client.live.key.to_proto(), logged(client.live.key.to_proto(), 0, "a")
     is_known = client.live.sequences[0].num_tokens > 0
     if prefill is None:
-        decode.tell(phase(key, PREFILL), phase(key, DECODE), *([] if is_known else [first]))
+        decode.emit(phase(key, PREFILL), phase(key, DECODE), *([] if is_known else [first]))
     else:
-        prefill.tell(phase(key, PREFILL), *([] if is_known else [first]), phase(key, TRANSFER))
-        decode.tell(phase(key, DECODE))
-    decode.tell(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
+        prefill.emit(phase(key, PREFILL), *([] if is_known else [first]), phase(key, TRANSFER))
+        decode.emit(phase(key, DECODE))
+    decode.emit(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
     client.take()
     assert client.tokens == [ids("abc")] and client.texts == ["abc"]
     assert client.live.lifecycle.state is S.FINISHED and client.completed is not None

@@ -116,7 +116,7 @@ class ModelWorker:
         """The router hears a batch of at most so many events; False when there was none."""
         batch = [self._outbox.popleft() for _ in range(min(num_events, len(self._outbox)))]
         if batch:
-            self.wire.tell(*batch)
+            self.wire.emit(*batch)
         return bool(batch)
 
     def work(self) -> bool:

@@ -99,15 +99,15 @@ def test_the_life_of_a_request_is_told_with_its_phases_tokens_and_workers() -> N
         prefill, decode = router.workers["p0"], router.workers["d0"]
         assert router.dispatcher.handing_over() == {("p0", "d0"): 1}
         await clock.advance(0.1)
-        prefill.tell(phase(key, PREFILL, 2))
+        prefill.emit(phase(key, PREFILL, 2))
         await clock.advance(0.3)
-        prefill.tell(phase(key, TRANSFER), tokens(key, 0, ids("a")))
+        prefill.emit(phase(key, TRANSFER), tokens(key, 0, ids("a")))
         await clock.advance(0.05)
-        decode.tell(phase(key, DECODE))
+        decode.emit(phase(key, DECODE))
         assert not router.dispatcher.handing_over(), "the prefill worker is done with it"
         assert not response_of(activity).requests
         await clock.advance(0.5)
-        decode.tell(tokens(key, 1, ids("bc"), finish_reason=LENGTH))
+        decode.emit(tokens(key, 1, ids("bc"), finish_reason=LENGTH))
         tick(activity, clock())
         (life,) = response_of(activity).requests
         assert [p.state for p in life.phases] == ["queued", "prefilling", "transferring", "decoding", "finished"]

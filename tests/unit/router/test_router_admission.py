@@ -53,9 +53,9 @@ class Cluster:
                 key, d0 = live.key.to_proto(), self.router.workers["d0"]
                 if generation_id not in self.began:
                     self.began[generation_id] = self.clock()
-                    d0.tell(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "a"))
+                    d0.emit(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "a"))
                 elif self.clock() - self.began[generation_id] >= self.service_s - 1e-9:
-                    d0.tell(logged(key, 1, "b", finish_reason=LENGTH))
+                    d0.emit(logged(key, 1, "b", finish_reason=LENGTH))
                     ended += [c for c in self.clients if c.request_id == generation_id]
         return ended
 
@@ -254,9 +254,9 @@ def test_one_tenant_leaves_room_in_the_queue_for_others() -> None:
         cluster = Cluster(clock, limits(max_queued_requests=20))
         heavy, light = (Principal(key_id=name, tenant=name) for name in ("heavy", "light"))
         for _ in range(100):
-            cluster.submit(caller=heavy)
+            cluster.submit(principal=heavy)
         assert cluster.router.dispatcher.num_queued == 10
-        first, second = cluster.submit(caller=light), cluster.submit(caller=light)
+        first, second = cluster.submit(principal=light), cluster.submit(principal=light)
         assert not first.live.is_over and not second.live.is_over
         assert cluster.refused == {"tenant_share": 100 - SLOTS - 10}
 
@@ -280,13 +280,13 @@ def test_a_quota_is_refused_by_its_name_and_with_its_delay() -> None:
         cluster = Cluster(clock)
         who = Principal(key_id="k7", tenant="t", quota=Quota(requests_per_min=2, max_concurrent=5))
         for _ in range(2):
-            assert not cluster.submit(caller=who).live.is_over
-        error = cluster.error_of(cluster.submit(caller=who))
+            assert not cluster.submit(principal=who).live.is_over
+        error = cluster.error_of(cluster.submit(principal=who))
         assert isinstance(error, QuotaExceeded) and error.retry_after_s == pytest.approx(30.0)
         assert [violation.field for violation in error.violations] == ["key:k7/requests_per_min"]
         assert cluster.refused == {"quota_requests_per_min": 1}
         await clock.advance(30.01)
-        assert not cluster.submit(caller=who).live.is_over
+        assert not cluster.submit(principal=who).live.is_over
 
     run(scenario)
 
@@ -295,13 +295,13 @@ def test_live_requests_of_a_key_are_counted_until_they_end_in_any_way() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
         who = Principal(key_id="k", tenant="t", quota=Quota(max_concurrent=1))
-        finished = cluster.submit(caller=who)
-        assert isinstance(cluster.error_of(cluster.submit(caller=who)), QuotaExceeded)
+        finished = cluster.submit(principal=who)
+        assert isinstance(cluster.error_of(cluster.submit(principal=who)), QuotaExceeded)
         await cluster.pass_time(0.5)
         assert finished.live.lifecycle.state is RequestState.FINISHED
-        cancelled = cluster.submit(caller=who)
+        cancelled = cluster.submit(principal=who)
         assert cluster.router.dispatcher.cancel(cancelled.request_id, "by the test")
-        assert not cluster.submit(caller=who).live.is_over
+        assert not cluster.submit(principal=who).live.is_over
 
     run(scenario)
 
@@ -310,10 +310,10 @@ def test_output_tokens_are_charged_while_a_request_runs() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
         who = Principal(key_id="k", tenant="t", quota=Quota(output_tokens_per_min=3))
-        client = cluster.submit(caller=who)
+        client = cluster.submit(principal=who)
         key, d0 = client.live.key.to_proto(), cluster.router.workers["d0"]
-        d0.tell(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "abc"))
-        error = cluster.error_of(cluster.submit(caller=who))
+        d0.emit(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "abc"))
+        error = cluster.error_of(cluster.submit(principal=who))
         assert isinstance(error, QuotaExceeded) and error.retry_after_s == pytest.approx(20.0)
         assert not client.live.is_over, "what runs is let run"
 

@@ -53,13 +53,13 @@ def test_a_failed_attempt_leads_another_way(reason: str, where: str, state: str)
             healthy = {"p0": d0, "d0": p0}[where]
         else:
             first, *second = where.split()
-            router.workers[first].tell(failed(key, REASONS[reason]))
+            router.workers[first].emit(failed(key, REASONS[reason]))
             for teller in second:
-                router.workers[teller].tell(failed(key, REASONS[reason]))
+                router.workers[teller].emit(failed(key, REASONS[reason]))
             healthy = {"p0": d0, "d0": p0}[first]
         placement = expected_placement(reason, where, worker_ids)
         for worker in (p0, d0):
-            worker.tell(logged(key, 1, "late"), phase(key, DECODE), failed(key, Failed.REASON_INTERNAL))
+            worker.emit(logged(key, 1, "late"), phase(key, DECODE), failed(key, Failed.REASON_INTERNAL))
         admits = {w.worker_id: admits for w in router.workers.values() if (admits := w.take_admits())}
         assert cancelled(healthy, key) == [None]
         assert set(admits) == set(placement) - {""}
@@ -101,7 +101,7 @@ def test_what_would_happen_anywhere_is_told_at_once(
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
         client, key = reach(router, state)
-        router.workers[teller].tell(failed(key, reason))
+        router.workers[teller].emit(failed(key, reason))
         assert type(client.live.error) is kind and client.live.lifecycle.state is S.FAILED
         other = router.workers["d0" if teller == "p0" else "p0"]
         assert not [w for w in router.workers.values() if w.take_admits()]
@@ -117,20 +117,20 @@ def test_once_decode_has_begun_another_attempt_goes_on_from_the_tokens_that_were
         router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
         client, key = reach(router, "transferring")
         d0 = router.workers["d0"]
-        d0.tell(phase(key, DECODE), logged(key, 1, "b"))
+        d0.emit(phase(key, DECODE), logged(key, 1, "b"))
         client.take()
         if reason == "WORKER_LOST":
             d0.lose()
         else:
-            d0.tell(failed(key, REASONS[reason]))
-        d0.tell(logged(key, 2, "late"))
+            d0.emit(failed(key, REASONS[reason]))
+        d0.emit(logged(key, 2, "late"))
         prefill, decode = ("p0", "d1") if reason == "WORKER_LOST" else ("p1", "d0")
         prompt, reserve = admit_of(router.workers[prefill]), admit_of(router.workers[decode])
         assert known(prompt) == known(reserve) == {0: ids("ab")} and reserve.expect_handoff
         again = prompt.key
         assert client.heartbeat() == pb.Heartbeat.PHASE_MIGRATING
-        router.workers[prefill].tell(phase(again, PREFILL), phase(again, TRANSFER))
-        router.workers[decode].tell(phase(again, DECODE), logged(again, 2, "c", finish_reason=LENGTH))
+        router.workers[prefill].emit(phase(again, PREFILL), phase(again, TRANSFER))
+        router.workers[decode].emit(phase(again, DECODE), logged(again, 2, "c", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abc"] and client.completed is not None
         assert client.completed.timing.placement.startswith(f"retried after {reason}")
@@ -146,13 +146,13 @@ def test_the_next_prefill_worker_still_owes_the_token_after_those_that_are_known
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0", "d1"])
         client, key = reach(router, "transferring")
-        router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, "b"))
+        router.workers["d0"].emit(phase(key, DECODE), logged(key, 1, "b"))
         router.workers["d0"].lose()
         p0, d1 = router.workers["p0"], router.workers["d1"]
         again = admit_of(p0).key
-        d1.tell(phase(again, DECODE), logged(again, 3, "d"))
-        p0.tell(logged(again, 2, "c"))
-        d1.tell(logged(again, 4, "e", finish_reason=LENGTH))
+        d1.emit(phase(again, DECODE), logged(again, 3, "d"))
+        p0.emit(logged(again, 2, "c"))
+        d1.emit(logged(again, 4, "e", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcde"] and client.completed is not None
         router.check_idle()
@@ -168,7 +168,7 @@ def test_whoever_told_tokens_was_not_in_vain_so_a_long_output_outlives_many_work
         for token in "bcdefghi":
             decode = router.workers[client.live.placement.decode_id]  # type: ignore[union-attr]
             key = client.live.key.to_proto()
-            decode.tell(phase(key, DECODE), logged(key, len(text), token))
+            decode.emit(phase(key, DECODE), logged(key, len(text), token))
             text += token
             decode.lose()
             decode.open()
@@ -177,7 +177,7 @@ def test_whoever_told_tokens_was_not_in_vain_so_a_long_output_outlives_many_work
         for _ in range(2):
             assert client.live.error is None
             decode = router.workers[client.live.placement.decode_id]  # type: ignore[union-attr]
-            decode.tell(phase(client.live.key.to_proto(), DECODE))
+            decode.emit(phase(client.live.key.to_proto(), DECODE))
             decode.lose()
             decode.open()
         assert isinstance(client.live.error, Unavailable) and client.live.error.retry_after_s == 1.0
@@ -197,12 +197,12 @@ def test_once_decode_has_begun_nothing_that_happens_to_the_prefill_worker_counts
         router = WiredRouter(clock, ["p0", "p1", "d0"])
         client, key = reach(router, "transferring")
         p0, d0 = router.workers["p0"], router.workers["d0"]
-        d0.tell(phase(key, DECODE))
+        d0.emit(phase(key, DECODE))
         if reason == "WORKER_LOST":
             p0.lose()
         else:
-            p0.tell(failed(key, REASONS[reason]))
-        d0.tell(logged(key, 1, "bc", finish_reason=LENGTH))
+            p0.emit(failed(key, REASONS[reason]))
+        d0.emit(logged(key, 1, "bc", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abc"] and client.live.key.attempt == 1
         assert router.dispatcher.counters.retried == {}
@@ -215,9 +215,9 @@ def test_after_the_third_attempt_the_client_is_told() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "p1", "p2", "p3", "d0"])
         client, key = reach(router, "first token")
-        router.workers["p0"].tell(failed(key, Failed.REASON_TRANSFER_FAILED))
+        router.workers["p0"].emit(failed(key, Failed.REASON_TRANSFER_FAILED))
         again = admit_of(router.workers["p1"])
-        router.workers["p1"].tell(failed(again.key, Failed.REASON_CORRUPT))
+        router.workers["p1"].emit(failed(again.key, Failed.REASON_CORRUPT))
         *_, last = router.workers["d0"].take_admits()
         assert RequestKey.of(last.key).attempt == 3 and not last.expect_handoff
         router.workers["d0"].lose()
@@ -255,14 +255,14 @@ def test_a_sequence_that_has_ended_is_known_and_dropped_and_told_no_more(by: str
             "stop token": {"finish_reason": STOP, "stop_token_id": EOS},
         }[by]
         logprobs = [pb.TokenLogprob(token_id=first[0], logprob=-1)]
-        p0.tell(phase(key, PREFILL), tokens(key, 0, first, logprobs=logprobs, **end))
-        p0.tell(logged(key, 0, "a", sequence_index=1), failed(key, Failed.REASON_TRANSFER_FAILED))
+        p0.emit(phase(key, PREFILL), tokens(key, 0, first, logprobs=logprobs, **end))
+        p0.emit(logged(key, 0, "a", sequence_index=1), failed(key, Failed.REASON_TRANSFER_FAILED))
         again = admit_of(p1)
         assert known(again) == {0: first, 1: ids("a")}
         d0.take()
         assert cancelled(p1, again.key) == cancelled(d0, again.key) == [0]
-        d0.tell(logged(again.key, 1, "x"), phase(again.key, DECODE))  # it had not heard yet that 0 is over
-        d0.tell(logged(again.key, 1, "b", sequence_index=1, finish_reason=LENGTH))
+        d0.emit(logged(again.key, 1, "x"), phase(again.key, DECODE))  # it had not heard yet that 0 is over
+        d0.emit(logged(again.key, 1, "b", sequence_index=1, finish_reason=LENGTH))
         client.take()
         assert client.tokens == [first, ids("ab")] and client.texts == ["z" if by == "length" else "", "ab"]
         assert client.ends[0].finish_reason == (LENGTH if by == "length" else STOP)
@@ -280,7 +280,7 @@ def test_when_every_sequence_has_ended_a_lost_worker_costs_nothing(where: str) -
         client = router.submit(n=2, stop=["s"])
         p0 = router.workers["p0"]
         key = admit_of(p0).key
-        p0.tell(phase(key, PREFILL), logged(key, 0, "s"), logged(key, 0, "a", sequence_index=1, finish_reason=LENGTH))
+        p0.emit(phase(key, PREFILL), logged(key, 0, "s"), logged(key, 0, "a", sequence_index=1, finish_reason=LENGTH))
         router.workers[where].lose()
         client.take()
         assert client.completed is not None and client.live.key.attempt == 1
@@ -298,14 +298,14 @@ def test_of_one_sequence_every_token_is_known_of_the_other_none() -> None:
         p0, d0 = router.workers["p0"], router.workers["d0"]
         key = admit_of(p0).key
         d0.take()
-        p0.tell(phase(key, PREFILL), logged(key, 0, "a"))
-        d0.tell(phase(key, DECODE), logged(key, 1, "bc"), logged(key, 1, "lost", sequence_index=1))
+        p0.emit(phase(key, PREFILL), logged(key, 0, "a"))
+        d0.emit(phase(key, DECODE), logged(key, 1, "bc"), logged(key, 1, "lost", sequence_index=1))
         p0.lose()
         again = admit_of(d0)
         assert known(again) == {0: ids("abc")} and not again.expect_handoff
-        d0.tell(phase(again.key, DECODE), logged(again.key, 0, "x", sequence_index=1))
-        d0.tell(logged(again.key, 1, "y", sequence_index=1, finish_reason=LENGTH))
-        d0.tell(logged(again.key, 3, "d", finish_reason=LENGTH))
+        d0.emit(phase(again.key, DECODE), logged(again.key, 0, "x", sequence_index=1))
+        d0.emit(logged(again.key, 1, "y", sequence_index=1, finish_reason=LENGTH))
+        d0.emit(logged(again.key, 3, "d", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcd", "xy"]
         router.check_idle()
@@ -320,12 +320,12 @@ def test_what_a_stop_string_cut_off_is_not_known() -> None:
         p0, d0 = router.workers["p0"], router.workers["d0"]
         key = admit_of(p0).key
         d0.take()
-        d0.tell(phase(key, DECODE), logged(key, 1, "bsz"))
-        p0.tell(phase(key, PREFILL), logged(key, 0, "a"))
+        d0.emit(phase(key, DECODE), logged(key, 1, "bsz"))
+        p0.emit(phase(key, PREFILL), logged(key, 0, "a"))
         p0.lose()
         again = admit_of(d0)
         assert known(again) == {0: ids("abs")}
-        d0.tell(phase(again.key, DECODE), logged(again.key, 0, "x", sequence_index=1, finish_reason=LENGTH))
+        d0.emit(phase(again.key, DECODE), logged(again.key, 0, "x", sequence_index=1, finish_reason=LENGTH))
         client.take()
         assert client.texts == ["ab", "x"] and client.ends[0].stop_string == "s"
         router.check_idle()
@@ -339,20 +339,20 @@ def test_times_are_those_of_the_attempt_that_went_well_and_the_first_token_that_
         client, key = reach(router, "dispatched")
         p0, p1, d0 = (router.workers[i] for i in ("p0", "p1", "d0"))
         await clock.advance(1)
-        p0.tell(phase(key, PREFILL))
+        p0.emit(phase(key, PREFILL))
         await clock.advance(2)
-        p0.tell(logged(key, 0, "a"), phase(key, TRANSFER))
+        p0.emit(logged(key, 0, "a"), phase(key, TRANSFER))
         await clock.advance(4)
-        p0.tell(failed(key, Failed.REASON_TRANSFER_FAILED))
+        p0.emit(failed(key, Failed.REASON_TRANSFER_FAILED))
         again = admit_of(p1)
         await clock.advance(8)
-        p1.tell(phase(again.key, PREFILL))
+        p1.emit(phase(again.key, PREFILL))
         await clock.advance(16)
-        p1.tell(phase(again.key, TRANSFER))
+        p1.emit(phase(again.key, TRANSFER))
         await clock.advance(32)
-        d0.tell(phase(again.key, DECODE))
+        d0.emit(phase(again.key, DECODE))
         await clock.advance(64)
-        d0.tell(logged(again.key, 1, "b", finish_reason=LENGTH))
+        d0.emit(logged(again.key, 1, "b", finish_reason=LENGTH))
         client.take()
         assert client.completed is not None
         timing = client.completed.timing
@@ -383,7 +383,7 @@ def test_a_decode_worker_that_leaves_finishes_what_it_has_and_gets_no_second_att
         router.name(["p0", "p1", "d1"])
         await clock.advance(0.0)
         assert leaving.is_ready
-        leaving.tell(failed(key, Failed.REASON_TRANSFER_FAILED))
+        leaving.emit(failed(key, Failed.REASON_TRANSFER_FAILED))
         await clock.advance(0.0)
         assert not leaving.is_ready
         again = admit_of(router.workers["d1"])

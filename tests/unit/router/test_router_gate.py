@@ -140,7 +140,7 @@ async def test_a_request_carries_its_caller(router: Router, workers: tuple[FakeW
     live = router.server.dispatcher.find(key.request_id)
     assert live is not None
     quota = Quota(requests_per_min=9, max_concurrent=4)
-    assert live.caller == Principal("alice", "acme", frozenset({"generate"}), 2.0, quota)
+    assert live.principal == Principal("alice", "acme", frozenset({"generate"}), 2.0, quota)
     running.cancel()
 
 
@@ -255,7 +255,7 @@ async def test_without_a_keys_file_everybody_is_anyone(tmp_path: Path, workers: 
         running = asyncio.ensure_future(router.stream(text_spec(), metadata=bearer("baton-whatever")))
         admit = await workers[0].next_admit()
         live = router.server.dispatcher.find(admit.key.request_id)
-        assert live is not None and live.caller is ANYONE
+        assert live is not None and live.principal is ANYONE
         assert admit.cache_salt == b""
         running.cancel()
 

@@ -26,7 +26,7 @@ class Cluster:
         self.open()
         if cost:
             stats = worker_pb2.WorkerStats(step_cost=worker_pb2.StepCost(**cost))
-            self.d0.tell(worker_pb2.Event(stats=stats))
+            self.d0.emit(worker_pb2.Event(stats=stats))
 
     def open(self, **info: Any) -> None:
         self.d0.lose()
@@ -36,7 +36,7 @@ class Cluster:
         """One that decodes."""
         client = self.router.submit(**given)
         key = admit_of(self.d0).key
-        self.d0.tell(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "a"))
+        self.d0.emit(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "a"))
         return client
 
     def has_spare(self, num_running: int) -> bool:

@@ -17,7 +17,7 @@ MAX_OUTPUT = 60
 def decoding(router: WiredRouter) -> Client:
     """On p0 and d0, so many tokens in."""
     client, key = reach(router, "transferring", max_output_tokens=MAX_OUTPUT)
-    router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, LONG[1:]))
+    router.workers["d0"].emit(phase(key, DECODE), logged(key, 1, LONG[1:]))
     assert client.live.num_tokens == len(LONG)
     return client
 

@@ -56,11 +56,11 @@ def test_a_request_is_counted_where_it_was_placed_how_it_ended_and_how_long_it_t
         key = RequestKey(client.request_id, 1).to_proto()
         assert (value(router, "running_requests"), value(router, "queued_requests")) == (1, 0)
         await clock.advance(0.3)
-        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a")))
+        router.workers["p0"].emit(phase(key, PREFILL), tokens(key, 0, ids("a")))
         await clock.advance(0.2)
-        router.workers["d0"].tell(phase(key, DECODE), tokens(key, 1, ids("bc")))
+        router.workers["d0"].emit(phase(key, DECODE), tokens(key, 1, ids("bc")))
         await clock.advance(0.04)
-        router.workers["d0"].tell(tokens(key, 3, ids("d"), finish_reason=LENGTH))
+        router.workers["d0"].emit(tokens(key, 3, ids("d"), finish_reason=LENGTH))
         assert by_label(router, "placements_total", "kind") == {"disaggregated": 1}
         assert by_label(router, "requests_total", "outcome") == {"finished": 1}
         assert value(router, "decision_seconds_count") == 1
@@ -88,7 +88,7 @@ def test_what_requests_hold_of_the_kv_is_told_by_role_and_not_of_workers_that_ar
         router = WiredRouter(clock, ["p0", "d0", "d1"])
         for name, held in (("d0", 10), ("d1", 30)):
             stats = worker_pb2.WorkerStats(blocks_held=held, blocks_cached=20, blocks_total=100)
-            router.workers[name].tell(worker_pb2.Event(stats=stats))
+            router.workers[name].emit(worker_pb2.Event(stats=stats))
         assert by_label(router, "kv_usage_ratio", "role") == {"decode": 0.2}
         router.workers["d1"].lose()
         assert by_label(router, "kv_usage_ratio", "role") == {"decode": 0.1}
@@ -104,7 +104,7 @@ def test_outputs_are_counted_by_why_they_ended_each_and_only_of_what_finished() 
         client = router.submit(n=2)
         key = RequestKey(client.request_id, 1).to_proto()
         stopped = tokens(key, 0, ids("b"), sequence_index=1, finish_reason=STOP)
-        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH), stopped)
+        router.workers["p0"].emit(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH), stopped)
         assert by_label(router, "sequences_total", "finished_reason") == {"length": 1, "stop": 1}
         assert value(router, "request_output_tokens_count") == 1
         assert value(router, "time_per_output_token_seconds_count") == 0, "one token has no time per token"
@@ -123,7 +123,7 @@ def test_dashboards_made_for_vllm_find_the_same_numbers_under_its_names() -> Non
 
         assert (value_of("num_requests_running"), value_of("num_requests_waiting")) == (1, 0)
         key = RequestKey(client.request_id, 1).to_proto()
-        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH))
+        router.workers["p0"].emit(phase(key, PREFILL), tokens(key, 0, ids("a"), finish_reason=LENGTH))
         assert value_of("generation_tokens_total") == value_of("time_to_first_token_seconds_count") == 1
         wanted = {name.removesuffix("_total") for metric in METRICS for name in metric.aliases}
         assert {family.name for family in names.collect()} == wanted
@@ -140,9 +140,9 @@ def test_sequences_of_one_request_are_timed_each_by_itself_and_late_tokens_not_a
         client = router.submit(n=2)
         key = RequestKey(client.request_id, 1).to_proto()
         prefill, decode = router.workers["p0"], router.workers["d0"]
-        prefill.tell(phase(key, PREFILL), tokens(key, 0, ids("a")), tokens(key, 0, ids("b"), sequence_index=1))
+        prefill.emit(phase(key, PREFILL), tokens(key, 0, ids("a")), tokens(key, 0, ids("b"), sequence_index=1))
         await clock.advance(0.5)
-        decode.tell(tokens(key, 0, ids("a")), tokens(key, 1, ids("c"), sequence_index=1))
+        decode.emit(tokens(key, 0, ids("a")), tokens(key, 1, ids("c"), sequence_index=1))
         assert value(router, "inter_token_seconds_count") == 1
         assert value(router, "inter_token_seconds_sum") == pytest.approx(0.5)
 
@@ -190,7 +190,7 @@ def test_the_turns_of_a_session_are_placed_together_and_counted() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "p1", "d0", "d1"])
         for worker in router.workers.values():
-            worker.tell(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
+            worker.emit(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
         first = [router.submit(), router.submit(session_id="s")]
         for client in first:
             router.dispatcher.cancel(client.request_id, "by the test")
@@ -230,9 +230,9 @@ def test_a_policy_sees_every_placement_hand_off_and_loss(monkeypatch: pytest.Mon
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0", "d1"])
         key = router.submit().live.key.to_proto()
-        router.workers["p0"].tell(phase(key, PREFILL), tokens(key, 0, ids("a")))
+        router.workers["p0"].emit(phase(key, PREFILL), tokens(key, 0, ids("a")))
         await clock.advance(0.25)
-        router.workers["d0"].tell(phase(key, DECODE), tokens(key, 1, ids("b")))
+        router.workers["d0"].emit(phase(key, DECODE), tokens(key, 1, ids("b")))
         router.workers["d0"].lose()
         assert seen == [("placed", "d0"), ("handoff", 0.25), ("lost", "d0"), ("placed", "d1")]
         assert value(router, "decision_seconds_count") == 3, "a retry decides on the decode and on the prefill worker"

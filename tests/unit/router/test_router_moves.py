@@ -84,7 +84,7 @@ def test_nobody_moves_to_where_there_is_no_room(
 def decoding(router: WiredRouter, text: str = "b", **request: object) -> tuple[Client, worker_pb2.RequestKey]:
     """It has told "a" and `text`, and decodes on d0."""
     client, key = reach(router, "transferring", **({"max_output_tokens": LONG} | request))
-    router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, text))
+    router.workers["d0"].emit(phase(key, DECODE), logged(key, 1, text))
     return client, key
 
 
@@ -101,8 +101,8 @@ def test_a_resident_of_a_worker_that_is_to_prefill_goes_on_elsewhere_with_the_sa
         assert RequestKey.of(prompt.key) == RequestKey.of(reserve.key) == (client.request_id, 2)
         assert client.live.lifecycle.state is S.TRANSFERRING
         again = prompt.key
-        d0.tell(logged(key, 2, "late"), phase(again, PREFILL), logged(again, 2, "c"), phase(again, TRANSFER))
-        d1.tell(phase(again, DECODE), logged(again, 3, "d", finish_reason=LENGTH))
+        d0.emit(logged(key, 2, "late"), phase(again, PREFILL), logged(again, 2, "c"), phase(again, TRANSFER))
+        d1.emit(phase(again, DECODE), logged(again, 3, "d", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcd"] and client.completed is not None
         timing = client.completed.timing
@@ -123,14 +123,14 @@ def test_of_several_sequences_those_that_have_ended_stay_ended() -> None:
         p0, d0 = router.workers["p0"], router.workers["d0"]
         key = admit_of(p0).key
         d0.take()
-        p0.tell(phase(key, PREFILL), logged(key, 0, "a"), logged(key, 0, "x", sequence_index=1))
-        d0.tell(phase(key, DECODE), logged(key, 1, "b", finish_reason=LENGTH))
+        p0.emit(phase(key, PREFILL), logged(key, 0, "a"), logged(key, 0, "x", sequence_index=1))
+        d0.emit(phase(key, DECODE), logged(key, 1, "b", finish_reason=LENGTH))
         router.name(["p0", "d0", "d1"], draining=["d0"])
         d1 = router.workers["d1"]
         again = admit_of(d1).key
         assert cancelled(d1, again) == [0]
         d0.take()
-        d1.tell(phase(again, DECODE), logged(again, 1, "y", sequence_index=1, finish_reason=LENGTH))
+        d1.emit(phase(again, DECODE), logged(again, 1, "y", sequence_index=1, finish_reason=LENGTH))
         client.take()
         assert client.texts == ["ab", "xy"] and client.completed is not None
         assert client.completed.timing.placement == "moved from d0 to d1: the worker drains"
@@ -150,7 +150,7 @@ def test_without_room_elsewhere_residents_finish_where_they_are() -> None:
                 info.num_blocks = 1
             router.name(["p0", "d0", *others], draining=["d0"])
             assert router.workers["d0"].take() == [] and client.live.key.attempt == 1
-            router.workers["d0"].tell(logged(key, 2, "c", finish_reason=LENGTH))
+            router.workers["d0"].emit(logged(key, 2, "c", finish_reason=LENGTH))
             client.take()
             assert client.texts == ["abc"] and router.dispatcher.counters.moved == 0
             router.check_idle()
@@ -164,22 +164,22 @@ def test_a_few_move_at_a_time_and_each_that_has_arrived_makes_way_for_another() 
         clients = [router.submit(max_output_tokens=LONG) for _ in range(MOST_AT_ONCE + 2)]
         p0, d0 = router.workers["p0"], router.workers["d0"]
         for admit in p0.take_admits():
-            p0.tell(phase(admit.key, PREFILL), logged(admit.key, 0, "a"), phase(admit.key, TRANSFER))
-            d0.tell(phase(admit.key, DECODE))
+            p0.emit(phase(admit.key, PREFILL), logged(admit.key, 0, "a"), phase(admit.key, TRANSFER))
+            d0.emit(phase(admit.key, DECODE))
         d0.take()
         router.name(["p0", "d0", "d1"], relabelled=["d0"])
         d1 = router.workers["d1"]
         d1.open()
         first = [admit.key for admit in d0.take_admits()]
         assert len(first) == MOST_AT_ONCE
-        d0.tell(logged(first[0], 1, "b"))
+        d0.emit(logged(first[0], 1, "b"))
         assert d0.take_admits() == [], "it has not arrived"
-        d1.tell(phase(first[0], DECODE))
+        d1.emit(phase(first[0], DECODE))
         (more,) = d0.take_admits()
         assert more.key not in first
         d1.take()
-        d1.tell(logged(first[1], 2, "c", finish_reason=LENGTH), phase(first[1], DECODE))
-        d0.tell(logged(first[1], 1, "b"))
+        d1.emit(logged(first[1], 2, "c", finish_reason=LENGTH), phase(first[1], DECODE))
+        d0.emit(logged(first[1], 1, "b"))
         assert len(d0.take_admits()) == 1
         for client in clients:
             router.dispatcher.cancel(client.request_id, "over")
@@ -198,7 +198,7 @@ def test_a_move_that_fails_is_an_attempt_that_failed() -> None:
             again = admit_of(d1).key
             d0.take()
             if what == "link cut":
-                d0.tell(failed(again, worker_pb2.Failed.REASON_PEER_LOST))
+                d0.emit(failed(again, worker_pb2.Failed.REASON_PEER_LOST))
             else:
                 (d0 if what == "d0 lost" else d1).lose()
             admits = {w.worker_id: a for w in router.workers.values() for a in w.take_admits()}
@@ -208,8 +208,8 @@ def test_a_move_that_fails_is_an_attempt_that_failed() -> None:
             assert all(known(admit) == {0: ids("ab")} for admit in admits.values())
             key = admits[decode_id].key
             assert RequestKey.of(key).attempt == 3 and sum(router.dispatcher.counters.retried.values()) == 1
-            router.workers[prefill_id].tell(logged(key, 2, "c"))
-            router.workers[decode_id].tell(phase(key, DECODE), logged(key, 3, "d", finish_reason=LENGTH))
+            router.workers[prefill_id].emit(logged(key, 2, "c"))
+            router.workers[decode_id].emit(phase(key, DECODE), logged(key, 3, "d", finish_reason=LENGTH))
             client.take()
             assert client.texts == ["abcd"]
             for worker in router.workers.values():
@@ -227,8 +227,8 @@ def test_moves_use_up_no_attempts() -> None:
             source, target = ("d0", "d1") if number % 2 == 0 else ("d1", "d0")
             router.name(["p0", "d0", "d1"], draining=[source])
             key = client.live.key.to_proto()
-            router.workers[target].tell(phase(key, DECODE))
-            router.workers[source].tell(logged(key, 2 + number, "x"))
+            router.workers[target].emit(phase(key, DECODE))
+            router.workers[source].emit(logged(key, 2 + number, "x"))
         client.take()
         assert client.texts == ["abxxxxxx"] and client.live.key.attempt == 7
         assert client.live.error is None and router.dispatcher.counters.moved == 6
@@ -246,15 +246,15 @@ def test_who_decodes_on_a_prefill_worker_that_stood_in_moves_when_a_decode_worke
         d0.lose()
         alone = p0.take_admits()[-1]
         assert alone.role == worker_pb2.ROLE_DECODE and not alone.expect_handoff
-        p0.tell(phase(alone.key, PREFILL), phase(alone.key, DECODE), logged(alone.key, 2, "c"))
+        p0.emit(phase(alone.key, PREFILL), phase(alone.key, DECODE), logged(alone.key, 2, "c"))
         assert client.live.placement is not None
         assert client.live.placement.reason == "local prefill on p0 after WORKER_LOST on d0: no decode worker is ready"
         d0.open()
         prompt, reserve = admit_of(p0), admit_of(d0)
         assert prompt.decode_peer.worker_id == "d0" and reserve.expect_handoff
         assert known(reserve) == {0: ids("abc")}
-        p0.tell(logged(prompt.key, 3, "d"))
-        d0.tell(phase(prompt.key, DECODE), logged(prompt.key, 4, "e", finish_reason=LENGTH))
+        p0.emit(logged(prompt.key, 3, "d"))
+        d0.emit(phase(prompt.key, DECODE), logged(prompt.key, 4, "e", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcde"] and client.heartbeat() == pb.Heartbeat.PHASE_UNSPECIFIED
         router.check_idle()
@@ -276,7 +276,7 @@ def test_who_moves_or_is_placed_again_has_not_ended() -> None:
         admission.on_end = note  # type: ignore[method-assign]
         client, key = reach(router, "transferring", max_output_tokens=LONG)
         router.name(["p0", "d0", "d1", "d2"], draining=["d0"])
-        router.workers["d0"].tell(phase(key, DECODE), logged(key, 1, "b"))
+        router.workers["d0"].emit(phase(key, DECODE), logged(key, 1, "b"))
         for worker_id in ("d1", "d2"):
             router.workers[worker_id].open()
         assert router.dispatcher.counters.moved == 1

@@ -42,9 +42,9 @@ def test_started_waits_until_all_are_there_and_the_client_sees_that_it_goes_on()
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
         p0 = router.workers["p0"]
         for event in (phase(key, PREFILL), part(key, 0, 2), part(key, 2, 4)):
-            p0.tell(event)
+            p0.emit(event)
             assert [event.WhichOneof("event") for event in client.reader.take()] in ([], ["heartbeat"])
-        p0.tell(part(key, 4, 5))
+        p0.emit(part(key, 4, 5))
         client.take()
         assert client.num_started == 1
         go_on(router, client, ("p0", "d0"))
@@ -55,14 +55,14 @@ def test_started_waits_until_all_are_there_and_the_client_sees_that_it_goes_on()
 def test_an_attempt_that_fails_before_sends_the_client_nothing_and_the_next_begins_again() -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
         p0, p1 = router.workers["p0"], router.workers["p1"]
-        p0.tell(phase(key, PREFILL), part(key, 0, 4, -1.0), failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
+        p0.emit(phase(key, PREFILL), part(key, 0, 4, -1.0), failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
         client.take()
         admit = admit_of(p1)
         assert admit.HasField("prompt_logprobs")
-        p0.tell(part(key, 4, 5, -1.0))
+        p0.emit(part(key, 4, 5, -1.0))
         client.take()
         assert client.num_started == 0
-        p1.tell(phase(admit.key, PREFILL), part(admit.key, 0, 5, -2.0))
+        p1.emit(phase(admit.key, PREFILL), part(admit.key, 0, 5, -2.0))
         go_on(router, client, ("p1", "d0"))
 
     play(script)
@@ -73,10 +73,10 @@ def test_an_attempt_that_fails_before_sends_the_client_nothing_and_the_next_begi
 def test_once_they_are_all_there_no_attempt_is_asked_again(is_taken: bool, worker_ids: tuple[str, ...]) -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
         p0 = router.workers["p0"]
-        p0.tell(phase(key, PREFILL), part(key, 0, 5))
+        p0.emit(phase(key, PREFILL), part(key, 0, 5))
         if is_taken:
             client.take()
-        p0.tell(failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
+        p0.emit(failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
         last = "p1" if "p1" in worker_ids else "d0"
         assert not admit_of(router.workers[last]).HasField("prompt_logprobs")
         go_on(router, client, (last.replace("d0", ""), "d0"))
@@ -88,10 +88,10 @@ def test_once_they_are_all_there_no_attempt_is_asked_again(is_taken: bool, worke
 def test_a_decode_worker_that_computes_the_prompt_is_asked() -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
         p0, d0 = router.workers["p0"], router.workers["d0"]
-        p0.tell(phase(key, PREFILL), part(key, 0, 3), failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
+        p0.emit(phase(key, PREFILL), part(key, 0, 3), failed(key, worker_pb2.Failed.REASON_TRANSFER_FAILED))
         admit = admit_of(d0)
         assert admit.HasField("prompt_logprobs") and not admit.expect_handoff
-        d0.tell(phase(admit.key, PREFILL), part(admit.key, 0, 5, -2.0))
+        d0.emit(phase(admit.key, PREFILL), part(admit.key, 0, 5, -2.0))
         go_on(router, client, ("", "d0"))
 
     play(script, ("p0", "d0"))
@@ -100,7 +100,7 @@ def test_a_decode_worker_that_computes_the_prompt_is_asked() -> None:
 def test_a_first_token_that_ends_it_all_comes_after_them() -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
         p0 = router.workers["p0"]
-        p0.tell(phase(key, PREFILL), part(key, 0, 5), logged(key, 0, "a", finish_reason=LENGTH))
+        p0.emit(phase(key, PREFILL), part(key, 0, 5), logged(key, 0, "a", finish_reason=LENGTH))
         client.take()
         assert client.completed is not None and client.num_started == 1
         router.check_idle()
@@ -110,7 +110,7 @@ def test_a_first_token_that_ends_it_all_comes_after_them() -> None:
 
 def test_a_cancelled_request_starts_without_a_part_of_them() -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
-        router.workers["p0"].tell(phase(key, PREFILL), part(key, 0, 3))
+        router.workers["p0"].emit(phase(key, PREFILL), part(key, 0, 3))
         router.dispatcher.cancel(client.request_id, "by the test")
         events = client.reader.take()
         assert list(map(_kind, events)) == ["started", "sequence_end"]
@@ -122,7 +122,7 @@ def test_a_cancelled_request_starts_without_a_part_of_them() -> None:
 @pytest.mark.parametrize("start", [0, 1, 3])
 def test_what_does_not_come_next_fails_that_request(start: int) -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
-        router.workers["p0"].tell(phase(key, PREFILL), part(key, 0, 2), part(key, start, 5))
+        router.workers["p0"].emit(phase(key, PREFILL), part(key, 0, 2), part(key, start, 5))
         assert isinstance(client.live.error, InternalError)
         router.check_idle()
 
@@ -131,7 +131,7 @@ def test_what_does_not_come_next_fails_that_request(start: int) -> None:
 
 def test_a_first_token_before_them_fails_that_request() -> None:
     def script(router: WiredRouter, client: Client, key: worker_pb2.RequestKey) -> None:
-        router.workers["p0"].tell(phase(key, PREFILL), part(key, 0, 4), logged(key, 0, "a"))
+        router.workers["p0"].emit(phase(key, PREFILL), part(key, 0, 4), logged(key, 0, "a"))
         assert isinstance(client.live.error, InternalError)
 
     play(script)

@@ -57,13 +57,13 @@ def test_a_request_that_is_handed_off_is_one_attempt_of_four_phases() -> None:
         p0, d0 = router.workers["p0"], router.workers["d0"]
         key = admit_of(p0).key
         await clock.advance(0.1)
-        p0.tell(phase(key, PREFILL, num_cached_tokens=2))
+        p0.emit(phase(key, PREFILL, num_cached_tokens=2))
         await clock.advance(0.2)
-        p0.tell(logged(key, 0, "a"), phase(key, TRANSFER))
+        p0.emit(logged(key, 0, "a"), phase(key, TRANSFER))
         await clock.advance(0.3)
-        d0.tell(phase(key, DECODE))
+        d0.emit(phase(key, DECODE))
         await clock.advance(0.4)
-        d0.tell(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
+        d0.emit(logged(key, 1, "b"), logged(key, 2, "c", finish_reason=LENGTH))
         return client
 
     root = spans(run(scenario))
@@ -100,11 +100,11 @@ def test_a_local_prefill_hands_nothing_over() -> None:
         d0 = router.workers["d0"]
         key = admit_of(d0).key
         await clock.advance(0.1)
-        d0.tell(phase(key, PREFILL))
+        d0.emit(phase(key, PREFILL))
         await clock.advance(0.1)
-        d0.tell(logged(key, 0, "a"), phase(key, DECODE))
+        d0.emit(logged(key, 0, "a"), phase(key, DECODE))
         await clock.advance(0.1)
-        d0.tell(logged(key, 1, "b", finish_reason=LENGTH))
+        d0.emit(logged(key, 1, "b", finish_reason=LENGTH))
         return client
 
     (attempt,) = spans(run(scenario)).children
@@ -121,16 +121,16 @@ def test_a_replay_is_a_second_attempt_after_one_that_failed(has_begun: bool) -> 
         key = admit_of(p0).key
         await clock.advance(0.1)
         if has_begun:
-            p0.tell(phase(key, PREFILL))
+            p0.emit(phase(key, PREFILL))
         await clock.advance(0.1)
         p0.lose()
         again = admit_of(p1).key
         await clock.advance(0.1)
-        p1.tell(phase(again, PREFILL))
+        p1.emit(phase(again, PREFILL))
         await clock.advance(0.1)
-        p1.tell(logged(again, 0, "a"), phase(again, TRANSFER))
+        p1.emit(logged(again, 0, "a"), phase(again, TRANSFER))
         await clock.advance(0.1)
-        d0.tell(phase(again, DECODE), logged(again, 1, "b", finish_reason=LENGTH))
+        d0.emit(phase(again, DECODE), logged(again, 1, "b", finish_reason=LENGTH))
         return client
 
     root = spans(run(scenario))
@@ -157,19 +157,19 @@ def test_a_move_is_a_second_attempt_and_no_failure() -> None:
         client = router.submit(max_output_tokens=100)
         p0 = router.workers["p0"]
         key = admit_of(p0).key
-        p0.tell(phase(key, PREFILL), logged(key, 0, "a"), phase(key, TRANSFER))
+        p0.emit(phase(key, PREFILL), logged(key, 0, "a"), phase(key, TRANSFER))
         assert client.live.placement is not None
         old = router.workers[client.live.placement.decode_id]
         await clock.advance(0.1)
-        old.tell(phase(key, DECODE), logged(key, 1, "b"))
+        old.emit(phase(key, DECODE), logged(key, 1, "b"))
         await clock.advance(0.1)
         router.name(["p0", "d0", "d1"], draining=[old.worker_id])
         assert client.live.key.attempt == 2
         new = router.workers[client.live.placement.decode_id]
         again = client.live.key.to_proto()
         await clock.advance(0.1)
-        old.tell(logged(again, 2, "c"), phase(again, TRANSFER))
-        new.tell(phase(again, DECODE), logged(again, 3, "d", finish_reason=LENGTH))
+        old.emit(logged(again, 2, "c"), phase(again, TRANSFER))
+        new.emit(phase(again, DECODE), logged(again, 3, "d", finish_reason=LENGTH))
         return client
 
     root = spans(run(scenario))
@@ -204,7 +204,7 @@ def test_a_request_that_fails_blames_its_last_attempt() -> None:
         client = router.submit()
         key = admit_of(router.workers["p0"]).key
         await clock.advance(0.5)
-        router.workers["p0"].tell(failed(key, worker_pb2.Failed.REASON_CAPACITY))
+        router.workers["p0"].emit(failed(key, worker_pb2.Failed.REASON_CAPACITY))
         return client
 
     root = spans(run(scenario))
@@ -219,7 +219,7 @@ def test_a_client_that_leaves_is_no_error() -> None:
         router = WiredRouter(clock, ["p0", "d0"])
         client = router.submit()
         key = admit_of(router.workers["p0"]).key
-        router.workers["p0"].tell(phase(key, PREFILL))
+        router.workers["p0"].emit(phase(key, PREFILL))
         await clock.advance(0.5)
         router.dispatcher.cancel(client.request_id, "the client left")
         return client
@@ -266,12 +266,12 @@ def test_whatever_happens_children_lie_in_their_parents_one_after_the_other(seed
             key = live.key.to_proto()
             match draw.choice(["phase"] * 4 + ["token"] * 4 + ["fail", "lose", "open", "cancel"]):
                 case "phase":
-                    worker.tell(phase(key, draw.choice([PREFILL, TRANSFER, DECODE])))
+                    worker.emit(phase(key, draw.choice([PREFILL, TRANSFER, DECODE])))
                 case "token" if worker.is_ready:
                     index = live.sequences[0].num_tokens
-                    worker.tell(logged(key, index, "a", finish_reason=LENGTH if index == 3 else 0))
+                    worker.emit(logged(key, index, "a", finish_reason=LENGTH if index == 3 else 0))
                 case "fail" if worker.is_ready:
-                    worker.tell(failed(key, draw.choice([1, 2, 3, 7])))
+                    worker.emit(failed(key, draw.choice([1, 2, 3, 7])))
                 case "lose" if draw.random() < 0.3:
                     worker.lose()
                 case "open" if not worker.is_ready:

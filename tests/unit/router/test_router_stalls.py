@@ -137,7 +137,7 @@ async def be_silent(router: WiredRouter, clock: ManualClock, silent: Iterable[st
     for _ in range(round(seconds / TICK_S)):
         for worker_id, worker in router.workers.items():
             if worker_id not in silent and worker.is_ready:
-                worker.tell()
+                worker.emit()
         await clock.advance(TICK_S)
 
 
@@ -147,7 +147,7 @@ def test_what_decodes_on_a_worker_that_stands_still_goes_on_elsewhere() -> None:
         await be_silent(router, clock, [], 2)
         client, key = reach(router, "transferring")
         p0, d0, d1 = (router.workers[i] for i in ("p0", "d0", "d1"))
-        d0.tell(phase(key, DECODE), logged(key, 1, "b"))
+        d0.emit(phase(key, DECODE), logged(key, 1, "b"))
         await be_silent(router, clock, ["d0"], 1.5)
         assert d0.is_ready and d0.is_suspect
         prompt, reserve = admit_of(p0), admit_of(d1)
@@ -156,9 +156,9 @@ def test_what_decodes_on_a_worker_that_stands_still_goes_on_elsewhere() -> None:
         assert router.dispatcher.counters.retried == {"STALLED": 1}
         other = router.submit()
         assert admit_of(d1) and not d0.take_admits()
-        d0.tell(logged(key, 2, "late"))
-        p0.tell(logged(prompt.key, 2, "c"))
-        d1.tell(phase(prompt.key, DECODE), logged(prompt.key, 3, "d", finish_reason=LENGTH))
+        d0.emit(logged(key, 2, "late"))
+        p0.emit(logged(prompt.key, 2, "c"))
+        d1.emit(phase(prompt.key, DECODE), logged(prompt.key, 3, "d", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abcd"]
         await be_silent(router, clock, [], 2 * TICK_S)
@@ -176,13 +176,13 @@ def test_an_engine_that_hangs_while_its_loop_beats_loses_its_requests() -> None:
         d0, d1 = router.workers["d0"], router.workers["d1"]
         cost = StepCost(0.01, 0.0001, 0, 0.001, 0).to_proto()
         for worker in router.workers.values():
-            worker.tell(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
-        d0.tell(phase(key, DECODE), logged(key, 1, "b"))
+            worker.emit(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost)))
+        d0.emit(phase(key, DECODE), logged(key, 1, "b"))
         await be_silent(router, clock, [], 2)
         assert d0.is_suspect and known(admit_of(d1)) == {0: ids("ab")}
         await be_silent(router, clock, [], 2)
         assert d0.is_suspect and not d1.is_suspect
-        d0.tell(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost, num_steps=1)))
+        d0.emit(worker_pb2.Event(stats=worker_pb2.WorkerStats(step_cost=cost, num_steps=1)))
         await be_silent(router, clock, [], TICK_S)
         assert not d0.is_suspect
         router.dispatcher.cancel(client.request_id, "over")
@@ -197,11 +197,11 @@ def test_whoever_nobody_else_can_take_over_waits_for_its_worker() -> None:
         await be_silent(router, clock, [], 2)
         client, key = reach(router, "transferring")
         d0 = router.workers["d0"]
-        d0.tell(phase(key, DECODE), logged(key, 1, "b"))
+        d0.emit(phase(key, DECODE), logged(key, 1, "b"))
         router.name(["p0", "d0"], draining=["p0"])
         await be_silent(router, clock, ["d0"], 2.5)
         assert d0.is_suspect and client.live.key.attempt == 1
-        d0.tell(logged(key, 2, "c", finish_reason=LENGTH))
+        d0.emit(logged(key, 2, "c", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["abc"]
         router.check_idle()
@@ -219,7 +219,7 @@ def test_a_prompt_goes_from_a_prefill_worker_that_stands_still_to_another() -> N
         again = admit_of(p1).key
         d0.take()
         assert cancelled(d0, key) == [None]
-        p1.tell(phase(again, PREFILL), logged(again, 0, "a", finish_reason=LENGTH))
+        p1.emit(phase(again, PREFILL), logged(again, 0, "a", finish_reason=LENGTH))
         client.take()
         assert client.texts == ["a"] and client.completed is not None
         assert client.completed.timing.placement == "retried after STALLED on p0: p1 -> d0"

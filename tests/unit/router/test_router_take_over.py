@@ -38,7 +38,7 @@ LIMITS = Limits(100, 100, 30.0, needs_prefill=False)
 
 
 def live_request(
-    now: float, first_attempt: int = 1, *, caller: Principal = ANYONE, first_wanted: int = 0
+    now: float, first_attempt: int = 1, *, principal: Principal = ANYONE, first_wanted: int = 0
 ) -> LiveRequest:
     request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
     return LiveRequest(
@@ -49,7 +49,7 @@ def live_request(
         now=now,
         arrival_time_s=1e9,
         is_streaming=True,
-        caller=caller,
+        principal=principal,
         may_resume=True,
         first_attempt=first_attempt,
         first_wanted=first_wanted,
@@ -73,10 +73,10 @@ class SlowStore(MemoryStore):
 
 def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
     def revive(
-        key: RequestKey, record: JournalEntry, caller: Principal, first_wanted: int, is_streaming: bool
+        key: RequestKey, record: JournalEntry, principal: Principal, first_wanted: int, is_streaming: bool
     ) -> LiveRequest:
         assert key.request_id == GENERATION_ID and is_streaming
-        return live_request(dispatcher.clock(), key.attempt, caller=caller, first_wanted=first_wanted)
+        return live_request(dispatcher.clock(), key.attempt, principal=principal, first_wanted=first_wanted)
 
     hooks = ResumeHooks(
         dispatcher.clock,
@@ -202,11 +202,11 @@ def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from
 def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        caller = Principal("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
-        router.dispatcher.adopt(live_request(clock(), 65537, caller=caller))
-        assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
+        principal = Principal("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
+        router.dispatcher.adopt(live_request(clock(), 65537, principal=principal))
+        assert router.submit(principal=principal).live.lifecycle.state is RequestState.REJECTED
         router.dispatcher.cancel(GENERATION_ID, "by the test")
-        later = router.submit(caller=caller)
+        later = router.submit(principal=principal)
         assert not later.live.is_over, "it was charged for no request here"
 
     run(scenario)
@@ -215,13 +215,13 @@ def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
 def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        caller = Principal("k", "t", quota=Quota(output_tokens_per_min=3))
-        live = live_request(clock(), 65537, caller=caller)
+        principal = Principal("k", "t", quota=Quota(output_tokens_per_min=3))
+        live = live_request(clock(), 65537, principal=principal)
         live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())
         router.dispatcher.adopt(live)
         d0, key = router.workers["d0"], live.key.to_proto()
-        assert not router.submit(caller=caller).live.is_over, "what is known was charged where it was sent"
-        d0.tell(logged(key, 3, "def"))
-        assert router.submit(caller=caller).live.lifecycle.state is RequestState.REJECTED
+        assert not router.submit(principal=principal).live.is_over, "what is known was charged where it was sent"
+        d0.emit(logged(key, 3, "def"))
+        assert router.submit(principal=principal).live.lifecycle.state is RequestState.REJECTED
 
     run(scenario)

@@ -55,7 +55,7 @@ def test_who_has_waited_before_is_first_when_a_worker_is_back() -> None:
         again = admit_of(d0)
         assert RequestKey.of(again.key) == (client.request_id, 2) and known(again) == {0: ids("a")}
         p0.take()
-        d0.tell(phase(again.key, DECODE), logged(again.key, 1, "b", finish_reason=LENGTH))
+        d0.emit(phase(again.key, DECODE), logged(again.key, 1, "b", finish_reason=LENGTH))
         (admit,) = p0.take_admits()
         assert RequestKey.of(admit.key) == (behind.request_id, 1)
 
