@@ -45,8 +45,8 @@ class Arrival:
 
 
 @dataclass(kw_only=True)
-class Told(Sample):
-    """What one client got. An error may also be what is wrong with what it was told."""
+class ArrivalSample(Sample):
+    """The sample of one arrival. `error` also names output that is wrong."""
 
     arrival: Arrival
 
@@ -77,7 +77,7 @@ def spec_of(kind: Kind, variant: int) -> generation_pb2.GenerationSpec:
     return spec
 
 
-def offer(address: str, arrivals: Sequence[Arrival], name: str, progress: Progress) -> list[Told]:
+def offer(address: str, arrivals: Sequence[Arrival], name: str, progress: Progress) -> list[ArrivalSample]:
     """Sends each request at its time and returns when all have ended; a bar shows how many have."""
     bar = progress.add_task(name, total=len(arrivals))
     try:
@@ -86,38 +86,40 @@ def offer(address: str, arrivals: Sequence[Arrival], name: str, progress: Progre
         progress.remove_task(bar)
 
 
-async def _offer(address: str, arrivals: Sequence[Arrival], on_end: Callable[[Told], None]) -> list[Told]:
+async def _offer(
+    address: str, arrivals: Sequence[Arrival], on_end: Callable[[ArrivalSample], None]
+) -> list[ArrivalSample]:
     async with rpc.create_channel(address) as channel:
         target = GrpcTarget(channel, timeout_s=SETTLE_S)
 
-        async def send(arrival: Arrival, sent_at: float) -> Told:
-            told = Told(arrival.kind.num_prompt_tokens, sent_at, arrival=arrival)
-            await target.stream(spec_of(arrival.kind, arrival.variant), told)
-            told.error = told.error or _wrong(told)
-            return told
+        async def send(arrival: Arrival, sent_at: float) -> ArrivalSample:
+            sample = ArrivalSample(arrival.kind.num_prompt_tokens, sent_at, arrival=arrival)
+            await target.stream(spec_of(arrival.kind, arrival.variant), sample)
+            sample.error = sample.error or _wrong(sample)
+            return sample
 
         return await workload.send_all(arrivals, send, most_at_once=None, on_end=on_end)
 
 
-def _wrong(told: Told) -> str:
-    if told.num_gaps:
-        return f"{told.num_gaps} messages did not follow upon those before"
-    wanted = told.arrival.kind.num_output_tokens
-    return "" if len(told.token_ids) == wanted else f"{len(told.token_ids)} tokens came, not {wanted}"
+def _wrong(sample: ArrivalSample) -> str:
+    if sample.num_gaps:
+        return f"{sample.num_gaps} messages did not follow upon those before"
+    wanted = sample.arrival.kind.num_output_tokens
+    return "" if len(sample.token_ids) == wanted else f"{len(sample.token_ids)} tokens came, not {wanted}"
 
 
-def problems_of(all_told: Iterable[Told]) -> list[str]:
+def problems_of(samples: Iterable[ArrivalSample]) -> list[str]:
     """What was lost, repeated or changed: also where two equal requests differ."""
     found = []
     first: dict[tuple[str, int], list[int]] = {}
-    for told in all_told:
-        name = f"{told.arrival.kind.name} {told.arrival.variant}"
-        if told.is_complete:
-            known = first.setdefault((told.arrival.kind.name, told.arrival.variant), told.token_ids)
-            if known != told.token_ids:
+    for sample in samples:
+        name = f"{sample.arrival.kind.name} {sample.arrival.variant}"
+        if sample.is_complete:
+            known = first.setdefault((sample.arrival.kind.name, sample.arrival.variant), sample.token_ids)
+            if known != sample.token_ids:
                 found.append(f"{name}: its output is not that of another request like it")
-        elif told.message_times or not told.was_refused:
-            found.append(f"{name}: {told.error}")
+        elif sample.message_times or not sample.was_refused:
+            found.append(f"{name}: {sample.error}")
     return found
 
 
@@ -137,12 +139,12 @@ class Figures:
     tpot_p50_ms: float
 
 
-def figures_of(all_told: Sequence[Told], seconds: float, *, ttft_s: float, tpot_s: float) -> Figures:
-    found = figures.figures_of(all_told, seconds, {"ttft": 1000 * ttft_s, "tpot": 1000 * tpot_s})
+def figures_of(samples: Sequence[ArrivalSample], seconds: float, *, ttft_s: float, tpot_s: float) -> Figures:
+    found = figures.figures_of(samples, seconds, {"ttft": 1000 * ttft_s, "tpot": 1000 * tpot_s})
     return Figures(
-        num_requests=len(all_told),
+        num_requests=len(samples),
         goodput=round(found["request_goodput"], 3),
-        kept=round(found["request_goodput"] * seconds / max(1, len(all_told)), 3),
+        kept=round(found["request_goodput"] * seconds / max(1, len(samples)), 3),
         ttft_p50_ms=round(found["median_ttft_ms"], 1),
         ttft_p99_ms=round(found["p99_ttft_ms"], 1),
         itl_p50_ms=round(found["median_itl_ms"], 2),

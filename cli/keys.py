@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ScopeName(StrEnum):
-    """What a key may do."""
+    """Permissions of a key."""
 
     generate = "generate"
     admin = "admin"

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass
 class Sample:
-    """What the client saw of one request; filled in while the answer comes. Instants are of one clock, in seconds."""
+    """One request as its client saw it, filled in while the answer comes. Instants are of one clock, in seconds."""
 
     num_prompt_tokens: int
     sent_at: float

@@ -113,7 +113,7 @@ def random_shapes(
 
 
 def at_rate(shapes: Iterable[RequestShape], rate: float, burstiness: float, seed: int) -> list[RequestShape]:
-    """The same requests one after another, `rate` a second on the mean.
+    """Spaces requests out: one after another, `rate` a second on the mean.
 
     Intervals have a gamma distribution of shape `burstiness`, as with vLLM's `--burstiness`: 1 is a Poisson process,
     less makes bursts, more is more even.

@@ -48,9 +48,9 @@ class Half(enum.Enum):
 class Finding:
     result: Result
     found: str
-    """What was found, with its value; for a skipped check, why it was skipped."""
+    """The fact that was found, with its value; for a skipped check, the reason."""
     remedy: str = ""
-    """What to do about it; empty: nothing needs to be done."""
+    """Advice for the operator; empty: nothing needs to be done."""
     values: Mapping[str, Value] = field(default_factory=dict)
     """The numbers behind it, for programs."""
 

@@ -199,7 +199,7 @@ def uses_gpu(subject: Subject) -> bool:
 def _answers(
     subject: Subject, name: str, remedy: str, *, needs_device: bool = True
 ) -> Generator[Finding, None, list[tuple[str, Any]]]:
-    """What `worker.examine` found for the workers of each role; reports what it refused, with this remedy."""
+    """Returns the answers of `worker.examine` by role, and reports its refusals, with this remedy."""
     if needs_device and _has_no_device(subject):
         yield skipped("there is no device to compute on; see `device`")
         return []

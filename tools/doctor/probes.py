@@ -84,7 +84,7 @@ class HandoffMeasurement:
     seconds: float
     """Seconds from the reading of the first chunk until the decode worker has everything."""
     exposed_seconds: float
-    """Those seconds that pass after the first token."""
+    """The part of `seconds` after the first token."""
     num_at_once: int
 
     @property

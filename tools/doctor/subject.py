@@ -96,16 +96,16 @@ class Subject:
         return self.cluster.status
 
     def machine(self, name: str) -> Part:
-        """One part of what `worker.examine` found. Raises NoAnswer."""
+        """One part of the answer of `worker.examine`. Raises NoAnswer."""
         part: Part = self._worker.answer()[name]
         return part
 
     def workers(self, name: str) -> list[tuple[str, Part]]:
-        """That part for each role that has workers. Raises NoAnswer."""
+        """One part of its answer for each role that has workers. Raises NoAnswer."""
         return [(worker["role"], worker[name]) for worker in self._worker.answer()["workers"]]
 
     def tokenizer(self) -> Part:
-        """What `router.examine` found; empty without a configuration. Raises NoAnswer."""
+        """The answer of `router.examine`; empty without a configuration. Raises NoAnswer."""
         part: Part = {} if self._router is None else self._router.answer()
         return part
 
