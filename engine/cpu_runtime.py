@@ -20,7 +20,7 @@ import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES = 128 << 20
-_MOST_KEPT_BYTES = 512 << 20
+_MAX_KEPT_BYTES = 512 << 20
 _PAUSE_SOFT = 1
 
 
@@ -33,7 +33,7 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    wanted = {_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES, _TRIM_THRESHOLD: _MOST_KEPT_BYTES}
+    wanted = {_MMAP_THRESHOLD: _LARGEST_KEPT_BYTES, _TRIM_THRESHOLD: _MAX_KEPT_BYTES}
     return all(mallopt(parameter, value) for parameter, value in wanted.items())
 
 

@@ -21,12 +21,12 @@ from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 
-_MOST_CONTEXT_ON_CPU = 16_384
+_MAX_CONTEXT_ON_CPU = 16_384
 """A longer context would delay a start; the measurement is then scaled up to it, which overestimates."""
-_MOST_WORK_ON_CPU = 40_000_000_000
+_MAX_WORK_ON_CPU = 40_000_000_000
 """Multiplications and additions of the layers; half as many each for the logits to sample from and those to score."""
-_FEWEST_TOKENS = 32
-_FEWEST_ROWS = 4
+_MIN_TOKENS = 32
+_MIN_ROWS = 4
 _NUM_TOP = 20
 _CLEAR_PEAK = "5"  # proc(5), /proc/pid/clear_refs
 _PROBE = SamplingParams(
@@ -47,7 +47,7 @@ def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activation
     Returns the estimate where nothing can be measured.
     """
     on_cpu = runner.device.type == "cpu"
-    context = min(demand.max_model_len, _MOST_CONTEXT_ON_CPU) if on_cpu else demand.max_model_len
+    context = min(demand.max_model_len, _MAX_CONTEXT_ON_CPU) if on_cpu else demand.max_model_len
     size = step_to_try(demand, context) if on_cpu else demand.largest_step
     num_blocks = -(-size.num_tokens // demand.block_size)
     rehearsal = runner.rehearsal(num_blocks, context)
@@ -75,9 +75,9 @@ def step_to_try(demand: MemoryDemand, context: int) -> StepLimits:
     attention = 2 * context * config.num_attention_heads * config.head_dim // tp_size
     of_token = 2 * num_kinds * (layer_elements(config, tp_size) + attention)
     of_row = 4 * config.hidden_size * config.vocab_size // tp_size
-    num_rows = max(_FEWEST_ROWS, _MOST_WORK_ON_CPU // of_row)
+    num_rows = max(_MIN_ROWS, _MAX_WORK_ON_CPU // of_row)
     num_seqs = min(whole.num_seqs, num_rows)
-    num_tokens = min(whole.num_tokens, max(_FEWEST_TOKENS, _MOST_WORK_ON_CPU // of_token), num_seqs * context)
+    num_tokens = min(whole.num_tokens, max(_MIN_TOKENS, _MAX_WORK_ON_CPU // of_token), num_seqs * context)
     return StepLimits(num_tokens, min(num_seqs, num_tokens), min(whole.num_scored, num_rows))
 
 

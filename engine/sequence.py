@@ -20,7 +20,7 @@ from engine.step_input import ScoredSpan, SequenceSlice
 
 @dataclass(frozen=True)
 class Request:
-    """What a worker computes for one attempt of a client's request."""
+    """One attempt of a client's request, as a worker computes it."""
 
     key: RequestKey
     prompt_token_ids: tuple[int, ...]

@@ -25,7 +25,7 @@ from engine.native import Native
 
 IntegerArray = np.typing.NDArray[np.integer[Any]]
 _SMALLEST_BUCKET = 8  # blocks; below this, padding costs less than another call
-_MOST_GATHERED = 2048  # blocks of one group, which bounds the kept memory
+_MAX_GATHERED = 2048  # blocks of one group, which bounds the kept memory
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def _decode_groups(batch: AttentionBatch, window: tuple[int, int], dtype: torch.
     for bucket in np.unique(buckets):
         members = sequences[buckets == bucket]
         width = int(num_blocks[buckets == bucket].max())
-        at_once = max(1, _MOST_GATHERED // width)
+        at_once = max(1, _MAX_GATHERED // width)
         groups += [
             _decode_group(batch, members[i : i + at_once], width, window, dtype)
             for i in range(0, len(members), at_once)

@@ -23,7 +23,7 @@ from engine.kv.pool import decode, is_rounded
 from engine.step_input import IntArray, StepInput
 
 Derived = TypeVar("Derived")
-_MOST_GATHERED = 1 << 16
+_MAX_GATHERED = 1 << 16
 """Keys that are gathered at a time: some 300 MB of an 8B model's."""
 
 
@@ -106,7 +106,7 @@ class AttentionBatch:
         lengths = self.step.seqlens_k.tolist()
         for sequence, length in enumerate(lengths):
             keys += length
-            if sequence + 1 == len(lengths) or keys + lengths[sequence + 1] > _MOST_GATHERED:
+            if sequence + 1 == len(lengths) or keys + lengths[sequence + 1] > _MAX_GATHERED:
                 rows, sequences = slice(ends[first], ends[sequence + 1]), slice(first, sequence + 1)
                 parts.append((rows, AttentionBatch(_part(self.step, rows, sequences), self.block_size, self.device)))
                 first, keys = sequence + 1, 0

@@ -5,7 +5,7 @@ evicted least recently used first). Invariant, always: free + held + cached == t
 While a step runs (`begin_step` to `end_step`), what is released stays held: the step may still touch it.
 Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
 as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its digests: what waits
-to be taken is bounded by the pool and by `MOST_CHANGES`, beyond which a snapshot takes the place of the changes.
+to be taken is bounded by the pool and by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
 Knows nothing of tensors, requests or time. Used from one thread.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from cluster import prefix_hash
 from cluster.errors import BatonError, InternalError
 
-MOST_CHANGES = 16_384
+MAX_CHANGES = 16_384
 """Hashes that wait to be taken, at most; a megabyte or so."""
 
 
@@ -46,7 +46,7 @@ class CacheEvents:
 class CacheChanges:
     """Gathers what `take` returns. A hash that is stored is not served already, one that is evicted is."""
 
-    def __init__(self, most: int = MOST_CHANGES) -> None:
+    def __init__(self, most: int = MAX_CHANGES) -> None:
         self._most = most
         self._stored: dict[bytes, None] = {}
         self._evicted: dict[bytes, None] = {}
@@ -223,7 +223,7 @@ class BlockManager:
         """Digests of all blocks that `match_prefix` can find now, held or not; a live view."""
         return self._published.keys()
 
-    def watch_cache(self, is_watched: bool, most_changes: int = MOST_CHANGES) -> None:
+    def watch_cache(self, is_watched: bool, most_changes: int = MAX_CHANGES) -> None:
         """Starts or stops recording changes for `take_cache_events`."""
         self._changes = CacheChanges(most_changes) if is_watched else None
 

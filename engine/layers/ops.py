@@ -1,4 +1,4 @@
-"""What a decoder layer computes between its matrix products and its attention, in plain torch or by Baton's kernels.
+"""Operations of a decoder layer other than matrix products and attention, in plain torch or by Baton's kernels.
 
 Both keep transformers' order of rounding, so that a model in bfloat16 generates what it would generate there.
 

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from cluster.grammar import new_matcher, new_vocabulary
 
-MOST_GRAMMARS = 64
+MAX_GRAMMARS = 64
 """Grammars kept ready for further requests with the same one."""
 
 
@@ -83,7 +83,7 @@ class Constrainer:
         matcher = new_matcher(self._vocabulary, grammar)
         with self._lock:
             self._matchers[grammar] = matcher
-            while len(self._matchers) > MOST_GRAMMARS:
+            while len(self._matchers) > MAX_GRAMMARS:
                 self._matchers.popitem(last=False)
 
     def new(self, grammar: str) -> Constraint:

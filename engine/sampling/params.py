@@ -55,7 +55,7 @@ class SamplingParams:
     top_logprobs: int | None = None
     """None: no logprobs. 0: the chosen token's only."""
     constraint: Constraint | None = None
-    """What the output must match; None: anything. Where it is complete, a stop token may follow, maybe nothing else."""
+    """The grammar that the output must match; None: anything. Where it is complete, a stop token may follow."""
 
     @classmethod
     def from_proto(cls, message: worker_pb2.Sampling, constraint: Constraint | None = None) -> Self:

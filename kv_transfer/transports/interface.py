@@ -29,7 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported
 
 from cluster.address import format_address, parse_address
 from cluster.errors import ConfigError
-from kv_transfer.failures import TransferFailed as TransferFailed
+from kv_transfer.failures import TransferFailed
 
 logger = logging.getLogger(__name__)
 

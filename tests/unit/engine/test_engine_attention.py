@@ -133,7 +133,7 @@ def test_the_cpu_backend_computes_in_sixteen_bits(kernels: Native | None, dtype:
 def test_a_decode_batch_that_exceeds_the_kept_memory_is_computed_in_parts(
     kernels: Native | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.attention.cpu._MOST_GATHERED", 4)
+    monkeypatch.setattr("engine.attention.cpu._MAX_GATHERED", 4)
     problem = _problem([(1, 30), (1, 20), (1, 31), (1, 25), (1, 9)], 16)
     backend = CpuAttention(kernels)
 
@@ -185,7 +185,7 @@ def test_gpu_backends_hand_their_kernels_the_right_keys(
 def test_gpu_backends_unpack_rounded_pages_of_a_few_sequences_at_a_time(
     name: str, lengths: str, kv_dtype: torch.dtype, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.attention.interface._MOST_GATHERED", limit)
+    monkeypatch.setattr("engine.attention.interface._MAX_GATHERED", limit)
     problem = _problem(BATCHES[lengths], 256)
     cells = [encode(pages, kv_dtype) for pages in (problem.k, problem.v)]
     stored = replace(problem, k=decode(cells[0], torch.float32), v=decode(cells[1], torch.float32))

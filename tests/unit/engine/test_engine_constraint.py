@@ -12,7 +12,7 @@ from cluster_fixture import BUNDLED_MODEL
 from llguidance import grammar_from
 from tokenizers import Tokenizer
 
-from engine.sampling.constraint import MOST_GRAMMARS, Constrainer, ConstraintFailed
+from engine.sampling.constraint import MAX_GRAMMARS, Constrainer, ConstraintFailed
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 
@@ -145,7 +145,7 @@ def test_grammars_that_cannot_be_followed_are_refused(constrainer: Constrainer) 
 
 def test_many_grammars_do_not_push_one_another_out_of_use(constrainer: Constrainer) -> None:
     first = constrainer.new(WORD)
-    for number in range(MOST_GRAMMARS + 5):
+    for number in range(MAX_GRAMMARS + 5):
         constrainer.new(grammar_from("regex", f"x{{{number + 1}}}"))
     assert first.allowed(0, ids("ab"), [EOS])[EOS]
     assert constrainer.new(WORD).allowed(0, ids("ab"), [EOS])[EOS]

@@ -90,7 +90,7 @@ def test_a_part_of_the_step_tells_of_the_whole(wide: Path, monkeypatch: pytest.M
     demand = demand_of(wide)
     runner = runner_of(wide, demand)
     whole = measure_activations(runner, demand)
-    monkeypatch.setattr(profiling, "_MOST_WORK_ON_CPU", 3_000_000_000)
+    monkeypatch.setattr(profiling, "_MAX_WORK_ON_CPU", 3_000_000_000)
 
     part = measure_activations(runner, demand)
 
@@ -135,7 +135,7 @@ def test_a_context_too_long_to_try_counts_in_proportion(wide: Path, monkeypatch:
     monkeypatch.setattr(profiling, "_peak_on_cpu", lambda work: (1000, "so it was"))
     assert measure_activations(runner, demand).size_bytes == 1000
 
-    monkeypatch.setattr(profiling, "_MOST_CONTEXT_ON_CPU", 512)
+    monkeypatch.setattr(profiling, "_MAX_CONTEXT_ON_CPU", 512)
 
     assert measure_activations(runner, demand).size_bytes == 4000
 
