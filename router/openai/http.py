@@ -11,7 +11,7 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
@@ -188,7 +188,8 @@ def parse(data: bytes, kind: type[Body]) -> Body:
 
 def checked_texts(found: Mapping[str, object], kind: type[Body]) -> Body:
     """The fields of a query or a form, in which numbers are texts, as `kind`. Raises InvalidRequest."""
-    numbers = {each.alias or name for name, each in kind.model_fields.items() if "int" in str(each.annotation)}
+    fields = kind.model_fields.items()
+    numbers = {each.alias or name for name, each in fields if int in (each.annotation, *get_args(each.annotation))}
     return checked({name: _number(value) if name in numbers else value for name, value in found.items()}, kind)
 
 
