@@ -51,6 +51,9 @@ RAY_ONLY_IN = (
     "cli/serve.py",
 )
 MAX_LINES = 400
+ROUTER_LEVELS = 8
+PRINTED_BY_HAND = {"cluster.config.reference"}
+"""`python -m` prints a page of docs/; nothing imports it."""
 BANNED_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "_pickle"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "os.system"}
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader"}
@@ -112,25 +115,32 @@ def test_a_package_imports_only_those_below_it(package: str) -> None:
     assert not wrong, "imports point down only:\n" + "\n".join(sorted(wrong))
 
 
-def top_level_nodes(path: Path) -> Iterator[ast.AST]:
-    """Statements that run at import: not function bodies, not `if TYPE_CHECKING`."""
-    todo: list[ast.AST] = list(tree_of(path).body)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
-        yield node
-        todo.extend(ast.iter_child_nodes(node))
-
-
-def test_modules_form_no_import_cycle() -> None:
+def import_graph() -> dict[str, set[str]]:
+    """Each module with the modules that it imports anywhere: under TYPE_CHECKING and inside functions, too."""
     known = {module_name(path): path for path in ALL_SOURCES}
-    edges = {
-        name: {target for _, target in imports_of(path, top_level_nodes(path)) if target in known and target != name}
+    return {
+        name: {
+            target
+            for _, target in imports_of(path)
+            if target in known and target != name and not is_own_package(name, target, path)
+        }
         for name, path in known.items()
     }
+
+
+def is_own_package(name: str, target: str, path: Path) -> bool:
+    """`from router.queue import admission` names the package on the way; only an import of what it holds counts."""
+    return name.startswith(f"{target}.") and (path.parent / "__init__.py").is_file() and not package_imports(target)
+
+
+def package_imports(package: str) -> bool:
+    """Whether a package's own __init__.py imports anything of Baton."""
+    init = ROOT.joinpath(*package.split("."), "__init__.py")
+    return any(name.split(".")[0] in MAY_IMPORT for _, name in imports_of(init))
+
+
+def test_modules_form_no_import_cycle_wherever_the_import_stands() -> None:
+    edges = import_graph()
     done: set[str] = set()
 
     def visit(name: str, trail: list[str]) -> None:
@@ -142,6 +152,62 @@ def test_modules_form_no_import_cycle() -> None:
 
     for name in sorted(edges):
         visit(name, [])
+
+
+def test_the_router_is_at_most_eight_imports_deep() -> None:
+    edges = {n: {t for t in targets if t.startswith("router.")} for n, targets in import_graph().items()}
+    depth: dict[str, int] = {}
+
+    def measure(name: str) -> int:
+        if name not in depth:
+            depth[name] = 1 + max((measure(target) for target in edges[name]), default=0)
+        return depth[name]
+
+    deepest = max((n for n in edges if n.startswith("router.")), key=measure)
+    assert depth[deepest] <= ROUTER_LEVELS, f"{deepest} stands on {depth[deepest]} levels of router modules"
+
+
+def test_no_public_class_name_stands_for_two_things() -> None:
+    places: dict[str, list[str]] = {}
+    for path in ALL_SOURCES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(where(path, node.lineno))
+    doubled = {name: found for name, found in places.items() if len(found) > 1}
+    assert not doubled, f"public class names that stand twice: {doubled}"
+
+
+FLOORS = {
+    "router": "router",
+    "controller": "controller",
+    "cli": "people",
+    "tools": "people",
+    **dict.fromkeys(("worker", "prefill_worker", "decode_worker", "kv_transfer", "engine"), "worker"),
+}
+
+
+def test_cluster_holds_only_what_two_floors_use() -> None:
+    edges = import_graph()
+    users: dict[str, set[str]] = {}
+
+    def reach(name: str, floor: str) -> None:
+        if floor not in users.setdefault(name, set()):
+            users[name].add(floor)
+            for target in edges[name]:
+                reach(target, floor)
+
+    for name in edges:
+        if (package := name.split(".")[0]) in FLOORS:
+            for target in edges[name]:
+                if target.startswith("cluster."):
+                    reach(target, FLOORS[package])
+    alone = {
+        name: users.get(name, set())
+        for name in edges
+        if name.startswith("cluster.") and len(users.get(name, set())) < 2
+    }
+    alone = {name: floors for name, floors in alone.items() if name not in PRINTED_BY_HAND}
+    assert not alone, f"belongs to the one floor that uses it: {alone}"
 
 
 @pytest.mark.parametrize("package", WITHOUT_TORCH)
