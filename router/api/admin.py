@@ -26,12 +26,11 @@ from cluster.settings import RouterSettings
 from cluster.step_cost import usual_by_role
 from router.api.call import Call
 from router.api.violations import Violations
-from router.observe.activity import Activity
+from router.observe.activity import Activity, WorkerRates
 from router.queue.limits import Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import DECODE, PREFILL, WorkerAddress
 from router.routing.worker_client import WorkerClient
-from router.routing.worker_rates import WorkerRates
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ class StatusService:
 
     async def GetActivity(self, request: admin_pb2.GetActivityRequest, call: Call) -> admin_pb2.GetActivityResponse:
         activity = self._activity.response(request, self._dispatcher.handing_over())
-        activity.rates.extend(self._rates.told())
+        activity.rates.extend(self._rates.rates())
         return activity
 
     async def keep_time(self) -> None:
@@ -94,7 +93,7 @@ class StatusService:
             num_queued=dispatcher.num_queued,
             num_running=dispatcher.num_running,
         )
-        self._rates.look(
+        self._rates.add(
             now, [(w.info, w.stats) for w in dispatcher.fleet if w.info is not None and w.stats is not None]
         )
 

@@ -1,4 +1,4 @@
-"""Recent activity of one router, for status displays: the last seconds, the last requests, hand-offs between workers.
+"""Recent activity of one router, for status displays: the last seconds, the last requests, hand-offs, rates of workers.
 
     on_first_token / on_tokens / on_end -> the current second -> `tick`, once a second -> the ring -> GetActivity
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from cluster.lifecycle import RequestState
-from cluster.pb import admin_pb2
+from cluster.pb import admin_pb2, worker_pb2
 from router.observe.counters import OUTCOMES
 from router.stream.request import LiveRequest, RequestObserver
 
@@ -29,6 +29,10 @@ _LEAST_S = 1e-6
 """Shorter durations count as this."""
 _SCALE = 1 / math.log(1.08)
 _LOG = math.log
+_RATE_SPAN = 5
+"""Rates of workers are over this many samples."""
+_Sample = tuple[float, str, tuple[int, int, int, int]]
+"""The time, the worker's incarnation, and its counters."""
 
 Pair = tuple[str, str]
 """Worker ids: prefill, decode."""
@@ -169,6 +173,42 @@ class Activity(RequestObserver):
             requests=[life for life in self._requests if life.number > after_request],
             pairs=_pairs(by_pair, now_by_pair),
             window=window,
+        )
+
+
+class WorkerRates:
+    """Tokens and KV bytes per second of each worker, from the counters that it reports; sampled once a second."""
+
+    def __init__(self) -> None:
+        self._samples: dict[str, deque[_Sample]] = {}
+
+    def add(self, now: float, workers: Iterable[tuple[worker_pb2.WorkerInfo, worker_pb2.WorkerStats]]) -> None:
+        """Samples every worker; others are forgotten. The counters of a restarted worker begin again."""
+        seen: dict[str, deque[_Sample]] = {}
+        for info, stats in workers:
+            samples = self._samples.get(info.worker_id, deque(maxlen=_RATE_SPAN + 1))
+            if samples and samples[-1][1] != info.incarnation:
+                samples = deque(maxlen=_RATE_SPAN + 1)
+            tokens = (stats.num_prefill_tokens, stats.num_decode_tokens)
+            samples.append((now, info.incarnation, (*tokens, stats.kv_bytes_sent, stats.kv_bytes_received)))
+            seen[info.worker_id] = samples
+        self._samples = seen
+
+    def rates(self) -> list[admin_pb2.WorkerRates]:
+        """Rates over the last few seconds; all 0 for a worker that was sampled once."""
+        return [self._rates_of(worker_id, samples) for worker_id, samples in self._samples.items()]
+
+    @staticmethod
+    def _rates_of(worker_id: str, samples: deque[_Sample]) -> admin_pb2.WorkerRates:
+        (begin, _, first), (end, _, last) = samples[0], samples[-1]
+        seconds = max(end - begin, 1e-9)
+        prefill, decode, sent, received = (max(0, b - a) / seconds for a, b in zip(first, last, strict=True))
+        return admin_pb2.WorkerRates(
+            worker_id=worker_id,
+            prefill_tokens_per_s=prefill,
+            decode_tokens_per_s=decode,
+            kv_sent_bytes_per_s=sent,
+            kv_received_bytes_per_s=received,
         )
 
 

@@ -1,9 +1,9 @@
-"""What the workers' prefix caches hold, as far as their events tell: which part of a prompt each need not compute.
+"""What the workers' prefix caches hold, as far as their events tell: the part of a prompt that each need not compute.
 
     UNKNOWN -> (snapshot) -> KNOWN -> (a number is missing) -> UNKNOWN
 
-While unknown, nothing is taken as cached and nothing but a snapshot is heard. What is known is a moment old: a worker
-may have evicted a block meanwhile, so this helps to choose a worker and decides nothing else.
+While unknown, nothing counts as cached, and every event but a snapshot is ignored. The known state is a moment old: a
+worker may have evicted a block meanwhile, so it helps to choose a worker and decides nothing else.
 All workers of a router share one table, so that one walk over a prompt's hashes finds what each of them has of it.
 Pure: no connection, no clock. An index lives as long as one session with its worker does.
 """
@@ -17,26 +17,26 @@ from cluster.prefix_hash import GROUP, PrefixHashes
 
 
 class Holders:
-    """By block: which workers hold it, each of them a bit. Blocks that nobody holds are not in it."""
+    """Maps each block to the workers that hold it, one bit each. Blocks that no worker holds are not in it."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
         self._members = 0
-        """Bits that are taken."""
+        """Bits in use."""
         self.version = 0
-        """Grows whenever something changes."""
+        """Grows with each change."""
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def join(self) -> int:
-        """A bit for a worker."""
+    def add_worker(self) -> int:
+        """Returns a free bit for a worker."""
         bit = ~self._members & (self._members + 1)
         self._members |= bit
         return bit
 
-    def leave(self, bit: int) -> None:
-        """It may be another worker's from now on; it holds nothing any more."""
+    def remove_worker(self, bit: int) -> None:
+        """Frees the bit of a worker that holds nothing any more."""
         self._members &= ~bit
 
     def add(self, bit: int, block_hash: bytes) -> None:
@@ -53,13 +53,13 @@ class Holders:
                 self._holders.pop(block_hash, None)
 
     def depths(self, hashes: PrefixHashes) -> dict[int, int]:
-        """By bit: how many of these blocks, from the first on, each worker holds that holds any.
+        """Maps the bit of each worker that holds any of these blocks to the number that it holds from the first on.
 
-        Who holds the last of a whole group is taken to hold all of it: caches evict the end of a prefix first, so that
-        a gap before it is rare.
+        A worker that holds the last block of a whole group is taken to hold all of it: caches evict the end of a prefix
+        first, so that a gap before it is rare.
         """
         depths: dict[int, int] = {}
-        holding = -1  # at first everybody, of no block
+        holding = -1  # at first every worker, of no block
         for group in range(hashes.num_groups):
             depth = group * GROUP
             is_whole = depth + GROUP <= hashes.num_blocks
@@ -72,7 +72,7 @@ class Holders:
         return depths | dict.fromkeys(_bits(holding), hashes.num_blocks) if hashes.num_blocks else depths
 
     def _leave_within(self, holding: int, hashes: Iterable[bytes], depth: int, depths: dict[int, int]) -> None:
-        """Notes how far those get who hold `depth` blocks, but not all of the group behind them, with these hashes."""
+        """Fills in the depths of workers that hold `depth` blocks, but not all of the next group, with these hashes."""
         for block_hash in hashes:
             still = holding & self._holders.get(block_hash, 0)
             if still != holding:
@@ -86,15 +86,17 @@ class Holders:
 
 
 class PromptHashes:
-    """Hashes of one prompt under its tenant's salt, each computed once for each size of block that workers have, and
-    when somebody gets so far: of a long prompt that nobody has cached, those of the first group alone."""
+    """Hashes of one prompt under its tenant's salt, for each block size that workers have.
+
+    Each is computed once, and only when some worker holds the blocks before it: for a long prompt that no worker has
+    cached, only those of the first group."""
 
     def __init__(self, token_ids: Sequence[int], salt: bytes) -> None:
         self._token_ids = token_ids
         self._salt = salt
         self._by_block_size: dict[int, PrefixHashes] = {}
         self._found: dict[int, tuple[Holders, int, dict[int, int]]] = {}
-        """By block size: where was looked, at which version, and what was found."""
+        """By block size: the table, its version, and the depths found there."""
 
     def of(self, block_size: int) -> PrefixHashes:
         if block_size not in self._by_block_size:
@@ -102,7 +104,7 @@ class PromptHashes:
         return self._by_block_size[block_size]
 
     def depths(self, holders: Holders, block_size: int) -> dict[int, int]:
-        """What `holders` says of them, looked up once for as long as nothing changes there."""
+        """Depths of the prompt in `holders`, looked up once for as long as nothing changes there."""
         found = self._found.get(block_size)
         if found is None or found[0] is not holders or found[1] != holders.version:
             found = self._found[block_size] = holders, holders.version, holders.depths(self.of(block_size))
@@ -110,19 +112,19 @@ class PromptHashes:
 
 
 class PrefixIndex:
-    """Of a worker with blocks of `block_size` tokens, at most `num_blocks` of them: more hashes are not kept.
+    """The prefix cache of one worker, of at most `num_blocks` blocks of `block_size` tokens; more are not kept.
 
-    `holders` is what it shares with other workers; None: nothing. `close` it when the session is over.
+    `holders`: the table shared with other workers; None: its own. `close` it when the session is over.
     """
 
     def __init__(self, block_size: int, num_blocks: int, holders: Holders | None = None) -> None:
         self.block_size = block_size
         self._num_blocks = num_blocks
         self._holders = Holders() if holders is None else holders
-        self._bit = self._holders.join()
+        self._bit = self._holders.add_worker()
         self._hashes: set[bytes] = set()
         self._last_number: int | None = None
-        """Of the events heard; None: unknown."""
+        """Number of the last events applied; None: the state is unknown."""
 
     @property
     def is_known(self) -> bool:
@@ -130,12 +132,12 @@ class PrefixIndex:
 
     @property
     def hashes(self) -> frozenset[bytes]:
-        """A copy of all that is known."""
+        """A copy of all known hashes."""
         return frozenset(self._hashes)
 
     def apply(self, events: worker_pb2.CacheEvents) -> bool:
-        """Takes in what the worker tells. False when events before these were missed: the worker is to be asked for a
-        snapshot, once; what comes until then changes nothing."""
+        """Applies events of the worker. False: events before these were missed, and the caller requests a snapshot,
+        once; until it comes, events change nothing."""
         if events.snapshot:
             self._forget()
         elif self._last_number is None:
@@ -156,12 +158,12 @@ class PrefixIndex:
         return True
 
     def close(self) -> None:
-        """Nothing is known any more, and nothing will be heard."""
+        """Forgets everything; no events follow."""
         self._forget()
-        self._holders.leave(self._bit)
+        self._holders.remove_worker(self._bit)
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        """Tokens that a prompt finds on the worker: of its blocks from the first on, as long as they are known."""
+        """Tokens of a prompt in the worker's cache, counted in known blocks from the first on."""
         return self.block_size * prompt.depths(self._holders, self.block_size).get(self._bit, 0)
 
     def _forget(self) -> None:
@@ -170,7 +172,7 @@ class PrefixIndex:
 
 
 def _bits(mask: int) -> Iterator[int]:
-    """Each bit of it that is set."""
+    """Yields each bit that is set."""
     while mask:
         lowest = mask & -mask
         yield lowest

@@ -12,9 +12,8 @@ from wired_router import ManualClock, WiredRouter, run
 
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.request_key import RequestKey
-from router.observe.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity, Sketch
+from router.observe.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity, Sketch, WorkerRates
 from router.observe.counters import OUTCOMES
-from router.routing.worker_rates import WorkerRates
 
 NOTHING_ENDED = dict.fromkeys(OUTCOMES, 0)
 
@@ -149,19 +148,19 @@ def test_requests_that_do_not_end_well_are_told_too_and_the_oldest_make_way() ->
 
 
 def test_rates_of_a_worker_begin_again_with_it_and_end_with_it() -> None:
-    def look(rates: WorkerRates, now: float, incarnation: str, tokens: int) -> None:
+    def sample(rates: WorkerRates, now: float, incarnation: str, tokens: int) -> None:
         info = worker_pb2.WorkerInfo(worker_id="d0", incarnation=incarnation)
-        rates.look(now, [(info, worker_pb2.WorkerStats(num_decode_tokens=tokens, kv_bytes_received=10 * tokens))])
+        rates.add(now, [(info, worker_pb2.WorkerStats(num_decode_tokens=tokens, kv_bytes_received=10 * tokens))])
 
     rates = WorkerRates()
-    look(rates, 10.0, "a", 1000)
-    assert rates.told()[0].decode_tokens_per_s == 0
+    sample(rates, 10.0, "a", 1000)
+    assert rates.rates()[0].decode_tokens_per_s == 0
     for number in range(1, 20):
-        look(rates, 10.0 + number, "a", 1000 + 50 * number)
-    (rate,) = rates.told()
+        sample(rates, 10.0 + number, "a", 1000 + 50 * number)
+    (rate,) = rates.rates()
     assert (rate.decode_tokens_per_s, rate.kv_received_bytes_per_s) == pytest.approx((50, 500))
-    look(rates, 31.0, "b", 7)
-    look(rates, 32.0, "b", 9)
-    assert rates.told()[0].decode_tokens_per_s == pytest.approx(2), "counters of another life are no difference"
-    rates.look(33.0, [])
-    assert rates.told() == []
+    sample(rates, 31.0, "b", 7)
+    sample(rates, 32.0, "b", 9)
+    assert rates.rates()[0].decode_tokens_per_s == pytest.approx(2), "counters of another life are no difference"
+    rates.add(33.0, [])
+    assert rates.rates() == []
