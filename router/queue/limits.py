@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.config.schema import PolicyName
+
 
 @dataclass(frozen=True)
 class Objectives:
@@ -29,7 +31,7 @@ class Limits:
     """A worker that has been silent for this long is lost."""
     needs_prefill: bool = True
     """Nothing runs without a prefill worker; False: decode workers compute prompts while there is none."""
-    policy: str = "predicted"
+    policy: PolicyName = "predicted"
     """How the workers of a request are chosen: a name in `router.routing.policies.POLICIES`."""
     objectives: Objectives = field(default_factory=Objectives)
     max_running_tokens: int | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import typing
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from candidates import FakeCandidate, named, request_of
 
+from cluster.config.schema import PolicyName
 from cluster.step_cost import StepCost
 from router.queue.limits import Objectives
 from router.routing.demand import OutputLengths
@@ -17,12 +20,13 @@ from router.routing.policies.interface import Policy, RoutingContext
 from router.routing.policies.predicted import Predicted
 from router.routing.prefix_index import PromptHashes
 
+ROOT = Path(__file__).resolve().parents[3]
 COST = StepCost(fixed_s=0.004, prompt_token_s=0.0002, attended_s=0.0, sequence_s=0.0002, kv_token_s=1e-7)
 """5,000 prompt tokens a second; a step of one sequence takes 4.2 ms."""
 SLOW = replace(COST, prompt_token_s=0.002, sequence_s=0.01)
 
 
-def policy_of(name: str, loads: LoadTracker | None = None, lengths: OutputLengths | None = None) -> Policy:
+def policy_of(name: PolicyName, loads: LoadTracker | None = None, lengths: OutputLengths | None = None) -> Policy:
     return POLICIES[name](RoutingContext(loads or LoadTracker(), lengths or OutputLengths()))
 
 
@@ -38,15 +42,21 @@ def place(policy: Policy, loads: LoadTracker, num_prompt_tokens: int, *fleet: li
     return placement
 
 
+def test_the_registry_holds_what_the_configuration_offers_and_the_docs_describe_it() -> None:
+    assert tuple(POLICIES) == typing.get_args(PolicyName)
+    page = (ROOT / "docs" / "routing.md").read_text()
+    assert all(f"| `{name}` |" in page for name in POLICIES)
+
+
 @pytest.mark.parametrize("name", POLICIES)
-def test_without_prefill_workers_decode_computes_the_prompt(name: str) -> None:
+def test_without_prefill_workers_decode_computes_the_prompt(name: PolicyName) -> None:
     placement = policy_of(name).choose(request_of(10), [], named("d0"))
     assert placement.prefill_id is None
     assert placement.reason == "local prefill on d0: there is no prefill worker"
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "round_robin"])
-def test_equals_share_a_burst_though_nothing_was_heard_meanwhile(name: str) -> None:
+def test_equals_share_a_burst_though_nothing_was_heard_meanwhile(name: PolicyName) -> None:
     loads = LoadTracker()
     policy = policy_of(name, loads)
     fleet = workers("p1", "p0"), workers("d1", "d0")

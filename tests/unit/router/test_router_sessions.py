@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from candidates import FakeCandidate, request_of
 
+from cluster.config.schema import PolicyName
 from cluster.step_cost import StepCost
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.policies import POLICIES
@@ -24,7 +25,7 @@ def workers(*worker_ids: str, cost: StepCost = COST) -> list[FakeCandidate]:
 PREFILL, DECODE = workers("p0", "p1"), workers("d0", "d1")
 
 
-def policy_of(loads: LoadTracker | None = None, name: str = "predicted") -> Policy:
+def policy_of(loads: LoadTracker | None = None, name: PolicyName = "predicted") -> Policy:
     return POLICIES[name](RoutingContext(loads or LoadTracker()))
 
 
@@ -87,7 +88,7 @@ def test_a_session_never_beats_what_ends_clearly_sooner() -> None:
 
 
 @pytest.mark.parametrize("name", ["least_loaded", "round_robin"])
-def test_other_policies_know_no_sessions(name: str) -> None:
+def test_other_policies_know_no_sessions(name: PolicyName) -> None:
     policy = policy_of(name=name)
     request = request_of(2000, session="s")
     policy.on_placed(request, Placement("p1", "d1", ""))
