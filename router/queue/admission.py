@@ -48,7 +48,7 @@ Refusal = tuple[str, BatonError]
 
 @dataclass(frozen=True)
 class AdmissionRequest:
-    """What admission looks at of a request."""
+    """A request as admission sees it."""
 
     work: RequestLoad
     principal: Principal = ANYONE

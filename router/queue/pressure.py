@@ -1,4 +1,4 @@
-"""What running requests hold, how fast they give it back, and whether more arrives than leaves.
+"""Tokens that running requests hold, how fast they give them back, and whether more arrives than leaves.
 
 Tokens are counted as promised: prompt plus largest output of each request, which it gives back when it ends. The queue
 is counted in the same tokens, so that their quotient is a wait. Requests that end while nothing waits say nothing of

@@ -1,4 +1,4 @@
-"""What an API key may use: token buckets for requests, prompt tokens and output tokens, and a count of live requests.
+"""Quotas of API keys: token buckets for requests, prompt tokens and output tokens, and a count of live requests.
 
 A bucket holds a minute's worth, so a key that was idle may use that at once. Output tokens are charged as they come: a
 key below zero gets no new request until its bucket has recovered, and its running requests go on.

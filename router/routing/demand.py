@@ -1,4 +1,4 @@
-"""What clients ask for: how long outputs get, and sums of recent requests for the controller's rebalancing.
+"""Demand of clients: how long outputs get, and sums of recent requests for the controller's rebalancing.
 
 Pure: time is an argument. Requests are known by their sizes only.
 """

@@ -80,7 +80,7 @@ class Load:
     sequences: StepSize = NO_STEP
     """Sequences to decode, with their prompts' tokens as KV."""
     decoding: StepSize = NO_STEP
-    """Those of `sequences` whose prompt is computed."""
+    """Part of `sequences` whose prompt is computed."""
     num_tokens: int = 0
     """Most tokens that its sequences will hold."""
 

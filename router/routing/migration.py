@@ -42,7 +42,7 @@ class Resident:
 
 @dataclass(frozen=True)
 class DecodeRoom:
-    """What another decode worker has left. Negative where more is promised than there is."""
+    """Free room of another decode worker. Negative where more is promised than there is."""
 
     worker_id: str
     num_tokens: int
@@ -86,7 +86,7 @@ def why_emptied(worker: WorkerClient) -> str:
 
 
 def residents_of(worker: WorkerClient, running: Sequence[LiveRequest]) -> tuple[list[Resident], int]:
-    """Of the requests running on a worker: those that may move off it, and the number of moves under way."""
+    """Returns the requests of a worker that may move off it, and the number of moves off it that are under way."""
     num_under_way = sum(live.attempt.is_move and live.attempt.prefill is worker for live in running)
     decoding = [r for r in running if r.attempt.workers == [worker] and r.lifecycle.state is RequestState.DECODING]
     return [Resident.of(live) for live in decoding if live.has_left_prefill], num_under_way

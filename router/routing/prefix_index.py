@@ -1,4 +1,4 @@
-"""What the workers' prefix caches hold, as far as their events tell: the part of a prompt that each need not compute.
+"""The workers' prefix caches, as far as their events describe them: the part of a prompt that each need not compute.
 
     UNKNOWN -> (snapshot) -> KNOWN -> (a number is missing) -> UNKNOWN
 

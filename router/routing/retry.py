@@ -54,7 +54,7 @@ class AttemptFailure:
 
 @dataclass
 class RetryState:
-    """What has been tried for one request."""
+    """Attempts made for one request."""
 
     tried: set[tuple[str, str]] = field(default_factory=set)
     """Prefill workers from which the KV did not arrive, each with the decode worker where it did not."""

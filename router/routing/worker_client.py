@@ -81,7 +81,7 @@ class WorkerClient:
         self.prefix_index: PrefixIndex | None = None
         """None while the worker is not ready."""
         self.step_cost: StepCost | None = None
-        """What it has learned of its own steps; None: nothing yet."""
+        """Cost of its steps as it has measured them; None: not yet."""
         self._holders = holders
         self.is_suspect = False
         """It seems to stall, and gets nothing new until it reports progress again."""
@@ -115,7 +115,7 @@ class WorkerClient:
         return 0 if self.info is None else self.info.max_num_seqs
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        """Tokens of a prompt that its prefix cache holds, as far as its events tell."""
+        """Tokens of a prompt that its prefix cache holds, as far as its events describe it."""
         index = self.prefix_index
         return 0 if index is None or not index.is_known else index.num_cached_tokens(prompt)
 

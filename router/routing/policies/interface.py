@@ -1,4 +1,4 @@
-"""What routing policies receive and what they return."""
+"""The interface of routing policies: what they receive, and the placements that they return."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.routing.prefix_index import PromptHashes
 
 @dataclass
 class RoutingContext:
-    """What one router knows for its decisions; admission and the policy share it."""
+    """Knowledge on which one router decides; admission and the policy share it."""
 
     loads: LoadTracker = field(default_factory=LoadTracker)
     lengths: OutputLengths = field(default_factory=OutputLengths)
@@ -34,7 +34,7 @@ class SessionKey:
 
 @dataclass(frozen=True)
 class RoutingRequest:
-    """What a policy may know of a request."""
+    """A request as a policy sees it."""
 
     work: RequestLoad
     prompt: PromptHashes
@@ -51,7 +51,7 @@ class Candidate(Protocol):
 
     @property
     def step_cost(self) -> StepCost | None:
-        """What it has learned of its own steps; None: nothing yet."""
+        """Cost of its steps as it has measured them; None: not yet."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class Candidate(Protocol):
         ...
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        """Tokens of a prompt that its prefix cache holds, as far as its events tell."""
+        """Tokens of a prompt that its prefix cache holds, as far as its events describe it."""
         ...
 
 

@@ -94,7 +94,7 @@ class _Decode(NamedTuple):
     """Seconds from the first token to the last, hand-off included."""
     worker_id: str
     local_end_s: float
-    """The same if this worker also computes the prompt, plus the delay that this adds to every running sequence."""
+    """As `handed_end_s` if this worker also computes the prompt, plus the delay that adds to every running sequence."""
     num_others: int
     own: _Prefill
     """Prediction for the prompt on this worker."""
