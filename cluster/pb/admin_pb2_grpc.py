@@ -145,8 +145,8 @@ class StatusService(object):
 
 
 class AdminServiceStub(object):
-    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change goes through
-    one door: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change takes one path:
+    it names the version that it builds on, and is refused when another one came first or is being carried out.
     """
 
     def __init__(self, channel):
@@ -183,8 +183,8 @@ class AdminServiceStub(object):
 
 
 class AdminServiceServicer(object):
-    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change goes through
-    one door: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change takes one path:
+    it names the version that it builds on, and is refused when another one came first or is being carried out.
     """
 
     def GetCluster(self, request, context):
@@ -258,8 +258,8 @@ def add_AdminServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
-    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change goes through
-    one door: it names the version that it builds on, and is refused when another one came first or is being carried out.
+    """Where operators see and change the whole cluster: the controller, on a port of its own. Every change takes one path:
+    it names the version that it builds on, and is refused when another one came first or is being carried out.
     """
 
     @staticmethod

@@ -60,7 +60,7 @@ class StreamReader:
     def check(self) -> None:
         """Raises Aborted when another call reads the request instead."""
         if self._is_replaced:
-            raise Aborted("another call has resumed this generation and is told the rest of it")
+            raise Aborted("another call has resumed this generation and reads the rest of it")
 
     def replace(self) -> None:
         self._is_replaced = True
