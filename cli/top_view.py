@@ -42,7 +42,7 @@ _LEAST_REQUESTS = 3
 
 
 class Seen:
-    """What was received so far. `problem`: why the last poll failed."""
+    """The answers received so far. `problem`: why the last poll failed."""
 
     def __init__(self) -> None:
         self.status = admin_pb2.GetStatusResponse()

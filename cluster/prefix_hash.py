@@ -30,14 +30,14 @@ def key_of(salt: bytes) -> bytes:
 
 
 def root_of(block_size: int) -> bytes:
-    """What the first group has instead of a hash before it: blocks of another size are others."""
+    """Returns what the first group has instead of a hash before it: blocks of another size are others."""
     return block_size.to_bytes(HASH_BYTES, "little")
 
 
 def block_hashes(
     parent: bytes, token_ids: Sequence[int], block_size: int, key: bytes, num_known: int = 0
 ) -> Iterator[bytes]:
-    """Of the full blocks of one group, computed as they are taken; without those of the first `num_known`.
+    """Yields the hashes of the full blocks of one group, but for the first `num_known`.
 
     `parent`: that of the last block of the group before, or `root_of` the size. `token_ids`: the group's own.
     """
@@ -51,7 +51,7 @@ def block_hashes(
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Iterator[bytes]:
-    """Of the full blocks that a prompt may find in a prefix cache, first to last, computed as they are taken.
+    """Yields the hashes of the full blocks that a prompt may find in a prefix cache, first to last.
 
     The last token is never covered: computing it is what gives the logits of the next one.
     """
@@ -65,7 +65,7 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: bytes) -> Ite
 
 
 class PrefixHashes:
-    """Those of `prefix_hashes`, for who looks at whole groups first: each computed once, and when it is asked for."""
+    """The hashes of `prefix_hashes` by group: each is computed once, and when it is asked for."""
 
     def __init__(self, token_ids: Sequence[int], block_size: int, salt: bytes) -> None:
         self._token_ids = token_ids

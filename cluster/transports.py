@@ -15,7 +15,7 @@ TRANSPORT_NAMES: tuple[str, ...] = tuple(name for name in get_args(TransportName
 
 @dataclass(frozen=True)
 class TransportTraits:
-    """What a transport connects."""
+    """The workers that a transport connects."""
 
     devices: frozenset[str]
     """Kinds of devices whose memory it carries."""
@@ -32,5 +32,5 @@ BEST_FIRST: dict[str, TransportTraits] = {
 
 
 def transports_of(device_kind: str) -> tuple[str, ...]:
-    """Those that carry the memory of `cpu` or `cuda` devices, best first."""
+    """Returns the transports that carry the memory of `cpu` or `cuda` devices, best first."""
     return tuple(name for name, traits in BEST_FIRST.items() if device_kind in traits.devices)

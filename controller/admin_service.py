@@ -30,7 +30,7 @@ _NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
 class AdminBackend(Protocol):
-    """What the service reads and changes: `controller.reconciler.Controller`, or a test's stand-in for it."""
+    """The cluster that the service reads and changes: the `Controller`, or a test's stand-in for it."""
 
     reconfigurer: Reconfigurer
     events: EventLog

@@ -50,7 +50,7 @@ class SplitBounds:
 
 @dataclass(frozen=True)
 class WorkerModel:
-    """What one worker can do; all are taken to be the same."""
+    """The capacity of one worker; all are taken to be the same."""
 
     costs: RoleCosts
     max_num_seqs: int

@@ -238,7 +238,7 @@ class RouterSection:
 
 @dataclass(frozen=True)
 class AuthSection:
-    """Who may use the public port; docs/security.md."""
+    """Access to the public port; docs/security.md."""
 
     keys_file: str | None = None
     """File of API keys, relative to the folder of this file; `baton keys create` makes it, and a change counts within
@@ -272,8 +272,8 @@ class InternalTlsSection:
 
 @dataclass(frozen=True)
 class SloSection:
-    """What requests should keep. `router.policy: predicted` prefers workers on which they do, and `mode: auto` the
-    split in which most do."""
+    """Latencies that requests should keep. `router.policy: predicted` prefers workers on which they do, and
+    `mode: auto` the split in which most do."""
 
     ttft_ms: float = bounded(500.0, above=0, at_most=1000 * DAY_S)
     """Time to the first token."""
@@ -335,7 +335,7 @@ class AdminSection:
 
 @dataclass(frozen=True)
 class MetricsSection:
-    """What can be watched with Prometheus; docs/metrics.md, docs/router-metrics.md and docs/controller-metrics.md name
+    """The pages for Prometheus; docs/metrics.md, docs/router-metrics.md and docs/controller-metrics.md name
     every metric."""
 
     workers: bool = True

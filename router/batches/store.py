@@ -77,7 +77,7 @@ class StoredFile(_Json):
 
 @dataclass(frozen=True)
 class BatchProblem:
-    """What is wrong with an input file."""
+    """A mistake in an input file."""
 
     code: str
     message: str

@@ -112,7 +112,7 @@ class StatusPage:
         return JSONResponse(document, headers=_NOT_STORED)
 
     async def _ask_controller(self, request: Request) -> tuple[dict[str, Any] | None, str]:
-        """What the controller reports, or why it does not; neither without a controller."""
+        """Returns what the controller reports, or why it does not; neither without a controller."""
         if not self._controller.is_there:
             return None, ""
         try:

@@ -46,7 +46,7 @@ Write = Callable[[pb.GenerateStreamResponse], Awaitable[None]]
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """What a body asks for, and in which form."""
+    """The completion that a body asks for, and its form."""
 
     body: CompletionBody | ChatBody
     specs: list[pb.GenerationSpec]

@@ -199,7 +199,7 @@ def _number(value: object) -> object:
 
 
 def checked(found: object, kind: type[Body]) -> Body:
-    """What a client sent, as `kind`. Raises InvalidRequest."""
+    """Returns what a client sent, as `kind`. Raises InvalidRequest."""
     if not isinstance(found, dict):
         raise InvalidRequest("the body must be a JSON object")
     try:

@@ -95,7 +95,7 @@ class Fleet:
 
     @property
     def weights_revision(self) -> str:
-        """What the workers report; empty while none has connected."""
+        """The revision that the workers report; empty while none has connected."""
         return next((worker.info.weights_revision for worker in self if worker.info is not None), "")
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:

@@ -97,7 +97,7 @@ class Journal(Generic[E]):
         ]
 
     async def stop(self) -> None:
-        """What is stored stays: another router may go on from it."""
+        """Stops writing. What is stored stays: another router may go on from it."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -123,7 +123,7 @@ class SequenceOutput:
         return tokens
 
     def rewound(self, first_wanted: int, detokenizer: Detokenizer) -> SequenceOutput:
-        """The same sequence for a client that holds its tokens before `first_wanted`, and their text.
+        """Returns the sequence for a client that holds its tokens before `first_wanted`, and their text.
 
         Text that only the end releases belongs to the last token.
         """
@@ -204,7 +204,7 @@ class SequenceOutput:
 
 
 class Unsent(NamedTuple):
-    """What a client is to be sent now."""
+    """The output that a client is to be sent now."""
 
     has_begun: bool
     """`Started` is due, before everything else."""

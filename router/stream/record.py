@@ -69,7 +69,7 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
 
 
 def source_of(live: LiveRequest, origin: JournalOrigin) -> Source[Extent]:
-    """What the journal writes down of a request."""
+    """Returns what the journal writes down of a request."""
     return Source(lambda: Extent.of(live), lambda since: entry_of(live, origin, since).SerializeToString())
 
 

@@ -37,7 +37,7 @@ _IN_ORDER = (RequestState.QUEUED, RequestState.PREFILLING, RequestState.TRANSFER
 
 
 class Effect(enum.Enum):
-    """What tokens did to their sequence."""
+    """The effect of tokens on their sequence."""
 
     OPEN = "it goes on"
     ENDED = "the worker ended it"
