@@ -153,7 +153,7 @@ class Core:
         self._report_due = 0.0
         self._flight: Flight | None = None
         self._is_stopping = False
-        self.reporter = Reporter()
+        self.reporter = Reporter(step_log)
         self._cache_reporter = CacheReporter(blocks, self.reporter)
         self.prefill = PrefillRole(self.reporter, blocks, num_layers)
         self.decode = DecodeRole(self.reporter, blocks, settings.engine.max_num_seqs, num_layers)

@@ -16,6 +16,7 @@ from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager, CacheEvents
 from engine.sampling.params import Finish, SampledToken, check_finish
 from engine.sequence import Sequence
+from worker.step_log import StepLog
 
 RouterSession = Callable[[list[worker_pb2.Event]], None]
 """Sends events to one router, from any thread, and returns at once; its identity is the session's."""
@@ -33,7 +34,8 @@ _FINISH_REASONS = {
 class Reporter:
     """Gathers events for the sessions of one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, step_log: StepLog | None = None) -> None:
+        self._step_log = step_log or StepLog(None)
         self._sessions: set[RouterSession] = set()
         self._session_of: dict[RequestKey, RouterSession] = {}
         self._report_each: set[RequestKey] = set()
@@ -93,6 +95,7 @@ class Reporter:
         self, key: RequestKey, reason: worker_pb2.Failed.Reason, message: str, num_kept_tokens: int = 0
     ) -> None:
         """Reports that the request cannot go on here."""
+        self._step_log.failed(key)
         failed = worker_pb2.Failed(key=key.to_proto(), reason=reason, message=message, num_kept_tokens=num_kept_tokens)
         self.emit(key, worker_pb2.Event(failed=failed))
 

@@ -20,14 +20,20 @@ class StepLog:
         self._file: TextIO | None = None
         self._running: set[str] = set()
         self._cancelled: set[str] = set()
+        self._failed: set[str] = set()
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
 
     def cancelled(self, key: RequestKey) -> None:
-        """The next step's line names this request: it was aborted before that step."""
+        """The next step's line names this request: its router cancelled it before that step."""
         if self._file is not None:
             self._cancelled.add(key.request_id)
+
+    def failed(self, key: RequestKey) -> None:
+        """The next step's line names this request: it could not go on here, or the other worker gave it up first."""
+        if self._file is not None:
+            self._failed.add(key.request_id)
 
     def write(
         self, number: int, scheduled: Seq[ScheduledSequence], preempted: Seq[Sequence], blocks: BlockManager
@@ -45,10 +51,12 @@ class StepLog:
             "left": sorted(self._running - running),
             "preempted": [_name(s) for s in preempted],
             "cancelled": sorted(self._cancelled),
+            "failed": sorted(self._failed),
             "blocks": {"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         }
         self._running = running
         self._cancelled.clear()
+        self._failed.clear()
         self._file.write(json.dumps(line) + "\n")
 
     def close(self) -> None:

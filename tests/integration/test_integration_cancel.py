@@ -109,10 +109,13 @@ def prompt_of(length: int) -> list[int]:
     return [(i * 53) % 1000 + 9 for i in range(length)]
 
 
-def step_that_heard(cluster: PlainCluster, worker_id: str, victim: Stream) -> tuple[Step, Step]:
-    """The first step after the worker heard of the cancel, and the one before; from then on the victim never runs."""
+def first_step_after_cancel(cluster: PlainCluster, worker_id: str, victim: Stream) -> tuple[Step, Step]:
+    """The first step after the worker knew of the cancel, and the one before; from then on the victim never runs.
+
+    A prefill worker learns of it from the router, or first from the decode worker, which gave the hand-off up.
+    """
     steps = cluster.steps(worker_id)
-    (at,) = [i for i, step in enumerate(steps) if victim.generation_id in step.cancelled]
+    at = next(i for i, step in enumerate(steps) if victim.generation_id in step.cancelled | step.failed)
     assert not any(f"{victim.generation_id}/0" in step.running for step in steps[at:])
     return steps[at - 1], steps[at]
 
@@ -127,7 +130,8 @@ def test_a_request_given_up_while_decoding_leaves_within_one_step(
     victim.give_up()
     healthy.wait_for_tokens(healthy.num_tokens + 20)
 
-    last, next_one = step_that_heard(cluster, DECODE, victim)
+    last, next_one = first_step_after_cancel(cluster, DECODE, victim)
+    assert victim.generation_id in next_one.cancelled
     name = f"{victim.generation_id}/0"
     assert name in last.running and name in next_one.left
     assert f"{healthy.generation_id}/0" in next_one.running
@@ -152,7 +156,7 @@ def test_a_request_given_up_while_prefilling_is_computed_no_further(
     cluster.wait_for(lambda _: cluster.stats(DECODE).num_requests == 1)
     run_another(cluster)
 
-    step_that_heard(cluster, PREFILL, victim)
+    first_step_after_cancel(cluster, PREFILL, victim)
     name = f"{victim.generation_id}/0"
     assert sum(name in step.running for step in cluster.steps(PREFILL)) < num_prompt_tokens / CHUNK
     assert not any(name in step.running for step in cluster.steps(DECODE))

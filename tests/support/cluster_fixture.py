@@ -52,7 +52,10 @@ class Step:
     left: frozenset[str]
     preempted: tuple[str, ...]
     cancelled: frozenset[str]
-    """Requests that were cancelled since the step before."""
+    """Requests that their router cancelled since the step before."""
+    failed: frozenset[str]
+    """Requests that could not go on since the step before; a cancelled one too, when the other worker's abort of the
+    hand-off came before the router's cancel."""
     blocks: Mapping[str, int]
 
 
@@ -189,7 +192,6 @@ class PlainCluster:
             assert left <= running and not joined & running, f"step {line['step']} contradicts the one before"
             running = (running - left) | joined
             assert len(running) == line["running"]
-            preempted, cancelled = tuple(line["preempted"]), frozenset(line["cancelled"])
             step = Step(
                 line["step"],
                 line["time"],
@@ -197,8 +199,9 @@ class PlainCluster:
                 running,
                 joined,
                 left,
-                preempted,
-                cancelled,
+                tuple(line["preempted"]),
+                frozenset(line["cancelled"]),
+                frozenset(line["failed"]),
                 line["blocks"],
             )
             steps.append(step)

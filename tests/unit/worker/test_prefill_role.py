@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from kv_transfer.actions import Chunk
 from worker.handoff_connection import HandoffMessage
 from worker.prefill_role import PrefillRole
 from worker.reporter import Reporter
+from worker.step_log import StepLog
 
 KEY = RequestKey("r", 1)
 EPOCH = "prefill-0-decode-0-1"
@@ -49,8 +52,8 @@ class Connection:
 class Surroundings(Reporter):
     """What the role tells and carries, kept for the test to read; gathers end when the test says so."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, step_log: StepLog | None = None) -> None:
+        super().__init__(step_log)
         self.gathers: list[tuple[Chunk, int]] = []
         self.heard: list[worker_pb2.Event] = []
         self.told: list[handoff_pb2.SenderMessage] = []
@@ -121,6 +124,23 @@ def test_a_prompt_given_up_is_computed_no_further_while_a_gather_still_reads_it(
     assert around.blocks.num_held == 10, "the gather may still read them"
     around.gather_done(gather)
     assert around.blocks.num_held == 0
+
+
+def test_the_step_log_names_a_request_that_the_decode_worker_gave_up_before_the_router_cancelled_it(
+    tmp_path: Path,
+) -> None:
+    """The worker holds nothing of it when the router's cancel arrives, so nothing else would show when it ended."""
+    path = tmp_path / "steps.jsonl"
+    log = StepLog(str(path))
+    around = Surroundings(log)
+    around.begin(Request(KEY, PROMPT, SamplingParams()))
+    aborted_by_peer(around)
+    assert KEY not in around.role
+    log.write(1, [], [], around.blocks)
+    log.write(2, [], [], around.blocks)
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["cancelled"], line["failed"]) for line in lines] == [([], ["r"]), ([], [])]
 
 
 def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
