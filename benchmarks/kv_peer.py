@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from cluster.errors import BatonError
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
-from cluster.request_key import RequestKey
 from cluster.settings import JsonSettings
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout

@@ -22,8 +22,8 @@ import grpc
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from cluster import rpc
 from cluster.config.load import load_config
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
-from cluster.request_key import RequestKey
 from controller.plan import plan_cluster
 
 WAIT_S = 120.0

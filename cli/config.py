@@ -17,7 +17,7 @@ import typer
 from cli.common import AsJson, outcome
 from cluster.errors import ConfigError, InternalError
 from cluster.program import SOURCE_ROOT, ExitCode, child_environment
-from cluster.units import count_of, format_bytes
+from cluster.text import count_of, format_bytes
 
 if TYPE_CHECKING:
     from cluster.config.schema import ServingConfig

@@ -86,7 +86,7 @@ def _show(results: Sequence[CheckResult]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from cluster.units import count_of
+    from cluster.text import count_of
     from tools.doctor.check import Half, Result
 
     console = table_console()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cli.common import AsJson, outcome, table_console
-from cluster.atomic_write import replace_text
 from cluster.errors import ConfigError, NotFound
+from cluster.program import replace_text
 
 if TYPE_CHECKING:
     from cluster.api_keys import ApiKey

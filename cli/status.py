@@ -51,7 +51,7 @@ def describe(status: GetStatusResponse) -> dict[str, Any]:
 
 
 def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
-    from cluster.proto_names import role_name, state_name
+    from cluster.text import role_name, state_name
 
     info, stats = worker.info, worker.stats
     return {

@@ -14,8 +14,8 @@ import typer
 
 from cli.common import AdminOptions, connect, outcome
 from cluster.address import address_here, parse_address
-from cluster.atomic_write import replace_text
 from cluster.errors import BatonError
+from cluster.program import replace_text
 
 if TYPE_CHECKING:
     from cluster.pb.admin_pb2 import GetStatusResponse

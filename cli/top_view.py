@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.pb import admin_pb2, worker_pb2
-from cluster.proto_names import role_name, state_name
-from cluster.units import format_bytes
+from cluster.text import format_bytes, role_name, state_name
 
 _KEPT_SECONDS = 60
 _KEPT_REQUESTS = 100

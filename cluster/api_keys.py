@@ -24,8 +24,7 @@ from typing import Literal, get_args
 
 import yaml
 
-from cluster.config.bounds import bounded
-from cluster.config.read import ConfigReader
+from cluster.config.read import ConfigReader, bounded
 from cluster.config.source import (
     ConfigSource,
     clip,

@@ -1,4 +1,4 @@
-"""The life of one request: its states, the table of legal moves, and `advance`, the only way to make one.
+"""One request: the key of each try at it, its states, and `advance`, the only way to move from one to the next.
 
 Owns the order of states and the instants at which they were entered; every latency that Baton reports is the difference
 of two of those. Knows no clock (the caller passes `now`), no worker and no socket.
@@ -14,8 +14,27 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 from cluster.errors import InternalError
+from cluster.pb import worker_pb2
+
+
+class RequestKey(NamedTuple):
+    """Identity of one try at a request, on every wire and in every table; what an earlier try sends late matches none.
+
+    `request_id` is the router's generation id, `attempt` counts from 1.
+    """
+
+    request_id: str
+    attempt: int
+
+    @classmethod
+    def of(cls, message: worker_pb2.RequestKey) -> RequestKey:
+        return cls(message.request_id, message.attempt)
+
+    def to_proto(self) -> worker_pb2.RequestKey:
+        return worker_pb2.RequestKey(request_id=self.request_id, attempt=self.attempt)
 
 
 class RequestState(enum.Enum):

@@ -1,5 +1,5 @@
 """The interface between a program and its host, a shell (`python -m worker`) or a Ray actor (`controller.ray_actors`),
-and what either needs of the operating system: signals, priority, exit codes.
+and what Baton's programs need of the operating system: signals, priority, exit codes, files replaced at once.
 
 A program package (`worker`, `router`) offers `program.create(settings_json, report)`; the host calls `prepare`,
 `start`, `wait`, and `stop` from any thread. Nothing here knows which program it runs.
@@ -7,12 +7,14 @@ A program package (`worker`, `router`) offers `program.create(settings_json, rep
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,6 +65,26 @@ def child_environment() -> dict[str, str]:
     """This process's environment, with Baton's packages on PYTHONPATH: `python -m worker` works from any folder."""
     path = os.pathsep.join(filter(None, [str(SOURCE_ROOT), os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path}
+
+
+def replace_text(path: Path, text: str, mode: int) -> None:
+    """Replaces a file whole or not at all: a reader sees the old text or the new one. It has this mode from the start;
+    where root writes, it stays its owner's. Raises OSError."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            if os.geteuid() == 0 and path.exists():
+                old = path.stat()
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
 
 
 _LEAST_NICE = 19

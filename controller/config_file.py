@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.atomic_write import replace_text
 from cluster.config.changes import differences, set_values
 from cluster.config.load import parse_config
 from cluster.config.schema import ServingConfig
 from cluster.config.source import read_text
 from cluster.errors import BatonError, ConfigError, FailedPrecondition
+from cluster.program import replace_text
 
 _STEADY_LOOKS = 2
 _MISTAKE_LOOKS = 10

@@ -19,7 +19,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.settings import RouterSettings
-from cluster.units import count_of
+from cluster.text import count_of
 from controller.plan import CPU_SHARE, WorkerPlan
 from controller.ray_actors import HostedProcess, NodePlacement, Strategy
 from controller.supervisor import StartFailed

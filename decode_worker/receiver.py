@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Range, Ready, ReleasePages, Reserve, SendMessage
 
 Reason = worker_pb2.Failed.Reason

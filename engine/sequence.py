@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import ScoredSpan, SequenceSlice

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from cluster.metrics import LabelledCounter, MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
 from cluster.settings import RouterSettings
-from cluster.state import Store, open_store
+from cluster.state import MemoryStore, Store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.api.admin import HEALTH, ControlService, HealthService, StatusService, reflection_handler
 from router.api.handlers import service_handler
@@ -121,7 +121,7 @@ class RouterServer:
             self.dispatcher,
             self._executor,
             MessageRate(settings.router.stream_messages_per_s),
-            open_store(settings.state) if store is None else store,
+            _open_store(settings.state) if store is None else store,
             self._traces,
             resume_window_s=settings.router.resume_window_s,
             stalled_client_timeout_s=settings.router.stalled_client_timeout_s,
@@ -336,6 +336,15 @@ class RouterProgram:
                 await self._stop.wait()
         finally:
             await server.stop()
+
+
+def _open_store(url: str | None) -> Store:
+    """The store at `redis://` or `rediss://`, which connects at the first call; None: in memory."""
+    if url is None:
+        return MemoryStore()
+    from cluster.redis_store import RedisStore
+
+    return RedisStore(url)
 
 
 def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:

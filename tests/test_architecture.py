@@ -52,8 +52,8 @@ RAY_ONLY_IN = (
 )
 MAX_LINES = 400
 ROUTER_LEVELS = 8
-GROUND = {"cluster.config.reference", "cluster.lifecycle", "cluster.state"}
-"""Modules of the ground floor though one floor uses them: a page's printer, the states of a request, and the stores."""
+GROUND = {"cluster.config.reference"}
+"""Modules of the ground floor though no other floor uses them: a page's printer."""
 BANNED_MODULES = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "_pickle"}
 BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "os.system"}
 SAFE_LOADERS = {"SafeLoader", "CSafeLoader"}

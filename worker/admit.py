@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 from engine.sampling.constraint import Constrainer
 from engine.sampling.params import SamplingParams
 from engine.sequence import Request

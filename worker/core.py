@@ -18,8 +18,8 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
 from cluster.step_cost import StepSize
 from decode_worker.scheduler import BlockCopies

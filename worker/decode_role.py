@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from decode_worker.receiver import Receiver
 from decode_worker.scheduler import BlockCopies, DecodeScheduler
 from engine.kv.block_manager import BlockManager

@@ -24,8 +24,8 @@ from typing import Protocol
 
 from cluster.errors import BatonError
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from kv_transfer.actions import Chunk
 from worker.handoff_metrics import HandoffMetrics
 

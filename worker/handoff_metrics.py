@@ -11,8 +11,8 @@ from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry
 
+from cluster.lifecycle import RequestKey
 from cluster.metrics import OTHER, LabelledCounter, Metric, histogram
-from cluster.request_key import RequestKey
 from cluster.transports import TRANSPORT_NAMES
 from kv_transfer.actions import Chunk
 

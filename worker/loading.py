@@ -14,7 +14,7 @@ import torch
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
 from cluster.settings import WorkerSettings
-from cluster.units import format_bytes
+from cluster.text import format_bytes
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
 from engine.kv.pool import cell_size
 from engine.layers.ops import choose_native

@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import Request, ScheduledSequence, Sequence, publish_blocks, release_blocks

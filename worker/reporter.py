@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from itertools import islice
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager, CacheEvents
 from engine.sampling.params import Finish, SampledToken, check_finish
 from engine.sequence import Sequence

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TextIO
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.sequence import ScheduledSequence, Sequence
 

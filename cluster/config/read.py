@@ -1,6 +1,7 @@
-"""YAML nodes held against the schema: types, limits and unknown keys; every mistake is reported, none raised.
+"""How a schema declares its fields (`bounded`, RUN_TIME), and how YAML nodes are held against it: types, limits and
+unknown keys; every mistake is reported, none raised.
 
-Knows no single key: the dataclasses of `cluster.config.schema` say what may stand where.
+Knows no single key: the dataclasses of a schema, such as `cluster.config.schema`, say what may stand where.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ import re
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import yaml
 
-from cluster.config.bounds import Bounds
-from cluster.config.schema import ALIASES
 from cluster.config.source import ConfigSource, SourcePosition, clip, entries, join, nearest, place_of
 
 T = TypeVar("T")
@@ -29,6 +28,50 @@ _WANTED: dict[type, str] = {
     bool: "must be true or false",
     str: "must be a string",
 }
+
+ALIASES = {
+    "gpu": "cuda",
+    "fp32": "float32",
+    "float": "float32",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "float8": "fp8",
+    "w8": "int8",
+    "w4": "int4",
+    "int8_wo": "int8",
+    "int4_wo": "int4",
+    "cuda-ipc": "cuda_ipc",
+    "true": "on",
+    "false": "off",
+}
+"""Other spellings of a value, offered in the error, never accepted."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of a number, both inclusive unless `above` is set, which excludes itself."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+
+
+RUN_TIME = {"is_run_time": True}
+"""Metadata of a field that may change while the cluster runs, with all below it."""
+
+
+def bounded(
+    default: float | None,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    is_run_time: bool = False,
+) -> Any:
+    """A dataclass field with a default and the limits that a reader checks."""
+    metadata = {"bounds": Bounds(at_least, above, at_most)}
+    return field(default=default, metadata=metadata | RUN_TIME if is_run_time else metadata)
 
 
 @dataclass(frozen=True)

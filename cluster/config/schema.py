@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from cluster.config.bounds import RUN_TIME, bounded
+from cluster.config.read import RUN_TIME, bounded
 from cluster.transports import TransportName
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -26,23 +26,6 @@ PolicyName = Literal["predicted", "least_loaded", "round_robin", "random"]
 RoleName = Literal["prefill", "decode"]
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
-ALIASES = {
-    "gpu": "cuda",
-    "fp32": "float32",
-    "float": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "float8": "fp8",
-    "w8": "int8",
-    "w4": "int4",
-    "int8_wo": "int8",
-    "int4_wo": "int4",
-    "cuda-ipc": "cuda_ipc",
-    "true": "on",
-    "false": "off",
-}
-"""Other spellings of a value, offered in the error, never accepted."""
 DAY_S = 86_400.0
 
 

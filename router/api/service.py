@@ -13,9 +13,9 @@ from concurrent.futures import Executor
 from dataclasses import replace
 
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
-from cluster.request_key import RequestKey
 from cluster.state import Store
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, ValidatedRequest, run_aside
 from router.api.grammar import Grammars

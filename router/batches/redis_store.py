@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.state.redis_store import ask, connect
+from cluster.redis_store import ask, connect
 from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord
 
 PREFIX = "baton:{batches}:"

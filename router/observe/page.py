@@ -27,7 +27,7 @@ from cluster.address import is_loopback
 from cluster.auth import Gate
 from cluster.errors import BatonError, FieldViolation, InvalidRequest, OutOfRange, PermissionDenied
 from cluster.pb import admin_pb2
-from cluster.proto_names import to_document
+from cluster.text import to_document
 from router.api.call import Call
 from router.api.violations import invalid
 from router.observe.controller_link import ControllerLink

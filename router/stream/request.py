@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cluster.errors import BatonError, Cancelled, InternalError
-from cluster.lifecycle import Lifecycle, RequestState
+from cluster.lifecycle import Lifecycle, RequestKey, RequestState
 from cluster.pb import generation_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from router.api.call import ANYONE, Principal, ValidatedRequest
 from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey

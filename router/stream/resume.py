@@ -27,10 +27,9 @@ from cluster.errors import (
     OutOfRange,
     Unavailable,
 )
-from cluster.lifecycle import RequestState
+from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb.generation_pb2 import GenerationSpec
 from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
-from cluster.request_key import RequestKey
 from cluster.state import Claim, Store, StoreAway
 from router.api.call import Principal
 from router.api.violations import invalid

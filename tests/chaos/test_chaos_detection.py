@@ -22,8 +22,8 @@ from chaos_states import (
 )
 
 from cluster.config.schema import TransferSection
+from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 
 pytestmark = pytest.mark.battery
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
-from cluster.request_key import RequestKey
 from kv_transfer import pages
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.failures import TransferFailed
@@ -68,7 +68,7 @@ except TransferFailed:
 IPC_SENDER = """
 import sys, threading, queue, torch
 from cluster.pb import handoff_pb2, rank_pb2
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine

@@ -13,7 +13,7 @@ from scripted_router import baton
 from workers import Worker, running
 
 from cluster.config.load import load_config
-from cluster.units import format_bytes
+from cluster.text import format_bytes
 from controller.plan import plan_worker
 from engine import profiling
 

@@ -13,7 +13,7 @@ import pytest
 from reference_engine import Completion, Engine
 from workers import ROOT, Output, Worker, hand_off, merged, running, sampling
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

@@ -11,9 +11,9 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from cluster_fixture import PlainCluster, Stream, token_spec
 from workers import Worker, hand_off, running, sampling
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 
 CHUNK = 48
 NUM_TOP = 3

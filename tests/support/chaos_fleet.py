@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from workers import ROOT, Process, Worker
 
 from cluster import rpc
+from cluster.lifecycle import RequestKey
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
-from cluster.request_key import RequestKey
 from cluster.settings import RouterSettings
 from tools.client import BatonClient
 

@@ -11,7 +11,7 @@ from chaos_fleet import MODEL, ChaosWorker
 from reference_engine import Engine
 from workers import hand_off, merged, sampling
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams

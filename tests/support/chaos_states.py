@@ -25,8 +25,8 @@ from chaos_reference import Reference
 from cluster_fixture import Stream
 from workers import Output, hand_off, sampling
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
-from cluster.request_key import RequestKey
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 """Where the router places a request when all are idle."""

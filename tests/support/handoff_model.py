@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from handoff_state import Link, Side, Violation
 from handoff_world import World
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2
-from cluster.request_key import RequestKey
 from kv_transfer.actions import Chunk
 
 Move = tuple[object, ...]

@@ -27,7 +27,7 @@ from handoff_state import (
     freeze_sender,
 )
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from decode_worker.receiver import Receiver
 from kv_transfer.actions import (
     Actions,

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from simulated_pages import Mark
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from router.routing.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from simulated_ranks import VOCAB, Pair, Ranks, next_tokens
 from simulated_router import Request, Router
 
 from cluster.failure_detector import FailureTimeouts
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
 from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffConnection, HandoffContext

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
-from cluster.request_key import RequestKey
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.failures import TransferFailed
 from kv_transfer.fault_injection import Faults
@@ -35,7 +35,7 @@ HOST_TRANSPORTS = ("shm", "gloo")
 PEER = """
 import sys, torch
 from cluster.pb import handoff_pb2, rank_pb2
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine

@@ -15,9 +15,9 @@ from fake_worker import DECODE, LENGTH, PREFILL, STOP, TRANSFER, failed, phase, 
 from router_harness import EOS, ids
 from wired_router import WiredWorker
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 
 LETTERS = ids("abcdefghijklmnopqrtuvwxyz")
 STOP_LETTER = ids("s")[0]

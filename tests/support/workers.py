@@ -19,8 +19,8 @@ import grpc
 from nursery import nursery_of_session
 
 from cluster import rpc
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
-from cluster.request_key import RequestKey
 from cluster.settings import WorkerSettings
 from cluster.tls import internal_tls_of
 

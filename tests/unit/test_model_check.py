@@ -9,7 +9,7 @@ import pytest
 from handoff_state import Bounds
 from model_check import explore
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from decode_worker import receiver as receiver_module
 from decode_worker.receiver import Incoming, Receiver
 from kv_transfer.actions import Actions, Ready

@@ -16,7 +16,7 @@ from cluster.api_keys import OWNER_ONLY, load_keys
 from cluster.config.load import describe_config
 from cluster.errors import ConfigError
 from cluster.program import ExitCode
-from cluster.units import count_of, format_bytes
+from cluster.text import count_of, format_bytes
 from controller.local_ray import base_folder
 from controller.plan import BATCH_FOLDER
 from tools.doctor.bounded import NoAnswer, Part

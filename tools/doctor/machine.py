@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.schema import ROLES
-from cluster.units import count_of, format_bytes
+from cluster.text import count_of, format_bytes
 from controller.local_ray import OBJECT_STORE_BYTES
 from tools.doctor.bounded import Part
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning

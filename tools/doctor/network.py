@@ -20,9 +20,9 @@ import yaml
 from redis.exceptions import AuthenticationError, RedisError
 
 from cluster.address import format_address, is_loopback, listen_error
-from cluster.state.guard import TIMEOUT_S
-from cluster.state.redis_store import connect
-from cluster.units import count_of
+from cluster.redis_store import connect
+from cluster.state import TIMEOUT_S
+from cluster.text import count_of
 from controller.plan import ROUTER_PORT_STEP
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject

@@ -18,10 +18,10 @@ from functools import partial
 
 from cluster.errors import BatonError, PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, generation_pb2, worker_pb2
-from cluster.state.redis_store import RedisStore
-from cluster.state.store import StoreAway
+from cluster.redis_store import RedisStore
+from cluster.state import StoreAway
+from cluster.text import format_bytes
 from cluster.transports import TRANSPORT_NAMES
-from cluster.units import format_bytes
 from tools.client import make_spec
 from tools.doctor.bounded import on_thread
 from tools.doctor.check import Finding, Half, Result, check, ok, problem, skipped, warning

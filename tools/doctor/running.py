@@ -11,9 +11,8 @@ from cluster.config.schema import ROLES
 from cluster.errors import PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.program import ExitCode
-from cluster.proto_names import state_name
+from cluster.text import count_of, state_name
 from cluster.transports import BEST_FIRST
-from cluster.units import count_of
 from tools.doctor.check import Finding, Half, baton_version, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject, fetch
 

@@ -12,7 +12,7 @@ import pytest
 from scripted_router import ROOT, baton
 
 from cli import config
-from cluster.units import format_bytes
+from cluster.text import format_bytes
 
 ENGINE = "{device: cpu, kv_cache_tokens: 4096, max_num_batched_tokens: 256, max_num_seqs: 16}"
 

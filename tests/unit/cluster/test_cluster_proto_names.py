@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from cluster.pb import admin_pb2, worker_pb2
-from cluster.proto_names import role_name, to_document
+from cluster.text import role_name, to_document
 
 
 def test_a_document_has_every_field_and_numbers_stay_numbers() -> None:

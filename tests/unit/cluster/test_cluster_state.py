@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.redis_server import RedisServer, running_redis
+from cluster.redis_store import RedisStore
 from cluster.state import Claim, Guard, Log, MemoryStore, Outcome, Store, StoreAway, Write
-from cluster.state.redis_store import RedisStore
 
 A, B = Claim("a", 1), Claim("b", 2)
 TTL_S = 60.0

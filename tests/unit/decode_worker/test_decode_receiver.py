@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from decode_worker.receiver import TABLE, Incoming, ReceiveEvent, Receiver, ReceiveState
 from kv_transfer.actions import Actions, Chunk, Fail, Land, Ready, ReleasePages, Reserve, SendMessage
 

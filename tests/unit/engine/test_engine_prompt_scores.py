@@ -12,7 +12,7 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank, scattered_table
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling import prompt_logprobs

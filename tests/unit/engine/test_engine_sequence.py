@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.sampling.params import SamplingParams
 from engine.sequence import Request
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from cluster.step_cost import PACE_SHARE, StepCost, StepSize
 from engine.sampling.params import SamplingParams
 from engine.sequence import Request, Sequence

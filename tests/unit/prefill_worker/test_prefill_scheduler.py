@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SamplingParams
 from engine.sequence import Request, Sequence

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 import prefill_worker.sender as sender_module
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from kv_transfer.actions import Actions, BeginPrefill, Chunk, Fail, Gather, Range, ReleasePages, SendMessage, Transmit
 from prefill_worker.sender import TABLE, Outgoing, Sender, SendEvent, SendState
 

@@ -10,8 +10,8 @@ from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, phase, tokens
 from router_harness import ids
 from wired_router import ManualClock, WiredRouter, run
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from router.observe.activity import KEPT_REQUESTS, KEPT_SECONDS, WINDOW_SECONDS, Activity, Sketch, WorkerRates
 from router.observe.counters import OUTCOMES
 

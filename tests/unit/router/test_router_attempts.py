@@ -15,10 +15,9 @@ from router_harness import EOS, ids
 from wired_router import STATES, ManualClock, WiredRouter, admit_of, cancelled, go_on, known, logged, reach, run
 
 from cluster.errors import BatonError, InternalError, InvalidRequest, Overloaded, Unavailable
-from cluster.lifecycle import RequestState
+from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 
 Failed = worker_pb2.Failed
 S = RequestState

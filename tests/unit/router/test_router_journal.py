@@ -16,8 +16,8 @@ from router_harness import Router, ids, refusal, running_router
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.errors import Aborted, Cancelled, FailedPrecondition, NotFound, Unavailable
 from cluster.pb import generation_pb2 as pb
+from cluster.redis_store import RedisStore
 from cluster.state import MemoryStore, Store
-from cluster.state.redis_store import RedisStore
 
 TEXT = "aéb🎉c ENDx"
 STOP = ("END",)

@@ -10,8 +10,8 @@ from fake_worker import DECODE, LENGTH, PREFILL, STOP, phase, tokens
 from router_harness import ids, running_router
 from wired_router import ManualClock, WiredRouter, run
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from router.observe import metrics as module
 from router.observe.counters import OUTCOMES, RETRIES
 from router.observe.metrics import METRICS, VllmNames

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from router_harness import ids
 from wired_router import Client, ManualClock, WiredRouter, admit_of, cancelled, known, logged, reach, run
 
-from cluster.lifecycle import RequestState
+from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 from router.routing.migration import (
     FEWEST_TOKENS_LEFT,
     MOST_AT_ONCE,

@@ -18,10 +18,9 @@ from wired_router import QUEUE_TIMEOUT_S, Client, ManualClock, WiredRouter, run
 from wired_workers import ModelWorker, Story
 
 from cluster.errors import FailedPrecondition, Overloaded, Unavailable
-from cluster.lifecycle import TRANSITIONS, RequestState
+from cluster.lifecycle import TRANSITIONS, RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 from router.routing import migration
 from router.routing.retry import MAX_ATTEMPTS, RETRYABLE
 

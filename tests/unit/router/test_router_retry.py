@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from router_harness import Router, begin, ids, kinds, refusal, rest, running_router, text_of, text_spec
 
 from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
+from cluster.lifecycle import RequestKey
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
-from cluster.request_key import RequestKey
 from router.routing.load_tracker import NOTHING, Placement
 from router.routing.policies.interface import RoutingContext
 from router.routing.policies.least_loaded import LeastLoaded

@@ -10,10 +10,9 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from wired_router import ManualClock, WiredRouter, logged, run
 
 from cluster.errors import Aborted
-from cluster.lifecycle import RequestState
+from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
-from cluster.request_key import RequestKey
 from cluster.state import Claim, MemoryStore, Write
 from router.api.call import ANYONE, Principal, Quota
 from router.api.chat import ChatTemplate

@@ -22,10 +22,9 @@ from wired_router import (
 )
 
 from cluster.errors import Unavailable
-from cluster.lifecycle import RequestState
+from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
-from cluster.request_key import RequestKey
 
 S = RequestState
 

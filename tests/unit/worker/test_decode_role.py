@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, SamplingParams
 from engine.sequence import Request, Sequence

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from cluster.failure_detector import FailureTimeouts
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2, worker_pb2
-from cluster.request_key import RequestKey
 from kv_transfer.actions import Chunk, Range
 from worker.handoff_connection import Done, HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics

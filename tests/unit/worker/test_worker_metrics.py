@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.lifecycle import RequestKey
 from cluster.metrics import MetricsPage
-from cluster.request_key import RequestKey
 from decode_worker.receiver import Receiver
 from kv_transfer.actions import Chunk, Range
 from prefill_worker.sender import Sender

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
-from cluster.request_key import RequestKey
 from engine.model_runner import StepOutput
 from engine.step_input import SequenceSlice, StepInput, build_step
 from kv_transfer.actions import Chunk, Range

@@ -17,7 +17,7 @@ from simulation import World
 
 import prefill_worker.sender
 from cluster import prefix_hash
-from cluster.request_key import RequestKey
+from cluster.lifecycle import RequestKey
 from decode_worker.receiver import Incoming, ReceiveEvent, Receiver
 from decode_worker.scheduler import DecodeScheduler
 from engine.kv.block_manager import BlockManager

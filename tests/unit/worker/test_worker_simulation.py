@@ -11,8 +11,8 @@ from simulated_load import EVERY_FAULT, Load
 from simulation import VOCAB, World, first_wrong_token
 
 import prefill_worker.sender
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2
-from cluster.request_key import RequestKey
 
 CELL_BYTES = 3 * 8
 """Token, owner and context of one token in one layer."""

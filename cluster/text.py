@@ -1,4 +1,4 @@
-"""Messages as documents: the one conversion to what JSON holds, and the names of roles and states for people."""
+"""Writes values for programs and people: messages as JSON documents, names of roles and states, counts, sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from cluster.pb import admin_pb2, worker_pb2
+
+_UNITS = ("kB", "MB", "GB", "TB")
 
 
 def to_document(message: Message) -> dict[str, Any]:
@@ -33,6 +35,23 @@ def role_name(role: worker_pb2.Role) -> str:
 def state_name(worker: admin_pb2.WorkerStatus) -> str:
     """Such as `ready`."""
     return _short_name(admin_pb2.WorkerStatus.State.DESCRIPTOR, worker.state)
+
+
+def count_of(number: int, what: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def format_bytes(count: int) -> str:
+    """`17.2 MB`: three or four digits, in powers of 1000; below 1000 `512 B`."""
+    if abs(count) < 1000:
+        return f"{count} B"
+    size = float(count)
+    for unit in _UNITS:
+        size /= 1000
+        if abs(size) < 999.95 or unit == _UNITS[-1]:
+            break
+    return f"{size:.1f} {unit}"
 
 
 def _plain(field: FieldDescriptor, value: Any) -> Any:

@@ -17,7 +17,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError, RedisError
 
-from cluster.state.store import Claim, Log, Outcome, StoreAway, Write
+from cluster.state import Claim, Log, Outcome, StoreAway, Write
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,7 @@
-"""The store's interface, and the store in a process's own memory: logs with one writer at a time, which expire.
+"""The store of what must outlive a router: short logs with one writer at a time, which expire.
+
+Owns the interface, the store in a process's own memory, and `Guard`, which makes a store's absence cheap; the store in
+Redis is `cluster.redis_store`. Knows nothing of requests: what is in a log is its writer's own.
 
 A log belongs to a claim: an owner and an epoch. Another router that takes it writes with the next epoch, and a
 write with an older one is refused (FENCED). Writes of one claim are numbered, so that one that was abandoned and comes
@@ -7,12 +10,22 @@ late changes nothing, and a log that has lost something (a flush, say) is notice
 
 from __future__ import annotations
 
+import asyncio
 import enum
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TIMEOUT_S = 0.25
+FIRST_PROBE_S = 0.1
+LONGEST_PROBE_S = 1.0
 
 
 class StoreAway(Exception):
@@ -173,3 +186,80 @@ class MemoryStore:
         now = self._clock()
         while self._logs and next(iter(self._logs.values())).ends_at <= now:
             self._logs.popitem(last=False)
+
+
+class Guard:
+    """A circuit breaker around a store, and a store itself: a call takes `timeout_s` at most, and none at all while the
+    store is away. `on_back` is called when it can be used again.
+
+        THERE -> (a call failed, or took too long) -> AWAY -> (a probe in the background succeeded) -> THERE
+
+    Owns the time limit, the probe and what is logged, once for each change.
+    """
+
+    def __init__(self, store: Store, on_back: Callable[[], None] = lambda: None, timeout_s: float = TIMEOUT_S) -> None:
+        self.is_away = False
+        self.on_back = on_back
+        self._store = store
+        self._timeout_s = timeout_s
+        self._probing: asyncio.Task[None] | None = None
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        return await self._call(lambda: self._store.write(writes))
+
+    async def read(self, key: str) -> Log | None:
+        return await self._call(lambda: self._store.read(key))
+
+    async def take(self, key: str, held: Claim, wanted: Claim, ttl_s: float) -> bool:
+        return await self._call(lambda: self._store.take(key, held, wanted, ttl_s))
+
+    async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
+        await self._call(lambda: self._store.delete(keys))
+
+    async def probe(self) -> None:
+        await self._call(self._store.probe)
+
+    async def reset(self) -> None:
+        await self._store.reset()
+
+    async def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        await self._store.close()
+
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        if self.is_away:
+            raise StoreAway("the store is away")
+        try:
+            return await self._in_time(call)
+        except StoreAway as error:
+            self._trip(error)
+            raise
+
+    async def _in_time(self, call: Callable[[], Awaitable[T]]) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await call()
+        except TimeoutError as error:
+            raise StoreAway(f"no answer within {self._timeout_s:g} s") from error
+
+    def _trip(self, error: StoreAway) -> None:
+        if not self.is_away:
+            self.is_away = True
+            log.warning("the state store is away, generations survive no router meanwhile: %s", error)
+            self._probing = asyncio.create_task(self._probe(), name="probe of the state store")
+
+    async def _probe(self) -> None:
+        pause_s = FIRST_PROBE_S
+        while True:
+            await self._store.reset()
+            await asyncio.sleep(pause_s)
+            try:
+                await self._in_time(self._store.probe)
+                break
+            except StoreAway:
+                pause_s = min(LONGEST_PROBE_S, 2 * pause_s)
+        self.is_away = False
+        log.warning("the state store is back")
+        self.on_back()
