@@ -16,8 +16,8 @@ from rich.progress import Progress
 from cluster import rpc
 from cluster.pb import generation_pb2
 from tools.bench import figures, workload
-from tools.bench.figures import Sample
 from tools.bench.targets import GrpcTarget
+from tools.bench.workload import Sample
 from tools.client import make_spec
 
 NUM_VARIANTS = 8

@@ -37,8 +37,8 @@ from cluster import rpc
 from cluster.config.load import load_config
 from cluster.config.schema import ServingConfig
 from controller.plan import ClusterPlan, plan_cluster
-from tools.bench.figures import Sample
 from tools.bench.targets import GrpcTarget
+from tools.bench.workload import Sample
 from tools.client import make_spec
 
 POLICIES = ("predicted", "least_loaded", "round_robin")

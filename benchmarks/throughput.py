@@ -22,8 +22,8 @@ from rich.table import Table
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_cluster
 from benchmarks.report import tell, telling_failures
 from cluster import rpc
-from tools.bench.figures import Sample
 from tools.bench.targets import GrpcTarget
+from tools.bench.workload import Sample
 from tools.client import make_spec
 
 PROMPT_TOKENS = 16

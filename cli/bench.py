@@ -18,9 +18,8 @@ from cli.common import AsJson, RouterOptions, outcome, silence_grpc, with_option
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tools.bench.figures import Sample
     from tools.bench.targets import Target
-    from tools.bench.workload import RequestShape
+    from tools.bench.workload import RequestShape, Sample
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -165,7 +164,7 @@ def bench(context: typer.Context, server: ServerOptions, load: LoadOptions, repo
     if context.invoked_subcommand is not None:
         return
     with outcome():
-        from tools.bench.plots import prepare
+        from tools.bench.figures import prepare
 
         if report.plots is not None:
             prepare(report.plots)
@@ -266,7 +265,7 @@ def _report(run: dict[str, Any], report: ReportOptions) -> None:
 
 def _draw(runs: dict[str, dict[str, Any]], folder: Path) -> None:
     """Prints the names of the files to stderr, since stdout may hold a document."""
-    from tools.bench.plots import draw
+    from tools.bench.figures import draw
 
     for file in draw(runs, folder):
         print(file, file=sys.stderr)

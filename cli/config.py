@@ -1,7 +1,7 @@
 """`baton config validate` checks Baton's part of a cluster.yaml; `baton config explain` shows how each worker would
 share out this machine's memory.
 
-The memory plan is the worker's own: `python -m worker.explain`, which this module runs and formats.
+The memory plan is the worker's own: `python -m worker.examine memory`, which this module runs and formats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cluster.text import count_of, format_bytes
 if TYPE_CHECKING:
     from cluster.config.schema import ServingConfig
 
-_PROGRAM = "worker.explain"
+_PROGRAM = ("worker.examine", "memory")
 _DECIDED_BY = {
     "kv_cache_tokens": "as kv_cache_tokens says",
     "memory": "all that is left",
@@ -132,7 +132,7 @@ def _pool_note(of: Explained) -> str:
 def _ask(question: dict[str, Any]) -> list[Explained]:
     """Runs the program, which loads torch, in a process of its own. Raises what it raised."""
     done = subprocess.run(
-        [sys.executable, "-m", _PROGRAM],
+        [sys.executable, "-m", *_PROGRAM],
         input=json.dumps(question),
         env=child_environment(),
         capture_output=True,
@@ -145,4 +145,4 @@ def _ask(question: dict[str, Any]) -> list[Explained]:
     message = done.stderr.rpartition("error: ")[2].strip()
     if done.returncode == ExitCode.BAD_CONFIG:
         raise ConfigError(message)
-    raise InternalError(f"python -m {_PROGRAM} ended with code {done.returncode}: {message}")
+    raise InternalError(f"python -m {' '.join(_PROGRAM)} ended with code {done.returncode}: {message}")

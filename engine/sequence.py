@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from cluster.lifecycle import RequestKey
+from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
+from engine.sampling.constraint import Constrainer
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import ScoredSpan, SequenceSlice
 
@@ -31,6 +33,40 @@ class Request:
     """First output tokens by sequence index that an earlier attempt reported: taken as sampled, not reported again."""
     prompt_logprobs: int | None = None
     """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
+
+    @classmethod
+    def from_proto(cls, admit: worker_pb2.Admit, *, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Self:
+        """Raises ValueError for a grammar that cannot be followed here."""
+        constraint = None
+        if admit.sampling.grammar:
+            if constrainer is None:
+                raise ValueError("this worker's model folder has no tokenizer.json, which constrained output needs")
+            constraint = constrainer.new(admit.sampling.grammar)
+        return cls(
+            key=RequestKey.of(admit.key),
+            prompt_token_ids=tuple(admit.prompt_token_ids),
+            params=SamplingParams.from_proto(admit.sampling, constraint),
+            cache_salt=admit.cache_salt,
+            use_prefix_cache=enable_prefix_cache and not admit.bypass_prefix_cache,
+            known_tokens={known.sequence_index: tuple(known.token_ids) for known in admit.known_tokens},
+            prompt_logprobs=admit.prompt_logprobs if admit.HasField("prompt_logprobs") else None,
+        )
+
+    def problem(self, vocab_size: int, max_model_len: int) -> str:
+        """Why it cannot run, or nothing. The router has checked; one bad id would end the step of everybody."""
+        num_prompt_tokens, max_output_tokens = len(self.prompt_token_ids), self.params.max_output_tokens
+        known = [token_id for token_ids in self.known_tokens.values() for token_id in token_ids]
+        ids = (*self.prompt_token_ids, *known, *self.params.logit_bias, *self.params.allowed_token_ids)
+        if num_prompt_tokens == 0:
+            return "the prompt is empty"
+        if max(ids) >= vocab_size:
+            return f"token id {max(ids)} is outside the vocabulary of {vocab_size}"
+        if num_prompt_tokens + max_output_tokens > max_model_len:
+            total = f"{num_prompt_tokens} prompt + {max_output_tokens} output tokens"
+            return f"{total} exceed max_model_len {max_model_len}"
+        if len(self.known_start) >= max_output_tokens:
+            return f"{len(self.known_start)} output tokens are known, and {max_output_tokens} are the most"
+        return ""
 
     @property
     def known_start(self) -> tuple[int, ...]:

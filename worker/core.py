@@ -26,17 +26,15 @@ from decode_worker.scheduler import BlockCopies
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constrainer
 from engine.sampling.params import SampledToken, SampleRow
-from engine.sequence import ScheduledSequence, Sequence
+from engine.sequence import Request, ScheduledSequence, Sequence
 from engine.step_budget import StepBudget
 from engine.step_input import StepInput, build_step
-from worker.admit import problem_of, request_of
 from worker.decode_role import DecodeRole
 from worker.handoff_connection import HandoffContext
 from worker.handoffs import Dial, Handoffs
 from worker.prefill_role import PrefillRole
 from worker.reporter import CacheReporter, Reporter, RouterSession
-from worker.step_clock import StepClock
-from worker.step_log import StepLog
+from worker.steps import StepClock, StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -301,8 +299,9 @@ class Core:
 
     def _admit(self, session: RouterSession, admit: worker_pb2.Admit) -> None:
         try:
-            request = request_of(admit, self._settings.engine.enable_prefix_cache, self._constrainer)
-            problem = problem_of(request, self._vocab_size, self._max_model_len)
+            has_cache, constrainer = self._settings.engine.enable_prefix_cache, self._constrainer
+            request = Request.from_proto(admit, enable_prefix_cache=has_cache, constrainer=constrainer)
+            problem = request.problem(self._vocab_size, self._max_model_len)
             if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
                 problem = "this worker already holds a request of this id and attempt"
         except ValueError as error:

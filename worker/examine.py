@@ -1,8 +1,12 @@
-"""`python -m worker.examine`: reports to `baton doctor` what a worker would find on this machine.
+"""`python -m worker.examine`: reports what workers would find on this machine, without reading weights.
 
-Reads `{"workers": [WorkerSettings, ...]}` from stdin and writes one JSON object to stdout: torch, GPUs, NCCL and
-flash-attn as they are, the checkpoint's files, and for each worker what it would choose. Every part is an object of its
-own, `{"found": ...}` or, where a worker would refuse it, `{"refused": "why"}`. Reads no weights.
+Reads `{"workers": [WorkerSettings, ...]}` from stdin and writes JSON to stdout. For `baton doctor` an object: torch,
+GPUs, NCCL and flash-attn as they are, the checkpoint's files, and for each worker what it would choose; every part is
+an object of its own, `{"found": ...}` or, where a worker would refuse it, `{"refused": "why"}`.
+
+`python -m worker.examine memory`, for `baton config explain`, writes a list instead: for each worker the fields of its
+`MemoryPlan`, and what follows from them. Its question has `"mean_tokens": N or null` as well, and it ends with an error
+and an exit code as `cluster.program` has them where a worker could not be served.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import torch
 import torch.cuda.nccl
 import torch.distributed
 
-from cluster.errors import BatonError
+from cluster.errors import BatonError, CheckpointError, ConfigError
+from cluster.program import ExitCode
 from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
@@ -32,6 +37,7 @@ from kv_transfer.transports.registry import supported
 from worker.loading import expect_memory, resolve, weights_revision
 
 Part = dict[str, Any]
+DEFAULT_MEAN_TOKENS = 1024
 
 
 def examine(workers: list[WorkerSettings]) -> dict[str, Any]:
@@ -153,12 +159,59 @@ def _dtype(settings: WorkerSettings, device: str) -> torch.dtype:
     return dtype
 
 
-def main() -> int:
+def explain_memory(settings: WorkerSettings, mean_tokens: int | None) -> dict[str, Any]:
+    """One worker's memory, of each of its ranks. `mean_tokens`: of a request, prompt and output together.
+
+    Raises ConfigError and CheckpointError for what could not be served, like the worker itself.
+    """
+    resolved = resolve(settings)
+    resolved.config.check_tp_size(settings.tp_size)
+    if mean_tokens is None:
+        mean_tokens = min(DEFAULT_MEAN_TOKENS, resolved.max_model_len)
+    if mean_tokens > resolved.max_model_len:
+        raise ConfigError(f"--mean-tokens: {mean_tokens} is more than max_model_len {resolved.max_model_len}")
+    demand = resolved.demand
+    plan = expect_memory(demand)
+    return {
+        "device": resolved.device,
+        "dtype": resolved.dtype,
+        "quantization": settings.model.quantization,
+        "keeps_codes": demand.form.keeps_codes,
+        "kv_dtype": resolved.kv_dtype,
+        "tensor_parallel": settings.tp_size,
+        "memory_utilization": settings.engine.memory_utilization,
+        "max_num_seqs": settings.engine.max_num_seqs,
+        "max_num_batched_tokens": settings.engine.max_num_batched_tokens,
+        **dataclasses.asdict(plan),
+        "num_tokens": plan.num_tokens,
+        "pool_bytes": plan.pool_bytes,
+        "tokens_that_fit": plan.tokens_that_fit,
+        "mean_tokens": mean_tokens,
+        "requests_at_mean": plan.num_requests(mean_tokens),
+    }
+
+
+def _explain_all(workers: list[WorkerSettings], mean_tokens: int | None) -> int:
+    explained = []
+    for settings in workers:
+        try:
+            explained.append(explain_memory(settings, mean_tokens))
+        except BatonError as error:
+            print(f"error: {settings.role} workers: {error}", file=sys.stderr)
+            is_config = isinstance(error, ConfigError | CheckpointError)
+            return ExitCode.BAD_CONFIG if is_config else ExitCode.FAILED
+    print(json.dumps(explained))
+    return ExitCode.DONE
+
+
+def main(arguments: list[str]) -> int:
     asked = json.load(sys.stdin)
     workers = [WorkerSettings.from_json(json.dumps(values)) for values in asked["workers"]]
+    if arguments == ["memory"]:
+        return _explain_all(workers, asked["mean_tokens"])
     print(json.dumps(examine(workers)))
-    return 0
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -53,8 +53,8 @@ from worker.metrics import serve_metrics
 from worker.rank import ErrorKind, RankExecutor
 from worker.rank_socket import RankConnection, accept, connect, read_frame, write_frame
 from worker.service import SpeakingLoop, WorkerService
-from worker.step_log import StepLog
 from worker.step_meter import StepMeter
+from worker.steps import StepLog
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from cluster.pb import generation_pb2, worker_pb2
 from engine.kv.block_manager import BlockManager, CacheEvents
 from engine.sampling.params import Finish, SampledToken, check_finish
 from engine.sequence import Sequence
-from worker.step_log import StepLog
+from worker.steps import StepLog
 
 RouterSession = Callable[[list[worker_pb2.Event]], None]
 """Sends events to one router, from any thread, and returns at once; its identity is the session's."""

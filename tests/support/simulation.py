@@ -25,7 +25,7 @@ from cluster.settings import WorkerSettings
 from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics
-from worker.step_log import StepLog
+from worker.steps import StepLog
 
 __all__ = ["VOCAB", "Node", "Request", "World", "first_wrong_token"]
 

@@ -1,7 +1,6 @@
 """`baton bench`: sends a load to a server and measures what its clients see.
 
-workload    which requests are sent, and when; sends them
+workload    which requests are sent, and when; sends them; what one client saw
 targets     a server, over gRPC or OpenAI's API
-figures     what one client saw, and the figures of a run, under the names of vLLM's `bench serve`
-plots       pictures of runs
+figures     the figures of a run, under the names of vLLM's `bench serve`, and pictures of runs
 """

@@ -1,65 +1,33 @@
-"""What clients saw of their requests, and its figures, under vLLM's `bench serve` names where those exist. Pure."""
+"""The figures of a run, under vLLM's `bench serve` names where those exist, and pictures of runs: TTFT by prompt
+length, time between messages over the run, goodput by offered rate.
+
+Pure but for `draw`, which alone loads matplotlib (the extra `plots`).
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cluster.errors import ConfigError
+from tools.bench.workload import Sample
 
-@dataclass
-class Sample:
-    """One request as its client saw it, filled in while the answer comes. Instants are of one clock, in seconds."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-    num_prompt_tokens: int
-    sent_at: float
-    message_times: list[float] = field(default_factory=list)
-    """When each message with output came."""
-    num_output_tokens: int = 0
-    message_tokens: list[int] = field(default_factory=list)
-    """Tokens in each message. Only gRPC reports it."""
-    token_ids: list[int] = field(default_factory=list)
-    """The output, where the request asked for token ids."""
-    num_cached_tokens: int = 0
-    """Tokens of the prompt that came from a cache, by the server's account."""
-    num_moves: int = 0
-    """How often the request moved to another worker, by the server's account."""
-    num_gaps: int = 0
-    """Messages that do not continue the one before: tokens were lost or repeated. Only gRPC numbers tokens."""
-    placement: str = ""
-    """Baton's `Timing.placement`."""
-    ended_at: float = 0.0
-    was_refused: bool = False
-    """Refused because of load or a quota."""
-    error: str = ""
-    """Why the request did not complete."""
+Run = Mapping[str, Any]
+"""A document of `baton bench`; with `details`, if it was kept `--detailed`."""
 
-    @property
-    def is_complete(self) -> bool:
-        return not self.error and bool(self.message_times)
-
-    @property
-    def ttft_s(self) -> float:
-        return self.message_times[0] - self.sent_at
-
-    @property
-    def e2el_s(self) -> float:
-        return self.message_times[-1] - self.sent_at
-
-    @property
-    def tpot_s(self) -> float:
-        """Mean seconds of a token after the first; 0 for one token."""
-        num_later = self.num_output_tokens - 1
-        return (self.message_times[-1] - self.message_times[0]) / num_later if num_later > 0 else 0.0
-
-    @property
-    def itls_s(self) -> list[float]:
-        """Seconds between messages; a server may send several tokens in one."""
-        return [after - before for before, after in zip(self.message_times, self.message_times[1:], strict=False)]
-
-
+NUM_BUCKETS = 60
+"""Parts into which `itl_over_time` divides a run."""
+_SIZE_INCHES = (8.0, 4.5)
+_DPI = 120
 PERCENTILES = (50, 90, 95, 99)
 OBJECTIVES: Mapping[str, Callable[[Sample], float]] = {
     "ttft": lambda sample: sample.ttft_s,
@@ -146,3 +114,160 @@ def _most_at_once(samples: Sequence[Sample]) -> int:
         now += change
         most = max(most, now)
     return most
+
+
+class PlotBucket(NamedTuple):
+    """Times between messages that came within one part of a run."""
+
+    at_s: float
+    """Its middle, since the first request was sent."""
+    median_ms: float
+    p99_ms: float
+
+
+class GoodputPoint(NamedTuple):
+    """One run, as a point."""
+
+    rate: float
+    throughput: float
+    goodput: float
+
+
+def prepare(folder: Path) -> None:
+    """Makes the folder. Raises ConfigError, before a run, where nothing could be drawn into it afterwards."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigError(
+            "plots need matplotlib, which is not installed; pip install 'matplotlib>=3.9', or make setup "
+            "EXTRAS=dev,plots"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
+def draw(runs: Mapping[str, Run], folder: Path) -> list[Path]:
+    """Writes a PNG for each picture that the runs (by name) have data for; returns their files.
+
+    Raises ConfigError without matplotlib, for a folder that cannot be written, and for runs with no data at all.
+    """
+    prepare(folder)
+    drawn = pictures(runs)
+    if not drawn:
+        raise ConfigError(
+            "these runs have nothing to draw: keep one with --detailed, or with --request-rate and --goodput"
+        )
+    try:
+        files = []
+        for name, figure in drawn.items():
+            files.append(folder / f"{name}.png")
+            figure.savefig(files[-1], dpi=_DPI)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return files
+
+
+def pictures(runs: Mapping[str, Run]) -> dict[str, Figure]:
+    """The pictures by name; one without data is left out."""
+    detailed = {name: run for name, run in runs.items() if run.get("details", {}).get("ttfts")}
+    drawn = {}
+    if detailed:
+        drawn["ttft"] = _ttft(detailed)
+        drawn["itl"] = _itl(detailed)
+    points = goodput_by_rate(runs.values())
+    if points:
+        drawn["goodput"] = _goodput(points)
+    return drawn
+
+
+def ttft_by_prompt(run: Run) -> list[tuple[int, float]]:
+    """Prompt tokens and milliseconds of each request, in the order of sending."""
+    details = run["details"]
+    return [(num, 1000 * s) for num, s in zip(details["input_lens"], details["ttfts"], strict=True)]
+
+
+def itl_over_time(run: Run, num_buckets: int = NUM_BUCKETS) -> list[PlotBucket]:
+    """Buckets of equal length over the run; NaN where nothing came, so that no line is drawn across it."""
+    details = run["details"]
+    messages: list[tuple[float, float]] = []
+    for start, ttft, itls in zip(details["start_times"], details["ttfts"], details["itls"], strict=True):
+        later = list(accumulate(itls, initial=start + ttft))[1:]
+        messages.extend(zip(later, itls, strict=True))
+    if not messages:
+        return []
+    width = max(at for at, _ in messages) / num_buckets
+    filled: list[list[float]] = [[] for _ in range(num_buckets)]
+    for at, itl in messages:
+        filled[min(num_buckets - 1, int(at / width))].append(1000 * itl)
+    return [_bucket((number + 0.5) * width, sorted(itls)) for number, itls in enumerate(filled)]
+
+
+def _bucket(at_s: float, ordered: Sequence[float]) -> PlotBucket:
+    if not ordered:
+        return PlotBucket(at_s, math.nan, math.nan)
+    return PlotBucket(at_s, percentile(ordered, 0.5), percentile(ordered, 0.99))
+
+
+def goodput_by_rate(runs: Iterable[Run]) -> list[GoodputPoint]:
+    """The runs that had a rate and objectives, from the lowest rate to the highest."""
+    return sorted(
+        GoodputPoint(run["request_rate"], run["request_throughput"], run["request_goodput"])
+        for run in runs
+        if run.get("request_rate") and run.get("request_goodput") is not None
+    )
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder}: cannot be written: {error.strerror}; name another folder")
+
+
+def _ttft(runs: Mapping[str, Run]) -> Figure:
+    figure, axes = _blank("prompt tokens", "time to first token, ms")
+    for name, run in runs.items():
+        lengths, times = zip(*ttft_by_prompt(run), strict=True)
+        axes.scatter(lengths, times, s=10, alpha=0.6, label=name)
+    axes.set_ylim(bottom=0)
+    _finish(axes, runs)
+    return figure
+
+
+def _itl(runs: Mapping[str, Run]) -> Figure:
+    figure, axes = _blank("seconds since the first request", "between two messages, ms")
+    for name, run in runs.items():
+        buckets = itl_over_time(run)
+        times = [bucket.at_s for bucket in buckets]
+        (line,) = axes.plot(times, [bucket.median_ms for bucket in buckets], marker=".", label=f"{name}, median")
+        p99 = [bucket.p99_ms for bucket in buckets]
+        axes.plot(times, p99, linestyle="--", marker=".", color=line.get_color(), label=f"{name}, p99")
+    axes.set_ylim(bottom=0)
+    _finish(axes, ("median", "p99"))
+    return figure
+
+
+def _goodput(points: Sequence[GoodputPoint]) -> Figure:
+    figure, axes = _blank("requests offered a second", "requests a second")
+    rates = [point.rate for point in points]
+    axes.plot(rates, rates, color="lightgrey", label="offered")
+    axes.plot(rates, [point.throughput for point in points], marker="o", label="completed")
+    axes.plot(rates, [point.goodput for point in points], marker="o", label="in time (goodput)")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _finish(axes, ("offered", "completed", "in time"))
+    return figure
+
+
+def _blank(x: str, y: str) -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(visible=True, alpha=0.3)
+    return figure, axes
+
+
+def _finish(axes: Axes, names: Iterable[str]) -> None:
+    """Adds a legend where there is more than one thing."""
+    if len(list(names)) > 1:
+        axes.legend()

@@ -16,8 +16,7 @@ import httpx2
 from cluster import rpc
 from cluster.errors import NotReachable
 from cluster.pb import generation_pb2, generation_pb2_grpc
-from tools.bench.figures import Sample
-from tools.bench.workload import BenchRequest
+from tools.bench.workload import BenchRequest, Sample
 from tools.client import make_spec
 
 Metadata = Sequence[tuple[str, str]]

@@ -1,4 +1,5 @@
-"""Which requests are sent, and when: random lengths, or those of a trace. The same seed makes the same load.
+"""Which requests are sent, and when: random lengths, or those of a trace. The same seed makes the same load. A `Sample`
+is what the client of one request saw.
 
 Prompts are token ids, or the text of such. Prompts of a trace with block hashes share prefixes as its own did.
 """
@@ -12,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,7 +21,6 @@ from typing import Protocol, TypeVar
 from tokenizers import Tokenizer
 
 from cluster.errors import ConfigError
-from tools.bench.figures import Sample
 
 LEAST_TOKEN = 10
 """Lower ids are often special ones."""
@@ -40,6 +40,57 @@ class BenchRequest:
     num_prompt_tokens: int
     """Tokens that were drawn; a prompt as text may have a few more or less."""
     num_output_tokens: int
+
+
+@dataclass
+class Sample:
+    """One request as its client saw it, filled in while the answer comes. Instants are of one clock, in seconds."""
+
+    num_prompt_tokens: int
+    sent_at: float
+    message_times: list[float] = field(default_factory=list)
+    """When each message with output came."""
+    num_output_tokens: int = 0
+    message_tokens: list[int] = field(default_factory=list)
+    """Tokens in each message. Only gRPC reports it."""
+    token_ids: list[int] = field(default_factory=list)
+    """The output, where the request asked for token ids."""
+    num_cached_tokens: int = 0
+    """Tokens of the prompt that came from a cache, by the server's account."""
+    num_moves: int = 0
+    """How often the request moved to another worker, by the server's account."""
+    num_gaps: int = 0
+    """Messages that do not continue the one before: tokens were lost or repeated. Only gRPC numbers tokens."""
+    placement: str = ""
+    """Baton's `Timing.placement`."""
+    ended_at: float = 0.0
+    was_refused: bool = False
+    """Refused because of load or a quota."""
+    error: str = ""
+    """Why the request did not complete."""
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.error and bool(self.message_times)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.message_times[0] - self.sent_at
+
+    @property
+    def e2el_s(self) -> float:
+        return self.message_times[-1] - self.sent_at
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds of a token after the first; 0 for one token."""
+        num_later = self.num_output_tokens - 1
+        return (self.message_times[-1] - self.message_times[0]) / num_later if num_later > 0 else 0.0
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Seconds between messages; a server may send several tokens in one."""
+        return [after - before for before, after in zip(self.message_times, self.message_times[1:], strict=False)]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ import pytest
 from benchmarks import bench_relay
 from benchmarks.bench_agrees import FIGURES, Load, figures, judged, prompts_of
 from benchmarks.bench_relay import HttpRelay, Meeting
-from tools.bench.figures import Sample, figures_of
-from tools.bench.workload import make_requests, random_shapes
+from tools.bench.figures import figures_of
+from tools.bench.workload import Sample, make_requests, random_shapes
 
 NUM_TOKENS = 3
 

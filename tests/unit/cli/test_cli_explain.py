@@ -151,7 +151,9 @@ def test_a_program_that_breaks_is_told_with_its_code(tmp_path: Path, monkeypatch
     done = baton("config", "explain", write(tmp_path))
 
     assert done.exit_code == 1
-    assert "python -m worker.explain ended with code 1: ModuleNotFoundError: No module named 'torch'" in done.stderr
+    assert (
+        "python -m worker.examine memory ended with code 1: ModuleNotFoundError: No module named 'torch'" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ import pytest
 from scripted_router import baton
 
 from cluster.errors import ConfigError
-from tools.bench.figures import PERCENTILES, Sample, figures_of, parse_objectives
+from tools.bench.figures import PERCENTILES, figures_of, parse_objectives
 from tools.bench.targets import OpenAiTarget
 from tools.bench.workload import (
     LEAST_TOKEN,
     BenchRequest,
     RequestShape,
+    Sample,
     at_rate,
     make_requests,
     random_shapes,

@@ -13,8 +13,17 @@ from matplotlib import image
 from scripted_router import baton
 
 from tools.bench import plots
-from tools.bench.figures import Sample, details_of, figures_of
-from tools.bench.plots import GoodputPoint, PlotBucket, figures, goodput_by_rate, itl_over_time, ttft_by_prompt
+from tools.bench.figures import (
+    GoodputPoint,
+    PlotBucket,
+    details_of,
+    figures_of,
+    goodput_by_rate,
+    itl_over_time,
+    pictures,
+    ttft_by_prompt,
+)
+from tools.bench.workload import Sample
 
 
 def sample(sent_at: float, *told: float, num_prompt_tokens: int = 10, error: str = "") -> Sample:
@@ -60,8 +69,7 @@ def test_goodput_is_drawn_of_runs_with_a_rate_and_objectives_from_the_lowest_rat
     fast, slow = sample(0, 0.1, 0.2), sample(0, 2.0, 3.0)
     runs = [run([fast, slow], 8.0, 500), run([fast, fast], 2.0, 500), run([fast], 4.0), run([fast], None, 500)]
     assert goodput_by_rate(runs) == [GoodputPoint(2.0, 0.2, 0.2), GoodputPoint(8.0, 0.2, 0.1)]
-    pictures = figures({str(number): each for number, each in enumerate(runs)})
-    (axes,) = pictures["goodput"].axes
+    (axes,) = pictures({str(number): each for number, each in enumerate(runs)})["goodput"].axes
     drawn = {str(line.get_label()): list(map(float, line.get_ydata())) for line in axes.get_lines()}
     assert drawn == {"offered": [2.0, 8.0], "completed": [0.2, 0.2], "in time (goodput)": [0.2, 0.1]}
 
@@ -69,7 +77,7 @@ def test_goodput_is_drawn_of_runs_with_a_rate_and_objectives_from_the_lowest_rat
 def test_a_picture_without_data_is_left_out_and_none_at_all_is_a_mistake(tmp_path: Path) -> None:
     bare = run([sample(0, 0.1, 0.2)], 2.0, 500)
     del bare["details"]
-    assert list(figures({"a": bare})) == ["goodput"]
+    assert list(pictures({"a": bare})) == ["goodput"]
     (tmp_path / "all-at-once.json").write_text(json.dumps({**bare, "request_rate": None}))
     done = baton("bench", "plot", str(tmp_path / "out"), str(tmp_path / "all-at-once.json"))
     assert done.exit_code == 3
@@ -99,8 +107,7 @@ def test_a_run_has_its_name_and_with_its_folder_where_two_are_called_the_same(tm
         paths.append(tmp_path / folder / "run.json")
         paths[-1].write_text(json.dumps(run([sample(0, 0.1, 0.2), sample(1, 1.5, 1.7)])))
     assert baton("bench", "plot", str(tmp_path), *map(str, paths)).exit_code == 0
-    pictures = figures({str(path): json.loads(path.read_text()) for path in paths})
-    legend = pictures["ttft"].axes[0].get_legend()
+    legend = pictures({str(path): json.loads(path.read_text()) for path in paths})["ttft"].axes[0].get_legend()
     assert legend is not None and [text.get_text() for text in legend.get_texts()] == [str(path) for path in paths]
 
 

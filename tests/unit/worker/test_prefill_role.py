@@ -20,7 +20,7 @@ from kv_transfer.actions import Chunk
 from worker.handoff_connection import HandoffMessage
 from worker.prefill_role import PrefillRole
 from worker.reporter import Reporter
-from worker.step_log import StepLog
+from worker.steps import StepLog
 
 KEY = RequestKey("r", 1)
 EPOCH = "prefill-0-decode-0-1"

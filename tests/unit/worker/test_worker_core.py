@@ -20,7 +20,7 @@ from engine.step_input import StepInput
 from worker.core import Core, Inbox
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
-from worker.step_log import StepLog
+from worker.steps import StepLog
 
 VOCABULARY = 16
 

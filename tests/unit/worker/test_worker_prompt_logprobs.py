@@ -23,7 +23,7 @@ from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.reporter import PROMPT_TOKENS_EACH
 from worker.service import MOST_EVENTS, _Session
-from worker.step_log import StepLog
+from worker.steps import StepLog
 
 VOCABULARY = 400
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.step_cost import StepCost, StepSize
-from worker.step_clock import LEAST_STEPS, StepClock
+from worker.steps import LEAST_STEPS, StepClock
 
 TRUE = StepCost(fixed_s=0.004, prompt_token_s=0.0002, attended_s=2e-8, sequence_s=0.0003, kv_token_s=2e-7)
 

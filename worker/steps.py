@@ -1,19 +1,20 @@
-"""Learns from the steps of one worker how long a step takes: least squares in which old steps fade.
-
-A step takes until the next one begins, where one follows: meanwhile its tokens are reported, and requests come and go,
-which is a good part of a short step, and what clients see of it.
-
-Each part's cost starts at nothing, and only what steps show moves it; one that would come out negative is left out, as
-two parts that always came together cannot be separated. Pure: whoever runs the steps says how long they took. Used on
-the engine thread, so it takes in few decode steps, which are many and alike.
-"""
+"""Records of the steps of one worker, on its engine thread: their cost (`StepClock`), a log of them (`StepLog`)."""
 
 from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import numpy.typing as npt
 
+from cluster.lifecycle import RequestKey
 from cluster.step_cost import StepCost, StepSize
+from engine.kv.block_manager import BlockManager
+from engine.sequence import ScheduledSequence, Sequence
 
 HALF_LIFE_STEPS = 100
 """After so many that were taken in, a step counts half."""
@@ -30,7 +31,15 @@ their tokens, so that what two workers learned can be compared."""
 
 
 class StepClock:
-    """Learns the cost of the steps of one worker."""
+    """Learns from the steps of one worker how long a step takes: least squares in which old steps fade.
+
+    A step takes until the next one begins, where one follows: meanwhile its tokens are reported, and requests come and
+    go, which is a good part of a short step, and what clients see of it.
+
+    Each part's cost starts at nothing, and only what steps show moves it; one that would come out negative is left out,
+    as two parts that always came together cannot be separated. Pure: whoever runs the steps says how long they took.
+    Used on the engine thread, so it takes in few decode steps, which are many and alike.
+    """
 
     def __init__(self) -> None:
         self._fade = 0.5 ** (1 / HALF_LIFE_STEPS)
@@ -108,3 +117,59 @@ def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> 
             break
         kept = np.delete(kept, int(part.argmin()))
     return found
+
+
+class StepLog:
+    """Appends a JSON line for each step to a file: who joined, ran and left. For operators and tests; nothing reads it
+    back. Without a path it does nothing."""
+
+    def __init__(self, path: str | None) -> None:
+        self._file: TextIO | None = None
+        self._running: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._failed: set[str] = set()
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
+
+    def cancelled(self, key: RequestKey) -> None:
+        """The next step's line names this request: its router cancelled it before that step."""
+        if self._file is not None:
+            self._cancelled.add(key.request_id)
+
+    def failed(self, key: RequestKey) -> None:
+        """The next step's line names this request: it could not go on here, or the other worker gave it up first."""
+        if self._file is not None:
+            self._failed.add(key.request_id)
+
+    def write(
+        self, number: int, scheduled: Seq[ScheduledSequence], preempted: Seq[Sequence], blocks: BlockManager
+    ) -> None:
+        """Records a step that has just run; a sequence has left when it is not in the next step."""
+        if self._file is None:
+            return
+        running = {_name(p.sequence) for p in scheduled}
+        line = {
+            "step": number,
+            "time": time.time(),
+            "tokens": sum(p.num_tokens for p in scheduled),
+            "running": len(running),
+            "joined": sorted(running - self._running),
+            "left": sorted(self._running - running),
+            "preempted": [_name(s) for s in preempted],
+            "cancelled": sorted(self._cancelled),
+            "failed": sorted(self._failed),
+            "blocks": {"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
+        }
+        self._running = running
+        self._cancelled.clear()
+        self._failed.clear()
+        self._file.write(json.dumps(line) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _name(sequence: Sequence) -> str:
+    return f"{sequence.request.key.request_id}/{sequence.index}"
