@@ -31,7 +31,7 @@ from benchmarks.open_loop import Arrival, Figures, Kind, figures_of, offer, pois
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
-from controller.goodput_model import Slo
+from cluster.config.schema import SloSection
 
 NUM_WORKERS = 4
 PROMPTS = Kind("prompts", 800, 24)
@@ -68,7 +68,7 @@ class Run:
 class Bench:
     """One cluster, and what is asked of it."""
 
-    def __init__(self, cluster: SteeredCluster, slo: Slo, phase_s: float, progress: Progress) -> None:
+    def __init__(self, cluster: SteeredCluster, slo: SloSection, phase_s: float, progress: Progress) -> None:
         self._cluster = cluster
         self._slo = slo
         self._phase_s = phase_s
@@ -118,7 +118,7 @@ def summary(load: Load, runs: list[Run], reasons: list[str]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], slo: Slo) -> None:
+def show(found: dict[str, Any], slo: SloSection) -> None:
     load = found["load"]
     table = Table(
         title=f"{load['prompts_rate']} long prompts/s, then {load['outputs_rate']} long outputs/s, then prompts, "
@@ -150,7 +150,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """A load that changes its kind, over every fixed split and over mode: auto."""
-    slo = Slo(ttft_ms / 1000, tpot_ms / 1000)
+    slo = SloSection(ttft_ms, tpot_ms)
     values: dict[str, object] = {
         "roles.prefill.devices": 2,
         "roles.decode.devices": 2,

@@ -37,7 +37,7 @@ from benchmarks.open_loop import Figures, Kind, figures_of, offer, poisson, prob
 from benchmarks.plain_cluster import ROOT
 from benchmarks.report import bars, tell, telling_failures
 from benchmarks.steered import SteeredCluster
-from controller.goodput_model import Slo
+from cluster.config.schema import SloSection
 
 PROMPT_TOKENS, OUTPUT_TOKENS = (64, 512), (16, 128)
 CHAT, LONG = Kind("chat", 48, 96), Kind("long", 1024, 8)
@@ -89,7 +89,7 @@ class Run:
 class Bench:
     """What is asked of one cluster."""
 
-    def __init__(self, cluster: SteeredCluster, slo: Slo, progress: Progress) -> None:
+    def __init__(self, cluster: SteeredCluster, slo: SloSection, progress: Progress) -> None:
         self._cluster = cluster
         self._slo = slo
         self._progress = progress
@@ -135,7 +135,7 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any], slo: Slo) -> None:
+def show(found: dict[str, Any], slo: SloSection) -> None:
     table = Table(title=f"two workers; TTFT {1000 * slo.ttft_s:g} ms, TPOT {1000 * slo.tpot_s:g} ms")
     columns = ("prompt + output", "rate/s", "mode", "split", "goodput/s", "kept")
     for column in (*columns, "TTFT p50", "p99, ms", "ITL p50", "p99, ms"):
@@ -165,7 +165,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Colocated, disaggregated and mode: auto, side by side."""
-    slo = Slo(ttft_ms / 1000, tpot_ms / 1000)
+    slo = SloSection(ttft_ms, tpot_ms)
     values: dict[str, object] = {
         "roles.prefill.devices": 1,
         "roles.prefill.min_workers": 0,

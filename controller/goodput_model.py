@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from cluster.config.schema import SloSection
 from cluster.demand import Demand
 from cluster.step_cost import PACE_SHARE, RoleCosts, StepCost, StepSize
 
@@ -56,14 +57,6 @@ class WorkerModel:
     max_num_seqs: int
     kv_tokens: int
     """Tokens that its pool holds; 0: not known."""
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Seconds to the first token, and per token after it."""
-
-    ttft_s: float
-    tpot_s: float
 
 
 @dataclass(frozen=True)
@@ -133,7 +126,7 @@ def usual_request(demand: Demand, costs: RoleCosts) -> TypicalRequest | None:
     )
 
 
-def service_of(usual: TypicalRequest, worker: WorkerModel, slo: Slo) -> SplitService:
+def service_of(usual: TypicalRequest, worker: WorkerModel, slo: SloSection) -> SplitService:
     """Rates of one worker in each role, and what of its time is left beside outputs."""
     cost = worker.costs.decode
     tokens = usual.num_output_tokens * usual.num_sequences
@@ -152,7 +145,7 @@ def _each_s(cost: StepCost, usual: TypicalRequest) -> float:
     return cost.sequence_s + cost.kv_token_s * usual.num_kv_tokens
 
 
-def _sequences_per_s(usual: TypicalRequest, worker: WorkerModel, slo: Slo) -> float:
+def _sequences_per_s(usual: TypicalRequest, worker: WorkerModel, slo: SloSection) -> float:
     """Sequences a second that may come to one worker at random, so that nearly all get their tokens in time.
 
     A step with n sequences takes fixed + n * each, so that n of them end n / (step * tokens) times a second. As many

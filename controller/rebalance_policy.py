@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from cluster.config.schema import AutoSection, SloSection
 from cluster.demand import Demand
 from controller.goodput_model import (
     IN_TIME,
     LEAST_REQUESTS,
-    Slo,
     SplitBounds,
     SplitService,
     TypicalRequest,
@@ -33,24 +33,6 @@ _ALIKE = 1.5
 """Times longer or shorter: prompts and outputs of another kind, of which what was seen says nothing."""
 _HOLDS_S = 300.0
 """For so long what was seen of a split is believed while the cluster has another."""
-
-
-@dataclass(frozen=True)
-class Patience:
-    """Limits for believing in a gain and acting on it; seconds but for the shares."""
-
-    margin: float = 0.1
-    """Share by which goodput must grow."""
-    headroom: float = 0.25
-    """Share of load on top of that of now, for which it is to be enough."""
-    confirm_s: float = 5.0
-    """For so long the gain must have been there."""
-    cooldown_s: float = 10.0
-    """After a move, none for so long."""
-    dwell_s: float = 30.0
-    """A worker that was moved stays for so long before it may be moved back."""
-    release_after_s: float = 300.0
-    """For so long the others must have been enough before a worker that was added goes."""
 
 
 class Reason(StrEnum):
@@ -119,7 +101,7 @@ class _Seen:
 class AutoRatio:
     """Remembers for how long a gain has been there, the last move, and which splits served less than predicted."""
 
-    def __init__(self, slo: Slo, patience: Patience) -> None:
+    def __init__(self, slo: SloSection, patience: AutoSection) -> None:
         self._slo = slo
         self._patience = patience
         self._wanted: int | None = None

@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from cluster.config.schema import ServingConfig
+from cluster.config.schema import AutoSection, ServingConfig, SloSection
 from cluster.demand import Demand
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2
 from cluster.step_cost import RoleCosts, StepCost, usual
-from controller.goodput_model import Slo, SplitBounds, WorkerModel
-from controller.rebalance_policy import AutoRatio, Patience, Reason, RebalanceDecision
+from controller.goodput_model import SplitBounds, WorkerModel
+from controller.rebalance_policy import AutoRatio, Reason, RebalanceDecision
 from controller.reconfigurer import AnotherChange, StaleVersion
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class Rebalancer:
         self._release = release
         self._report = report
         self._auto: AutoRatio | None = None
-        self._settings: tuple[Slo, Patience] | None = None
+        self._settings: tuple[SloSection, AutoSection] | None = None
         self._costs: RoleCosts | None = None
         self._was: tuple[int, int] | None = None
         """Prefill workers, and workers in all, at the last look."""
@@ -159,11 +159,7 @@ class Rebalancer:
 
     def _tuned(self, config: ServingConfig) -> AutoRatio:
         """The policy, whose memory lasts until its settings change."""
-        slo, auto = config.rebalance.slo, config.rebalance.auto
-        settings = (
-            Slo(slo.ttft_ms / 1000, slo.tpot_ms / 1000),
-            Patience(auto.margin, auto.headroom, auto.confirm_s, auto.cooldown_s, auto.dwell_s, auto.release_after_s),
-        )
+        settings = config.rebalance.slo, config.rebalance.auto
         if self._auto is None or settings != self._settings:
             self._auto, self._settings = AutoRatio(*settings), settings
             self._asks_from = 0.0

@@ -202,7 +202,7 @@ class Core:
     def _launch(self) -> Flight | None:
         """Plans a step and sets it off; None when there is nothing to run."""
         last_step = self._ranks.num_steps
-        engine, tpot_s = self._settings.engine, self._settings.slo.tpot_ms / 1000
+        engine, tpot_s = self._settings.engine, self._settings.slo.tpot_s
         budget = StepBudget(engine.max_num_batched_tokens, tpot_s, lambda: self._step_clock.cost)
         decoding, preempted, copies = self.decode.plan(budget)
         prefilling = self.prefill.plan(budget, last_step)

@@ -264,6 +264,14 @@ class SloSection:
     """Time per output token after the first. Beside sequences that decode, a step computes no more of prompts than
     ends within it."""
 
+    @property
+    def ttft_s(self) -> float:
+        return self.ttft_ms / 1000
+
+    @property
+    def tpot_s(self) -> float:
+        return self.tpot_ms / 1000
+
 
 @dataclass(frozen=True)
 class AutoSection:

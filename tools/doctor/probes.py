@@ -320,7 +320,7 @@ def _judge(subject: Subject, measured: Mapping[Pair, HandoffMeasurement], missin
     if not measured:
         yield skipped(f"no probe was handed over alone, so nothing was measured ({unseen}); see `disaggregation`")
         return
-    tpot_s = None if subject.config is None else subject.config.rebalance.slo.tpot_ms / 1000
+    tpot_s = None if subject.config is None else subject.config.rebalance.slo.tpot_s
     for pair in measured.values():
         alike = [m.bytes_per_s for m in measured.values() if m.num_at_once == pair.num_at_once]
         yield _judge_pair(pair, max(alike), tpot_s)

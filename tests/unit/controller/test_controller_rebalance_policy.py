@@ -11,17 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.config.schema import AutoSection, SloSection
 from cluster.demand import Demand
 from cluster.step_cost import RoleCosts, StepCost
-from controller.goodput_model import Slo, SplitBounds, TypicalRequest, WorkerModel, scores_of, service_of, usual_request
-from controller.rebalance_policy import AutoRatio, Patience
+from controller.goodput_model import SplitBounds, TypicalRequest, WorkerModel, scores_of, service_of, usual_request
+from controller.rebalance_policy import AutoRatio
 
 COST = StepCost(fixed_s=0.005, prompt_token_s=0.0005, attended_s=0.0, sequence_s=0.001, kv_token_s=0.0)
 """2,000 prompt tokens a second; 45 sequences take 50 ms a step."""
 COSTS = RoleCosts(COST, replace(COST, prompt_token_s=0.0015))
 """A decode worker computes prompts in small pieces, which takes longer."""
 WORKER = WorkerModel(COSTS, max_num_seqs=64, kv_tokens=0)
-SLO = Slo(ttft_s=1.0, tpot_s=0.05)
+SLO = SloSection(ttft_ms=1000, tpot_ms=50)
 FOUR = SplitBounds(num_workers=4)
 WINDOW_S = 10.0
 
@@ -138,7 +139,7 @@ def test_a_step_that_costs_the_same_however_much_is_in_it_is_known() -> None:
     even = StepCost(0.01, 0, 0, 0, 0)
     usual = usual_request(PROMPTS, RoleCosts(even, even))
     assert usual is not None
-    quick, late = (service_of(usual, worker_of(even), Slo(1.0, tpot_s)) for tpot_s in (0.05, 0.005))
+    quick, late = (service_of(usual, worker_of(even), SloSection(1000, tpot_ms)) for tpot_ms in (50, 5))
     assert 0.9 * 64 / (0.01 * 20) < quick.mu_decode < 64 / (0.01 * 20)
     assert late.mu_decode == pytest.approx(1 / (0.01 * 20))
 
@@ -187,7 +188,7 @@ def test_thousands_of_sequences_at_a_time_are_counted_too() -> None:
 def test_nearly_all_sequences_are_in_time_at_the_rate_of_a_decode_worker() -> None:
     """In a simulation of its steps; at one that fills the largest batch on the mean, most are late."""
     cost, num_tokens = StepCost(0.02, 0.001, 0, 0.005, 0), 24
-    slo = Slo(ttft_s=2.0, tpot_s=0.08)
+    slo = SloSection(ttft_ms=2000, tpot_ms=80)
     rate = service_of(usual_of(0.5, num_tokens), worker_of(cost), slo).mu_decode
     fits = int((0.9 * slo.tpot_s - cost.fixed_s) / cost.sequence_s)
     assert simulated_late_share(rate, cost, num_tokens, fits, 1) < 0.2
@@ -198,8 +199,8 @@ def test_nearly_all_sequences_are_in_time_at_the_rate_of_a_decode_worker() -> No
 class Clock:
     """Decides once a second, as a controller does, and follows each verdict."""
 
-    def __init__(self, num_prefill: int = 2, patience: Patience | None = None, bounds: SplitBounds = FOUR) -> None:
-        self.auto = AutoRatio(SLO, patience or Patience())
+    def __init__(self, num_prefill: int = 2, patience: AutoSection | None = None, bounds: SplitBounds = FOUR) -> None:
+        self.auto = AutoRatio(SLO, patience or AutoSection())
         self.num_prefill = num_prefill
         self.bounds = bounds
         self.sizes: list[tuple[float, int]] = []
@@ -268,7 +269,7 @@ def test_what_comes_too_rarely_tells_nothing() -> None:
     st.integers(1, 3),
 )
 def test_moves_keep_their_distance_whatever_comes(loads: list[tuple[Demand, int]], num_prefill: int) -> None:
-    patience = Patience()
+    patience = AutoSection()
     clock = Clock(num_prefill, patience)
     before = num_prefill
     for demand, seconds in loads:
