@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from matplotlib import image
 from scripted_router import baton
 
-from tools.bench import plots
 from tools.bench.figures import (
     GoodputPoint,
     PlotBucket,
@@ -117,7 +117,7 @@ def test_without_matplotlib_it_is_named_before_anything_is_sent(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(run([sample(0, 0.1)])))
-    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     done = baton("bench", *arguments)
     assert done.exit_code == 3
     assert "plots need matplotlib, which is not installed; pip install 'matplotlib>=3.9'" in done.stderr
