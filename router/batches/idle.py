@@ -26,20 +26,24 @@ class IdleCapacity:
         self._left = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def place(self, tenant: str) -> AsyncIterator[None]:
-        """Entered when a line of the tenant may run, for as long as it runs."""
+    async def place(self, tenant: str, *, is_alone: bool = False) -> AsyncIterator[None]:
+        """Entered when a line of the tenant may run, for as long as it runs; `is_alone`: beside no other line."""
         tenant_queue = self._queues.setdefault(tenant, asyncio.Lock())
-        async with tenant_queue, self._queue:
-            await self._until_spare()
+        async with contextlib.AsyncExitStack() as queued:
+            await queued.enter_async_context(tenant_queue)
+            await queued.enter_async_context(self._queue)
+            await self._until_spare(is_alone)
+            if not is_alone:
+                await queued.aclose()
             self.num_running += 1
-        try:
-            yield
-        finally:
-            self.num_running -= 1
-            self._left.set()
+            try:
+                yield
+            finally:
+                self.num_running -= 1
+                self._left.set()
 
-    async def _until_spare(self) -> None:
-        while not self._has_spare(self.num_running):
+    async def _until_spare(self, is_alone: bool) -> None:
+        while (is_alone and self.num_running) or not self._has_spare(self.num_running):
             self._left.clear()
             try:
                 async with asyncio.timeout(LOOK_AGAIN_S):

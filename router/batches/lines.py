@@ -202,6 +202,15 @@ def answer_line(line: Line, request_id: str, status: int, body: Mapping[str, Any
     return LineAnswer(line.number, status == 200, _result(request_id, line, response, None))
 
 
+def answer_lost_line(line: Line, request_id: str, num_routers: int) -> LineAnswer:
+    """The answer to a line with which so many routers were lost."""
+    message = (
+        f"{num_routers} routers were lost while they computed this line, the last time beside no other line; it may be "
+        "the cause. Change it, or send it once more in a batch of its own."
+    )
+    return LineAnswer(line.number, False, _result(request_id, line, None, {"code": "router_lost", "message": message}))
+
+
 async def write_results(store: BatchStore, claim: BatchClaim, batch: Batch, most_line_bytes: int, now: float) -> Batch:
     """Writes both files and returns the finished batch. One that was cancelled before its file was checked has no
     lines. Raises ClaimLost: a router that has ended the batch meanwhile may have dropped what was read here."""

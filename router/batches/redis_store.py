@@ -6,13 +6,15 @@
     pieces:ID               hash: the pieces of a file by number; it ends by itself until its file is added
     claim:ID                hash: owner, epoch, until_ms, and how many lines have a good and a bad answer
     answers:ID              hash: the answers by number, each behind 1 (good) or 0
+    begun:ID                set of NUMBER:EPOCH: the lines that are being computed, and those whose router was lost
 
 Time is the server's. What Redis loses is lost: a batch that it has lost is over for whoever works on it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.redis_store import ask, connect
@@ -78,7 +80,7 @@ for _, id in ipairs(redis.call('ZRANGE', p .. 'open', 0, -1)) do
   local record = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'data', 'ends_at', 'version')
   if not record[1] then
     redis.call('ZREM', p .. 'open', id)
-    redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id)
+    redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id, p .. 'begun:' .. id)
   elseif not but['tenant:' .. record[2]] and not but['batch:' .. id]
     and tonumber(redis.call('HGET', p .. 'claim:' .. id, 'until_ms') or 0) <= now then
     local epoch = redis.call('HINCRBY', p .. 'claim:' .. id, 'epoch', 1)
@@ -105,7 +107,7 @@ _CLOSE = (
 local p, id, owner, epoch = KEYS[1], unpack(ARGV)
 if not is_held(p, id, owner, epoch) then return 0 end
 redis.call('ZREM', p .. 'open', id)
-redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id)
+redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id, p .. 'begun:' .. id)
 return 1
 """
 )
@@ -117,6 +119,16 @@ if not is_held(p, id, owner, epoch) then return 0 end
 if redis.call('HSETNX', p .. 'answers:' .. id, number, is_good .. data) == 1 then
   redis.call('HINCRBY', p .. 'claim:' .. id, is_good == '1' and 'good' or 'bad', 1)
 end
+redis.call('SREM', p .. 'begun:' .. id, number .. ':' .. epoch)
+return 1
+"""
+)
+_BEGIN = (
+    _IF_HELD
+    + """
+local p, id, owner, epoch, number = KEYS[1], unpack(ARGV)
+if not is_held(p, id, owner, epoch) then return 0 end
+redis.call('SADD', p .. 'begun:' .. id, number .. ':' .. epoch)
 return 1
 """
 )
@@ -139,7 +151,7 @@ class RedisBatchStore:
         """Connects at the first call."""
         self._prefix = prefix
         self._client = connect(url)
-        scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _PIECE)
+        scripts = (_ADD, _REPLACE, _REMOVE, _CLAIM, _HOLD, _CLOSE, _ANSWER, _BEGIN, _PIECE)
         self._scripts = {text: self._client.register_script(text) for text in scripts}
 
     async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
@@ -204,7 +216,26 @@ class RedisBatchStore:
         return bool(await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, round(1000 * ttl_s)))
 
     async def release(self, claim: BatchClaim) -> None:
+        await self.end_lines(claim)
         await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, 0)
+
+    async def begin_line(self, claim: BatchClaim, number: int) -> bool:
+        return bool(await self._run(_BEGIN, claim.batch_id, claim.owner, claim.epoch, number))
+
+    async def end_lines(self, claim: BatchClaim, number: int | None = None) -> None:
+        numbers = [line for line, epoch in await self._begun(claim) if epoch == claim.epoch and number in (None, line)]
+        if numbers:
+            lines = [f"{line}:{claim.epoch}" for line in numbers]
+            await ask(lambda: self._client.srem(f"{self._prefix}begun:{claim.batch_id}", *lines))
+
+    async def lost_lines(self, claim: BatchClaim) -> Mapping[int, int]:
+        return Counter(line for line, epoch in await self._begun(claim) if epoch < claim.epoch)
+
+    async def _begun(self, claim: BatchClaim) -> list[tuple[int, int]]:
+        """Lines that were begun and have not ended, each with the epoch of the claim."""
+        members = await ask(lambda: self._client.smembers(f"{self._prefix}begun:{claim.batch_id}"))
+        pairs = (member.decode().split(":") for member in members)
+        return [(int(line), int(epoch)) for line, epoch in pairs]
 
     async def close_batch(self, claim: BatchClaim) -> None:
         await self._run(_CLOSE, claim.batch_id, claim.owner, claim.epoch)

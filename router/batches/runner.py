@@ -4,8 +4,10 @@
       the claim is lost, or the store is away -> this router drops its work; the next one goes on from the answers
       cancelled, or the time is over          -> running lines are dropped, and the results hold what was answered
 
-A line is tried until it has an answer: one that workers had no capacity for, or that lost its worker, runs again. Owns
-the tasks; its caller says how a line is answered (`AnswerLine`), and `lines` what a file must be.
+A line is tried until it has an answer: one that workers had no capacity for, or that lost its worker, runs again. What
+is begun is recorded before: a line that was being computed when its router was lost runs next beside no other one, and
+is answered with an error when a router is lost with it again. Owns the tasks; its caller says how a line is answered
+(`AnswerLine`), and `lines` what a file must be.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ from typing import Any, TypeVar
 
 from cluster.state import StoreAway
 from router.batches.idle import IdleCapacity
-from router.batches.lines import Checker, ClaimLost, Line, LineResult, answer_line, lines_of, write_results
+from router.batches.lines import (
+    Checker,
+    ClaimLost,
+    Line,
+    LineResult,
+    answer_line,
+    answer_lost_line,
+    lines_of,
+    write_results,
+)
 from router.batches.store import (
     FAILED,
     FINALIZING,
@@ -50,6 +61,8 @@ MOST_LINES = 256
 """Lines of one batch that run or wait for capacity."""
 MOST_FAILURES = 10
 """A line with which workers were lost so often is answered with that error: it may be the cause."""
+MOST_LOST_ROUTERS = 2
+"""A line that was being computed when so many routers were lost is answered with an error."""
 _LONGEST_PAUSE_S, _LONGER_EACH_TIME, _LONGEST_AFTER = 60.0, 1.5, 20
 _SWEEP_AT_ONCE = 100
 
@@ -179,14 +192,23 @@ class BatchRunner:
                 renewal.cancel()
         except* ClaimLost:
             log.warning("batch %s is worked on by another router now, or was lost", held.claim.batch_id)
+            await self._end_lines(held)
         except* StoreAway as errors:
             log.warning("batch %s waits for the store: %s", held.claim.batch_id, _first_of(errors))
         except* Exception:
             log.exception("batch %s could not go on; it is tried again", held.claim.batch_id)
+            await self._end_lines(held)
         finally:
             if self._held.get(held.claim.batch_id) is held:
                 del self._held[held.claim.batch_id]
             self._woken.set()
+
+    async def _end_lines(self, held: ClaimedBatch) -> None:
+        """This router lives: what was begun here was not lost with it."""
+        try:
+            await self._store.end_lines(held.claim)
+        except StoreAway as error:
+            log.warning("lines of batch %s still count as running here: %s", held.claim.batch_id, error)
 
     async def _renew(self, held: ClaimedBatch) -> None:
         """Renews the claim, and checks whether the batch was cancelled. Raises ClaimLost."""
@@ -260,29 +282,43 @@ class BatchRunner:
     async def _run_lines(self, held: ClaimedBatch) -> None:
         batch, under_way = held.batch, asyncio.Semaphore(MOST_LINES)
         answered = await self._store.answered(batch.batch_id)
+        lost = await self._store.lost_lines(held.claim)
         async with asyncio.TaskGroup() as group:
             async for line in lines_of(self._store, batch, self._most_line_bytes):
                 if line.number not in answered:
                     await under_way.acquire()
-                    group.create_task(self._run_line(held, line)).add_done_callback(lambda _: under_way.release())
+                    task = group.create_task(self._run_line(held, line, lost.get(line.number, 0)))
+                    task.add_done_callback(lambda _: under_way.release())
 
-    async def _run_line(self, held: ClaimedBatch, line: Line) -> None:
+    async def _run_line(self, held: ClaimedBatch, line: Line, num_lost_routers: int) -> None:
         request_id = held.batch.request_id(line.number)
-        tried = await self._until_answered(held.batch, line, request_id)
-        answer = answer_line(line, request_id, tried.status, tried.body)
+        if num_lost_routers >= MOST_LOST_ROUTERS:
+            log.warning(
+                "line %d of batch %s fails: %d routers were lost while they computed it",
+                line.number,
+                held.claim.batch_id,
+                num_lost_routers,
+            )
+            answer = answer_lost_line(line, request_id, num_lost_routers)
+        else:
+            tried = await self._until_answered(held, line, request_id, is_alone=num_lost_routers > 0)
+            answer = answer_line(line, request_id, tried.status, tried.body)
         if not await self._store_call(lambda: self._store.answer(held.claim, answer)):
             raise ClaimLost
         self._counts["completed" if answer.is_good else "failed"] += 1
 
-    async def _until_answered(self, batch: Batch, line: Line, request_id: str) -> LineResult:
-        num_tries = num_failures = 0
+    async def _until_answered(self, held: ClaimedBatch, line: Line, request_id: str, *, is_alone: bool) -> LineResult:
+        batch, num_tries, num_failures = held.batch, 0, 0
         while True:
-            async with self._idle.place(batch.tenant):
+            async with self._idle.place(batch.tenant, is_alone=is_alone):
+                if not await self._store_call(lambda: self._store.begin_line(held.claim, line.number)):
+                    raise ClaimLost
                 tried = await self._answer(batch, line, request_id)
             num_tries, num_failures = num_tries + 1, num_failures + (not tried.is_refusal)
             if tried.retry_after_s is None or num_failures >= MOST_FAILURES:
                 return tried
             self._counts["retried"] += 1
+            await self._store_call(lambda: self._store.end_lines(held.claim, line.number))
             pause_s = tried.retry_after_s * _LONGER_EACH_TIME ** min(num_tries - 1, _LONGEST_AFTER)
             await asyncio.sleep(min(_LONGEST_PAUSE_S, pause_s) * random.uniform(1.0, 1.5))
 

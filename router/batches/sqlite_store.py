@@ -11,7 +11,7 @@ import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -40,6 +40,8 @@ CREATE TABLE IF NOT EXISTS open_batches (
 CREATE TABLE IF NOT EXISTS answers (
   batch_id TEXT NOT NULL, number INTEGER NOT NULL, is_good INTEGER NOT NULL, data BLOB NOT NULL,
   PRIMARY KEY (batch_id, number));
+CREATE TABLE IF NOT EXISTS begun_lines (
+  batch_id TEXT NOT NULL, number INTEGER NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (batch_id, number, epoch));
 """
 _RECORD = "kind, record_id, tenant, data, ends_at, version"
 _HELD = "EXISTS (SELECT 1 FROM open_batches WHERE batch_id = ? AND owner = ? AND epoch = ?)"
@@ -162,13 +164,33 @@ class SqliteStore:
         return await self._hold_until(claim, self._clock() + ttl_s)
 
     async def release(self, claim: BatchClaim) -> None:
+        await self.end_lines(claim)
         await self._hold_until(claim, 0.0)
+
+    async def begin_line(self, claim: BatchClaim, number: int) -> bool:
+        def work(db: sqlite3.Connection) -> bool:
+            if not _is_held(db, claim):
+                return False
+            values = (claim.batch_id, number, claim.epoch)
+            db.execute("INSERT OR IGNORE INTO begun_lines VALUES (?, ?, ?)", values)
+            return True
+
+        return await self._run(work)
+
+    async def end_lines(self, claim: BatchClaim, number: int | None = None) -> None:
+        query = "DELETE FROM begun_lines WHERE batch_id = ? AND epoch = ? AND number = COALESCE(?, number)"
+        await self._run(lambda db: db.execute(query, (claim.batch_id, claim.epoch, number)))
+
+    async def lost_lines(self, claim: BatchClaim) -> Mapping[int, int]:
+        query = "SELECT number, COUNT(*) FROM begun_lines WHERE batch_id = ? AND epoch < ? GROUP BY number"
+        return dict(await self._run(lambda db: db.execute(query, (claim.batch_id, claim.epoch)).fetchall()))
 
     async def close_batch(self, claim: BatchClaim) -> None:
         def work(db: sqlite3.Connection) -> None:
             query = "DELETE FROM open_batches WHERE batch_id = ? AND owner = ? AND epoch = ?"
             if db.execute(query, (claim.batch_id, claim.owner, claim.epoch)).rowcount:
                 db.execute("DELETE FROM answers WHERE batch_id = ?", (claim.batch_id,))
+                db.execute("DELETE FROM begun_lines WHERE batch_id = ?", (claim.batch_id,))
 
         await self._run(work)
 
@@ -178,6 +200,7 @@ class SqliteStore:
                 return False
             values = (claim.batch_id, answer.number, answer.is_good, answer.data)
             db.execute("INSERT OR IGNORE INTO answers VALUES (?, ?, ?, ?)", values)
+            db.execute("DELETE FROM begun_lines WHERE batch_id = ? AND number = ?", (claim.batch_id, answer.number))
             return True
 
         return await self._run(work)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, Protocol, Self
 
@@ -234,7 +234,19 @@ class BatchStore(Protocol):
         ...
 
     async def release(self, claim: BatchClaim) -> None:
-        """Lets other routers take the batch at once."""
+        """Lets other routers take the batch at once, and ends every line that was begun under this claim."""
+        ...
+
+    async def begin_line(self, claim: BatchClaim, number: int) -> bool:
+        """Records that the line is being computed. Returns False where the claim is lost and nothing was written."""
+        ...
+
+    async def end_lines(self, claim: BatchClaim, number: int | None = None) -> None:
+        """Records that the line is no longer computed under this claim, which may be lost by now. None: no line is."""
+        ...
+
+    async def lost_lines(self, claim: BatchClaim) -> Mapping[int, int]:
+        """Lines that were begun under earlier claims and never ended, and under how many: their routers were lost."""
         ...
 
     async def close_batch(self, claim: BatchClaim) -> None:

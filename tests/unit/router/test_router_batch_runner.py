@@ -15,7 +15,7 @@ from batch_world import ENDPOINT, OK, World
 
 from cluster.state import StoreAway
 from router.batches.lines import LineResult, write_results
-from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT
+from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT, BatchRunner
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import Batch, BatchClaim, LineAnswer, StoredRecord
 
@@ -209,6 +209,53 @@ async def test_another_router_goes_on_from_the_answers_of_one_that_died(world: W
     assert (batch.status, batch.completed) == ("completed", 12)
     assert [line["custom_id"] for line in await world.lines(batch.output_file_id)] == [f"c-{p}" for p in prompts]
     assert {prompt: world.runs[prompt] for prompt in prompts[:6]} == dict.fromkeys(prompts[:6], 1)
+
+
+def lose(router: BatchRunner) -> None:
+    """As a lost process: nothing is given back."""
+    for task in list(router._tasks):
+        task.cancel()
+
+
+async def test_a_line_with_which_two_routers_are_lost_is_answered_with_that_and_no_other_line_is(world: World) -> None:
+    prompts = ["a", "poison", "b", "c"]
+    world.holds = set(prompts)
+    await world.add(*prompts)
+    first = world.runner()
+    first.start()
+    async with asyncio.timeout(20):
+        while sum(world.runs.values()) < len(prompts):
+            await asyncio.sleep(0.005)
+    lose(first)
+    world.holds = {"poison"}
+    second = world.runner()
+    second.start()
+    async with asyncio.timeout(20):
+        while world.runs["poison"] < 2:
+            await asyncio.sleep(0.005)
+        assert await world.store.answered("batch_1") <= {1}, "it is computed beside no other line"
+    lose(second)
+    async with world.running():
+        batch = await world.over()
+    assert (batch.status, batch.completed, batch.failed, world.runs["poison"]) == ("completed", 3, 1, 2)
+    (bad,) = await world.lines(batch.error_file_id)
+    assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == ("c-poison", None, "router_lost")
+    assert bad["error"]["message"].startswith("2 routers were lost while they computed this line")
+
+
+async def test_lines_of_a_router_that_lives_do_not_count_as_lost(world: World) -> None:
+    """It stops three times, and is refused three times."""
+    world.holds = {"a"}
+    await world.add("a")
+    for number in range(1, 4):
+        async with world.running(lease_s=60.0):
+            async with asyncio.timeout(20):
+                while world.runs["a"] < number:
+                    await asyncio.sleep(0.005)
+    world.free()
+    world.replies["a"] = [LineResult(429, {}, 1e-6, is_refusal=True)] * 3
+    async with world.running():
+        assert (await world.over()).completed == 1
 
 
 async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World) -> None:

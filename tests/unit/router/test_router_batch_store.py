@@ -284,3 +284,37 @@ async def test_a_redis_that_is_gone_is_away_and_one_that_came_back_empty_has_los
         assert not await store.renew(held[0], LONG_S)
         assert not await store.answer(held[0], LineAnswer(1, True, b"x"))
         await store.close()
+
+
+async def test_lines_that_were_begun_count_as_lost_under_later_claims_until_they_end(
+    make_store: Callable[[], BatchStore],
+) -> None:
+    store = make_store()
+    await store.add(record("batch_1"))
+
+    async def claimed(ttl_s: float) -> BatchClaim:
+        found = await store.claim("a", ttl_s)
+        assert found is not None
+        return found[0]
+
+    first = await claimed(0.0)
+    for number in (1, 2, 3, 4):
+        assert await store.begin_line(first, number) and await store.begin_line(first, number)
+    await store.end_lines(first, 2)
+    assert await store.answer(first, LineAnswer(3, True, b"{}"))
+    assert await store.lost_lines(first) == {}, "they run"
+    second = await claimed(0.0)
+    assert not await store.begin_line(first, 5)
+    assert await store.lost_lines(second) == {1: 1, 4: 1}
+    assert await store.begin_line(second, 1)
+    third = await claimed(LONG_S)
+    assert await store.lost_lines(third) == {1: 2, 4: 1}
+    await store.end_lines(second)
+    assert await store.lost_lines(third) == {1: 1, 4: 1}, "the second one lives"
+    assert await store.begin_line(third, 1)
+    await store.release(third)
+    fourth = await claimed(LONG_S)
+    assert await store.lost_lines(fourth) == {1: 1, 4: 1}, "the third one gave it back"
+    await store.close_batch(fourth)
+    assert await store.lost_lines(fourth) == {}
+    await store.close()
