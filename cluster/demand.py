@@ -50,4 +50,4 @@ class Demand:
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
 
     def to_proto(self) -> admin_pb2.Demand:
-        return admin_pb2.Demand(**{field.name: getattr(self, field.name) for field in fields(self)})
+        return admin_pb2.Demand(**vars(self))

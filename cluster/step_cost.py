@@ -9,7 +9,7 @@ clock, no worker and no model.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Self
 
 from cluster.pb import worker_pb2
@@ -62,16 +62,10 @@ class StepCost:
 
     @classmethod
     def from_proto(cls, cost: worker_pb2.StepCost) -> Self:
-        return cls(cost.fixed_s, cost.prompt_token_s, cost.attended_s, cost.sequence_s, cost.kv_token_s)
+        return cls(**{field.name: getattr(cost, field.name) for field in fields(cls)})
 
     def to_proto(self) -> worker_pb2.StepCost:
-        return worker_pb2.StepCost(
-            fixed_s=self.fixed_s,
-            prompt_token_s=self.prompt_token_s,
-            attended_s=self.attended_s,
-            sequence_s=self.sequence_s,
-            kv_token_s=self.kv_token_s,
-        )
+        return worker_pb2.StepCost(**vars(self))
 
     @property
     def knows_prompts(self) -> bool:

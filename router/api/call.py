@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cluster.api_keys import ApiKey
+from cluster.api_keys import ApiKey, KeyQuota
 from cluster.auth import Metadata
 from cluster.errors import Overloaded
 from cluster.pb import worker_pb2
@@ -36,17 +36,6 @@ async def run_aside(is_long: bool, work: Callable[[], T], executor: Executor | N
 
 
 @dataclass(frozen=True)
-class Quota:
-    """Limits of one API key; None: no limit."""
-
-    requests_per_min: int | None = None
-    prompt_tokens_per_min: int | None = None
-    output_tokens_per_min: int | None = None
-    max_concurrent: int | None = None
-    """Requests that are queued or running at one time."""
-
-
-@dataclass(frozen=True)
 class Principal:
     """The client that sent a request."""
 
@@ -57,7 +46,7 @@ class Principal:
     scopes: frozenset[str] = frozenset()
     weight: float = 1.0
     """Share of the cluster that the tenant gets beside others of weight 1 while there is not enough for all."""
-    quota: Quota = field(default_factory=Quota)
+    quota: KeyQuota = field(default_factory=KeyQuota)
 
 
 ANYONE = Principal(key_id="", tenant="", scopes=frozenset({"generate", "admin"}))
@@ -68,7 +57,7 @@ def principal_of(key: ApiKey | None) -> Principal:
     """The owner of an API key; None: keys are not needed."""
     if key is None:
         return ANYONE
-    return Principal(key.id, key.tenant, frozenset(key.scopes), key.weight, Quota(**vars(key.quota)))
+    return Principal(key.id, key.tenant, frozenset(key.scopes), key.weight, key.quota)
 
 
 class ClientStalled(Overloaded):

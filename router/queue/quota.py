@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.api_keys import KeyQuota
 from cluster.errors import BatonError, FieldViolation, OutOfRange, QuotaExceeded
-from router.api.call import Principal, Quota
+from router.api.call import Principal
 
-UNLIMITED = Quota()
+UNLIMITED = KeyQuota()
 BUSY_S = 1.0
 """Retry delay for a key with too many live requests: nobody knows when one ends."""
 
@@ -22,7 +23,7 @@ class Exceeded:
     """The limit that a request would exceed, and for how long."""
 
     limit: str
-    """Name of the field of Quota."""
+    """Name of the field of KeyQuota."""
     description: str
     wait_s: float | None
     """None: for ever, as the request alone is more than a minute's worth."""

@@ -9,9 +9,10 @@ import pytest
 from fake_worker import DECODE, LENGTH, PREFILL, phase
 from wired_router import Client, ManualClock, WiredRouter, logged, run
 
+from cluster.api_keys import KeyQuota
 from cluster.errors import BatonError, DeadlineExceeded, OutOfRange, Overloaded, QuotaExceeded
 from cluster.lifecycle import RequestState
-from router.api.call import Principal, Quota
+from router.api.call import Principal
 from router.queue.limits import Limits
 
 SERVICE_S = 0.4
@@ -278,7 +279,7 @@ def test_a_higher_priority_runs_first() -> None:
 def test_a_quota_is_refused_by_its_name_and_with_its_delay() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
-        who = Principal(key_id="k7", tenant="t", quota=Quota(requests_per_min=2, max_concurrent=5))
+        who = Principal(key_id="k7", tenant="t", quota=KeyQuota(requests_per_min=2, max_concurrent=5))
         for _ in range(2):
             assert not cluster.submit(principal=who).live.is_over
         error = cluster.error_of(cluster.submit(principal=who))
@@ -294,7 +295,7 @@ def test_a_quota_is_refused_by_its_name_and_with_its_delay() -> None:
 def test_live_requests_of_a_key_are_counted_until_they_end_in_any_way() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
-        who = Principal(key_id="k", tenant="t", quota=Quota(max_concurrent=1))
+        who = Principal(key_id="k", tenant="t", quota=KeyQuota(max_concurrent=1))
         finished = cluster.submit(principal=who)
         assert isinstance(cluster.error_of(cluster.submit(principal=who)), QuotaExceeded)
         await cluster.pass_time(0.5)
@@ -309,7 +310,7 @@ def test_live_requests_of_a_key_are_counted_until_they_end_in_any_way() -> None:
 def test_output_tokens_are_charged_while_a_request_runs() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
-        who = Principal(key_id="k", tenant="t", quota=Quota(output_tokens_per_min=3))
+        who = Principal(key_id="k", tenant="t", quota=KeyQuota(output_tokens_per_min=3))
         client = cluster.submit(principal=who)
         key, d0 = client.live.key.to_proto(), cluster.router.workers["d0"]
         d0.emit(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "abc"))

@@ -24,7 +24,7 @@ from cluster.auth import KeyFile, KeyRing
 from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
-from router.api.call import ANYONE, Principal, Quota
+from router.api.call import ANYONE, Principal
 from router.api.validate import salt_of
 
 pytestmark = pytest.mark.asyncio
@@ -139,7 +139,7 @@ async def test_a_request_carries_its_caller(router: Router, workers: tuple[FakeW
     key = (await workers[0].next_admit()).key
     live = router.server.dispatcher.find(key.request_id)
     assert live is not None
-    quota = Quota(requests_per_min=9, max_concurrent=4)
+    quota = KeyQuota(requests_per_min=9, max_concurrent=4)
     assert live.principal == Principal("alice", "acme", frozenset({"generate"}), 2.0, quota)
     running.cancel()
 

@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.api.call import ANYONE, Principal, Quota
+from cluster.api_keys import KeyQuota
+from router.api.call import ANYONE, Principal
 from router.queue.quota import Quotas, TokenBucket
 
 
 def principal(**limits: int) -> Principal:
-    return Principal(key_id="k1", tenant="t", quota=Quota(**limits))
+    return Principal(key_id="k1", tenant="t", quota=KeyQuota(**limits))
 
 
 def test_a_key_without_limits_is_never_stopped() -> None:

@@ -9,12 +9,13 @@ import pytest
 from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from wired_router import ManualClock, WiredRouter, logged, run
 
+from cluster.api_keys import KeyQuota
 from cluster.errors import Aborted
 from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
 from cluster.state import Claim, MemoryStore, Write
-from router.api.call import ANYONE, Principal, Quota
+from router.api.call import ANYONE, Principal
 from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
@@ -201,7 +202,7 @@ def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from
 def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        principal = Principal("k", "t", quota=Quota(max_concurrent=1, requests_per_min=1))
+        principal = Principal("k", "t", quota=KeyQuota(max_concurrent=1, requests_per_min=1))
         router.dispatcher.adopt(live_request(clock(), 65537, principal=principal))
         assert router.submit(principal=principal).live.lifecycle.state is RequestState.REJECTED
         router.dispatcher.cancel(GENERATION_ID, "by the test")
@@ -214,7 +215,7 @@ def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
 def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["d0"], limits=LIMITS)
-        principal = Principal("k", "t", quota=Quota(output_tokens_per_min=3))
+        principal = Principal("k", "t", quota=KeyQuota(output_tokens_per_min=3))
         live = live_request(clock(), 65537, principal=principal)
         live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())
         router.dispatcher.adopt(live)
