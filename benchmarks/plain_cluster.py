@@ -121,8 +121,8 @@ def running_router(settings: RouterSettings) -> Iterator[str]:
 
 
 def beside_others(settings: RouterSettings) -> RouterSettings:
-    """With a free port, for gRPC alone, and without the batches that another cluster keeps in a file."""
-    return settings.with_values(port=0, http_port=None, batch_store=None)
+    """With a free port, for gRPC alone, and without the files of another cluster: batches and journal are in memory."""
+    return settings.with_values(port=0, http_port=None, batch_store=None, state=None)
 
 
 def start_within(stack: contextlib.ExitStack, module: str, settings: JsonSettings) -> Program:

@@ -148,12 +148,14 @@ class Echo(generation_pb2_grpc.GenerationServiceServicer):
         await context.write(pb.GenerateStreamResponse(completed=pb.Completed(usage=usage)))
 
 
-async def run_stream(stub: Any, num_tokens: int, *, is_paced: bool = False) -> float:
+async def run_stream(stub: Any, num_tokens: int, *, is_paced: bool = False, may_resume: bool = False) -> float:
     """Seconds of one stream; raises AssertionError for a token that is missing, or told twice."""
     spec = make_spec(PROMPT, max_output_tokens=num_tokens, temperature=0.0, ignore_eos=True, token_ids=True)
     spec.cache.bypass_prefix_cache = True
     if not is_paced:
         spec.output.stream_interval_tokens = 1
+    if may_resume:
+        spec.resume.SetInParent()
     begun, count = time.perf_counter(), 0
     async for event in stub.GenerateStream(pb.GenerateStreamRequest(spec=spec)):
         if event.HasField("delta"):
@@ -173,9 +175,8 @@ async def load() -> None:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             begun = time.perf_counter()
             try:
-                streams = (
-                    run_stream(stub, wanted["tokens"], is_paced=wanted["is_paced"]) for _ in range(wanted["streams"])
-                )
+                how = {name: wanted[name] for name in ("is_paced", "may_resume")}
+                streams = (run_stream(stub, wanted["tokens"], **how) for _ in range(wanted["streams"]))
                 await asyncio.gather(*streams)
                 problem = ""
             except Exception as error:

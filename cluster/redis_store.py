@@ -74,6 +74,8 @@ return 0
 class RedisStore:
     """Lives in one event loop. `url`: redis://[user:password@]host:port/db, or rediss:// for TLS."""
 
+    outlives_process = True
+
     def __init__(self, url: str) -> None:
         """Connects at the first call."""
         self._url = url

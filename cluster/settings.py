@@ -124,7 +124,8 @@ class RouterSettings(JsonSettings):
     tls: TlsSection = field(default_factory=TlsSection)
     internal_tls: InternalTlsSection = field(default_factory=InternalTlsSection)
     state: str | None = None
-    """redis:// or rediss:// URL of the store in which generations outlive a router; None: they end with it."""
+    """Store in which generations outlive a router: a redis:// or rediss:// URL, or a file that the routers of this
+    machine share; None: in memory, so that they end with their router."""
     node_host: str = ""
     """Address of this machine for the controller and for readers of metrics; empty: they are on this machine."""
     control_port: int = 0

@@ -1,7 +1,8 @@
 """The store of what must outlive a router: short logs with one writer at a time, which expire.
 
-Owns the interface, the store in a process's own memory, and `Guard`, which makes a store's absence cheap; the store in
-Redis is `cluster.redis_store`. Knows nothing of requests: what is in a log is its writer's own.
+Owns the interface, the store in a process's own memory, and `Guard`, which makes a store's absence cheap; those in a
+file and in Redis are `cluster.file_store` and `cluster.redis_store`. Knows nothing of requests: what is in a log is its
+writer's own.
 
 A log belongs to a claim: an owner and an epoch. Another router that takes it writes with the next epoch, and a
 write with an older one is refused (FENCED). Writes of one claim are numbered, so that one that was abandoned and comes
@@ -38,6 +39,7 @@ class Outcome(enum.Enum):
     DONE = "it is stored"
     MISSING = "the log is not what the writer thinks: it has to be written whole"
     FENCED = "another one has taken the log"
+    FULL = "there is no room for another log"
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,11 @@ class Log:
 
 class Store(Protocol):
     """Every method but `close` raises StoreAway."""
+
+    @property
+    def outlives_process(self) -> bool:
+        """What is stored is there when the process that wrote it has died."""
+        ...
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:
         """In one round trip; each by itself."""
@@ -128,6 +135,8 @@ class _Held:
 
 class MemoryStore:
     """Ends with its process and is never away. Used from one event loop; routers in one process may share it."""
+
+    outlives_process = False
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -203,6 +212,10 @@ class Guard:
         self._store = store
         self._timeout_s = timeout_s
         self._probing: asyncio.Task[None] | None = None
+
+    @property
+    def outlives_process(self) -> bool:
+        return self._store.outlives_process
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:
         return await self._call(lambda: self._store.write(writes))

@@ -6,6 +6,7 @@ a node, of a group's rank 0) is filled in by `controller.launchers`.
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from cluster.errors import ConfigError
 from cluster.settings import RouterSettings, WorkerSettings
 
 ROUTER_PORT_STEP = 10
-BATCH_FOLDER = "~/.local/state/baton"
-"""Where files and batches are kept unless the configuration says otherwise."""
+STATE_FOLDER = "~/.local/state/baton"
+"""Where batches and the journal of streams are kept unless the configuration says otherwise."""
 CPU_SHARE = 0.01
 """Ray CPUs that a process books. Ray's CPUs are tickets, not cores, and a laptop with two must hold every process."""
 
@@ -55,6 +56,12 @@ class ClusterPlan:
     num_routers: int = 1
     are_routers_spread: bool = False
     """Each on a node of its own."""
+
+    @property
+    def journal(self) -> str | None:
+        """File in which routers keep their journal, which goes with the cluster; None: there is none."""
+        state = self.router.state
+        return None if state is None or "://" in state else state
 
     def named_routers(self) -> list[tuple[str, RouterSettings]]:
         """Each with its ports, ROUTER_PORT_STEP apart where they share a node; 0 stays any free one."""
@@ -156,11 +163,19 @@ def _batch_store(config: ServingConfig) -> str | None:
     http_port = config.router.http_port
     if config.router.batch_store is not None:
         return config.router.batch_store
-    if config.state is not None:
-        return config.state
+    if config.redis is not None:
+        return config.redis
     if config.placement.routers == "spread":
         return ""
-    return f"{BATCH_FOLDER}/batches-{http_port}.db" if http_port else None
+    return f"{STATE_FOLDER}/batches-{http_port}.db" if http_port else None
+
+
+def _state(config: ServingConfig) -> str | None:
+    """Routers on one machine share a file, which no other cluster has: at a free port it gets a name of its own."""
+    if config.state == "memory" or (config.state is None and config.placement.routers == "spread"):
+        return None
+    name = config.router.port or f"free-{secrets.token_hex(4)}"
+    return config.state or f"{STATE_FOLDER}/journal-{name}.db"
 
 
 def _plan_router(config: ServingConfig) -> RouterSettings:
@@ -173,7 +188,7 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         auth=config.auth,
         tls=config.tls,
         internal_tls=config.internal_tls,
-        state=config.state,
+        state=_state(config),
         needs_prefill=config.roles.prefill.num_workers > 0,
         metrics_port=0 if config.metrics.router else None,
     )

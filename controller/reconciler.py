@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.auth import KeyFile
 from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError
+from cluster.file_store import remove as remove_journal
 from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2
 from cluster.settings import run_time_json
@@ -77,6 +78,7 @@ class Controller:
                 file, self._apply_file, lambda why: self.reconfigurer.refuse(self.config_path, why)
             )
         self._drain_s = plan.router.drain_timeout_s
+        self._journal = plan.journal
         log_dir = config.log_dir
         send_logs_to(self._reporter("controller"), "controller", log_dir)
         self._places = RouterPlaces(plan.num_routers, are_spread=plan.are_routers_spread)
@@ -202,6 +204,8 @@ class Controller:
         await self.reconfigurer.close()
         await self._links.close()
         await asyncio.gather(*(router.stop(self._drain_s + STOP_S) for router in self.routers))
+        if self._journal is not None:
+            await asyncio.to_thread(remove_journal, self._journal)
         await self.pool.stop(STOP_S)
         self._places.close()
         self._capacity.give_back()

@@ -24,6 +24,7 @@ from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyFile
 from cluster.errors import ConfigError
+from cluster.file_store import FileStore
 from cluster.metrics import LabelledCounter, MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report
@@ -338,13 +339,15 @@ class RouterProgram:
             await server.stop()
 
 
-def _open_store(url: str | None) -> Store:
-    """The store at `redis://` or `rediss://`, which connects at the first call; None: in memory."""
-    if url is None:
+def _open_store(where: str | None) -> Store:
+    """The store at a redis:// or rediss:// URL, or in a file, opened at the first call; None: in memory."""
+    if where is None:
         return MemoryStore()
+    if not where.startswith(("redis://", "rediss://")):
+        return FileStore(where)
     from cluster.redis_store import RedisStore
 
-    return RedisStore(url)
+    return RedisStore(where)
 
 
 def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:

@@ -101,16 +101,18 @@ def _check_tls(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 def _check_state(config: ServingConfig) -> Iterator[ConfigFinding]:
     """The URL itself is not repeated, as it may hold a password."""
-    if config.state is None:
+    if config.redis is None:
         return
     try:
-        url = urlsplit(config.state)
+        url = urlsplit(config.redis)
         is_good = url.scheme in ("redis", "rediss") and bool(url.hostname) and url.port != 0
         is_good = is_good and re.fullmatch(r"(/\d*)?", url.path) is not None
     except ValueError:  # a port that is none
         is_good = False
     if not is_good:
-        yield ConfigFinding("state", "is not of the form redis://HOST:PORT[/DB]; use that, rediss:// for TLS, or null")
+        yield ConfigFinding(
+            "state", "is not of the form redis://HOST:PORT[/DB]; use that, rediss:// for TLS, memory, or null"
+        )
 
 
 def _check_traces(config: ServingConfig) -> Iterator[ConfigFinding]:

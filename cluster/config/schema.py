@@ -172,8 +172,8 @@ class RouterSection:
     """Port of the OpenAI API over HTTP; 0: any free one; null: not served."""
     replicas: int = bounded(1, at_least=1, at_most=64)
     """Router processes, each with all workers, at ports 10 apart: `port`, `port` + 10, and so on, and the same from
-    `http_port` on; with `placement.routers: spread` at the same ports of several nodes. With `state` in Redis a stream
-    that was begun at one of them can be resumed at another."""
+    `http_port` on; with `placement.routers: spread` at the same ports of several nodes. A stream that was begun at one
+    of them can be resumed at another; spread ones need `state` in Redis for that."""
     policy: PolicyName = "predicted"
     """How the workers of a request are chosen; predicted: those on which it should end first, by what workers have
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a
@@ -372,11 +372,19 @@ class ServingConfig:
     metrics: MetricsSection = field(default_factory=MetricsSection)
     """What can be watched."""
     state: str | None = None
-    """Redis in which generations that may be resumed outlive their router: redis://[USER:PASSWORD@]HOST:PORT[/DB], or
-    rediss:// with TLS; null: they end with it. Redis may be away or lose everything at any time: no request fails by
-    that, but what it has lost cannot be resumed when its router is lost too."""
+    """Where generations that may be resumed outlive their router. null: in a file of the machine on which the routers
+    run, which survives the death of every process but no loss of power, holds prompts and outputs readable by their
+    owner only, and is removed at the cluster's end; with `placement.routers: spread` in memory. memory: nowhere, they
+    end with their router. redis://[USER:PASSWORD@]HOST:PORT[/DB], or rediss:// with TLS: in a Redis, which routers of
+    several machines need. A store may be away or lose everything at any time: no request fails by that, but what it
+    has lost cannot be resumed when its router is lost too."""
     log_dir: str | None = None
     """Folder for the logs of every process, relative to the folder of this file; null: only the console."""
+
+    @property
+    def redis(self) -> str | None:
+        """URL of the Redis that `state` names; None: it names none."""
+        return self.state if self.state != "memory" else None
 
     def role(self, name: RoleName) -> RoleSection:
         return self.roles.prefill if name == "prefill" else self.roles.decode

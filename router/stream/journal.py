@@ -2,9 +2,10 @@
 
     open (a whole entry) -> catch_up before each message (an entry with what is new) -> close
 
-All that waits goes in one batch, one batch at a time, so a message waits for one round trip at most, and the rest of
-the one under way. While the store is away nothing waits: what it missed is written whole when it is back, as is a
-record that it has lost. Every so often each record is written to again, so that it lives on while its request does.
+All that waits goes in one batch, one batch at a time and at most one in SPACING_S, so a message waits for one round
+trip, and the rest of the one under way. While the store is away nothing waits: what it missed is written whole when it
+is back, as is a record that it has lost. Every so often each record is written to again, so that it lives on while its
+request does.
 
 Owns claims, numbers and how much of each record is stored. Knows no request: entries are bytes from a `Source`.
 """
@@ -28,6 +29,8 @@ E = TypeVar("E", bound=Hashable)
 
 MOST_IN_BATCH = 64
 MOST_BATCH_BYTES = 1 << 20
+SPACING_S = 0.01
+"""Least time from the begin of one batch to that of the next: many streams share the cost of a batch."""
 REFRESH_S = 5.0
 _CANCELLED_OWNER = "cancelled"
 
@@ -51,6 +54,8 @@ class _Page(Generic[E]):
     stored: E | None = None
     """How much of it is in the store. None: the next entry is to be a whole one."""
     number: int = 0
+    is_refused: bool = False
+    """The store had no room for it; it is asked again with the next refresh."""
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
 
 
@@ -111,9 +116,9 @@ class Journal(Generic[E]):
         self._mark(generation_id)
 
     async def catch_up(self, generation_id: str) -> None:
-        """Waits until all that there is now is stored, or the store is away. Never raises."""
+        """Waits until all that there is now is stored, or the store is away or full. Never raises."""
         page = self._pages.get(generation_id)
-        if page is None or self._store.is_away or page.stored == page.source.extent():
+        if page is None or self._store.is_away or page.is_refused or page.stored == page.source.extent():
             return
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         page.waiters.append(waiter)
@@ -159,10 +164,14 @@ class Journal(Generic[E]):
             self._mark_all()
 
     async def _write_all(self) -> None:
+        next_at, clock = 0.0, asyncio.get_running_loop().time
         while True:
             await self._wake.wait()
             self._wake.clear()
             while self._dirty or self._closed:
+                if (pause_s := next_at - clock()) > 0:
+                    await asyncio.sleep(pause_s)
+                next_at = clock() + SPACING_S
                 await self._write_some()
 
     async def _write_some(self) -> None:
@@ -210,6 +219,7 @@ class Journal(Generic[E]):
         page, generation_id = writing.page, writing.write.key
         if self._pages.get(generation_id) is not page:
             return False  # it was closed meanwhile
+        page.is_refused = outcome is Outcome.FULL
         if outcome is Outcome.DONE:
             page.stored = writing.extent
             _release(writing.waiters)
@@ -217,9 +227,10 @@ class Journal(Generic[E]):
             page.stored = None
             page.waiters, writing.waiters = writing.waiters + page.waiters, []
             self._mark(generation_id)
-        else:
-            return True
-        return False
+        elif outcome is Outcome.FULL:
+            page.stored = None
+            _release(page.waiters)
+        return outcome is Outcome.FENCED
 
     async def _lose(self, writing: _Writing[E]) -> None:
         """Gives up a fenced record. Those that wait for the write go on once it is known who holds the record now."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, token_spec
 from serve_process import ROOT, Serve
@@ -47,13 +49,13 @@ def read(client: BatonClient, spec: pb.GenerationSpec, on_token: Callable[[int],
 
 
 class Served:
-    """`baton serve` with two routers, which keep their journal in one Redis."""
+    """`baton serve` with two routers and no Redis: they share the journal that is there by default."""
 
-    def __init__(self, folder: Path, state: str) -> None:
+    def __init__(self, folder: Path) -> None:
         (folder / "models").symlink_to(ROOT / "models")
         text = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
         file = folder / "cluster.yaml"
-        file.write_text(set_values(text, {"state": state, "router.replicas": 2}), encoding="utf-8")
+        file.write_text(set_values(text, {"router.replicas": 2}), encoding="utf-8")
         self._serve = Serve("--config", str(file), "--port", "0")
         self.address = self._serve.address
         self._admin = AdminClient(self._serve.admin_address)
@@ -61,20 +63,33 @@ class Served:
     def router(self, name: str = "router") -> admin_pb2.ProcessStatus:
         return next(p for p in self._admin.cluster().processes if p.name == name)
 
+    def journals(self) -> set[Path]:
+        """Files that the routers have open."""
+        names = (served.path for pid in self._pids() for served in psutil.Process(pid).open_files())
+        return {Path(name) for name in names if Path(name).name.startswith("journal-")}
+
+    def end(self) -> int:
+        """Its exit code."""
+        self._admin.close()
+        return self._serve.press_ctrl_c()
+
     def close(self) -> None:
         self._admin.close()
         self._serve.close()
 
+    def _pids(self) -> list[int]:
+        return [pid for name in ("router", "router-1") for pid in self.router(name).pids]
 
-@pytest.fixture
-def served(tmp_path: Path, redis_of_session: RedisServer) -> Iterator[Served]:
-    served = Served(tmp_path, redis_of_session.url)
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("served"))
     yield served
     served.close()
 
 
-def test_streams_go_on_when_their_router_was_killed_and_ray_has_started_it_again(served: Served) -> None:
-    before, wanted, told = served.router(), specs(), [0]
+def test_all_streams_go_on_when_the_router_of_the_default_cluster_is_killed(served: Served) -> None:
+    before, wanted, told = served.router(), specs() * 3, [0]
 
     def kill_in_the_middle(count: int) -> None:
         was_before, told[0] = told[0] < 60, told[0] + count
@@ -88,7 +103,7 @@ def test_streams_go_on_when_their_router_was_killed_and_ray_has_started_it_again
             reads = [pool.submit(read, client, spec, hook) for spec, hook in zip(wanted, hooks, strict=True)]
             outputs = [future.result() for future in reads]
     after = served.router()
-    assert after.num_starts == 2 and after.address == before.address, "the router was not killed"
+    assert after.num_starts == before.num_starts + 1 and after.address == before.address, "the router was not killed"
     assert outputs == undisturbed
 
 
@@ -115,6 +130,15 @@ def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
                     transcript.add(event)
     assert transcript.is_complete
     assert [vars(sequence) for sequence in transcript.sequences] == undisturbed
+
+
+def test_the_journal_is_one_private_file_that_goes_with_the_cluster(served: Served) -> None:
+    """The last test of this cluster: it ends it."""
+    files = served.journals()
+    assert len({file.name.partition(".db")[0] for file in files}) == 1, files
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert served.end() == 0
+    assert not [file for file in files if file.exists()]
 
 
 @pytest.fixture

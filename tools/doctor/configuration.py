@@ -18,7 +18,7 @@ from cluster.errors import ConfigError
 from cluster.program import ExitCode
 from cluster.text import count_of, format_bytes
 from controller.local_ray import base_folder
-from controller.plan import BATCH_FOLDER
+from controller.plan import STATE_FOLDER
 from tools.doctor.bounded import NoAnswer, Part
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
@@ -36,6 +36,13 @@ def configuration(subject: Subject) -> Iterator[Finding]:
         yield problem(subject.config_error, remedy)
     else:
         yield ok(f"{subject.options.path}: {describe_config(subject.config)}")
+        placement, replicas = subject.serving.placement.routers, subject.serving.router.replicas
+        if placement == "spread" and subject.serving.redis is None:
+            yield warning(
+                f"routers are on several machines ({replicas}) and share no store: a stream ends with its router, and "
+                "there are no batches",
+                "name a Redis that every machine reaches in `state`",
+            )
 
 
 @check(needs_config=False)
@@ -152,15 +159,15 @@ def keys_file(subject: Subject) -> Iterator[Finding]:
 
 @check()
 def disk(subject: Subject) -> Iterator[Finding]:
-    """Whether the folders of Ray's files, of logs and of batches can be written and have room."""
+    """Whether the folders of Ray's files, of logs, of batches and of the journal can be written and have room."""
     config = subject.serving
     folders = {"Ray's files": base_folder()}
     if config.log_dir is not None:
         folders["log_dir"] = Path(config.log_dir)
     if config.router.batch_store is not None:
         folders["router.batch_store"] = Path(config.router.batch_store).parent
-    elif config.state is None and config.router.http_port is not None:
-        folders["batches"] = Path(BATCH_FOLDER).expanduser()
+    if config.redis is None and (config.state is None or config.router.http_port is not None):
+        folders["batches and the journal"] = Path(STATE_FOLDER).expanduser()
     for what, folder in folders.items():
         there = next(parent for parent in (folder, *folder.parents) if _exists(parent))
         if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):

@@ -128,9 +128,9 @@ def redis(subject: Subject) -> Iterator[Finding]:
 
     As seen from this machine; `journal` sees it from the router.
     """
-    url = subject.serving.state
+    url = subject.serving.redis
     if url is None:
-        yield skipped("state is null: generations end with their router, and no Redis is used")
+        yield skipped("state names no Redis, and none is used")
         return
     parts = urlsplit(url)
     host = parts.hostname or ""

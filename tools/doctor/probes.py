@@ -160,9 +160,9 @@ def bandwidth(subject: Subject) -> Iterator[Finding]:
 @check(Half.CLUSTER, is_probe=True)
 def journal(subject: Subject) -> Iterator[Finding]:
     """Sends a request that may be resumed: whether the router writes it into the Redis of `state`."""
-    url = subject.serving.state
+    url = subject.serving.redis
     if url is None:
-        yield skipped("state is null: each router keeps its journal in its own memory")
+        yield skipped("state names no Redis: the journal is in a file of the routers' machine, or in their memory")
         return
     if (why := _cannot_probe(subject)) is not None:
         yield why

@@ -1,4 +1,4 @@
-"""The stores: logs with one writer each. What holds for one in memory holds for Redis, whatever happens to it."""
+"""The stores: logs with one writer each. What holds for one in memory holds for a file and for Redis."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.redis_server import RedisServer, running_redis
+from cluster.file_store import FileStore
 from cluster.redis_store import RedisStore
 from cluster.state import Claim, Guard, Log, MemoryStore, Outcome, Store, StoreAway, Write
 
@@ -23,11 +25,13 @@ def write(key: str, number: int, data: bytes = b"x", *, claim: Claim = A, is_who
     return Write(key, claim, number, data, is_whole, TTL_S)
 
 
-@pytest.fixture(params=["memory", "redis"])
-def make_store(request: pytest.FixtureRequest) -> Callable[[], Store]:
+@pytest.fixture(params=["memory", "file", "redis"])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
     """Called in the test's own event loop."""
     if request.param == "memory":
         return MemoryStore
+    if request.param == "file":
+        return lambda: FileStore(str(tmp_path / "journal.db"))
     server: RedisServer = request.getfixturevalue("redis_of_session")
     return lambda: RedisStore(server.url)
 

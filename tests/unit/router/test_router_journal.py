@@ -15,6 +15,7 @@ from router_harness import Router, ids, refusal, running_router
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.errors import Aborted, Cancelled, FailedPrecondition, NotFound, Unavailable
+from cluster.file_store import FileStore
 from cluster.pb import generation_pb2 as pb
 from cluster.redis_store import RedisStore
 from cluster.state import MemoryStore, Store
@@ -23,9 +24,11 @@ TEXT = "aéb🎉c ENDx"
 STOP = ("END",)
 
 
-@pytest.fixture(params=["memory", "redis"])
-def make_store(request: pytest.FixtureRequest) -> Callable[[], Store]:
+@pytest.fixture(params=["memory", "file", "redis"])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Store]:
     """Called for each router: one content, however many stores."""
+    if request.param == "file":
+        return lambda: FileStore(str(tmp_path / "journal.db"))
     if request.param == "memory":
         shared = MemoryStore()
         return lambda: shared
@@ -200,6 +203,8 @@ async def test_a_client_ahead_of_the_journal_is_told_nothing_twice(tmp_path: Pat
         first = Reading.start(one, resumable())
         await first.until_tokens(3)
         own_redis.pause()
+        author.allow(4)
+        await first.until_tokens(4)
         author.allow(6)
         await first.until_tokens(6)
         async with running_router(tmp_path, [author.worker], state=own_redis.url, **ALONE) as two:

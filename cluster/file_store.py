@@ -1,0 +1,264 @@
+"""The store in a file of SQLite, which the routers of one machine share: logs that outlive the process that wrote them.
+
+    a batch of writes -> one transaction of a few statements, each for the whole batch, on the store's own thread
+
+The file is written ahead (WAL) and never synced: what was committed survives every process, but not a loss of power, so
+a file of an earlier boot is emptied. It is bounded in records and bytes, a log ends `ttl_s` after its last write, and
+only its owner can read it, as it holds prompts. The file is opened at the first call, and again after a failure or when
+somebody has removed it. Knows no time limit: the guard has that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from cluster.state import Claim, Log, Outcome, StoreAway, Write, judge
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MOST_RECORDS = 16_384
+"""Logs in the file; one more is refused (FULL)."""
+MOST_BYTES = 512 * 1024 * 1024
+"""Size of the file from which on no log is begun; SQLite refuses every write at twice that."""
+CLEAN_EVERY_S = 5.0
+"""Interval at which logs that have ended are removed."""
+_BUSY_S = 5.0
+"""Another process may hold the file for so long."""
+_PAGE_BYTES = 4096
+_WAL_BYTES = 16 * 1024 * 1024
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS machine (boot TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS logs (
+  key TEXT PRIMARY KEY, owner TEXT NOT NULL, epoch INTEGER NOT NULL, number INTEGER NOT NULL, ends_at REAL NOT NULL)
+  WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (
+  key TEXT NOT NULL, epoch INTEGER NOT NULL, number INTEGER NOT NULL, data BLOB NOT NULL,
+  PRIMARY KEY (key, epoch, number)) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS end_of_log AFTER DELETE ON logs BEGIN DELETE FROM entries WHERE key = OLD.key; END;
+"""
+# Each statement gets a whole batch as one JSON text: every step of a statement gives up Python's lock and waits for it.
+_HELD = """
+SELECT json_group_array(json_array(key, owner, epoch, number)) FROM logs
+WHERE key IN (SELECT value FROM json_each(?)) AND ends_at > ?
+"""
+_EMPTY = "DELETE FROM entries WHERE key IN (SELECT value FROM json_each(?))"
+_PUT = """
+INSERT INTO logs (key, owner, epoch, number, ends_at)
+SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]'),
+  json_extract(value, '$[3]'), json_extract(value, '$[4]') FROM json_each(?) WHERE true
+ON CONFLICT (key) DO UPDATE SET owner = excluded.owner, epoch = excluded.epoch, number = excluded.number,
+  ends_at = excluded.ends_at
+"""
+_ADD = """
+INSERT INTO entries (key, epoch, number, data)
+SELECT json_extract(value, '$[0]'), json_extract(value, '$[1]'), json_extract(value, '$[2]'),
+  substr(?2, json_extract(value, '$[3]'), json_extract(value, '$[4]')) FROM json_each(?1)
+"""
+"""All data in one blob; each entry has the position of its first byte, from 1 on, and their number."""
+_FILL = "SELECT (SELECT count(*) FROM logs), (SELECT page_count FROM pragma_page_count), freelist_count "
+_FILL += "FROM pragma_freelist_count"
+_CLAIMED = "key = ? AND owner = ? AND epoch = ?"
+
+
+class FileStore:
+    """`~` in `path` is the home directory. Instants are on the machine's monotonic clock, which its processes share."""
+
+    outlives_process = True
+
+    def __init__(
+        self,
+        path: str,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        most_records: int = MOST_RECORDS,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._path = Path(path).expanduser()
+        self._clock = clock
+        self._most_records = most_records
+        self._most_bytes = most_bytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self._cleaned_at = -CLEAN_EVERY_S
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        return await self._run(lambda db: self._write(db, writes))
+
+    async def read(self, key: str) -> Log | None:
+        def work(db: sqlite3.Connection) -> Log | None:
+            query = "SELECT owner, epoch, number FROM logs WHERE key = ? AND ends_at > ?"
+            row = db.execute(query, (key, self._clock())).fetchone()
+            if row is None:
+                return None
+            rows = db.execute("SELECT data FROM entries WHERE key = ? ORDER BY epoch, number", (key,)).fetchall()
+            return Log(Claim(row[0], row[1]), row[2], tuple(bytes(data) for (data,) in rows))
+
+        return await self._run(work)
+
+    async def take(self, key: str, held: Claim, wanted: Claim, ttl_s: float) -> bool:
+        now = self._clock()
+        values = (wanted.owner, wanted.epoch, now + ttl_s, key, held.owner, held.epoch, now)
+        query = f"UPDATE logs SET owner = ?, epoch = ?, number = 0, ends_at = ? WHERE {_CLAIMED} AND ends_at > ?"
+        return await self._run(lambda db: db.execute(query, values).rowcount == 1)
+
+    async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
+        values = [(key, claim.owner, claim.epoch) for key, claim in keys]
+        await self._run(lambda db: db.executemany(f"DELETE FROM logs WHERE {_CLAIMED}", values))
+
+    async def probe(self) -> None:
+        await self._run(self._clean)
+
+    async def reset(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+
+    async def close(self) -> None:
+        """A second one does nothing."""
+        with suppress(RuntimeError):  # the thread has ended
+            await self.reset()
+        self._thread.shutdown(wait=False)
+
+    def _write(self, db: sqlite3.Connection, writes: Sequence[Write]) -> list[Outcome]:
+        now = self._clock()
+        if now - self._cleaned_at >= CLEAN_EVERY_S:
+            self._clean(db)
+        (found,) = db.execute(_HELD, (_json({write.key for write in writes}), now)).fetchone()
+        held = {key: Log(Claim(owner, epoch), number, ()) for key, owner, epoch, number in json.loads(found)}
+        num_free = self._num_free(db) if any(write.key not in held for write in writes) else 0
+        accepted: list[Write] = []
+        outcomes = []
+        for write in writes:
+            outcome = judge(held.get(write.key), write)
+            if outcome is Outcome.DONE and write.key not in held:
+                num_free -= 1
+                outcome = outcome if num_free >= 0 else Outcome.FULL
+            if outcome is Outcome.DONE:
+                held[write.key] = Log(write.claim, write.number, ())
+                accepted.append(write)
+            outcomes.append(outcome)
+        self._store(db, accepted, now)
+        return outcomes
+
+    def _store(self, db: sqlite3.Connection, writes: Sequence[Write], now: float) -> None:
+        """Stores writes that were accepted, in their order."""
+        last_whole = {write.key: number for number, write in enumerate(writes) if write.is_whole}
+        if last_whole:
+            db.execute(_EMPTY, (_json(last_whole),))
+        rows = {w.key: (w.key, w.claim.owner, w.claim.epoch, w.number, now + w.ttl_s) for w in writes}
+        if rows:
+            db.execute(_PUT, (_json(rows.values()),))
+        entries, parts, at = [], [], 1
+        for number, write in enumerate(writes):
+            if write.data and number >= last_whole.get(write.key, 0):
+                entries.append((write.key, write.claim.epoch, write.number, at, len(write.data)))
+                parts.append(write.data)
+                at += len(write.data)
+        if entries:
+            db.execute(_ADD, (_json(entries), b"".join(parts)))
+
+    def _num_free(self, db: sqlite3.Connection) -> int:
+        """How many logs may still be begun."""
+        fill: tuple[int, int, int] = db.execute(_FILL).fetchone()
+        num_records, num_pages, num_unused = fill
+        is_full = (num_pages - num_unused) * _PAGE_BYTES >= self._most_bytes
+        return 0 if is_full else self._most_records - num_records
+
+    def _clean(self, db: sqlite3.Connection) -> None:
+        self._cleaned_at = self._clock()
+        db.execute("DELETE FROM logs WHERE ends_at <= ?", (self._cleaned_at,))
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """In one transaction. One that was begun ends, also where nobody waits for it any more."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
+        except RuntimeError as error:
+            raise StoreAway("the store is closed") from error
+
+    def _in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            db = self._connected()
+            db.execute("BEGIN IMMEDIATE")
+            with db:
+                return work(db)
+        except (sqlite3.Error, OSError) as error:
+            self._disconnect()
+            if type(error) is sqlite3.DatabaseError:  # it is no database, or not whole: not merely locked or full
+                log.warning("the journal %s cannot be read and is begun anew: %s", self._path, error)
+                remove(self._path)
+            raise StoreAway(f"{self._path} cannot be used: {type(error).__name__}: {error}") from error
+
+    def _connected(self) -> sqlite3.Connection:
+        """The connection to the file that is there now."""
+        if self._connection is not None:
+            with suppress(FileNotFoundError):
+                if os.stat(self._path).st_ino == self._inode:
+                    return self._connection
+            self._disconnect()
+        self._connection = _opened(self._path, 2 * self._most_bytes)
+        self._inode = os.stat(self._path).st_ino
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+
+def remove(path: str | Path) -> None:
+    """Removes a journal at its cluster's end. Whoever still has it open begins another one."""
+    file = Path(path).expanduser()
+    for suffix in ("", "-wal", "-shm"):
+        file.with_name(file.name + suffix).unlink(missing_ok=True)
+
+
+def _opened(file: Path, most_bytes: int) -> sqlite3.Connection:
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Never opened but by SQLite once it is there: to close it would release the locks that this process has on it.
+    with suppress(FileExistsError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    os.chmod(file, 0o600)
+    db = sqlite3.connect(file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+    try:
+        for pragma in (
+            f"page_size = {_PAGE_BYTES}",
+            "journal_mode = WAL",
+            "synchronous = OFF",
+            f"journal_size_limit = {_WAL_BYTES}",
+            f"max_page_count = {most_bytes // _PAGE_BYTES}",
+        ):
+            db.execute(f"PRAGMA {pragma}").close()
+        db.executescript(_SCHEMA)
+        _empty_after_boot(db)
+    except sqlite3.Error:
+        db.close()
+        raise
+    return db
+
+
+def _empty_after_boot(db: sqlite3.Connection) -> None:
+    """Instants of an earlier boot mean nothing, and what it wrote may not be whole."""
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    db.execute("BEGIN IMMEDIATE")
+    with db:
+        if db.execute("SELECT boot FROM machine").fetchall() != [(boot,)]:
+            for table in ("logs", "entries", "machine"):
+                db.execute(f"DELETE FROM {table}")
+            db.execute("INSERT INTO machine VALUES (?)", (boot,))
+
+
+def _json(values: Iterable[object]) -> str:
+    return json.dumps(list(values), separators=(",", ":"))
