@@ -102,12 +102,14 @@ def stop(
         from controller import local_ray
 
         with local_ray.joined(ray_address):
-            from controller.detached import end_controller, find_controller
+            from controller.detached import end_abandoned, end_controller, find_controller
+            from controller.ray_namespace import DETACHED
 
             controller = find_controller()
-            if controller is None:
+            if controller is not None:
+                end_controller(controller, DETACHED, _STOP_S)
+            elif not end_abandoned():
                 raise NotReachable(f"nothing serves detached in the Ray cluster at {ray_address}")
-            end_controller(controller, _STOP_S)
         print("stopped")
 
 
@@ -183,13 +185,15 @@ class _Session:
 
     def _serve(self) -> None:
         from controller.detached import end_controller, find_controller
+        from controller.ray_namespace import DETACHED, new_name
 
+        name = DETACHED if self._is_detached else new_name()
         running = find_controller() if self._is_detached else None
         if running is not None:
             self._join(running)
             return
         try:
-            controller = self._start()
+            controller = self._start(name)
         except ValueError:
             # Ray raises it if another `baton serve --detach` has started a controller meanwhile.
             self._join(find_controller())
@@ -200,15 +204,15 @@ class _Session:
             if not (self._is_detached and self._view.is_serving):
                 self._has_ended = True
                 self._view.stopping()
-                end_controller(controller, _END_S)
+                end_controller(controller, name, _END_S)
 
-    def _start(self) -> Any:
-        from controller.detached import start_detached
+    def _start(self, name: str) -> Any:
+        from controller.detached import has_abandoned, start_controller
         from controller.launchers import num_gpus
         from controller.plan import plan_cluster
-        from controller.reconciler import Programs, start_controller
+        from controller.reconciler import Programs
 
-        if self._is_detached:
+        if self._is_detached and not has_abandoned():
             _check_ports(self._serving)
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         plan = plan_cluster(
@@ -217,8 +221,7 @@ class _Session:
             num_cores=num_cores if self._ray_address is None else None,
             may_grow=self._is_detached,
         )
-        start = start_detached if self._is_detached else start_controller
-        return start(self._serving, plan, Programs(), self._file)
+        return start_controller(self._serving, plan, Programs(), self._file, name)
 
     def _join(self, controller: Any) -> None:
         """Waits until the cluster that runs already serves, and applies the file to it."""
@@ -242,28 +245,32 @@ class _Session:
 
     def _follow(self, controller: Any) -> None:
         """Shows the controller's progress until a signal, or, with --detach, until the cluster serves; raises when it
-        cannot come up."""
+        cannot come up. A controller that dies is started again by Ray, and goes on with the numbers of its events."""
         import ray
         from ray.exceptions import RayError
 
-        ray.get(controller.run.remote())
-        coming = controller.progress.remote()
+        from controller.detached import is_given_up
+
+        coming, last = controller.run.remote(), 0
         while not (self._stop_asked.is_set() or (self._is_detached and self._view.is_serving)):
             if not ray.wait([coming], timeout=_POLL_S)[0]:
                 continue
             try:
-                news: ProgressBatch = ray.get(coming)
+                news: ProgressBatch | None = ray.get(coming)
             except RayError as error:
-                raise self._died() from error
-            for event in news.events:
+                if is_given_up(controller):
+                    raise self._died() from error
+                news = None
+                time.sleep(_POLL_S)
+            for event in news.events if news is not None else ():
                 self._view.show(event)
                 if event.kind == "failed":
                     raise (ConfigError if event.is_mistake else BatonError)(f"{event.who}: {event.text}")
-            coming = controller.progress.remote(news.last)
+            last = news.last if news is not None else last
+            coming = controller.progress.remote(last)
 
     def _died(self) -> BatonError:
-        what = "; Ray starts it again" if self._is_detached else ", and the cluster with it; start it again"
-        return BatonError(f"the controller died{what}")
+        return BatonError(f"Ray has given up the controller{'' if self._is_detached else ', and the cluster with it'}")
 
     def _on_signal(self) -> None:
         """The first signal asks for a clean end; the second kills everything at once."""
@@ -329,7 +336,7 @@ class _View:
                 self._admin_address = event.text
             case "http":
                 self._http_address = event.text
-            case "serving":
+            case "serving" if not self.is_serving:
                 self.is_serving = True
                 self._banner(event.text)
 

@@ -1,106 +1,116 @@
-"""A controller that outlives the command that started it: by which name Ray knows it, how it begins again after its
-own death, and how it ends.
+"""The controller as Ray hosts it: how it is started, begins again after its own death, is found and ended.
 
-There is at most one in a Ray cluster. What it has started is its own and goes with it, so one that Ray starts again
-starts everything again, as its file says then.
+Ray starts a controller that died again, on its node. The routers and workers that it had started live on and serve
+meanwhile; the new one adopts them. With `baton serve` alone the actor, and all that it has started, ends with that
+command; a detached one stays, and there is at most one in a Ray cluster.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.address import listen_error
 from cluster.config.schema import ServingConfig
-from cluster.errors import ConfigError
+from controller.adoption import SavedCluster
 from controller.config_file import ConfigFile
-from controller.launchers import num_gpus
-from controller.plan import CPU_SHARE, ClusterPlan, plan_cluster
+from controller.plan import CPU_SHARE, ClusterPlan
+from controller.ray_actors import Hosting
+from controller.ray_namespace import CONTROLLER, DETACHED, RayNamespace
 from controller.reconciler import Controller, Programs
 
-logger = logging.getLogger(__name__)
-
-NAME = "controller"
-NAMESPACE = "baton"
-"""Ray's namespace; `ray list actors` shows both."""
 _LOOK_S = 0.2
-_PORTS_S = 30.0
 _GONE_S = 10.0
+_DEATHS = 3
 
 
-class DetachedController(Controller):
+class HostedController(Controller):
     """The actor."""
 
-    def __init__(self, config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile) -> None:
-        is_again = ray.get_runtime_context().was_current_actor_reconstructed
-        if is_again:
-            config, plan = _reloaded(file, config, plan)
-        super().__init__(config, plan, programs, file)
+    def __init__(
+        self, config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None, name: str
+    ) -> None:
+        context = ray.get_runtime_context()
+        is_again, namespace = context.was_current_actor_reconstructed, RayNamespace(name)
+        saved = SavedCluster.first(config, plan, time.time())
+        if is_again or namespace.process_names():
+            saved = (namespace.load() or saved).next_life(time.time())
+            namespace.save(saved)  # at once, so that a controller which dies while it begins is counted
+        owner = None if name == DETACHED else context.current_actor
+        hosting = Hosting(namespace, config.log_dir, lambda: self.events.version, owner)
+        super().__init__(saved, plan, programs, file, hosting)
         if is_again:
             self._tasks.append(asyncio.get_running_loop().create_task(self._begin_again(), name="begin again"))
 
     async def _begin_again(self) -> None:
-        """Waits for the ports first: the processes of the dead controller end in a moment and may still hold them."""
-        logger.warning("the controller had died; it starts everything again")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_PORTS_S):
-                while self._is_a_port_taken():
-                    await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(self.saved.delay_s)
         await self.run()
 
-    def _is_a_port_taken(self) -> bool:
-        config = self.reconfigurer.config
-        wanted = [(config.router.host, config.router.port), (config.admin.host, config.admin.port)]
-        if config.router.http_port is not None:
-            wanted.append((config.router.host, config.router.http_port))
-        return any(listen_error(host, port) is not None for host, port in wanted)
 
-
-def _reloaded(file: ConfigFile, config: ServingConfig, plan: ClusterPlan) -> tuple[ServingConfig, ClusterPlan]:
-    """The configuration of the file now, since the ratio may have changed; after a mistake in it, the first one."""
-    try:
-        config = file.load()
-        return config, plan_cluster(config, num_gpus=num_gpus(), num_cores=None, may_grow=True)
-    except ConfigError as error:
-        logger.warning("%s cannot be used, so everything starts as at first: %s", file.path, error.message)
-        return config, plan
-
-
-def start_detached(config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile) -> Any:
-    """Starts the actor on the caller's node and returns its handle; `run` it. Raises ValueError where there is one."""
+def start_controller(
+    config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None, name: str
+) -> Any:
+    """Starts the actor on the caller's node and returns its handle; `run` it. `name`: of the cluster, DETACHED for one
+    that stays. `file`: where `config` comes from; it is watched if it is the operator's own. Raises ValueError where
+    there is a detached one already."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options: dict[str, Any] = {
-        "name": NAME,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "num_cpus": CPU_SHARE,
-        "max_restarts": -1,
-        "scheduling_strategy": here,
-    }
-    return ray.remote(DetachedController).options(**options).remote(config, plan, programs, file)
+    options: dict[str, Any] = {"num_cpus": CPU_SHARE, "max_restarts": -1, "scheduling_strategy": here}
+    if name == DETACHED:
+        options |= {"name": CONTROLLER, "namespace": DETACHED, "lifetime": "detached"}
+    return ray.remote(HostedController).options(**options).remote(config, plan, programs, file, name)
 
 
 def find_controller() -> Any | None:
-    """Its handle; None: none was started with --detach, or it has ended."""
+    """The handle of the detached one; None: none was started with --detach, or it has ended."""
     try:
-        return ray.get_actor(NAME, namespace=NAMESPACE)
+        return ray.get_actor(CONTROLLER, namespace=DETACHED)
     except ValueError:
         return None
 
 
-def end_controller(controller: Any, timeout_s: float) -> None:
-    """Asks the controller to end everything; one that cannot is ended with what it started. Returns when Ray has its
-    name for another one."""
+def is_given_up(controller: Any) -> bool:
+    """Whether Ray no longer starts the controller again. A call that was under way ends with an error either way; and
+    one that Ray repeats by itself is reported to the operator in Ray's words."""
+    for _ in range(_DEATHS):
+        try:
+            ray.get(controller.status.remote(), timeout=_GONE_S)
+        except ActorDiedError:
+            time.sleep(_LOOK_S)
+        except RayError:
+            return False
+        else:
+            return False
+    return True
+
+
+def end_controller(controller: Any, name: str, timeout_s: float) -> None:
+    """Asks the controller to end everything, also one that is just being started again; what it could not end is
+    killed. Returns when Ray has its name for another one."""
+    give_up_at = time.monotonic() + timeout_s
     with contextlib.suppress(RayError):
-        ray.get(controller.shutdown.remote(), timeout=timeout_s)
+        while True:
+            try:
+                ray.get(controller.shutdown.remote(), timeout=max(0.0, give_up_at - time.monotonic()))
+                break
+            except ActorUnavailableError:
+                time.sleep(_LOOK_S)
     ray.kill(controller)
+    RayNamespace(name).kill_all()
     give_up_at = time.monotonic() + _GONE_S
-    while find_controller() == controller and time.monotonic() < give_up_at:
+    while name == DETACHED and find_controller() == controller and time.monotonic() < give_up_at:
         time.sleep(_LOOK_S)
+
+
+def has_abandoned() -> bool:
+    """Whether processes of a detached cluster run, which the next controller adopts."""
+    return bool(RayNamespace(DETACHED).process_names())
+
+
+def end_abandoned() -> bool:
+    """Kills what a detached controller has left that Ray no longer starts again; False where there is nothing."""
+    return RayNamespace(DETACHED).kill_all() > 0

@@ -19,10 +19,10 @@ _KEPT = 1000
 
 
 class _Numbered:
-    """Counts events from 1 and wakes those who wait for the next."""
+    """Counts events from 1, or from the number after `before`, and wakes those who wait for the next."""
 
-    def __init__(self) -> None:
-        self.last_sequence = 0
+    def __init__(self, before: int = 0) -> None:
+        self.last_sequence = before
         self._came = asyncio.Event()
 
     def _next_sequence(self) -> int:
@@ -65,8 +65,8 @@ class ClusterEvent:
 class EventLog(_Numbered):
     """`on_event` is called with each event as it comes."""
 
-    def __init__(self, on_event: Callable[[ClusterEvent], None] = lambda _: None) -> None:
-        super().__init__()
+    def __init__(self, on_event: Callable[[ClusterEvent], None] = lambda _: None, before: int = 0) -> None:
+        super().__init__(before)
         self.version = 1
         """Stamped on each event."""
         self.num_by_kind: Counter[EventKind] = Counter()
@@ -122,8 +122,8 @@ class ProgressBatch:
 class ProgressLog(_Numbered):
     """Events that come once (`ONCE`) are kept for every listener; of the others the newest."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, before: int = 0) -> None:
+        super().__init__(before)
         self._once: list[tuple[int, ProgressEvent]] = []
         self._newest: deque[tuple[int, ProgressEvent]] = deque(maxlen=_KEPT)
 

@@ -3,7 +3,7 @@
 A worker's ranks share a placement group (STRICT_PACK); rank 0 prepares first and returns its address for the other
 ranks, then all start. `Capacity` reserves a place for one more worker before that worker is asked for: while no node
 has room, its placement group waits at Ray, which has Ray's autoscaler bring a node where cluster.yaml lets it
-(`max_workers`). Knows no role and no request.
+(`max_workers`). What a controller before has started is adopted with its place. Knows no role and no request.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cluster.settings import RouterSettings
 from cluster.text import count_of
+from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity
 from controller.plan import CPU_SHARE, WorkerPlan
-from controller.ray_actors import HostedProcess, NodePlacement, Strategy
+from controller.ray_actors import HostedProcess, Hosting, Strategy
+from controller.ray_namespace import RayNamespace
 from controller.supervisor import StartFailed
 
 ROUTER_BUNDLE = {"CPU": CPU_SHARE}
@@ -36,16 +38,12 @@ Labels = Sequence[tuple[str, str]]
 """Labels of a node, each a key and what Ray selects by."""
 
 
-def place(bundles: Bundles, labels: Labels = ()) -> PlacementGroup:
+def place(namespace: RayNamespace, bundles: Bundles, labels: Labels = ()) -> PlacementGroup:
     """A placement group on one node with these labels, as soon as one has room for all."""
     selector = [dict(labels)] * len(bundles) if labels else None
-    group: PlacementGroup = placement_group(list(bundles), strategy="STRICT_PACK", bundle_label_selector=selector)
-    return group
-
-
-def place_apart(num_nodes: int, bundle: dict[str, float]) -> PlacementGroup:
-    """A bundle on each of so many nodes, as soon as there are as many."""
-    group: PlacementGroup = placement_group([bundle] * num_nodes, strategy="STRICT_SPREAD")
+    group: PlacementGroup = placement_group(
+        list(bundles), strategy="STRICT_PACK", bundle_label_selector=selector, **namespace.group_options("worker")
+    )
     return group
 
 
@@ -57,7 +55,8 @@ def num_gpus() -> int:
 class Capacity:
     """A place for the next worker. `bundles` returns what that books; `labels`: of nodes on which workers may be."""
 
-    def __init__(self, bundles: Callable[[], Bundles], labels: Labels = ()) -> None:
+    def __init__(self, namespace: RayNamespace, bundles: Callable[[], Bundles], labels: Labels = ()) -> None:
+        self._namespace = namespace
         self._bundles = bundles
         self._labels = labels
         self._group: PlacementGroup | None = None
@@ -69,7 +68,7 @@ class Capacity:
         if bundles != self._is_for:
             self.give_back()
         if self._group is None:
-            self._group, self._is_for = place(bundles, self._labels), bundles
+            self._group, self._is_for = place(self._namespace, bundles, self._labels), bundles
         return _is_there(self._group)
 
     def take(self, bundles: Bundles) -> PlacementGroup | None:
@@ -118,37 +117,45 @@ class WorkerLauncher:
     by, `capacity`: may have a place reserved for it."""
 
     def __init__(
-        self, plan: WorkerPlan, module: str, log_dir: str | None, report: Callable[[str], None], capacity: Capacity
+        self, plan: WorkerPlan, module: str, report: Callable[[str], None], capacity: Capacity, hosting: Hosting
     ) -> None:
         self.plan = plan
         self._module = module
-        self._log_dir = log_dir
         self._report = report
         self._capacity = capacity
-        self._group: PlacementGroup | None = None
+        self._hosting = hosting
+        self._epoch = 0
+        self.group: PlacementGroup | None = None
+        """Where the ranks are; None before the first start."""
         self.placing_limit_s: float | None = None
 
     async def launch(self) -> RunningGroup:
-        if self._group is None:
-            self._group = self._capacity.take(self.plan.bundles) or place(self.plan.bundles, self.plan.labels)
-        ranks = [self._host(number, self._group) for number in range(len(self.plan.ranks))]
+        if self.group is None:
+            namespace, plan = self._hosting.namespace, self.plan
+            self.group = self._capacity.take(plan.bundles) or place(namespace, plan.bundles, plan.labels)
+        self._epoch += 1
+        ranks = [self._host(number, self.group) for number in range(len(self.plan.ranks))]
         try:
             return RunningGroup(ranks, await self._start(ranks))
         except BaseException:
             await asyncio.gather(*(rank.kill() for rank in ranks))
             raise
 
+    def adopt(self, ranks: Sequence[FoundProcess]) -> RunningGroup:
+        """Takes over what a controller before has started, and its place."""
+        self.group, self._epoch = ranks[0].placement_group, ranks[0].identity.epoch
+        return _adopted(ranks, self._hosting, self._report)
+
     def close(self) -> None:
         """Gives the resources back to Ray."""
-        if self._group is not None:
-            remove_placement_group(self._group)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
     def _host(self, number: int, group: PlacementGroup) -> HostedProcess:
-        name = self.plan.worker_id if len(self.plan.ranks) == 1 else f"{self.plan.worker_id} rank {number}"
+        plan, version = self.plan, self._hosting.config_version()
+        identity = ProcessIdentity(plan.worker_id, number, len(plan.ranks), self._epoch, version)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-        return HostedProcess(
-            self._module, name, self._report, bundle=self.plan.bundle, strategy=strategy, log_dir=self._log_dir
-        )
+        return self._hosting.start(self._module, identity, self._report, bundle=plan.bundle, strategy=strategy)
 
     async def _start(self, ranks: Sequence[HostedProcess]) -> dict[str, Any]:
         """Returns rank 0's card, with the pids of all."""
@@ -177,18 +184,24 @@ class WorkerLauncher:
 class RouterPlaces:
     """Where routers are: with the controller, or each on a node of its own."""
 
-    def __init__(self, num_routers: int, *, are_spread: bool) -> None:
+    def __init__(self, namespace: RayNamespace, num_routers: int, *, are_spread: bool) -> None:
         self.are_spread = are_spread
+        self._namespace = namespace
         self._num_routers = num_routers
-        self._group: PlacementGroup | None = None
+        self.group: PlacementGroup | None = None
+        """Of nodes for all of them; None: there is none yet, or they are with the controller."""
 
     def strategy(self, number: int) -> Strategy:
         """For that router, each time it starts."""
         if not self.are_spread:
             return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        if self._group is None:
-            self._group = place_apart(self._num_routers, ROUTER_BUNDLE)
-        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+        if self.group is None:
+            self.group = placement_group(
+                [ROUTER_BUNDLE] * self._num_routers,
+                strategy="STRICT_SPREAD",
+                **self._namespace.group_options("routers"),
+            )
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
 
     async def found(self, router: HostedProcess, report: Callable[[str], None]) -> NodePlacement:
         if not self.are_spread:
@@ -198,8 +211,8 @@ class RouterPlaces:
 
     def close(self) -> None:
         """Gives the resources back to Ray."""
-        if self._group is not None:
-            remove_placement_group(self._group)
+        if self.group is not None:
+            remove_placement_group(self.group)
 
 
 class RouterLauncher:
@@ -210,24 +223,25 @@ class RouterLauncher:
         name: str,
         settings: RouterSettings,
         module: str,
-        log_dir: str | None,
         report: Callable[[str], None],
         number: int,
         places: RouterPlaces,
+        hosting: Hosting,
     ) -> None:
         self._name = name
         self._number = number
         self._places = places
         self._settings = settings
         self._module = module
-        self._log_dir = log_dir
         self._report = report
+        self._hosting = hosting
+        self._epoch = 0
 
     async def launch(self) -> RunningGroup:
+        self._epoch += 1
         strategy = self._places.strategy(self._number)
-        router = HostedProcess(
-            self._module, self._name, self._report, bundle=ROUTER_BUNDLE, strategy=strategy, log_dir=self._log_dir
-        )
+        identity = ProcessIdentity(self._name, epoch=self._epoch, config_version=self._hosting.config_version())
+        router = self._hosting.start(self._module, identity, self._report, bundle=ROUTER_BUNDLE, strategy=strategy)
         try:
             settings, place = self._settings, await self._places.found(router, self._report)
             if self._places.are_spread:
@@ -237,10 +251,28 @@ class RouterLauncher:
         except BaseException:
             await router.kill()
             raise
+        self._keep_ports(card)
+        return RunningGroup([router], {**card, "pids": [place.pid]})
+
+    def adopt(self, router: FoundProcess) -> RunningGroup:
+        """Takes over what a controller before has started, its settings, ports and place."""
+        self._epoch = router.identity.epoch
+        self._settings = RouterSettings.from_json(router.settings)
+        self._places.group = router.placement_group or self._places.group
+        running = _adopted([router], self._hosting, self._report)
+        self._keep_ports(running.card)
+        return running
+
+    def _keep_ports(self, card: Mapping[str, Any]) -> None:
         self._settings = self._settings.with_values(port=_port_of(card["address"]))
         if card.get("http_address"):
             self._settings = self._settings.with_values(http_port=_port_of(card["http_address"]))
-        return RunningGroup([router], {**card, "pids": [place.pid]})
+
+
+def _adopted(found: Sequence[FoundProcess], hosting: Hosting, report: Callable[[str], None]) -> RunningGroup:
+    """The group of these processes, by rank."""
+    card = {**json.loads(found[0].card), "pids": [process.placement.pid for process in found]}
+    return RunningGroup([hosting.adopt(process, report) for process in found], card)
 
 
 async def _located(

@@ -117,12 +117,13 @@ def plan_worker(
     role: RoleName,
     number: int = 0,
     *,
+    worker_id: str = "",
     device: DeviceName | None = None,
     threads: int | None = None,
 ) -> WorkerPlan:
-    """One worker of a role. `device` and `threads` None: what the configuration says, also for the process to
-    resolve."""
-    worker_id = f"{role}-{number}"
+    """One worker of a role, named after both unless it has a name. `device` and `threads` None: what the configuration
+    says, also for the process to resolve."""
+    worker_id = worker_id or f"{role}-{number}"
     tp_size = config.role(role).tensor_parallel
     step_log = str(Path(config.log_dir) / f"{worker_id}.steps.jsonl") if config.log_dir else None
     engine = replace(

@@ -1,8 +1,9 @@
 """Ray as a host of programs: a thin actor that runs one in its own process, and the handles to such processes.
 
 The actor names its program by module (`worker.program`, `router.program`) and imports it in its own process, so that
-nothing here, nor in the controller's process, loads what a program needs. Everything between an actor and its owner is
-a string or a Failure. No request passes through an actor: once a program serves, its actor only waits for its end.
+nothing here, nor in the controller's process, loads what a program needs. Everything between an actor and its
+controller is a string or a small record. No request passes through an actor: once a program serves, its actor only
+waits for its end. Actors are detached: they outlive the controller that made them, and tell the next one who they are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import queue
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,11 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
 from cluster.program import Program, import_behind
+from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity
+from controller.events import ProgressBatch, ProgressEvent, ProgressKind, ProgressLog
+from controller.ray_namespace import RayNamespace
 from controller.supervisor import StartFailed
 
 Strategy = PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy
@@ -34,8 +37,9 @@ _PR_SET_PDEATHSIG = 1
 _LEAVE_S = 1.0
 """How long a process that Ray ends may take, before it is killed."""
 _KILL_S = 5.0
-_THREADS = 8
-"""Calls an actor answers at one time: `wait` and `lines` block for its whole life."""
+_DEATHS = 3
+_OWNER_S = 0.5
+"""An owner is given up when Ray says so as often in a row, at that interval."""
 
 
 def die_with_parent() -> None:
@@ -53,59 +57,79 @@ class ProgramFailure:
     """True when the configuration or the checkpoint is to blame."""
 
 
-@dataclass(frozen=True)
-class NodePlacement:
-    """The node and process of an actor."""
-
-    host: str
-    """Address at which the node's other processes and nodes reach this one."""
-    pid: int
-
-
 class Process:
-    """The actor: hosts one program for its whole life; calls run on threads of their own."""
+    """The actor: hosts one program for its whole life, in threads; any number of calls is answered at one time.
 
-    def __init__(self, module: str, name: str, log_dir: str | None) -> None:
+    `owner`: the controller's handle, where the process is to end when Ray gives that up; None: it stays until told."""
+
+    def __init__(self, module: str, identity: ProcessIdentity, log_dir: str | None, owner: Any = None) -> None:
         die_with_parent()
         self._module = module
+        self._identity = identity
         self._program: Program | None = None
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        send_logs_to(self._lines.put, name, log_dir)
+        self._settings = ""
+        self._card = ""
+        self._log = ProgressLog()
+        self._loop = asyncio.get_running_loop()
+        self._tasks = set() if owner is None else {self._loop.create_task(_end_with(owner), name="end with the owner")}
+        send_logs_to(self._report, identity.name, log_dir)
 
-    def locate(self) -> NodePlacement:
+    async def locate(self) -> NodePlacement:
         return NodePlacement(host=ray.util.get_node_ip_address(), pid=os.getpid())
 
-    def prepare(self, settings_json: str) -> str | ProgramFailure:
+    async def describe(self) -> FoundProcess:
+        """Who this is, for a controller that did not make it."""
+        return FoundProcess(
+            self._identity,
+            await self.locate(),
+            self._settings,
+            self._card,
+            self._log.last_sequence,
+            ray.util.get_current_placement_group(),
+        )
+
+    async def prepare(self, settings_json: str) -> str | ProgramFailure:
         """Creates and prepares the program; what it returns is described in `cluster.program`."""
-        return self._guard(lambda: self._create(settings_json).prepare())
+        self._settings = settings_json
+        return await self._guard(lambda: self._create(settings_json).prepare())
 
-    def start(self) -> str | ProgramFailure:
-        return self._guard(lambda: self._known().start())
+    async def start(self) -> str | ProgramFailure:
+        """Returns the program's card; `news` says later how it ended."""
+        outcome = await self._guard(lambda: self._known().start())
+        if isinstance(outcome, str):
+            self._card = outcome
+            self._tasks.add(self._loop.create_task(self._wait(), name="wait for the program"))
+        return outcome
 
-    def wait(self) -> ProgramFailure | None:
-        """Returns when the program has ended: None when it was asked to."""
+    async def stop(self) -> None:
+        if self._program is not None:
+            self._program.stop()
 
+    async def news(self, after: int) -> ProgressBatch:
+        """Waits for lines of progress or warnings after that number; one of the kind `failed` says that the program
+        has ended, and why."""
+        return await self._log.after(after)
+
+    async def _wait(self) -> None:
         def until_ended() -> str:
             self._known().wait()
             return ""
 
-        outcome = self._guard(until_ended)
-        return outcome if isinstance(outcome, ProgramFailure) else None
+        outcome = await self._guard(until_ended)
+        self._card = ""
+        how = f"failed: {outcome.message}" if isinstance(outcome, ProgramFailure) else "ended"
+        self._add("failed", f"{self._identity.name} {how}")
 
-    def stop(self) -> None:
-        if self._program is not None:
-            self._program.stop()
+    def _report(self, line: str) -> None:
+        """From any thread, for as long as the loop runs."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._add, "progress", line)
 
-    def lines(self) -> list[str]:
-        """Waits for a line of progress or a warning; returns all there are."""
-        lines = [self._lines.get()]
-        with contextlib.suppress(queue.Empty):
-            while True:
-                lines.append(self._lines.get_nowait())
-        return lines
+    def _add(self, kind: ProgressKind, text: str) -> None:
+        self._log.add(ProgressEvent(kind, self._identity.name, text))
 
     def _create(self, settings_json: str) -> Program:
-        program: Program = import_behind(self._module).create(settings_json, self._lines.put)
+        program: Program = import_behind(self._module).create(settings_json, self._report)
         self._program = program
         return program
 
@@ -115,15 +139,30 @@ class Process:
         return self._program
 
     @staticmethod
-    def _guard(step: Callable[[], str]) -> str | ProgramFailure:
-        """Errors cross to the owner as plain text; the stack trace stays in this process's log."""
+    async def _guard(step: Callable[[], str]) -> str | ProgramFailure:
+        """Runs it in a thread. Errors cross to the controller as plain text; the stack trace stays in this process's
+        log."""
         try:
-            return step()
+            return await asyncio.to_thread(step)
         except BatonError as error:
             return ProgramFailure(error.message, is_mistake=isinstance(error, (ConfigError, CheckpointError)))
         except Exception as error:
             logging.getLogger(__name__).exception("the program failed")
             return ProgramFailure(f"{type(error).__name__}: {error}")
+
+
+async def _end_with(owner: Any) -> None:
+    """Ends this process when Ray has given up the owner: not while it is started again."""
+    num_deaths = 0
+    while num_deaths < _DEATHS:
+        try:
+            await owner.hold.remote()
+        except ActorDiedError:
+            num_deaths += 1  # said of a call that was under way, too, while the actor is about to be started again
+        except RayError:
+            num_deaths = 0
+        await asyncio.sleep(_OWNER_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _LineHandler(logging.Handler):
@@ -150,38 +189,56 @@ def send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> 
         root.addHandler(to_file)
 
 
-class HostedProcess:
-    """The owner's end of one Process actor."""
+@dataclass(frozen=True)
+class Hosting:
+    """How the processes of one cluster are hosted. `config_version` returns that of the configuration now; `owner`: see
+    `Process`."""
 
-    def __init__(
+    namespace: RayNamespace
+    log_dir: str | None
+    config_version: Callable[[], int]
+    owner: Any = None
+
+    def start(
         self,
         module: str,
-        name: str,
+        identity: ProcessIdentity,
         report: Callable[[str], None],
         *,
         bundle: Mapping[str, float],
         strategy: Strategy,
-        log_dir: str | None,
-    ) -> None:
-        self.name = name
+    ) -> HostedProcess:
         actor_class = ray.remote(Process).options(
             num_cpus=bundle.get("CPU", 0.0),
             num_gpus=bundle.get("GPU", 0.0),
-            max_concurrency=_THREADS,
             max_restarts=0,
             scheduling_strategy=strategy,
+            **self.namespace.actor_options(identity),
         )
-        self._actor: Any = actor_class.remote(module, name, log_dir)
+        return HostedProcess(actor_class.remote(module, identity, self.log_dir, self.owner), identity.name, report)
+
+    @staticmethod
+    def adopt(found: FoundProcess, report: Callable[[str], None]) -> HostedProcess:
+        return HostedProcess(found.actor, found.identity.name, report, found)
+
+
+class HostedProcess:
+    """The controller's end of one Process actor. `found`: one that serves already."""
+
+    def __init__(self, actor: Any, name: str, report: Callable[[str], None], found: FoundProcess | None = None) -> None:
+        self.name = name
+        self._actor = actor
         self._exit: ExitOfLocalProcess | None = None
         self._report = report
-        self._relay = asyncio.create_task(self._relay_lines())
-        self._ended: asyncio.Task[str] | None = None
+        self._is_started = found is not None
+        self._ended = asyncio.create_task(self._follow(0 if found is None else found.num_lines))
+        if found is not None:
+            self._hold(found.placement)
 
     async def locate(self) -> NodePlacement:
         """Returns where Ray placed it; waits until there is room."""
         place: NodePlacement = await self._ask(self._actor.locate.remote())
-        if place.host == ray.util.get_node_ip_address() and sys.platform == "linux":
-            self._exit = ExitOfLocalProcess(place.pid)
+        self._hold(place)
         return place
 
     async def prepare(self, settings_json: str) -> str:
@@ -190,17 +247,17 @@ class HostedProcess:
     async def start(self) -> str:
         """Returns the program's card; from then on `ended` watches it."""
         card = await self._outcome(self._actor.start.remote())
-        self._ended = asyncio.create_task(self._watch())
+        self._is_started = True
         return card
 
     async def ended(self) -> str:
         """Waits for the end of the program or of its process; returns why."""
-        assert self._ended is not None, "only a started program ends"
+        assert self._is_started, "only a started program ends"
         return await asyncio.shield(self._ended)
 
     async def stop(self, grace_s: float) -> None:
         """Asks the program to end and gives it `grace_s`; its process ends either way."""
-        if self._ended is not None and not self._ended.done():
+        if self._is_started and not self._ended.done():
             # Not awaited: a process that is frozen never answers.
             self._actor.stop.remote()
             await asyncio.wait([self._ended], timeout=grace_s)
@@ -208,25 +265,29 @@ class HostedProcess:
 
     async def kill(self) -> None:
         """Ends the process at once, also one that no longer answers; returns when it is gone (on this node)."""
-        self._relay.cancel()
         ray.kill(self._actor, no_restart=True)
-        if self._ended is not None:
+        if self._is_started:
             await asyncio.wait([self._ended], timeout=_KILL_S)
+        self._ended.cancel()
         if self._exit is not None:
             await self._exit.force()
 
-    async def _watch(self) -> str:
+    def _hold(self, place: NodePlacement) -> None:
+        if place.host == ray.util.get_node_ip_address() and sys.platform == "linux":
+            self._exit = ExitOfLocalProcess(place.pid)
+
+    async def _follow(self, after: int) -> str:
+        """Reports its lines until it ends; returns why it did."""
         try:
-            failure: ProgramFailure | None = await self._actor.wait.remote()
+            while True:
+                batch: ProgressBatch = await self._actor.news.remote(after)
+                for event in batch.events:
+                    if event.kind == "failed":
+                        return event.text
+                    self._report(event.text)
+                after = batch.last
         except RayError:
             return f"{self.name} died"
-        return f"{self.name} failed: {failure.message}" if failure else f"{self.name} ended"
-
-    async def _relay_lines(self) -> None:
-        with contextlib.suppress(RayError):
-            while True:
-                for line in await self._actor.lines.remote():
-                    self._report(line)
 
     async def _outcome(self, reference: Awaitable[str | ProgramFailure]) -> str:
         outcome: str | ProgramFailure = await self._ask(reference)

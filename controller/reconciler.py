@@ -1,10 +1,12 @@
-"""The controller: a Ray actor that starts the workers and the routers of a plan, keeps them up, connects them, and
-changes their roles while they serve.
+"""The controller: starts the workers and the routers of a plan, keeps them up, connects them, and changes their roles
+while they serve.
 
 Each worker and each router has a supervisor of its own; when one rank of a worker ends, all its ranks are killed and
-started again. Every router gets the complete set of workers after every change. `controller.launchers` starts
-processes. Decisions are in `controller.plan`, `controller.supervisor`, `controller.reconfigurer` (changes, from the
-file or from the AdminService) and `controller.rebalancer`, which know no Ray; no request passes through here.
+started again. Every router gets the complete set of workers after every change. What runs outlives a controller that
+dies: the next one, which Ray starts, adopts it, goes on with the change that was under way, and starts what has ended
+meanwhile. `controller.launchers` starts processes. Decisions are in `controller.plan`, `controller.supervisor`,
+`controller.adoption`, `controller.reconfigurer` (changes, from the file or from the AdminService) and
+`controller.rebalancer`, which know no Ray; no request passes through here.
 """
 
 from __future__ import annotations
@@ -18,29 +20,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.auth import KeyFile
-from cluster.config.schema import AdminSection, ServingConfig
+from cluster.config.schema import ServingConfig
 from cluster.errors import BatonError, ConfigError
 from cluster.file_store import remove as remove_journal
-from cluster.metrics import MetricsPage, serve_beside
 from cluster.pb import admin_pb2
 from cluster.settings import run_time_json
-from cluster.tls import internal_tls_of, public_tls_of
-from controller.admin_service import start_admin
+from cluster.tls import internal_tls_of
+from controller.adoption import Adoption, SavedCluster, SavedWorker
 from controller.config_file import ConfigFile, ConfigWatch
 from controller.events import ClusterEvent, EventKind, EventLog, ProgressBatch, ProgressEvent, ProgressLog
 from controller.launchers import Capacity, RouterLauncher, RouterPlaces, WorkerLauncher, num_gpus
+from controller.listeners import Listeners
 from controller.metrics import ControllerMetrics
-from controller.plan import CPU_SHARE, ClusterPlan
-from controller.ray_actors import die_with_parent, send_logs_to
+from controller.plan import ClusterPlan
+from controller.ray_actors import Hosting, die_with_parent, send_logs_to
 from controller.rebalancer import MeasuredLoad, Rebalancer, Split
 from controller.reconfigurer import Reconfigurer, SaveConfig
 from controller.router_link import RouterLink, RouterLinks
-from controller.supervisor import Supervisor, SupervisorState
+from controller.supervisor import RestartPolicy, Supervisor, SupervisorState
+from controller.takeover import Takeover
 from controller.worker_pool import STOP_S, StepRunner, WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ _RETRY_S = 0.1
 _REBALANCE_S = 1.0
 _LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
+_NUMBERS_OF_A_LIFE = 1_000_000
+"""Events that a controller may number before the first one of the next controller."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +62,22 @@ class Programs:
 
 
 class Controller:
-    """The actor. `run` once; `progress` for as long as someone listens; `shutdown` at the end."""
+    """`run` once; `progress` for as long as someone listens; `shutdown` at the end. `saved`: what the controller before
+    has left, or what the first one begins with; `plan`: the routers and how the workers are placed."""
 
     def __init__(
-        self, config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
+        self, saved: SavedCluster, plan: ClusterPlan, programs: Programs, file: ConfigFile | None, hosting: Hosting
     ) -> None:
         die_with_parent()
-        self._progress = ProgressLog()
+        config = saved.config
+        self.saved = saved
+        self._has_served = saved.has_served
+        numbers_before = (saved.life - 1) * _NUMBERS_OF_A_LIFE
+        self._progress = ProgressLog(numbers_before)
+        self._takeover = Takeover(hosting, self._reporter("controller"))
         self._changed = asyncio.Event()
         self._has_begun = False
-        self._has_served = False
+        self._is_announced = False
         self._is_stopping = False
         self._file = file
         self._watch: ConfigWatch | None = None
@@ -79,34 +87,35 @@ class Controller:
             )
         self._drain_s = plan.router.drain_timeout_s
         self._journal = plan.journal
-        log_dir = config.log_dir
-        send_logs_to(self._reporter("controller"), "controller", log_dir)
-        self._places = RouterPlaces(plan.num_routers, are_spread=plan.are_routers_spread)
-        self.routers = [
-            Supervisor(
-                name,
-                RouterLauncher(
-                    name, settings, programs.router, log_dir, self._reporter(name), number, self._places
-                ).launch,
-                self._on_change,
-            )
+        namespace = hosting.namespace
+        send_logs_to(self._reporter("controller"), "controller", config.log_dir)
+        self._places = RouterPlaces(namespace, plan.num_routers, are_spread=plan.are_routers_spread)
+        self._router_launchers = {
+            name: RouterLauncher(name, settings, programs.router, self._reporter(name), number, self._places, hosting)
             for number, (name, settings) in enumerate(plan.named_routers())
+        }
+        self.routers = [
+            Supervisor(name, launcher.launch, self._on_change, RestartPolicy(has_served=self._has_served))
+            for name, launcher in self._router_launchers.items()
         ]
-        self._capacity = Capacity(lambda: steps.next_worker(self.reconfigurer.config).bundles, plan.workers[0].labels)
+        self._capacity = Capacity(
+            namespace, lambda: steps.next_worker(self.reconfigurer.config).bundles, plan.workers[0].labels
+        )
         self.pool = WorkerPool(
             lambda worker: WorkerLauncher(
-                worker, programs.worker, log_dir, self._reporter(worker.worker_id), self._capacity
+                worker, programs.worker, self._reporter(worker.worker_id), self._capacity, hosting
             ),
             self._on_change,
         )
-        self.pool.add(plan.workers)
-        self._tls = internal_tls_of(config.internal_tls)
-        inside = None if self._tls is None else self._tls.client
+        tls = internal_tls_of(config.internal_tls)
+        inside = None if tls is None else tls.client
         self._links = RouterLinks([RouterLink(router, self._compose, inside) for router in self.routers])
-        first = plan.workers[0].ranks[0].engine
-        steps = StepRunner(self.pool, self._links, replace(config.engine, device=first.device, threads=first.threads))
-        self.events = EventLog(self._on_event)
-        self.reconfigurer = Reconfigurer(config, steps, self.events, num_gpus if first.device == "cuda" else None)
+        steps = StepRunner(self.pool, self._links, saved.engine)
+        steps.restore(saved.workers, config, have_served=self._has_served)
+        self.events = EventLog(self._on_event, numbers_before)
+        self.events.version = saved.version
+        num_devices = num_gpus if saved.engine.device == "cuda" else None
+        self.reconfigurer = Reconfigurer(config, steps, self.events, num_devices, num_named=saved.num_devices_asked)
         self._rebalancer = Rebalancer(
             self._measure,
             self._split,
@@ -115,56 +124,53 @@ class Controller:
             self._capacity.give_back,
             lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}"),
         )
-        self._admins: list[grpc.aio.Server] = []
-        self._inner_admin = ""
-        """Address of the AdminService for routers, whose pages pass on what an operator asks for; for those of this
-        node alone where strangers could reach it."""
-        self._metrics_page: MetricsPage | None = None
+        node_host = ray.util.get_node_ip_address() if plan.are_routers_spread else ""
+        self._listeners = Listeners(self, config, tls, node_host)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Starts everything, once; returns at once."""
+        """Adopts or starts everything, once; returns when what could be adopted is."""
         if self._has_begun:
             return
         self._has_begun = True
+        if self.saved.life > 1:
+            self._go_on(await self._takeover.adopt(self.pool, self.routers, self._router_launchers))
         try:
-            address = await self._open_admin(self.reconfigurer.config)
-            self._serve_metrics(self.reconfigurer.config)
+            registry = ControllerMetrics(self.events, self._rebalancer, self._workers_by_state).registry
+            await self._listeners.open(registry, self.saved.admin_port)
         except ConfigError as error:
             self._progress.add(ProgressEvent("failed", "admin", error.message, is_mistake=True))
             return
-        self._progress.add(ProgressEvent("admin", "admin", address))
+        self._progress.add(ProgressEvent("admin", "admin", self._listeners.address))
+        if self.metrics_address:
+            self._progress.add(ProgressEvent("progress", "controller", f"metrics: {self.metrics_address}"))
         for router in self.routers:
             router.run()
         self.pool.run()
         self._tasks.append(asyncio.create_task(self._keep_routers_updated()))
+        self._tasks.append(asyncio.create_task(self._takeover.keep_saved(self._to_save)))
 
-    async def _open_admin(self, config: ServingConfig) -> str:
-        """With the router's keys and certificate. Raises ConfigError."""
-        file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
-        tls = public_tls_of(config.tls)
-        inside = None if self._tls is None else self._tls.server
-        inner = AdminSection(port=0)
-        if self._places.are_spread and (inside is not None or config.admin.insecure):
-            inner = AdminSection(ray.util.get_node_ip_address(), port=0, insecure=config.admin.insecure)
-        ring, addresses = None if file is None else file.ring, []
-        for section, identity in ((config.admin, tls), (inner, inside)):
-            server, address = await start_admin(section, self, ring, identity)
-            self._admins.append(server)
-            addresses.append(address)
-        if file is not None:
-            self._tasks.append(asyncio.create_task(file.follow(), name="keys"))
-        outer, self._inner_admin = addresses
-        return outer
+    def _go_on(self, adoption: Adoption) -> None:
+        """Reports the adoption, and goes on with the change that was under way, if there was one."""
+        self.events.version = max(self.events.version, adoption.newest_version)
+        names = ", ".join(adoption.kept) or "nothing"
+        ended = f"; ended {len(adoption.orphans)} processes that nobody wants" if adoption.orphans else ""
+        text = f"the controller was started again; it has adopted {names}{ended}"
+        logger.info("%s", text)
+        self._progress.add(ProgressEvent("change", "controller", text))
+        with contextlib.suppress(BatonError):  # a refusal is an event already
+            self.reconfigurer.propose(self.reconfigurer.config, "the controller was started again")
 
-    def _serve_metrics(self, config: ServingConfig) -> None:
-        """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
-        if not config.metrics.controller:
-            return
-        admin, page = config.admin, None if self._tls is None else self._tls.page
-        registry = ControllerMetrics(self.events, self._rebalancer, self._workers_by_state).registry
-        self._metrics_page = serve_beside(registry, admin.host, 0, insecure=admin.insecure, tls=page)
-        self._progress.add(ProgressEvent("progress", "controller", f"metrics: {self.metrics_address}"))
+    def _to_save(self) -> SavedCluster:
+        return replace(
+            self.saved,
+            config=self.reconfigurer.config,
+            version=self.reconfigurer.version,
+            num_devices_asked=self.reconfigurer.num_named,
+            admin_port=int(self._listeners.address.rpartition(":")[2]),
+            has_served=self._has_served,
+            workers=tuple(SavedWorker(m.plan.worker_id, m.plan.role, m.is_draining) for m in self.pool),
+        )
 
     async def progress(self, after: int = 0) -> ProgressBatch:
         """The progress events after that number; waits until there is one."""
@@ -209,10 +215,11 @@ class Controller:
         await self.pool.stop(STOP_S)
         self._places.close()
         self._capacity.give_back()
-        for admin in self._admins:
-            await admin.stop(None)
-        if self._metrics_page is not None:
-            self._metrics_page.close()
+        await self._listeners.close()
+
+    async def hold(self) -> None:
+        """Never returns: who waits for it notices when Ray gives this controller up."""
+        await asyncio.Event().wait()
 
     @property
     def config_path(self) -> str:
@@ -232,7 +239,7 @@ class Controller:
 
     @property
     def metrics_address(self) -> str:
-        return "" if self._metrics_page is None else self._metrics_page.address
+        return self._listeners.metrics_address
 
     def _workers_by_state(self) -> Counter[tuple[str, SupervisorState]]:
         return Counter((member.plan.role, member.supervisor.state) for member in tuple(self.pool))
@@ -249,12 +256,14 @@ class Controller:
         return lambda line: self._progress.add(ProgressEvent("progress", who, line))
 
     def _on_event(self, event: ClusterEvent) -> None:
+        self._takeover.changed()
         logger.info("%s: %s", event.kind.value, event.text)
         if event.kind not in (EventKind.WORKER_READY, EventKind.WORKER_LOST):
             self._progress.add(ProgressEvent("change", "controller", event.text))
 
     def _on_change(self, supervisor: Supervisor) -> None:
         self._changed.set()
+        self._takeover.changed()
         if self._is_stopping:
             return
         match supervisor.state:
@@ -291,28 +300,32 @@ class Controller:
             return True
         if not await self._links.try_to_update():
             return False
-        if not self._has_served and self._links.are_all_up and all(member.is_ready for member in self.pool):
-            await self._first_served()
+        are_up = self._links.are_all_up and all(member.is_ready for member in self.pool)
+        if not self._is_announced and (are_up or self._has_served):
+            await self._announce()
         return True
 
     def _compose(self) -> admin_pb2.SetWorkersRequest:
+        self._takeover.changed()
         return admin_pb2.SetWorkersRequest(
             workers=self.pool.addresses(),
             config_version=self.reconfigurer.version,
             needs_prefill=self.reconfigurer.needs_prefill,
             run_time_settings=run_time_json(self.reconfigurer.config),
-            admin_address=self._inner_admin,
+            admin_address=self._listeners.inner_address,
         )
 
-    async def _first_served(self) -> None:
-        """Waits until the router is connected to its workers, unless those have changed meanwhile."""
+    async def _announce(self) -> None:
+        """Waits until the router is connected to its workers, unless those have changed meanwhile, or the cluster has
+        served before."""
         while not self._changed.is_set():
             status = await self._links.status()
             ready = admin_pb2.WorkerStatus.STATE_READY
             address = self.routers[0].card.get("address")
             are_ready = status is not None and sum(w.state == ready for w in status.workers) == len(self.pool)
-            if are_ready and address is not None:
-                self._has_served = True
+            if (are_ready or self._has_served) and address is not None:
+                self._has_served = self._is_announced = True
+                self._takeover.changed()
                 http = self.routers[0].card.get("http_address")
                 if http:
                     self._progress.add(ProgressEvent("http", "router", str(http)))
@@ -320,6 +333,8 @@ class Controller:
                 self._tasks.append(asyncio.create_task(self._rebalance()))
                 if self._watch is not None:
                     self._tasks.append(asyncio.create_task(self._look_at_file(self._watch)))
+                return
+            if self._has_served:
                 return
             await asyncio.sleep(_RETRY_S)
 
@@ -369,13 +384,3 @@ class Controller:
         self.reconfigurer.propose(
             wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version, is_auto=True
         )
-
-
-def start_controller(
-    config: ServingConfig, plan: ClusterPlan, programs: Programs, file: ConfigFile | None = None
-) -> Any:
-    """Starts the actor on the caller's node and returns its handle. `file`: where `config` comes from; it is watched if
-    it is the operator's own."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_class = ray.remote(Controller).options(num_cpus=CPU_SHARE, max_restarts=0, scheduling_strategy=here)
-    return actor_class.remote(config, plan, programs, file)

@@ -67,21 +67,28 @@ class ProposalResult:
 
 class Reconfigurer:
     """Used in one event loop. `config` is what runs; from the moment a change is accepted, the wanted one.
-    `num_devices` returns how many there are now; None: CPU ranks, of which there may be any number."""
+    `num_devices` returns how many there are now; None: CPU ranks, of which there may be any number. `num_named`: of
+    the controller before this one; 0: there was none."""
 
     def __init__(
-        self, config: ServingConfig, steps: StepRunner, events: EventLog, num_devices: Callable[[], int] | None = None
+        self,
+        config: ServingConfig,
+        steps: StepRunner,
+        events: EventLog,
+        num_devices: Callable[[], int] | None = None,
+        *,
+        num_named: int = 0,
     ) -> None:
         self.config = config
         self.changing: Plan | None = None
-        self._most_batched_tokens = config.engine.max_num_batched_tokens
+        self._most_batched_tokens = steps.engine.max_num_batched_tokens
         """For a step of which workers reserved memory when they started."""
         self._before = config
         self._began_at = 0
         self._steps = steps
         self._events = events
         self._num_devices = num_devices
-        self._num_named = _num_devices(config)
+        self.num_named = num_named or _num_devices(config)
         """Devices of both roles that an operator last asked for."""
         self._work: asyncio.Task[None] | None = None
 
@@ -92,7 +99,7 @@ class Reconfigurer:
     @property
     def num_added(self) -> int:
         """Devices that Baton has added by itself."""
-        return max(0, _num_devices(self.config) - self._num_named)
+        return max(0, _num_devices(self.config) - self.num_named)
 
     @property
     def needs_prefill(self) -> bool:
@@ -112,8 +119,8 @@ class Reconfigurer:
         """`wanted` with the present split, where `mode: auto` chooses it over the same devices (or those it added to
         them) and each role still fits: then the split in a file only says how a cluster begins."""
         is_auto = wanted.rebalance.mode == self.config.rebalance.mode == "auto"
-        is_same = _num_devices(wanted) == self._num_named
-        most = max(self._num_named, wanted.rebalance.auto.max_devices or 0)
+        is_same = _num_devices(wanted) == self.num_named
+        most = max(self.num_named, wanted.rebalance.auto.max_devices or 0)
         if not (is_auto and is_same and _num_devices(self.config) <= most):
             return wanted
         devices: dict[RoleName, int] = {role: self.config.role(role).devices for role in ROLES}
@@ -158,7 +165,7 @@ class Reconfigurer:
         if not is_change or dry_run:
             return ProposalResult(self.version, plan, False, self._events.last_sequence)
         if not is_auto and _num_devices(wanted) != _num_devices(self.config):
-            self._num_named = _num_devices(wanted)
+            self.num_named = _num_devices(wanted)
         self._begin(wanted, plan)
         return ProposalResult(self.version, plan, True, self._began_at)
 

@@ -82,13 +82,14 @@ class RestartPolicy:
         max_delay_s: float = 15.0,
         steady_s: float = 60.0,
         max_first_tries: int = 3,
+        has_served: bool = False,
     ) -> None:
         self._first_delay_s = first_delay_s
         self._max_delay_s = max_delay_s
         self._steady_s = steady_s
         self._max_first_tries = max_first_tries
         self._num_failures = 0
-        self._has_served = False
+        self._has_served = has_served
         self._serving_since: float | None = None
 
     def started(self, now: float) -> None:
@@ -148,8 +149,15 @@ class Supervisor:
         """The card of the group that serves now; empty when none does."""
         return self._running.card if self._running is not None else {}
 
-    def run(self) -> None:
-        """Begins; call once, inside the loop."""
+    def run(self, running: RunningProcesses | None = None, num_starts: int = 0) -> None:
+        """Begins, inside the loop; does nothing the second time. `running`: a group that serves already, which was
+        started that often."""
+        if self._task is not None:
+            return
+        self._running, self.num_starts = running, num_starts
+        if running is not None:
+            self._policy.started(self._clock())
+            self._enter(SupervisorState.READY)
         self._task = asyncio.create_task(self._supervise(), name=f"supervise-{self.name}")
 
     async def stop(self, grace_s: float) -> None:
@@ -168,9 +176,12 @@ class Supervisor:
 
     async def _supervise(self) -> None:
         while True:
-            self.num_starts += 1
-            self._enter(SupervisorState.STARTING)
-            verdict = await self._live_once()
+            if self._running is None:
+                self.num_starts += 1
+                self._enter(SupervisorState.STARTING)
+                verdict = await self._live_once()
+            else:
+                verdict = await self._until_ended(self._running)
             if isinstance(verdict, GiveUp):
                 self.why, self.is_mistake = verdict.why, verdict.is_mistake
                 self._enter(SupervisorState.FAILED)
@@ -193,6 +204,9 @@ class Supervisor:
             return self._policy.ended(self._clock(), self.why)
         self._policy.started(self._clock())
         self._enter(SupervisorState.READY)
+        return await self._until_ended(running)
+
+    async def _until_ended(self, running: RunningProcesses) -> Restart | GiveUp:
         self.why = await running.ended()
         # Told first, so that nothing is sent to what is left of the group while that is killed.
         self._enter(SupervisorState.BACKING_OFF)

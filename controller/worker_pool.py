@@ -9,16 +9,17 @@ which order. How a worker is started is behind `Launcher`. Knows no Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cluster.config.schema import EngineSection, RoleName, ServingConfig
 from cluster.pb import admin_pb2, worker_pb2
+from controller.adoption import FoundProcess, SavedWorker
 from controller.change_plan import Flip, Member, Start, Step, Stop
 from controller.plan import WorkerPlan, plan_worker
 from controller.router_link import LOOK_EVERY_S, RouterLinks
-from controller.supervisor import RunningProcesses, Supervisor, SupervisorState
+from controller.supervisor import RestartPolicy, RunningProcesses, Supervisor, SupervisorState
 
 STOP_S = 5.0
 """How long a worker may take to end by itself."""
@@ -44,6 +45,10 @@ class Launcher(Protocol):
     """How long that start may wait for a place, until it fails; None: for ever."""
 
     async def launch(self) -> RunningProcesses: ...
+
+    def adopt(self, ranks: Sequence[FoundProcess]) -> RunningProcesses:
+        """Takes over what a controller before has started; later starts go on from there."""
+        ...
 
     def close(self) -> None:
         """Gives back what the worker had booked."""
@@ -86,16 +91,21 @@ class WorkerPool:
     def __getitem__(self, worker_id: str) -> PooledWorker:
         return self._members[worker_id]
 
-    def add(self, plans: Iterable[WorkerPlan]) -> None:
-        """Workers that `run` starts."""
+    def add(self, plans: Iterable[WorkerPlan], *, have_served: bool = False) -> None:
+        """Workers that `run` starts. `have_served`: they are brought back however often they fail."""
         for plan in plans:
-            launcher = self._make_launcher(plan)
+            launcher, policy = self._make_launcher(plan), RestartPolicy(has_served=have_served)
             self._members[plan.worker_id] = PooledWorker(
-                launcher, Supervisor(plan.worker_id, launcher.launch, self._changed)
+                launcher, Supervisor(plan.worker_id, launcher.launch, self._changed, policy)
             )
 
+    def adopt(self, worker_id: str, ranks: Sequence[FoundProcess]) -> None:
+        """Takes over a worker that serves already."""
+        member = self._members[worker_id]
+        member.supervisor.run(member.launcher.adopt(ranks), ranks[0].identity.epoch)
+
     def run(self) -> None:
-        """Starts all there are."""
+        """Starts all that have not been started or adopted."""
         for member in self:
             member.supervisor.run()
 
@@ -145,10 +155,16 @@ class StepRunner:
     def __init__(self, pool: WorkerPool, routers: RouterLinks, engine: EngineSection) -> None:
         self._pool = pool
         self._routers = routers
-        self._engine = engine
+        self.engine = engine
 
     def members(self) -> list[Member]:
         return self._pool.members()
+
+    def restore(self, workers: Iterable[SavedWorker], config: ServingConfig, *, have_served: bool) -> None:
+        """Fills the pool with the workers of the controller before, which are adopted or started afterwards."""
+        for saved in workers:
+            self._pool.add([self._plan(config, saved.role, saved.worker_id)], have_served=have_served)
+            self._pool[saved.worker_id].is_draining = saved.is_draining
 
     def next_worker(self, config: ServingConfig) -> WorkerPlan:
         """One more worker of any role, where both roles have workers of one size; it has no number yet."""
@@ -171,23 +187,14 @@ class StepRunner:
     async def _flip(self, step: Flip, config: ServingConfig) -> None:
         member = self._pool[step.worker_id]
         await self._can_be_spared(step.worker_id, config)
-        number_free = self._plan(config, step.role)
-        ranks = [replace(rank, worker_id=step.worker_id) for rank in number_free.ranks]
-        step_logs = [rank.step_log for rank in member.plan.ranks]
-        member.launcher.plan = replace(
-            number_free,
-            worker_id=step.worker_id,
-            ranks=tuple(replace(rank, step_log=log) for rank, log in zip(ranks, step_logs, strict=True)),
-        )
+        member.launcher.plan = self._plan(config, step.role, step.worker_id)
         await self._routers.update()
         await self._until(
             lambda status: _sees(status, step.worker_id, step.role), _FLIP_S, f"{step.worker_id} is not ready"
         )
 
     async def _start(self, step: Start, config: ServingConfig) -> None:
-        number = int(step.worker_id.rpartition("-")[2])
-        plan = self._plan(config, step.role, number)
-        self._pool.add([plan])
+        self._pool.add([self._plan(config, step.role, step.worker_id)])
         member = self._pool[step.worker_id]
         supervisor = member.supervisor
         member.launcher.placing_limit_s = _PLACE_S
@@ -213,8 +220,8 @@ class StepRunner:
         await self._routers.update()
         await self._pool.remove(step.worker_id, STOP_S)
 
-    def _plan(self, config: ServingConfig, role: RoleName, number: int = 0) -> WorkerPlan:
-        return plan_worker(replace(config, engine=self._engine), role, number)
+    def _plan(self, config: ServingConfig, role: RoleName, worker_id: str = "") -> WorkerPlan:
+        return plan_worker(replace(config, engine=self.engine), role, worker_id=worker_id)
 
     async def _can_be_spared(self, worker_id: str, config: ServingConfig) -> None:
         """Waits until the worker's role has its minimum without it."""

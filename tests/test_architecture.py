@@ -44,6 +44,7 @@ DECIDES = (
 """What chooses what runs next; decisions are tested without torch."""
 RAY_ONLY_IN = (
     "controller/ray_actors.py",
+    "controller/ray_namespace.py",
     "controller/reconciler.py",
     "controller/detached.py",
     "controller/launchers.py",

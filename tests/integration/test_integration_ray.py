@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ from cluster.config.schema import (
 )
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.settings import WorkerSettings
 from controller import local_ray
 from controller.config_file import ConfigFile
 from controller.plan import plan_cluster
@@ -64,13 +66,16 @@ class Cluster:
     ) -> None:
         import ray
 
-        from controller.detached import start_detached
-        from controller.reconciler import Programs, start_controller
+        from controller.detached import start_controller
+        from controller.ray_namespace import DETACHED, RayNamespace, new_name
+        from controller.reconciler import Programs
 
+        self.name = DETACHED if is_detached else new_name()
+        self.namespace = RayNamespace(self.name)
         plan = plan_cluster(config, num_gpus=0, num_cores=2)
         programs = Programs(worker="fake_worker_program", router="fake_router_program")
         config = replace(config, log_dir=str(log_dir))
-        self.controller: Any = (start_detached if is_detached else start_controller)(config, plan, programs, file)
+        self.controller: Any = start_controller(config, plan, programs, file, self.name)
         self.events: list[Any] = []
         self._last = 0
         self.admin_address = ""
@@ -109,8 +114,31 @@ class Cluster:
         raise AssertionError("the controller does not answer")
 
     def status(self) -> dict[str, dict[str, Any]]:
+        """Without why an earlier life ended, which is forgotten with the controller."""
         status: dict[str, dict[str, Any]] = self._get(self.controller.status.remote(), timeout=WAIT_S)
-        return status
+        return {name: {key: group[key] for key in group if key != "why"} for name, group in status.items()}
+
+    def kill_controller(self, and_pid: int | None = None) -> str:
+        """Kills it, and another process with it; returns what the next one says of its beginning."""
+        (controller,) = [p for p in psutil.Process().children(recursive=True) if self.is_controller(p)]
+        controller.kill()
+        if and_pid is not None:
+            os.kill(and_pid, signal.SIGKILL)
+        psutil.wait_procs([controller], timeout=WAIT_S)
+        text: str = self.until_text("change", "the controller was started again; it has adopted").text
+        self.until("serving", "router")
+        return text
+
+    @staticmethod
+    def is_controller(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error):
+            return "HostedController" in process.name() + "".join(process.cmdline()[:1])
+        return False
+
+    def split(self) -> tuple[int, int]:
+        with AdminClient(self.admin_address) as admin:
+            seen = admin.cluster()
+        return (-1, -1) if seen.HasField("changing") else (seen.num_prefill, seen.num_decode)
 
     def workers_of_router(self) -> dict[str, str]:
         with grpc.insecure_channel(self.status()["router"]["address"]) as channel:
@@ -178,6 +206,60 @@ def test_a_killed_router_comes_back_on_its_port_and_hears_of_the_workers(cluster
     while len(known) < 2:
         known = cluster.workers_of_router()
     assert set(known) == {"prefill-0", "decode-0"}
+
+
+def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_ended(
+    watched: Cluster, tmp_path: Path
+) -> None:
+    before = watched.status()
+    address = watched.admin_address
+    os.kill(before["decode-0"]["pids"][0], signal.SIGKILL)
+    watched.until("ready", "decode-0")
+    before = watched.status()
+    watched.kill_controller()
+    assert watched.status() == before, "what serves is neither stopped nor started"
+    assert watched.admin_address == address, "operators find it where it was"
+    # Now something ends while nobody is there, and something is left over that nobody wants.
+    stray = stray_process(watched)
+    edit(tmp_path, "decode: {devices: 1", "decode: {devices: 2")
+    watched.kill_controller(and_pid=before["decode-0"]["pids"][0])
+    watched.until("ready", "decode-0")
+    watched.until_text("change", "done: 2:1 to 2:2")
+    after = watched.status()
+    assert {name: after[name]["pids"] == before[name]["pids"] for name in before} == {
+        "router": True,
+        "prefill-0": True,
+        "prefill-1": True,
+        "decode-0": False,
+    }
+    assert after["decode-1"]["state"] == "ready"
+    assert set(watched.workers_of_router()) == {"prefill-0", "prefill-1", "decode-0", "decode-1"}
+    assert not is_running(stray)
+    # And once a change has been accepted, which is then carried out to its end.
+    with AdminClient(watched.admin_address) as admin:
+        admin.set_roles(1, 3)
+    watched.kill_controller()
+    while watched.split() != (1, 3):
+        time.sleep(0.1)
+    assert {name: group["pids"] for name, group in watched.status().items()} == {
+        name: group["pids"] for name, group in after.items()
+    }, "a flip is a label, and nothing was started"
+
+
+def stray_process(cluster: Cluster) -> int:
+    """The pid of a process of this cluster that serves and that no configuration names."""
+    import ray
+
+    from controller.adoption import ProcessIdentity
+    from controller.ray_actors import Process
+
+    identity = ProcessIdentity("prefill-7")
+    options = cluster.namespace.actor_options(identity)
+    actor: Any = ray.remote(Process).options(num_cpus=0, **options).remote("fake_worker_program", identity, None)
+    settings = WorkerSettings("prefill-7", "prefill", ModelSection("models/fake")).to_json()
+    cluster._get([actor.prepare.remote(settings), actor.start.remote()], timeout=WAIT_S)
+    pid: int = cluster._get(actor.locate.remote(), timeout=WAIT_S).pid
+    return pid
 
 
 def test_a_broken_checkpoint_is_reported_at_once_and_not_tried_again(ray_folder: Path, tmp_path: Path) -> None:
@@ -305,15 +387,11 @@ def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_sa
     assert not failed and done[-1].endswith("done: 2:1 to 1:1")
     done, failed = cluster._get(cluster.controller.apply.remote(wrong, str(file.path)), timeout=WAIT_S)
     assert not done and "metadata.serving.model.path" in failed
-    before = {pid for group in cluster.status().values() for pid in group["pids"]}
-    (actor,) = [
-        p for p in psutil.Process().children(recursive=True) if "DetachedController" in p.name() + p.cmdline()[0]
-    ]
-    actor.kill()
-    cluster._last = 0
-    cluster.until("serving", "router")  # Ray has started it again, and it everything, as the file says now
-    after = cluster.status()
-    assert set(after) == {"router", "prefill-0", "decode-0"}
-    assert before.isdisjoint(pid for group in after.values() for pid in group["pids"])
-    end_controller(cluster.controller, WAIT_S)
+    before = cluster.status()
+    text = cluster.kill_controller()
+    assert text.endswith("it has adopted decode-0, prefill-0, router")
+    assert cluster.status() == before, "what serves is neither stopped nor started"
+    with AdminClient(cluster.admin_address) as admin:
+        assert admin.cluster().version == 2
+    end_controller(cluster.controller, cluster.name, WAIT_S)
     assert find_controller() is None

@@ -34,6 +34,7 @@ class FakeSteps:
             for role in ("prefill", "decode")
             for number in range(config.role(role).num_workers)  # type: ignore[arg-type]
         ]
+        self.engine = config.engine
         self.gate = asyncio.Event()
         self.gate.set()
         self.broken = ""

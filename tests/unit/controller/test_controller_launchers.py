@@ -17,13 +17,14 @@ from cluster.config.schema import EngineSection, ModelSection
 from cluster.pb import admin_pb2
 from cluster.settings import RouterSettings
 from controller import worker_pool as change_steps
+from controller.adoption import NodePlacement
 from controller.change_plan import Start
 from controller.plan import WorkerPlan, plan_worker
 from controller.worker_pool import StepFailed, StepRunner, WorkerPool
 
 if TYPE_CHECKING:
     from controller.launchers import WorkerLauncher
-    from controller.ray_actors import NodePlacement
+    from controller.ray_actors import Hosting
 
 
 class Host:
@@ -36,8 +37,6 @@ class Host:
         self.is_killed = False
 
     async def locate(self) -> NodePlacement:
-        from controller.ray_actors import NodePlacement
-
         await self.has_room.wait()
         return NodePlacement("127.0.0.1", 1)
 
@@ -86,7 +85,7 @@ class Cluster:
             workers=[states(worker_id=w.worker_id, role=w.role, state=states.STATE_READY) for w in ready]
         )
 
-    def _book(self, bundles: list[Mapping[str, float]], strategy: str, bundle_label_selector: Any) -> Any:
+    def _book(self, bundles: list[Mapping[str, float]], strategy: str, bundle_label_selector: Any, **_: object) -> Any:
         self.selectors.append(bundle_label_selector)
         self.groups.append(object())
         return self.groups[-1]
@@ -94,7 +93,16 @@ class Cluster:
     def _launcher(self, plan: WorkerPlan) -> WorkerLauncher:
         from controller.launchers import Capacity, WorkerLauncher
 
-        return WorkerLauncher(plan, "worker.program", None, self.lines.append, Capacity(lambda: plan.bundles))
+        made = hosting()
+        capacity = Capacity(made.namespace, lambda: plan.bundles)
+        return WorkerLauncher(plan, "worker.program", self.lines.append, capacity, made)
+
+
+def hosting() -> Hosting:
+    from controller.ray_actors import Hosting
+    from controller.ray_namespace import RayNamespace
+
+    return Hosting(RayNamespace("baton-test"), None, lambda: 1)
 
 
 START = Start("decode-3", "decode", 1)
@@ -175,18 +183,19 @@ async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monke
 
     booked: list[tuple[int, str]] = []
 
-    def book(bundles: list[Mapping[str, float]], strategy: str) -> object:
+    def book(bundles: list[Mapping[str, float]], strategy: str, **_: object) -> object:
         booked.append((len(bundles), strategy))
         return booked
 
     monkeypatch.setattr(launchers, "placement_group", book)
     monkeypatch.setattr(launchers, "_PLACING_S", 0.0)
     hosts: list[Hosted] = []
-    monkeypatch.setattr(launchers, "HostedProcess", lambda *a, **b: hosts.append(Hosted(*a, **b)) or hosts[-1])
-    places, lines = launchers.RouterPlaces(2, are_spread=True), list[str]()
+    made = hosting()
+    monkeypatch.setattr(type(made), "start", lambda *a, **b: hosts.append(Hosted(*a, **b)) or hosts[-1])
+    places, lines = launchers.RouterPlaces(made.namespace, 2, are_spread=True), list[str]()
     routers = [
         launchers.RouterLauncher(
-            name, RouterSettings.from_values(model_path="m", port=5), "router.program", None, lines.append, i, places
+            name, RouterSettings.from_values(model_path="m", port=5), "router.program", lines.append, i, places, made
         )
         for i, name in enumerate(("router", "router-1"))
     ]

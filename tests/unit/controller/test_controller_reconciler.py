@@ -133,6 +133,27 @@ async def test_stop_ends_a_running_group_and_starts_nothing_again() -> None:
     assert len(stage.groups) == 1
 
 
+async def test_an_adopted_group_is_ready_at_once_and_brought_back_when_it_dies() -> None:
+    stage = Stage([StartFailed("no tensor", is_mistake=True)])
+    adopted = Group(7)
+    stage.supervisor.run(adopted, num_starts=3)
+    await stage.states(SupervisorState.READY)
+    assert (stage.supervisor.card, stage.supervisor.num_starts) == ({"number": 7}, 3)
+    stage.supervisor.run()  # as all others are then
+    adopted.die("decode-0 died")
+    await stage.states(SupervisorState.BACKING_OFF, SupervisorState.STARTING, SupervisorState.BACKING_OFF)
+    await stage.states(SupervisorState.STARTING, SupervisorState.READY)
+    assert adopted.story == ["killed"]
+    assert (stage.supervisor.card, stage.supervisor.num_starts) == ({"number": 0}, 5)
+    await stage.supervisor.stop(1.0)
+    assert len(stage.groups) == 1
+
+
+def test_what_has_served_under_another_controller_is_brought_back_for_ever() -> None:
+    policy = RestartPolicy(has_served=True)
+    assert {type(policy.ended(0.0, "boom", is_mistake=True)) for _ in range(5)} == {Restart}
+
+
 @pytest.mark.parametrize("moment", ["before it ran", "while it launches", "after it failed"])
 async def test_stop_is_safe_at_any_moment(moment: str) -> None:
     launching, cancelled = asyncio.Event(), asyncio.Event()

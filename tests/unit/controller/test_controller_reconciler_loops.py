@@ -15,6 +15,7 @@ import pytest
 from admin_world import FILE
 
 from cluster.pb import admin_pb2
+from controller.adoption import SavedCluster
 from controller.config_file import ConfigFile
 from controller.plan import plan_cluster
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     """Of a copy of the shipped file."""
     from controller import reconciler as controller_module
+    from controller.ray_actors import Hosting
+    from controller.ray_namespace import RayNamespace
 
     monkeypatch.setattr(controller_module, "die_with_parent", lambda: None)
     monkeypatch.setattr(controller_module, "send_logs_to", lambda *_: None)
@@ -36,7 +39,8 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     file = ConfigFile(tmp_path / "cluster.yaml")
     config = file.load()
     plan, programs = plan_cluster(config, num_gpus=0, num_cores=2), controller_module.Programs()
-    return controller_module.Controller(config, plan, programs, file)
+    hosting = Hosting(RayNamespace("baton-test"), None, lambda: 1)
+    return controller_module.Controller(SavedCluster.first(config, plan, 0.0), plan, programs, file, hosting)
 
 
 class Link:
@@ -94,7 +98,7 @@ async def test_a_router_that_has_just_gone_is_not_announced_as_serving(controlle
     link.workers = [admin_pb2.WorkerStatus(worker_id=m.plan.worker_id, state=ready) for m in controller.pool]
     controller._links = link
     assert not controller.routers[0].card
-    serving = asyncio.create_task(controller._first_served())
+    serving = asyncio.create_task(controller._announce())
     for _ in range(20):
         await asyncio.sleep(0)
     assert not serving.done() and not controller._has_served

@@ -1,0 +1,158 @@
+"""What a controller that begins anew takes over from the one before it. Pure and without Ray.
+
+Each process says who it is and whether it serves (`FoundProcess`); what it cannot know, the configuration as last
+applied and the role of each worker, its controller has saved (`SavedCluster`). `choose` decides which processes are
+kept: a worker whose ranks all serve, in the same life. What is left over is ended: ranks of a start that was
+interrupted, of an older life, or of a worker that nobody wants any more.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from cluster.config.schema import EngineSection, RoleName, ServingConfig
+from cluster.settings import JsonSettings
+from controller.plan import ClusterPlan
+
+STEADY_S = 60.0
+"""A controller that has run for so long begins again at once after its death."""
+_FIRST_DELAY_S = 0.2
+_MAX_DELAY_S = 5.0
+
+
+@dataclass(frozen=True)
+class ProcessIdentity:
+    """Which process of a cluster this is."""
+
+    group: str
+    """Name of the worker or the router."""
+    rank: int = 0
+    size: int = 1
+    """Processes that live and die together with it, this one included."""
+    epoch: int = 1
+    """Which start of the group it belongs to, counted from 1."""
+    config_version: int = 1
+    """Version of the configuration at that start."""
+
+    @property
+    def name(self) -> str:
+        return self.group if self.size == 1 else f"{self.group} rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class NodePlacement:
+    """The node and process of an actor."""
+
+    host: str
+    """Address at which the node's other processes and nodes reach this one."""
+    pid: int
+
+
+@dataclass(frozen=True)
+class FoundProcess:
+    """A process as it describes itself."""
+
+    identity: ProcessIdentity
+    placement: NodePlacement
+    settings: str = ""
+    """The JSON that it was started with; empty: it has not got that far."""
+    card: str = ""
+    """The JSON that it reported when it was ready to serve; empty: it does not serve, or no longer."""
+    num_lines: int = 0
+    """Lines of progress that it has told so far."""
+    placement_group: Any = None
+    """Ray's handle of the resources that it was placed in, if it has any."""
+    actor: Any = None
+    """Ray's handle of the process; filled in by whoever asked it."""
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """`kept`: for each group its processes, by rank."""
+
+    kept: Mapping[str, tuple[FoundProcess, ...]]
+    orphans: tuple[FoundProcess, ...]
+
+    @property
+    def newest_version(self) -> int:
+        """Of the configurations by which the kept processes were started; 0 without any."""
+        return max((ranks[0].identity.config_version for ranks in self.kept.values()), default=0)
+
+
+def choose(wanted: Mapping[str, int], found: Sequence[FoundProcess]) -> Adoption:
+    """`wanted`: the groups that there should be, with the number of their processes."""
+    lives: dict[tuple[str, int], list[FoundProcess]] = defaultdict(list)
+    for process in found:
+        lives[process.identity.group, process.identity.epoch].append(process)
+    kept: dict[str, tuple[FoundProcess, ...]] = {}
+    for (group, _), life in sorted(lives.items(), key=lambda item: item[0]):
+        ranks = sorted(life, key=lambda process: process.identity.rank)
+        numbers = [process.identity.rank for process in ranks]
+        if numbers == list(range(wanted.get(group, 0))) and all(process.card for process in ranks):
+            kept[group] = tuple(ranks)  # of two lives the later one
+    chosen = {id(process) for ranks in kept.values() for process in ranks}
+    return Adoption(kept, tuple(process for process in found if id(process) not in chosen))
+
+
+@dataclass(frozen=True)
+class SavedWorker:
+    """A worker as its controller last knew it."""
+
+    worker_id: str
+    role: RoleName
+    is_draining: bool = False
+
+
+@dataclass(frozen=True)
+class SavedCluster(JsonSettings):
+    """What a controller saves for the next one, after each change of it."""
+
+    config: ServingConfig
+    """As last applied."""
+    engine: EngineSection
+    """What every worker here was started with."""
+    version: int = 1
+    num_devices_asked: int = 0
+    """Devices of both roles that an operator last asked for."""
+    admin_port: int = 0
+    """The port that the AdminService had."""
+    has_served: bool = False
+    workers: tuple[SavedWorker, ...] = ()
+    life: int = 1
+    """Controllers that this cluster has had."""
+    num_early_deaths: int = 0
+    """Controllers before this one, in a row, that died soon after they began."""
+    began_at: float = 0.0
+    """When this controller began, in seconds of the wall clock."""
+
+    @classmethod
+    def first(cls, config: ServingConfig, plan: ClusterPlan, now: float) -> Self:
+        """What the first controller of a cluster begins with."""
+        first = plan.workers[0].ranks[0].engine
+        engine = dataclasses.replace(config.engine, device=first.device, threads=first.threads)
+        workers = tuple(SavedWorker(worker.worker_id, worker.role) for worker in plan.workers)
+        return cls(config, engine, workers=workers, began_at=now)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        values = json.loads(text)
+        workers = tuple(SavedWorker(**worker) for worker in values.pop("workers", ()))
+        return dataclasses.replace(super().from_json(json.dumps(values)), workers=workers)
+
+    def next_life(self, now: float) -> Self:
+        """What the next controller begins with."""
+        is_early = 0.0 <= now - self.began_at < STEADY_S
+        deaths = self.num_early_deaths + 1 if is_early else 0
+        return dataclasses.replace(self, life=self.life + 1, num_early_deaths=deaths, began_at=now)
+
+    @property
+    def delay_s(self) -> float:
+        """How long that one waits first, so that one which dies again and again leaves the processor to the others."""
+        if self.num_early_deaths <= 1:
+            return 0.0
+        return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self.num_early_deaths - 2, 30))

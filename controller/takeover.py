@@ -1,0 +1,67 @@
+"""What passes from one controller to the next: processes that serve, and what their controller has saved.
+
+The new controller first takes over what it wants of the processes that answer, and ends the others; only then does it
+name the workers to the routers. From then on it saves, after each change, what its own successor must know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from controller.adoption import Adoption, SavedCluster, choose
+from controller.launchers import RouterLauncher
+from controller.ray_actors import Hosting
+from controller.supervisor import Supervisor
+from controller.worker_pool import WorkerPool
+
+logger = logging.getLogger(__name__)
+
+_RETRY_S = 1.0
+
+
+class Takeover:
+    """`changed` after each change; `keep_saved` runs for as long as the controller does."""
+
+    def __init__(self, hosting: Hosting, report: Callable[[str], None]) -> None:
+        self._hosting = hosting
+        self._report = report
+        self._unsaved = asyncio.Event()
+
+    def changed(self) -> None:
+        """There is something new to save."""
+        self._unsaved.set()
+
+    async def adopt(
+        self, pool: WorkerPool, routers: Sequence[Supervisor], launchers: Mapping[str, RouterLauncher]
+    ) -> Adoption:
+        """Takes over what serves of these workers and routers, and ends what else there is."""
+        namespace = self._hosting.namespace
+        sizes = {member.worker_id: member.tp_size for member in pool.members()} | dict.fromkeys(launchers, 1)
+        adoption = choose(sizes, await namespace.found())
+        for router in routers:
+            for process in adoption.kept.get(router.name, ()):
+                router.run(launchers[router.name].adopt(process), process.identity.epoch)
+        for worker_id, ranks in adoption.kept.items():
+            if worker_id not in launchers:
+                pool.adopt(worker_id, ranks)
+        orphans = [self._hosting.adopt(process, self._report) for process in adoption.orphans]
+        await asyncio.gather(*(orphan.kill() for orphan in orphans))
+        groups = [process.placement_group for ranks in adoption.kept.values() for process in ranks]
+        namespace.remove_groups([group for group in groups if group is not None])
+        return adoption
+
+    async def keep_saved(self, compose: Callable[[], SavedCluster]) -> None:
+        """Saves what `compose` returns, at once and after each change."""
+        self.changed()
+        while True:
+            await self._unsaved.wait()
+            self._unsaved.clear()
+            try:
+                await asyncio.to_thread(self._hosting.namespace.save, compose())
+            except Exception:
+                # While Ray's head is away; the next controller begins with what was saved last.
+                logger.exception("the state of the cluster could not be saved")
+                self.changed()
+                await asyncio.sleep(_RETRY_S)
