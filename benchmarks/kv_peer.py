@@ -32,7 +32,7 @@ from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import Landing, Sending, TransferEngine
 from kv_transfer.transports.interface import Meeting, Pair, StoreClients, TransferWork
-from kv_transfer.transports.registry import make_pair
+from kv_transfer.transports.selection import make_pair
 
 HOST = "127.0.0.1"
 KEY = RequestKey("benchmark", 1)

@@ -16,6 +16,8 @@
     ├── Cancelled             CANCELLED            the client cancelled
     ├── Aborted               ABORTED              another call has resumed the generation
     ├── InternalError         INTERNAL             a fault of ours; carries no detail of the request
+    ├── TransferFailed        UNAVAILABLE          KV did not arrive: the peer is gone or silent, or the pair was closed
+    │   └── Corrupted         UNAVAILABLE          something arrived, but not what was sent or expected
     ├── ConfigError           (start-up)           cluster.yaml or flags are wrong: exit code 3
     └── CheckpointError       (start-up)           the model folder cannot be served: exit code 3
 
@@ -132,3 +134,16 @@ class ConfigError(BatonError):
 
 class CheckpointError(BatonError):
     reason = "BAD_CHECKPOINT"
+
+
+class TransferFailed(BatonError):
+    """KV could not be moved: the peer is gone, silent for too long, or the pair was closed. Another path may work."""
+
+    grpc_code = "UNAVAILABLE"
+    reason = "TRANSFER_FAILED"
+
+
+class Corrupted(TransferFailed):
+    """A slot does not hold the expected chunk, or not as it was sent. No page was written."""
+
+    reason = "TRANSFER_CORRUPTED"

@@ -1,13 +1,18 @@
-"""The transports that can carry KV between two workers: their names, and which workers each one connects.
+"""The transports that can carry KV between two workers: their names, which workers each one connects, and the choice.
 
 Declared once, for the configuration and its checks, metric labels, the doctor and the workers. An entry here and the
 module of that name in `kv_transfer/transports/` make a transport.
+
+A worker sends with its hello what it could use, best first; the receiver picks the sender's best that it shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from cluster.errors import FailedPrecondition
 
 TransportName = Literal["auto", "shm", "gloo", "cuda_ipc", "nccl"]
 TRANSPORT_NAMES: tuple[str, ...] = tuple(name for name in get_args(TransportName) if name != "auto")
@@ -34,3 +39,23 @@ BEST_FIRST: dict[str, TransportTraits] = {
 def transports_of(device_kind: str) -> tuple[str, ...]:
     """Returns the transports that carry the memory of `cpu` or `cuda` devices, best first."""
     return tuple(name for name, traits in BEST_FIRST.items() if device_kind in traits.devices)
+
+
+def pick(sender: Sequence[str], receiver: Sequence[str], *, is_same_host: bool) -> tuple[str, str]:
+    """The transport for a pair, and why: the first of the sender's that the receiver has too and the place allows.
+
+    Raises FailedPrecondition, naming both lists, when there is none.
+    """
+    where = "both workers are on one host" if is_same_host else "the workers are on different hosts"
+    passed_over: list[str] = []
+    for name in sender:
+        if name not in receiver:
+            passed_over.append(f"the receiver has no {name}")
+        elif not is_same_host and name in BEST_FIRST and BEST_FIRST[name].needs_same_host:
+            passed_over.append(f"{name} needs one host")
+        else:
+            return name, "; ".join([where, *passed_over])
+    raise FailedPrecondition(
+        f"no transport connects these workers: the sender has {', '.join(sender) or 'none'}, the receiver "
+        f"{', '.join(receiver) or 'none'}, and {where}; set transport: auto on both"
+    )

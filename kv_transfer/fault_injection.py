@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.header import HEADER_BYTES
 from kv_transfer.transports.interface import Pair, TransferWork
 

@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from cluster.errors import Corrupted
 from kv_transfer.actions import Range
-from kv_transfer.failures import Corrupted
 from kv_transfer.layout import WIRE_FORMATS
 
 HEADER_BYTES = 64

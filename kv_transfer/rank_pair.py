@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import Tensor
 
+from cluster.errors import TransferFailed
 from cluster.pb import rank_pb2
 from kv_transfer.codec import SlotCodec
-from kv_transfer.failures import TransferFailed
 from kv_transfer.transports.interface import Pair
 
 logger = logging.getLogger(__name__)

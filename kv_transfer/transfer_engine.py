@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cluster.errors import TransferFailed
 from cluster.pb import rank_pb2
 from kv_transfer import pages
 from kv_transfer.actions import Chunk
 from kv_transfer.codec import SlotCodec
-from kv_transfer.failures import TransferFailed
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.rank_pair import RankPair, RouteEnd
 from kv_transfer.transports.interface import Meeting, StoreClients, TransferWork
-from kv_transfer.transports.registry import make_pair
+from kv_transfer.transports.selection import make_pair
 
 logger = logging.getLogger(__name__)
 

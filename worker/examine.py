@@ -33,7 +33,7 @@ from engine.checkpoint import Checkpoint
 from engine.layers.ops import choose_native
 from engine.memory import resolve_device, resolve_dtype
 from engine.models.config import ModelConfig
-from kv_transfer.transports.registry import supported
+from kv_transfer.transports.selection import supported
 from worker.loading import expect_memory, resolve, weights_revision
 
 Part = dict[str, Any]

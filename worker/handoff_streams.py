@@ -23,8 +23,8 @@ from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
 from cluster.tls import ClientTls
+from cluster.transports import pick
 from kv_transfer.layout import KvLayout, check_compatible, check_wire_format
-from kv_transfer.transports.registry import pick
 from worker.handoff_connection import HandoffConnection
 
 logger = logging.getLogger(__name__)

@@ -40,7 +40,7 @@ from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import connect_store
-from kv_transfer.transports.registry import supported
+from kv_transfer.transports.selection import supported
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 NOT_STARTED = "measured when a worker starts"

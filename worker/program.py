@@ -31,7 +31,7 @@ from engine.sampling.constraint import Constrainer
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from kv_transfer.transports.interface import serve_store
-from kv_transfer.transports.registry import host_id
+from kv_transfer.transports.selection import host_id
 from worker.core import Core, Inbox, Ranks
 from worker.group import RankGroup
 from worker.handoff_connection import HandoffContext

@@ -23,13 +23,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from cluster.errors import Cancelled
+from cluster.errors import Cancelled, Corrupted, TransferFailed
 from cluster.pb import rank_pb2
 from engine.cpu_runtime import compute_alone
 from engine.model_runner import ModelRunner, StepOutput
 from engine.step_input import StepInput
 from kv_transfer.actions import Chunk
-from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.rank_pair import RankPair
 from kv_transfer.transfer_engine import TransferEngine
 

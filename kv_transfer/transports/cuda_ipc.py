@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports.interface import Meeting, reason_of
 from kv_transfer.transports.ring import RingPair, platform_obstacle
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported without saying so
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports.interface import RECEIVER, SENDER, Meeting, TransferWork, reason_of
 
 

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported without saying so
 
 from cluster.address import format_address, parse_address
-from cluster.errors import ConfigError
-from kv_transfer.failures import TransferFailed
+from cluster.errors import ConfigError, TransferFailed
 
 logger = logging.getLogger(__name__)
 

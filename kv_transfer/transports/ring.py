@@ -34,7 +34,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports.interface import Meeting, TransferWork, reason_of
 
 MAGIC = b"BtRg\x01"

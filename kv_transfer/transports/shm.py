@@ -14,7 +14,7 @@ import os
 import torch
 from torch import Tensor
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports.interface import Meeting
 from kv_transfer.transports.ring import RingPair, platform_obstacle
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from kv_cases import POISON, RankCaches
 
+from cluster.errors import Corrupted
 from kv_transfer import pages
 from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
-from kv_transfer.failures import Corrupted
 from kv_transfer.header import HEADER_BYTES, words_digest
 from kv_transfer.layout import WIRE_FORMATS, KvLayout
 

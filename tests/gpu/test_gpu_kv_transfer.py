@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from cluster.errors import TransferFailed
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
 from kv_transfer import pages
 from kv_transfer.actions import Chunk, Range
-from kv_transfer.failures import TransferFailed
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import serve_store
@@ -39,7 +39,7 @@ TABLE = [5, 0, 3]
 # Rank (0 sends), device, timeout, store, prefix. Ends with one line: what became of the pair.
 NCCL_SIDE = """
 import sys, torch
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports.nccl import make_pair
 from kv_transfer.transports.interface import Meeting, StoreClients
 rank, device, timeout_s = int(sys.argv[1]), torch.device(sys.argv[2]), float(sys.argv[3])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from kv_transfer.transports.interface import Meeting, Pair, StoreClients, TransferWork
-from kv_transfer.transports.registry import make_pair
+from kv_transfer.transports.selection import make_pair
 
 HOST = "127.0.0.1"
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cluster.errors import TransferFailed
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
 from kv_transfer.actions import Chunk, Range
-from kv_transfer.failures import TransferFailed
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.transfer_engine import Landing, TransferEngine

@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping
 
 from cluster.address import address_here
 from cluster.config.schema import ROLES
-from cluster.errors import PermissionDenied, Unauthenticated
+from cluster.errors import FailedPrecondition, PermissionDenied, Unauthenticated
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.program import ExitCode
 from cluster.text import count_of, state_name
-from cluster.transports import BEST_FIRST
+from cluster.transports import pick
 from tools.doctor.check import Finding, Half, baton_version, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject, fetch
 
 _READY = admin_pb2.WorkerStatus.STATE_READY
-_SAME_HOST = {name for name, traits in BEST_FIRST.items() if traits.needs_same_host}
 _MAX_SKEW_S = 1.0
 _SEE_LOG = "look at `baton status` and at its log (log_dir)"
 
@@ -123,10 +122,11 @@ def transports(subject: Subject) -> Iterator[Finding]:
     used: dict[str, int] = {}
     for sender in by_role[worker_pb2.ROLE_PREFILL]:
         for receiver in by_role[worker_pb2.ROLE_DECODE]:
-            ours, theirs = (w.info.transport.split(",") for w in (sender, receiver))
+            ours, theirs = (tuple(filter(None, w.info.transport.split(","))) for w in (sender, receiver))
             is_near = sender.info.node == receiver.info.node
-            fit = next((t for t in ours if t and t in theirs and (is_near or t not in _SAME_HOST)), None)
-            if fit is None:
+            try:
+                fit, _ = pick(ours, theirs, is_same_host=is_near)
+            except FailedPrecondition:
                 where = "one host" if is_near else "different hosts"
                 yield problem(
                     f"no transport connects {sender.worker_id} ({sender.info.transport or 'none'}) and "

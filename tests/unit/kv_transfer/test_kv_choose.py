@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from cluster.errors import ConfigError, FailedPrecondition
-from cluster.transports import BEST_FIRST, TRANSPORT_NAMES, transports_of
-from kv_transfer.transports import registry
+from cluster.transports import BEST_FIRST, TRANSPORT_NAMES, pick, transports_of
+from kv_transfer.transports import selection
 
 ROOT = Path(__file__).resolve().parents[3]
 CPU, GPU = transports_of("cpu"), transports_of("cuda")
@@ -40,11 +40,11 @@ def no_nccl(name: str) -> str | None:
 def test_a_worker_offers_what_its_device_can_use_best_first(
     device: str, wanted: str, expected: tuple[str, ...]
 ) -> None:
-    assert registry.supported(device, wanted, nothing) == expected
+    assert selection.supported(device, wanted, nothing) == expected
 
 
 def test_auto_leaves_out_what_the_machine_cannot_do() -> None:
-    assert registry.supported("cuda", "auto", no_nccl) == ("cuda_ipc", "gloo")
+    assert selection.supported("cuda", "auto", no_nccl) == ("cuda_ipc", "gloo")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_auto_leaves_out_what_the_machine_cannot_do() -> None:
 )
 def test_a_transport_that_cannot_work_is_refused_with_the_remedy(device: str, wanted: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        registry.supported(device, wanted, no_nccl)
+        selection.supported(device, wanted, no_nccl)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,13 @@ def test_a_transport_that_cannot_work_is_refused_with_the_remedy(device: str, wa
 def test_a_pair_uses_the_first_that_both_have_and_the_place_allows(
     sender: Sequence[str], receiver: Sequence[str], is_same_host: bool, expected: str
 ) -> None:
-    name, reason = registry.pick(sender, receiver, is_same_host=is_same_host)
+    name, reason = pick(sender, receiver, is_same_host=is_same_host)
     assert name == expected
     assert reason.startswith("both workers are on one host" if is_same_host else "the workers are on different hosts")
 
 
 def test_the_reason_says_what_was_passed_over() -> None:
-    _, reason = registry.pick(GPU, ("cuda_ipc", "gloo"), is_same_host=False)
+    _, reason = pick(GPU, ("cuda_ipc", "gloo"), is_same_host=False)
     assert reason == "the workers are on different hosts; cuda_ipc needs one host; the receiver has no nccl"
 
 
@@ -97,7 +97,7 @@ def test_workers_that_share_no_transport_are_refused_naming_both_lists(
     sender: Sequence[str], receiver: Sequence[str], is_same_host: bool
 ) -> None:
     with pytest.raises(FailedPrecondition) as caught:
-        registry.pick(sender, receiver, is_same_host=is_same_host)
+        pick(sender, receiver, is_same_host=is_same_host)
     for text in (
         f"the sender has {', '.join(sender) or 'none'}",
         f"the receiver {', '.join(receiver)}",
@@ -108,18 +108,18 @@ def test_workers_that_share_no_transport_are_refused_naming_both_lists(
 
 def test_what_this_machine_can_do_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert registry.supported("cuda", "auto") == ("cuda_ipc", "gloo")
+    assert selection.supported("cuda", "auto") == ("cuda_ipc", "gloo")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert registry.supported("cuda", "auto") == ("cuda_ipc", "nccl", "gloo")
+    assert selection.supported("cuda", "auto") == ("cuda_ipc", "nccl", "gloo")
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert registry.supported("cpu", "auto") == ("gloo",)
+    assert selection.supported("cpu", "auto") == ("gloo",)
     with pytest.raises(ConfigError, match="shm cannot be used here: it shares memory in a way that darwin does not"):
-        registry.supported("cpu", "shm")
+        selection.supported("cpu", "shm")
 
 
 def host_id_of(*command: str) -> subprocess.CompletedProcess[str]:
     code = (
-        "import sys; from kv_transfer.transports.registry import host_id; "
+        "import sys; from kv_transfer.transports.selection import host_id; "
         "print(host_id()); assert 'torch' not in sys.modules"
     )
     return subprocess.run([*command, sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -128,21 +128,21 @@ def host_id_of(*command: str) -> subprocess.CompletedProcess[str]:
 def test_processes_of_one_host_have_one_id_and_asking_for_it_loads_no_torch() -> None:
     other = host_id_of()
     assert other.returncode == 0, other.stderr
-    assert other.stdout.strip() == registry.host_id() != ""
+    assert other.stdout.strip() == selection.host_id() != ""
 
 
 def test_a_process_in_another_network_namespace_has_another_id() -> None:
     other = host_id_of("unshare", "--net")
     if other.returncode:
         pytest.skip(f"no network namespace can be made here: {other.stderr.strip()}")
-    assert other.stdout.strip() not in ("", registry.host_id())
+    assert other.stdout.strip() not in ("", selection.host_id())
 
 
 def test_each_transport_that_is_named_is_a_module_that_makes_pairs() -> None:
     folder = ROOT / "kv_transfer" / "transports"
-    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "interface", "registry", "ring"}
+    modules = {path.stem for path in folder.glob("*.py")} - {"__init__", "interface", "selection", "ring"}
 
     assert set(TRANSPORT_NAMES) == set(BEST_FIRST) == modules
     for name in BEST_FIRST:
-        module = registry.module_of(name)
+        module = selection.module_of(name)
         assert callable(module.make_pair) and callable(module.obstacle)

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kv_cases import POISON, RankCaches
 
+from cluster.errors import Corrupted, TransferFailed
 from kv_transfer import codec as codec_module
 from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
-from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.header import HEADER_BYTES
 from kv_transfer.layout import FLOAT_DTYPES, WIRE_FORMATS, KvLayout, LayoutMismatch, routes
 

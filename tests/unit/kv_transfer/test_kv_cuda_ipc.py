@@ -12,7 +12,7 @@ import pytest
 import torch
 from pair_harness import make_meeting, put, read
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports import cuda_ipc
 from kv_transfer.transports.cuda_ipc import AccessDescription, AllocationProperties, CudaDriver, DeviceMemory
 from kv_transfer.transports.ring import RingPair

@@ -11,8 +11,8 @@ import torch
 from pair_harness import make_both, put, read
 from transfer_harness import HOST_TRANSPORTS, POISON, Worker, chunk, make_layout, make_truth, open_both
 
+from cluster.errors import Corrupted, TransferFailed
 from kv_transfer import fault_injection
-from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.fault_injection import RECEIVE_FAULTS, SEND_FAULTS, Faults
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)

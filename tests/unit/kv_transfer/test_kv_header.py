@@ -11,9 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kv_cases import POISON, RankCaches
 
+from cluster.errors import Corrupted
 from kv_transfer.actions import Range
 from kv_transfer.codec import SlotCodec
-from kv_transfer.failures import Corrupted
 from kv_transfer.header import HEADER_BYTES, DigestKind, DigestPolicy
 from kv_transfer.layout import WIRE_FORMATS, KvLayout
 

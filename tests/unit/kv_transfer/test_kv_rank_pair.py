@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.errors import TransferFailed
 from cluster.pb import handoff_pb2, rank_pb2
-from kv_transfer.failures import TransferFailed
 from kv_transfer.layout import KvLayout
 from kv_transfer.rank_pair import RankPair
 

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 from pair_harness import SLOT_BYTES, Waiter, make_both, make_meeting, make_side, put, read, running_peer
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.transports import ring
 from kv_transfer.transports.interface import Pair
-from kv_transfer.transports.registry import make_pair
 from kv_transfer.transports.ring import MAGIC, RingPair
+from kv_transfer.transports.selection import make_pair
 from kv_transfer.transports.shm import HostMemory
 
 HELLO = struct.Struct("<5s11sIIQ")

@@ -21,7 +21,7 @@ from transfer_harness import (
     open_pair,
 )
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 from kv_transfer.header import HEADER_BYTES
 from kv_transfer.layout import LayoutMismatch
 from kv_transfer.transfer_engine import TransferEngine

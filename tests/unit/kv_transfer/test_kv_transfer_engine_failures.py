@@ -26,7 +26,7 @@ from transfer_harness import (
     open_both,
 )
 
-from kv_transfer.failures import Corrupted, TransferFailed
+from cluster.errors import Corrupted, TransferFailed
 from kv_transfer.transports.gloo import GlooPair
 from kv_transfer.transports.interface import TransferWork
 

@@ -29,7 +29,7 @@ from transfer_harness import (
     running_peer,
 )
 
-from kv_transfer.failures import TransferFailed
+from cluster.errors import TransferFailed
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)
 

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 import pytest
 from pair_harness import HOST, HOST_TRANSPORTS, QUICK_S, Waiter, make_both, make_side, put, read, running_peer
 
-from cluster.errors import ConfigError
-from kv_transfer.failures import TransferFailed
+from cluster.errors import ConfigError, TransferFailed
 from kv_transfer.transports.interface import Pair, StoreClients, connect_store, serve_store
 
 both = pytest.mark.parametrize("transport", HOST_TRANSPORTS)

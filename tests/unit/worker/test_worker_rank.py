@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.errors import Corrupted, TransferFailed
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
 from engine.model_runner import StepOutput
 from engine.step_input import SequenceSlice, StepInput, build_step
 from kv_transfer.actions import Chunk, Range
-from kv_transfer.failures import Corrupted, TransferFailed
 from kv_transfer.rank_pair import RankPair
 from worker.rank import OVERLAP_TOKENS, RankExecutor
 

@@ -1,9 +1,7 @@
-"""Which transport a pair of workers uses, decided once per pair, and the module that makes the pair.
+"""Which transports this machine can use, and the module that makes a transport's pair.
 
 `cluster.transports` names the transports. Each is a module of that name in this folder with two functions:
 `make_pair(meeting)`, one side of a pair once the other side is there, and `obstacle()`, why this machine cannot use it.
-
-Each worker sends with its hello what it could use, best first; the receiver picks the sender's best that it shares.
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import importlib
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
-from cluster.errors import ConfigError, FailedPrecondition
+from cluster.errors import ConfigError, TransferFailed
 from cluster.transports import BEST_FIRST, TRANSPORT_NAMES, transports_of
-from kv_transfer.failures import TransferFailed
 
 if TYPE_CHECKING:  # torch is loaded with the first pair, not to answer what could be used
     from kv_transfer.transports.interface import Meeting, Pair
@@ -71,26 +68,6 @@ def supported(device: str, wanted: str, obstacle: Callable[[str], str | None] = 
     if why is not None:
         raise ConfigError(f"transport: {wanted} cannot be used here: {why}; use auto or gloo")
     return (wanted,)
-
-
-def pick(sender: Sequence[str], receiver: Sequence[str], *, is_same_host: bool) -> tuple[str, str]:
-    """The transport for a pair, and why: the first of the sender's that the receiver has too and the place allows.
-
-    Raises FailedPrecondition, naming both lists, when there is none.
-    """
-    where = "both workers are on one host" if is_same_host else "the workers are on different hosts"
-    passed_over: list[str] = []
-    for name in sender:
-        if name not in receiver:
-            passed_over.append(f"the receiver has no {name}")
-        elif not is_same_host and name in BEST_FIRST and BEST_FIRST[name].needs_same_host:
-            passed_over.append(f"{name} needs one host")
-        else:
-            return name, "; ".join([where, *passed_over])
-    raise FailedPrecondition(
-        f"no transport connects these workers: the sender has {', '.join(sender) or 'none'}, the receiver "
-        f"{', '.join(receiver) or 'none'}, and {where}; set transport: auto on both"
-    )
 
 
 @cache
