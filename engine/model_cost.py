@@ -21,11 +21,12 @@ import torch
 
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
+from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
 from engine.native import Native
 from engine.native.structures import INT4_ZEROS
 from engine.quantization.integers import multiplies_quantized, stored_bytes
-from engine.quantization.plain import keeps_plain, multiplies_plain
-from engine.quantization.registry import matrix_bytes
+from engine.quantization.matrix import weight_formats
+from engine.quantization.plain import keeps_plain
 from engine.step_input import StepInput
 
 Lengths = npt.NDArray[np.int64]
@@ -41,9 +42,9 @@ class WeightForm:
     keeps_codes: bool = False
     """As `Packing.keeps_codes` says for the checkpoint's packing."""
     is_tiled: bool = False
-    """Whether Baton's kernels multiply what is quantized, which is then padded for them."""
-    is_plain_tiled: bool = False
-    """Whether they multiply what is not."""
+    """Whether Baton's kernels multiply with the weights, which are then padded for them."""
+    are_codes_tiled: bool = False
+    """Whether they multiply with the codes of a packed checkpoint."""
 
     @property
     def element_type(self) -> torch.dtype:
@@ -51,18 +52,18 @@ class WeightForm:
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
         """Bytes that a weight [O, I] takes."""
-        is_tiled = self.is_plain_tiled if self.quantization == "none" else self.is_tiled
-        return matrix_bytes(shape, self.element_type, torch.device(self.device), self.quantization, is_tiled)
+        form = weight_formats()[self.quantization]
+        return form.size_bytes(shape, self.element_type, torch.device(self.device), self.is_tiled)
 
 
 def choose_form(
     config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Native | None
 ) -> WeightForm:
     """`kernels` as `engine.layers.ops.choose_native` gives them."""
-    packing = config.packing
-    keeps_codes = packing is not None and packing.keeps_codes(quantization, _torch_dtype(dtype), kernels)
-    is_plain_tiled = quantization == "none" and multiplies_plain(kernels, _torch_dtype(dtype))
-    return WeightForm(dtype, device, quantization, keeps_codes, multiplies_quantized(kernels), is_plain_tiled)
+    packing, kind = config.packing, _torch_dtype(dtype)
+    keeps_codes = packing is not None and packing.keeps_codes(quantization, kind, kernels)
+    is_tiled = weight_formats()[quantization].is_tiled(kernels, kind)
+    return WeightForm(dtype, device, quantization, keeps_codes, is_tiled, keeps_codes and multiplies_quantized(kernels))
 
 
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:
@@ -79,114 +80,44 @@ def weight_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     A head that is tied to the embedding shares its memory only as far as it is multiplied with as it lies there.
     """
     kind, place = form.element_type, torch.device(form.device)
-    vocabulary = _vocabulary_shape(config, tp_size)
+    vocabulary = vocabulary_matrix(config, tp_size).shape
     embedding = vocabulary[0] * vocabulary[1] * kind.itemsize
     head = form.bytes_of(vocabulary)
-    is_plain = form.quantization == "none" and keeps_plain(vocabulary, kind, place, form.is_plain_tiled)
+    is_plain = form.quantization == "none" and keeps_plain(vocabulary, kind, place, form.is_tiled)
     if config.tie_word_embeddings and is_plain:
         head -= embedding
-    layer = sum(_linear_bytes(config, linear, form) for linear in _layer_linears(config, tp_size))
-    vectors = config.num_hidden_layers * _layer_vector_elements(config, tp_size) + config.hidden_size
+    layer = sum(_linear_bytes(config, linear, form) for linear in layer_matrices(config, tp_size))
+    vectors = config.num_hidden_layers * layer_vector_elements(config, tp_size) + config.hidden_size
     return config.num_hidden_layers * layer + embedding + head + vectors * kind.itemsize
-
-
-def multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Bytes of the weights that every step multiplies with, in one form: all but the embedding."""
-    return layers_multiplied_bytes(config, tp_size, form) + head_multiplied_bytes(config, tp_size, form)
 
 
 def layers_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
     """Bytes of the matrices of all layers on one rank, in one form."""
-    layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in _layer_linears(config, tp_size))
+    layer = sum(_linear_bytes(config, linear, form, is_read=True) for linear in layer_matrices(config, tp_size))
     return config.num_hidden_layers * layer
-
-
-def head_multiplied_bytes(config: ModelConfig, tp_size: int, form: WeightForm) -> int:
-    """Bytes of one rank's rows of the head, in one form."""
-    return _linear_bytes(config, _Linear(_vocabulary_shape(config, tp_size)), form, is_read=True)
-
-
-def head_elements(config: ModelConfig, tp_size: int) -> int:
-    """Elements of one rank's rows of the head."""
-    return _Linear(_vocabulary_shape(config, tp_size)).num_elements
 
 
 def largest_matrix_elements(config: ModelConfig, tp_size: int) -> int:
     """Elements of the largest matrix that one rank multiplies with, the head included."""
-    vocabulary = _Linear(_vocabulary_shape(config, tp_size))
-    return max(linear.num_elements for linear in [*_layer_linears(config, tp_size), vocabulary])
+    matrices = [*layer_matrices(config, tp_size), vocabulary_matrix(config, tp_size)]
+    return max(matrix.num_elements for matrix in matrices)
 
 
 def layer_elements(config: ModelConfig, tp_size: int) -> int:
     """Elements of the matrices of one layer on one rank."""
-    return sum(linear.num_elements for linear in _layer_linears(config, tp_size))
+    return sum(matrix.num_elements for matrix in layer_matrices(config, tp_size))
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """One rank's matrix, as `engine.models.decoder` fuses them."""
-
-    shape: tuple[int, int]
-    """Outputs and inputs."""
-    is_packed: bool = False
-    """Whether a packed checkpoint has it in codes."""
-    num_ranks: int = 1
-    """Among which its inputs are divided."""
-
-    @property
-    def num_elements(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-
-def _linear_bytes(config: ModelConfig, linear: _Linear, form: WeightForm, is_read: bool = False) -> int:
+def _linear_bytes(config: ModelConfig, linear: MatrixShape, form: WeightForm, is_read: bool = False) -> int:
     """Bytes of a matrix; `is_read`: of one form, where it is kept in two."""
     packing = config.packing if linear.is_packed and form.keeps_codes else None
     group = None if packing is None else packing.kept_group(linear.shape[1], linear.num_ranks)
     if packing is not None and group is not None:
         order = linear.shape[1] * torch.int64.itemsize if packing.is_scattered(linear.shape[1]) else 0
-        return stored_bytes(linear.shape, INT4_ZEROS, group, form.is_tiled) + order
-    if is_read and form.quantization == "none" and not form.is_plain_tiled:
+        return stored_bytes(linear.shape, INT4_ZEROS, group, form.are_codes_tiled) + order
+    if is_read and form.quantization == "none" and not form.is_tiled:
         return linear.num_elements * form.element_type.itemsize
     return form.bytes_of(linear.shape)
-
-
-def _layer_linears(config: ModelConfig, tp_size: int) -> list[_Linear]:
-    """The matrices of one layer."""
-    attended, kv = _head_widths(config, tp_size)
-    inner = config.intermediate_size // tp_size
-    hidden = config.hidden_size
-    return [
-        _Linear((attended + 2 * kv, hidden), is_packed=True),
-        _Linear((hidden, attended), is_packed=True, num_ranks=tp_size),
-        _Linear((2 * inner, hidden), is_packed=True),
-        _Linear((hidden, inner), is_packed=True, num_ranks=tp_size),
-    ]
-
-
-def _vocabulary_shape(config: ModelConfig, tp_size: int) -> tuple[int, int]:
-    """One rank's rows of the embedding, and of the head."""
-    return -(-config.vocab_size // tp_size), config.hidden_size
-
-
-def _layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
-    """Norms and biases of one rank in one layer."""
-    attended, kv = _head_widths(config, tp_size)
-    count = 2 * config.hidden_size
-    if config.qk_norm:
-        count += attended + kv
-    if config.attention_bias:
-        count += attended + 2 * kv
-    if config.attention_output_bias:
-        count += config.hidden_size
-    if config.mlp_bias:
-        count += 2 * config.intermediate_size // tp_size + config.hidden_size
-    return count
-
-
-def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
-    """Elements of one token's query heads, and of its keys, on one rank."""
-    num_kv_heads = len(config.kv_head_range(0, tp_size))
-    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim
 
 
 @dataclass(frozen=True)
@@ -225,12 +156,12 @@ class ModelFlops:
     @classmethod
     def of(cls, config: ModelConfig, tp_size: int, form: WeightForm, kv_dtype: str) -> Self:
         """`kv_dtype`: the pool's type, as `engine.memory.resolve_kv_dtype` gives it."""
-        num_layers = config.num_hidden_layers
+        num_layers, head = config.num_hidden_layers, vocabulary_matrix(config, tp_size)
         return cls(
             layers_flops=2 * num_layers * layer_elements(config, tp_size),
-            head_flops=2 * head_elements(config, tp_size),
+            head_flops=2 * head.num_elements,
             layers_bytes=layers_multiplied_bytes(config, tp_size, form),
-            head_bytes=head_multiplied_bytes(config, tp_size, form),
+            head_bytes=_linear_bytes(config, head, form, is_read=True),
             pair_flops=4 * config.num_attention_heads // tp_size * config.head_dim,
             kv_layer_bytes=kv_bytes_per_token(config, tp_size, kv_dtype) // num_layers,
             windows=tuple(Counter(config.layer_windows).items()),

@@ -6,7 +6,7 @@ Reads config.json and generation_config.json as transformers 4 and 5 write them,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cluster.errors import CheckpointError, ConfigError
@@ -16,6 +16,14 @@ from engine.quantization.packed import Packing, read_packing
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 DTYPES = ("float32", "bfloat16", "float16")
+_COMMON = frozenset(
+    {
+        *("architecture", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope"),
+        *("tie_word_embeddings", "dtype", "eos_token_ids", "packing"),
+    }
+)
+"""Fields of `ModelConfig` that every model has; each of the others is a feature."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,12 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """One decoder-only model. Sizes are of the whole model, not of one tensor-parallel rank."""
+    """One decoder-only model. Sizes are of the whole model, not of one tensor-parallel rank.
+
+    A family that computes something new has a field of its own here, which says so by a value other than None, False
+    or a tuple of None. Code that computes a model in a way of its own, as the kernels' decode step does, names the
+    `features` that it knows, and leaves other models to `engine.models.decoder`.
+    """
 
     architecture: str
     hidden_size: int
@@ -64,6 +77,12 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     packing: Packing | None = None
     """The packing of its linear layers; None: plain weights."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """The names of the fields by which this model computes something that not every model does."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _COMMON}
+        return frozenset(name for name, value in values.items() if _is_used(value))
 
     @classmethod
     def from_folder(cls, path: str | Path) -> ModelConfig:
@@ -136,6 +155,10 @@ class ModelConfig:
             return range(head, head + 1)
         count = kv_heads // tp_size
         return range(tp_rank * count, (tp_rank + 1) * count)
+
+
+def _is_used(value: object) -> bool:
+    return any(map(_is_used, value)) if isinstance(value, tuple) else value is not None and value is not False
 
 
 def _architecture(fields: Fields) -> str:

@@ -1,7 +1,8 @@
 """The decoder that dense model families (`engine.models.registry`) have in common; `ModelConfig` has the differences.
 
 Built straight from a checkpoint, sharded as it is read. It knows attention as a function and KV as pages to write;
-nothing of requests, schedules or serving. Weight names are Hugging Face's.
+nothing of requests, schedules or serving. Weight names are Hugging Face's. The shapes of what a rank holds stand at the
+end, beside the classes that load it; `engine.model_cost` makes bytes and operations of them.
 
 Legend: T tokens, R rows with logits, E hidden_size, V vocab_size, Hq/H query/KV heads of this rank, D head_dim.
 """
@@ -177,3 +178,61 @@ class Decoder:
         residual, add = hidden
         last = residual.index_select(0, rows)
         return self.head(self.norm(last, None if add is None else add.index_select(0, rows)))
+
+
+@dataclass(frozen=True)
+class MatrixShape:
+    """One matrix of one rank, as it is fused above."""
+
+    num_outputs: int
+    num_inputs: int
+    is_packed: bool = False
+    """Whether a packed checkpoint has it in codes."""
+    num_ranks: int = 1
+    """Ranks among which its inputs are divided."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_outputs, self.num_inputs
+
+    @property
+    def num_elements(self) -> int:
+        return self.num_outputs * self.num_inputs
+
+
+def layer_matrices(config: ModelConfig, tp_size: int) -> list[MatrixShape]:
+    """The matrices of one layer on one rank."""
+    attended, kv = _head_widths(config, tp_size)
+    inner, hidden = config.intermediate_size // tp_size, config.hidden_size
+    return [
+        MatrixShape(attended + 2 * kv, hidden, is_packed=True),
+        MatrixShape(hidden, attended, is_packed=True, num_ranks=tp_size),
+        MatrixShape(2 * inner, hidden, is_packed=True),
+        MatrixShape(hidden, inner, is_packed=True, num_ranks=tp_size),
+    ]
+
+
+def vocabulary_matrix(config: ModelConfig, tp_size: int) -> MatrixShape:
+    """One rank's rows of the embedding, and of the head."""
+    return MatrixShape(-(-config.vocab_size // tp_size), config.hidden_size)
+
+
+def layer_vector_elements(config: ModelConfig, tp_size: int) -> int:
+    """Elements of the norms and biases of one layer on one rank."""
+    attended, kv = _head_widths(config, tp_size)
+    count = 2 * config.hidden_size
+    if config.qk_norm:
+        count += attended + kv
+    if config.attention_bias:
+        count += attended + 2 * kv
+    if config.attention_output_bias:
+        count += config.hidden_size
+    if config.mlp_bias:
+        count += 2 * config.intermediate_size // tp_size + config.hidden_size
+    return count
+
+
+def _head_widths(config: ModelConfig, tp_size: int) -> tuple[int, int]:
+    """Elements of one token's query heads, and of its keys, on one rank."""
+    num_kv_heads = len(config.kv_head_range(0, tp_size))
+    return config.num_attention_heads * config.head_dim // tp_size, num_kv_heads * config.head_dim

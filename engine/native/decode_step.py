@@ -23,6 +23,9 @@ from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatr
 from engine.quantization.matrix import TiledMatrix
 from engine.step_input import StepInput, is_decode
 
+FEATURES = frozenset({"attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows"})
+"""Those of `ModelConfig.features` that the kernels compute."""
+
 
 def choose_decode_step(
     kernels: Native | None, model: Decoder, config: ModelConfig, kv: KvCache, rope: RopeTable
@@ -30,6 +33,8 @@ def choose_decode_step(
     """The step, or None; and why."""
     if kernels is None or not kernels.has_products:
         return None, "Baton's kernels for products are not used"
+    if unknown := config.features - FEATURES:
+        return None, f"Baton's kernels do not compute {', '.join(sorted(unknown))}"
     if model.tp.size > 1:
         return None, "tensor-parallel ranks meet between products"
     if kv.pool.dtype not in DECODE_PAGES or rope.cos.dtype != torch.bfloat16:

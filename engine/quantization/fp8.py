@@ -32,7 +32,7 @@ class Fp8Matrix:
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or x.dtype
         if not self._in_fp8:
-            return F.linear(x, (self._weight.float() * self._scales).to(x.dtype), bias).to(dtype)
+            return F.linear(x, self._weight.float().mul_(self._scales).to(x.dtype), bias).to(dtype)
         rows, scales = round_to_fp8(x)
         bias = None if bias is None else bias.to(torch.bfloat16)
         product: Tensor = torch._scaled_mm(
@@ -61,4 +61,4 @@ def _size_bytes(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     return shape[0] * (shape[1] + torch.float32.itemsize)
 
 
-FP8_FORMAT = WeightFormat(_make, _size_bytes)
+FORMATS = {"fp8": WeightFormat(_make, _size_bytes, is_tiled=lambda kernels, dtype: False)}

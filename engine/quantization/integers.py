@@ -54,12 +54,12 @@ class Quantized:
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[O, I], the weight as far as the format keeps it."""
         if self.kind == INT8:
-            return (self.data.float() * self.scales[:, None]).to(dtype)
+            return self.data.float().mul_(self.scales[:, None]).to(dtype)
         num_outputs = self.data.shape[0]
         codes = self.codes().float().view(num_outputs, -1, self.group)
         pairs = self.scales.float().view(num_outputs, codes.shape[1], -1)
         zeros = 8 if self.kind == INT4 else pairs[:, :, 1:]
-        return ((codes - zeros) * pairs[:, :, :1]).view(num_outputs, -1).to(dtype)
+        return codes.sub_(zeros).mul_(pairs[:, :, :1]).view(num_outputs, -1).to(dtype)
 
 
 class QuantizedMatrix:
@@ -127,10 +127,10 @@ def _format(name: str) -> WeightFormat:
         kind, group = (INT4, _GROUP) if _fills_groups(shape[1], name) else (INT8, 0)
         return stored_bytes(shape, kind, group, is_tiled)
 
-    return WeightFormat(make, size_bytes)
+    return WeightFormat(make, size_bytes, is_tiled=lambda kernels, dtype: multiplies_quantized(kernels))
 
 
-INT8_FORMAT, INT4_FORMAT = _format("int8"), _format("int4")
+FORMATS = {name: _format(name) for name in ("int8", "int4")}
 
 
 def _fills_groups(num_inputs: int, wanted: str) -> bool:

@@ -1,12 +1,20 @@
-"""The interfaces of loaded weights, `Matrix`, and of their formats, `WeightFormat`, and the matrix in tiles.
+"""The interfaces of loaded weights, `Matrix`, and of their formats, `WeightFormat`; where formats are found; the matrix
+in tiles.
+
+A file of this folder declares the formats that it implements as FORMATS, by the names of `model.quantization`
+(`QuantizationName` in `cluster.config.schema`); nothing else needs to know of them.
 
 Legend: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -31,13 +39,29 @@ class Matrix(Protocol):
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """A format as `model.quantization` names it; each is declared by one file of this folder."""
+    """A form of weights as `model.quantization` names it."""
 
     make: Callable[[Tensor, Native | None], Matrix]
     """Takes a weight over. The kernels are those of `engine.layers.ops.choose_native`."""
     size_bytes: Callable[[tuple[int, int], torch.dtype, torch.device, bool], int]
     """The memory that `make` will take for a weight [O, I] of a type on a device, known before it is read; the last
     argument: Baton's kernels multiply with it."""
+    is_tiled: Callable[[Native | None, torch.dtype], bool]
+    """Whether Baton's kernels, where there are any, multiply with such weights in a model that computes in this type.
+    Otherwise a format other than `none` unpacks each weight before it is multiplied with."""
+
+
+@cache
+def weight_formats() -> dict[str, WeightFormat]:
+    """Returns the formats by name: those that the files of this folder declare."""
+    names = [found.name for found in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    modules = [importlib.import_module(f"engine.quantization.{name}") for name in names]
+    return {name: form for module in modules for name, form in getattr(module, "FORMATS", {}).items()}
+
+
+def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str = "none") -> Matrix:
+    """Takes the weight over. The kernels are those of `engine.layers.ops.choose_native`."""
+    return weight_formats()[quantization].make(weight, kernels)
 
 
 class TiledMatrix:

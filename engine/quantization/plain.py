@@ -74,7 +74,7 @@ def _size_bytes(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     return shape[0] * shape[1] * dtype.itemsize * (is_packed + is_plain)
 
 
-PLAIN_FORMAT = WeightFormat(_make, _size_bytes)
+FORMATS = {"none": WeightFormat(_make, _size_bytes, multiplies_plain)}
 
 
 def _tile(weight: Tensor) -> Tiles:

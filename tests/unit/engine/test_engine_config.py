@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import KINDS, make_checkpoint
 
 from cluster.errors import CheckpointError, ConfigError
 from engine.models.config import ModelConfig
@@ -23,6 +24,26 @@ def _edit(folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     return make_checkpoint("llama", tmp_path)
+
+
+def test_what_a_model_computes_beyond_all_others_is_a_feature(tmp_path: Path) -> None:
+    features = {kind: ModelConfig.from_folder(make_checkpoint(kind, tmp_path / kind)).features for kind in KINDS}
+
+    assert features["llama"] == features["llama3-rope"] == frozenset()
+    assert features["mistral"] == {"layer_windows"}
+    assert "attention_bias" in features["qwen2"] and "qk_norm" in features["qwen3"]
+
+
+def test_a_field_that_a_new_family_brings_is_a_feature_unless_it_says_none_or_false(llama: Path) -> None:
+    @dataclass(frozen=True)
+    class SoftcappedConfig(ModelConfig):
+        logit_softcap: float | None = None
+        has_extra_norm: bool = False
+
+    plain = SoftcappedConfig(**vars(ModelConfig.from_folder(llama)))
+
+    assert plain.features == frozenset()
+    assert replace(plain, logit_softcap=30.0, has_extra_norm=True).features == {"logit_softcap", "has_extra_norm"}
 
 
 def test_the_fields_of_a_folder_are_read(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,9 @@ from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank
 
 from engine.model_runner import ModelRunner
+from engine.models.config import ModelConfig
 from engine.native import native
+from engine.native.decode_step import FEATURES
 from engine.step_input import SequenceSlice, StepInput, build_step
 
 KERNELS, WHY_NOT = native()
@@ -131,6 +133,21 @@ def test_what_is_not_there_is_refused_before_anything_is_written(
     with pytest.raises(IndexError, match=message):
         runner.forward(replace(step, **{name: array}))
     assert torch.equal(runner.kv, before)
+
+
+def test_a_model_with_a_feature_that_the_kernels_do_not_know_is_left_to_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, dtype="bfloat16")
+    assert {field.name for field in fields(ModelConfig)} >= FEATURES
+    monkeypatch.setattr("engine.native.decode_step.FEATURES", FEATURES - {"qk_norm"})
+
+    runner = prepared(folder)
+
+    assert runner.decode_step is None
+    assert runner.decode_reason == "Baton's kernels do not compute qk_norm"
+    step = decode_step(LENGTHS)
+    assert torch.equal(runner.forward(step), layer_by_layer(runner, step))
 
 
 def test_where_it_cannot_be_used_it_says_why(folder: Path) -> None:

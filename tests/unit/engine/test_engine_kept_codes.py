@@ -15,7 +15,7 @@ from test_engine_packed import FORMATS, layer_in, logits_of, name_of, packing, r
 from cluster.settings import WorkerSettings
 from engine.checkpoint import TensorSlice
 from engine.layers.linear import Loader
-from engine.model_cost import WeightForm, multiplied_bytes, weight_bytes
+from engine.model_cost import WeightForm, layers_multiplied_bytes, weight_bytes
 from engine.native import native
 from engine.quantization.matrix import Matrix
 from engine.quantization.packed import Codes, keep_codes, read_codes
@@ -160,8 +160,7 @@ def test_planned_bytes_are_those_that_are_taken(
         """Planned for all linear layers, and planned and held in all."""
         runner = make_runner(packed, tp=tp, dtype="bfloat16", quantization=quantization, kernels=kernels)
         config, form = runner.config, runner.weight_form
-        head = form.bytes_of((320 // tp_size, 128))
-        layers = multiplied_bytes(config, tp_size, form) - head
+        layers = layers_multiplied_bytes(config, tp_size, form)
         return layers, weight_bytes(config, tp_size, form), held_bytes(runner)
 
     layers, planned, held = map(sum, zip(*on_each_rank(tp_size, load), strict=True))
@@ -195,5 +194,5 @@ def test_codes_are_kept_where_that_loses_nothing_or_is_asked_for(
     runner = make_runner(packed, **wanted)
 
     assert runner.weight_form.keeps_codes == keeps == resolve(settings).weight_form.keeps_codes
-    in_bfloat16 = multiplied_bytes(runner.config, 1, WeightForm("bfloat16")) - 320 * 128 * 2
+    in_bfloat16 = layers_multiplied_bytes(runner.config, 1, WeightForm("bfloat16"))
     assert (sum(matrix.nbytes for matrix in made) < 0.3 * in_bfloat16) == keeps

@@ -8,9 +8,8 @@ import torch
 from engine.native import native
 from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
 from engine.quantization.integers import Quantized, keep, make_quantized, quantize
-from engine.quantization.matrix import TiledMatrix
+from engine.quantization.matrix import TiledMatrix, make_matrix, weight_formats
 from engine.quantization.plain import TorchMatrix, multiplies_plain
-from engine.quantization.registry import make_matrix, matrix_bytes
 
 KERNELS, WHY_NOT = native()
 HAS_PRODUCTS = KERNELS is not None and KERNELS.has_products
@@ -50,7 +49,8 @@ def test_in_bfloat16(num_rows: int, shape: tuple[int, int], uses_kernels: bool) 
     kernels = KERNELS if uses_kernels else None
     is_tiled = multiplies_plain(kernels, torch.bfloat16)
     assert whole.dtype == torch.float32
-    assert matrix.nbytes == matrix_bytes(shape, torch.bfloat16, torch.device("cpu"), is_tiled=is_tiled)
+    size_bytes = weight_formats()["none"].size_bytes
+    assert matrix.nbytes == size_bytes(shape, torch.bfloat16, torch.device("cpu"), is_tiled)
     tolerance = 1e-4 if isinstance(matrix, TiledMatrix) else 0.01  # torch rounds the sum to bfloat16 first
     torch.testing.assert_close(whole.double(), exact, atol=5 * tolerance, rtol=tolerance)
 

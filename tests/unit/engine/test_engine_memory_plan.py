@@ -3,6 +3,7 @@ number that would fit."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from checkpoints import make_checkpoint
 
 from cluster.errors import ConfigError
 from engine.memory import Activations, MemoryDemand, MemoryPlan, estimate_activations, plan_memory
-from engine.model_cost import WeightForm
+from engine.model_cost import WeightForm, choose_form, largest_matrix_elements
 from engine.models.config import ModelConfig
+from engine.native import native
 
 GIB = 1 << 30
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32
@@ -27,7 +29,9 @@ FORM = {"dtype": "float32", "device": "cpu", "quantization": "none", "is_tiled":
 
 
 def demand_of(config: ModelConfig, **changes: Any) -> MemoryDemand:
-    form = WeightForm(**{name: changes.pop(name, default) for name, default in FORM.items()})
+    form = WeightForm(
+        **{field.name: changes.pop(field.name, FORM.get(field.name, field.default)) for field in fields(WeightForm)}
+    )
     sizes: dict[str, Any] = {
         "tp_size": 1,
         "kv_dtype": form.dtype,
@@ -154,6 +158,14 @@ def test_the_estimate_of_activations_grows_with_what_a_step_may_hold(more: dict[
 def test_ranks_share_the_activations_of_a_layer(config: ModelConfig) -> None:
     whole, half = (estimate_activations(demand_of(config, tp_size=n), "").size_bytes for n in (1, 2))
     assert 0.5 * whole < half < whole
+
+
+def test_weights_in_fp8_are_unpacked_on_every_cpu_and_count_so(config: ModelConfig) -> None:
+    kernels, _ = native()
+    sizes = {"dtype": "bfloat16", "device": "cpu"}
+    forms = {name: choose_form(config, **sizes, quantization=name, kernels=kernels) for name in ("none", "fp8")}
+    plain, fp8 = (estimate_activations(demand_of(config, **vars(form)), "").size_bytes for form in forms.values())
+    assert fp8 == plain + 6 * largest_matrix_elements(config, 1)
 
 
 def test_weights_that_kernels_multiply_as_they_are_take_nothing_more(config: ModelConfig) -> None:
