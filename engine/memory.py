@@ -247,9 +247,7 @@ def estimate_bytes(demand: MemoryDemand, step: StepLimits) -> int:
     attention = num_tokens * (2 * heads + 2 * kv + 2 * config.head_dim) + 2 * demand.max_model_len * kv
     mlp = num_tokens * (3 * inner + config.hidden_size)
     layer = (num_tokens * streams + max(attention, mlp)) * size
-    if (
-        demand.form.quantization != "none" and not demand.form.is_tiled
-    ):  # unpacked whole for a product, by way of float32
+    if demand.form.is_unpacked:  # whole for a product, by way of float32
         layer += largest_matrix_elements(config, demand.tp_size) * (torch.float32.itemsize + size)
     sampling, scoring = step.num_seqs * _SAMPLING_COPIES, step.num_seqs + step.num_scored * _SCORING_COPIES
     return layer + max(sampling, scoring) * config.vocab_size * torch.float32.itemsize

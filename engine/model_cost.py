@@ -50,6 +50,11 @@ class WeightForm:
     def element_type(self) -> torch.dtype:
         return _torch_dtype(self.dtype)
 
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether each matrix is unpacked before it is multiplied with."""
+        return self.quantization != "none" and not self.is_tiled
+
     def bytes_of(self, shape: tuple[int, int]) -> int:
         """Bytes that a weight [O, I] takes."""
         form = weight_formats()[self.quantization]

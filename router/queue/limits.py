@@ -32,7 +32,7 @@ class Limits:
     needs_prefill: bool = True
     """Nothing runs without a prefill worker; False: decode workers compute prompts while there is none."""
     policy: PolicyName = "predicted"
-    """How the workers of a request are chosen: a name in `router.routing.policies.POLICIES`."""
+    """How the workers of a request are chosen: the name of a file in `router/routing/policies`."""
     objectives: Objectives = field(default_factory=Objectives)
     max_running_tokens: int | None = None
     """Bound on prompts plus largest outputs of running requests; None: what decode workers' KV pools should hold."""

@@ -29,7 +29,7 @@ from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
 from router.routing.fleet import DECODE, Fleet, WorkerAddress
 from router.routing.migration import DecodeRoom, choose_moves, residents_of, why_emptied
-from router.routing.policies import POLICIES
+from router.routing.policies import policy_class
 from router.routing.policies.interface import RoutingContext
 from router.routing.retry import RETRYABLE, AttemptFailure
 from router.routing.running_requests import RunningRequests
@@ -59,7 +59,7 @@ class Dispatcher:
         self.observers: list[RequestObserver] = []
         self.context = RoutingContext(objectives=limits.objectives)
         self._demand = DemandWindow(self.context.lengths)
-        self._policy = POLICIES[limits.policy](self.context)
+        self._policy = policy_class(limits.policy)(self.context)
         callbacks = WorkerCallbacks(self._on_ready, self._on_lost, self._on_events)
         self.fleet = Fleet(callbacks, self.num_requests, limits.dead_after_s, needs_prefill=limits.needs_prefill)
         self._on_change = on_change

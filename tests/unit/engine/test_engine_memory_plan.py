@@ -29,9 +29,8 @@ FORM = {"dtype": "float32", "device": "cpu", "quantization": "none", "is_tiled":
 
 
 def demand_of(config: ModelConfig, **changes: Any) -> MemoryDemand:
-    form = WeightForm(
-        **{field.name: changes.pop(field.name, FORM.get(field.name, field.default)) for field in fields(WeightForm)}
-    )
+    names = {field.name for field in fields(WeightForm)} & {*FORM, *changes}
+    form = WeightForm(**{name: changes.pop(name, FORM.get(name)) for name in names})
     sizes: dict[str, Any] = {
         "tp_size": 1,
         "kv_dtype": form.dtype,

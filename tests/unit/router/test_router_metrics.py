@@ -16,7 +16,6 @@ from router.observe import metrics as module
 from router.observe.counters import OUTCOMES, RETRIES
 from router.observe.metrics import METRICS, VllmNames
 from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
-from router.routing.policies import POLICIES
 from router.routing.policies.interface import RoutingRequest
 from router.routing.policies.least_loaded import LeastLoaded
 from router.routing.retry import RETRYABLE
@@ -225,7 +224,7 @@ def test_a_policy_sees_every_placement_hand_off_and_loss(monkeypatch: pytest.Mon
         def on_worker_lost(self, worker_id: str) -> None:
             seen.append(("lost", worker_id))
 
-    monkeypatch.setitem(POLICIES, "predicted", Recorder)
+    monkeypatch.setattr("router.routing.dispatcher.policy_class", lambda name: Recorder)
 
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0", "d1"])

@@ -15,19 +15,20 @@ from cluster.step_cost import StepCost
 from router.queue.limits import Objectives
 from router.routing.demand import OutputLengths
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
-from router.routing.policies import POLICIES
+from router.routing.policies import policy_class
 from router.routing.policies.interface import Policy, RoutingContext
 from router.routing.policies.predicted import Predicted
 from router.routing.prefix_index import PromptHashes
 
 ROOT = Path(__file__).resolve().parents[3]
+POLICIES: tuple[PolicyName, ...] = typing.get_args(PolicyName)
 COST = StepCost(fixed_s=0.004, prompt_token_s=0.0002, attended_s=0.0, sequence_s=0.0002, kv_token_s=1e-7)
 """5,000 prompt tokens a second; a step of one sequence takes 4.2 ms."""
 SLOW = replace(COST, prompt_token_s=0.002, sequence_s=0.01)
 
 
 def policy_of(name: PolicyName, loads: LoadTracker | None = None, lengths: OutputLengths | None = None) -> Policy:
-    return POLICIES[name](RoutingContext(loads or LoadTracker(), lengths or OutputLengths()))
+    return policy_class(name)(RoutingContext(loads or LoadTracker(), lengths or OutputLengths()))
 
 
 def workers(*worker_ids: str, cost: StepCost | None = COST) -> list[FakeCandidate]:
@@ -42,8 +43,10 @@ def place(policy: Policy, loads: LoadTracker, num_prompt_tokens: int, *fleet: li
     return placement
 
 
-def test_the_registry_holds_what_the_configuration_offers_and_the_docs_describe_it() -> None:
-    assert tuple(POLICIES) == typing.get_args(PolicyName)
+def test_each_policy_that_the_configuration_offers_is_a_file_and_the_docs_describe_it() -> None:
+    folder = ROOT / "router" / "routing" / "policies"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__", "interface"} == set(POLICIES)
+    assert len({policy_class(name) for name in POLICIES}) == len(POLICIES)
     page = (ROOT / "docs" / "routing.md").read_text()
     assert all(f"| `{name}` |" in page for name in POLICIES)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 from candidates import FakeCandidate, request_of
@@ -10,7 +11,7 @@ from candidates import FakeCandidate, request_of
 from cluster.config.schema import PolicyName
 from cluster.step_cost import StepCost
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
-from router.routing.policies import POLICIES
+from router.routing.policies import policy_class
 from router.routing.policies.interface import Policy, RoutingContext, SessionKey
 from router.routing.policies.predicted import Sessions
 
@@ -26,7 +27,7 @@ PREFILL, DECODE = workers("p0", "p1"), workers("d0", "d1")
 
 
 def policy_of(loads: LoadTracker | None = None, name: PolicyName = "predicted") -> Policy:
-    return POLICIES[name](RoutingContext(loads or LoadTracker()))
+    return policy_class(name)(RoutingContext(loads or LoadTracker()))
 
 
 def test_a_session_is_known_by_its_tenant_and_its_name() -> None:
@@ -139,5 +140,5 @@ def test_a_placement_has_a_kind(num_tokens: int, cached: int, busy: str, kind: P
 
 
 def test_without_a_prefill_worker_that_is_the_kind() -> None:
-    for name in POLICIES:
+    for name in get_args(PolicyName):
         assert policy_of(name=name).choose(request_of(10), [], DECODE).kind is PlacementKind.LOCAL_NO_PREFILL

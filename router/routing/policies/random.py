@@ -8,7 +8,7 @@ from router.routing.load_tracker import Placement
 from router.routing.policies.interface import Candidates, Policy, RoutingRequest, disaggregated, local
 
 
-class RandomChoice(Policy):
+class Random(Policy):
     """Keeps no state."""
 
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
