@@ -57,13 +57,34 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str:
     return ""
 
 
-class FlashAttention:
-    """`flash_attn.flash_attn_varlen_func`."""
-
-    name = "flash_attn"
+class _RaggedKernel:
+    """A function of flash-attn's form: queries, keys and values, and the batch's sizes in its order."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+
+    def _call(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: PagedBatch, **options: Any
+    ) -> torch.Tensor:
+        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
+        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
+        return out
+
+    def _call_gathered(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: AttentionBatch, **options: Any
+    ) -> torch.Tensor:
+        """Gathers the pages' keys and values first, part by part."""
+        outs = [
+            self._call(q[rows], part.gather(k, q.dtype), part.gather(v, q.dtype), part.paged, **options)
+            for rows, part in batch.parts
+        ]
+        return torch.cat(outs)
+
+
+class FlashAttention(_RaggedKernel):
+    """`flash_attn.flash_attn_varlen_func`."""
+
+    name = "flash_attn"
 
     def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
         return _page_obstacle(block_size, kv_dtype)
@@ -82,27 +103,16 @@ class FlashAttention:
         options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
         if not self.static_obstacle(batch.block_size, k.dtype):
             return self._call(q, k, v, batch.paged, block_table=batch.paged.block_table, **options)
-        outs = [
-            self._call(q[rows], part.gather(k, q.dtype), part.gather(v, q.dtype), part.paged, **options)
-            for rows, part in batch.parts
-        ]
-        return torch.cat(outs)
-
-    def _call(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, paged: PagedBatch, **options: Any
-    ) -> torch.Tensor:
-        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
-        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
-        return out
+        return self._call_gathered(q, k, v, batch, **options)
 
 
-class VarlenAttention:
+class VarlenAttention(_RaggedKernel):
     """`torch.nn.attention.varlen.varlen_attn`, called with the arguments that its version has."""
 
     name = "varlen"
 
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
-        self._function = function
+        super().__init__(function)
         parameters = inspect.signature(function).parameters
         self._has_gqa = "enable_gqa" in parameters
         self._has_splits = "num_splits" in parameters
@@ -129,13 +139,7 @@ class VarlenAttention:
         window = (window_size[0], 0 if causal else window_size[1])
         if not self.static_obstacle(batch.block_size, k.dtype):
             return self._attend_pages(q, k, v, batch.paged, softmax_scale, window)
-        outs = []
-        for rows, part in batch.parts:
-            keys, values = part.gather(k, q.dtype), part.gather(v, q.dtype)
-            if not self._has_gqa and q.shape[1] != keys.shape[1]:
-                keys, values = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (keys, values))
-            outs.append(self._call(q[rows], keys, values, part.paged, scale=softmax_scale, window_size=window))
-        return torch.cat(outs)
+        return self._call_gathered(q, k, v, batch, scale=softmax_scale, window_size=window)
 
     def _attend_pages(
         self,
@@ -161,9 +165,9 @@ class VarlenAttention:
     ) -> torch.Tensor:
         if self._has_gqa:
             options["enable_gqa"] = True
-        sizes = (paged.cu_seqlens_q, paged.cu_seqlens_k, paged.max_seqlen_q, paged.max_seqlen_k)
-        out: torch.Tensor = self._function(q, k, v, *sizes, **options)
-        return out
+        elif "block_table" not in options and q.shape[1] != k.shape[1]:
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        return super()._call(q, k, v, paged, **options)
 
     def _try_pages(self, device: torch.device) -> str:
         """Why pages cannot be read through a table, empty if they can: some versions know the argument and refuse it.
