@@ -31,7 +31,7 @@ _DECIDED_BY = {
 Explained = dict[str, Any]
 """The number of workers of one role and, if there are any, what the program says of it."""
 
-app = typer.Typer(help="Work with cluster.yaml.", no_args_is_help=True)
+app = typer.Typer(help="Work with cluster.yaml.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.callback()

@@ -29,7 +29,7 @@ class ScopeName(StrEnum):
     admin = "admin"
 
 
-app = typer.Typer(help="Make, show and revoke API keys.", no_args_is_help=True)
+app = typer.Typer(help="Make, show and revoke API keys.", no_args_is_help=True, rich_markup_mode=None)
 
 KeysFile = Annotated[Path, typer.Option("--file", metavar="FILE", help="The keys file; cluster.yaml names it.")]
 DEFAULT_FILE = Path("keys.yaml")

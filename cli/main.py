@@ -1,27 +1,66 @@
 """The `baton` program: its list of commands. Exit codes are those of `cluster.program.ExitCode`.
 
-Loads no gRPC, Ray or torch by itself: each command imports what it needs when it runs.
+Loads no gRPC, Ray or torch by itself: a command's file is loaded when the command is named, and imports what it needs
+when it runs. To add a command, write its file, which defines a function of the command's name, or `app` where it has
+commands of its own; and add its name to COMMANDS.
 """
 
 from __future__ import annotations
 
+import importlib
 import sys
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from cli import bench, change, config, keys
-from cli.chat import chat
 from cli.common import INTERRUPTED, with_option_groups
-from cli.doctor import doctor
-from cli.generate import generate
-from cli.serve import serve, stop
-from cli.status import status
-from cli.targets import targets
-from cli.top import top
+
+COMMANDS = (
+    *("serve", "stop", "generate", "chat", "status", "top", "targets", "apply", "rebalance", "drain", "doctor"),
+    *("bench", "config", "keys"),
+)
+"""In the order of `baton --help`."""
+_FILES = {"stop": "serve", "apply": "change", "rebalance": "change", "drain": "change"}
+"""The files of commands that share one with another command; each other command has the file of its name."""
+
+
+class LoadedCommands(Mapping[str, Any]):
+    """The commands by name; each is loaded when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in COMMANDS:
+            raise KeyError(name)
+        module = importlib.import_module(f"cli.{_FILES.get(name, name)}")
+        if hasattr(module, "app"):
+            command: Any = typer.main.get_group(module.app)
+        else:
+            one = typer.Typer(add_completion=False, rich_markup_mode=None)
+            one.command(name)(with_option_groups(getattr(module, name)))
+            command = typer.main.get_command(one)
+        command.name = name
+        return command
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class CommandGroup(TyperGroup):
+    """`baton` itself."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        commands: Any = LoadedCommands()
+        self.commands = commands
+
 
 app = typer.Typer(
     name="baton",
+    cls=CommandGroup,
     help="Serve large language models with prefill and decode on different devices.",
     no_args_is_help=True,
     add_completion=False,
@@ -49,25 +88,6 @@ def baton(
     ] = False,
 ) -> None:
     """Serve large language models with prefill and decode on different devices."""
-
-
-for command in (
-    serve,
-    stop,
-    generate,
-    chat,
-    status,
-    top,
-    targets,
-    change.apply,
-    change.rebalance,
-    change.drain,
-    doctor,
-):
-    app.command()(with_option_groups(command))
-app.add_typer(bench.app, name="bench")
-app.add_typer(config.app, name="config")
-app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:

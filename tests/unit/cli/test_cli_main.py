@@ -140,6 +140,19 @@ def test_the_program_starts_without_grpc_ray_torch_or_rich() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
+@pytest.mark.parametrize("command", ["keys", "status"])
+def test_a_command_is_loaded_when_it_is_named(command: str) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from cli.main import app\n"
+        "assert CliRunner().invoke(app, [sys.argv[1], '--help']).exit_code == 0\n"
+        "print(*sorted(m for m in sys.modules if m.startswith('cli.') or m == 'rich'))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", code, command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout.split(), done.stderr) == (sorted(["cli.common", "cli.main", f"cli.{command}"]), "")
+
+
 # the client
 
 
