@@ -10,7 +10,8 @@ import secrets
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.config.schema import ROLES, DeviceName, RoleName, ServingConfig
+from cluster.config.choices import DeviceName
+from cluster.config.schema import ROLES, RoleName, ServingConfig
 from cluster.errors import ConfigError
 from cluster.settings import RouterSettings, WorkerSettings
 

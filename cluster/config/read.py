@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import yaml
 
+from cluster.config.choices import ALIASES
 from cluster.config.source import ConfigSource, SourcePosition, clip, entries, join, nearest, place_of
 
 T = TypeVar("T")
@@ -28,24 +29,6 @@ _WANTED: dict[type, str] = {
     bool: "must be true or false",
     str: "must be a string",
 }
-
-ALIASES = {
-    "gpu": "cuda",
-    "fp32": "float32",
-    "float": "float32",
-    "fp16": "float16",
-    "half": "float16",
-    "bf16": "bfloat16",
-    "float8": "fp8",
-    "w8": "int8",
-    "w4": "int4",
-    "int8_wo": "int8",
-    "int4_wo": "int4",
-    "cuda-ipc": "cuda_ipc",
-    "true": "on",
-    "false": "off",
-}
-"""Other spellings of a value, offered in the error, never accepted."""
 
 
 @dataclass(frozen=True)

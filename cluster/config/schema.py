@@ -1,7 +1,8 @@
 """The keys of `metadata.serving`: their types, defaults, limits and meaning.
 
 One frozen dataclass a section, one docstring a field: `cluster.config.reference` turns them into
-docs/configuration.md, `cluster.config.read` holds files against them. Nothing here reads YAML.
+docs/configuration.md, `cluster.config.read` holds files against them. `cluster.config.choices` has the names
+among which a value is chosen. Nothing here reads YAML.
 """
 
 from __future__ import annotations
@@ -9,20 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from cluster.config import choices
 from cluster.config.read import RUN_TIME, bounded
 from cluster.transports import TransportName
 
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-QuantizationName = Literal["none", "int8", "int4", "fp8"]
-RouterPlaces = Literal["head", "spread"]
-DeviceName = Literal["auto", "cpu", "cuda"]
-KvCacheDtypeName = Literal["auto", "int8", "fp8"]
-AttentionName = Literal["auto", "flash_attn", "varlen", "cpu"]
-KernelsName = Literal["auto", "native", "torch"]
-WireFormatName = Literal["native", "int8", "fp8"]
-DigestName = Literal["auto", "on", "sampled", "off"]
-RebalanceMode = Literal["fixed", "auto"]
-PolicyName = Literal["predicted", "least_loaded", "round_robin", "random"]
 RoleName = Literal["prefill", "decode"]
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
@@ -38,9 +29,9 @@ class ModelSection:
     this file."""
     name: str | None = None
     """Name that clients use; null: the folder's name."""
-    dtype: DtypeName = "auto"
+    dtype: choices.DtypeName = "auto"
     """Type of the weights and of the KV cache while serving; auto: the checkpoint's own."""
-    quantization: QuantizationName = "none"
+    quantization: choices.QuantizationName = "none"
     """What weights are rounded to when they are loaded; int8 takes half of bfloat16's memory, int4 little more than a
     quarter. On a processor with AVX512-VNNI activations are rounded to 8 bits for each product with them, which makes
     them as much faster as they are smaller; elsewhere they are correct and slow. fp8 takes half as well and is for GPUs
@@ -89,7 +80,7 @@ class PlacementSection:
     labels: tuple[str, ...] = ()
     """Workers go to nodes with all of these labels, each KEY=VALUE: those of `ray start --labels`, of a node type's
     `labels`, or Ray's own, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER). []: to any."""
-    routers: RouterPlaces = "head"
+    routers: choices.RouterPlaces = "head"
     """head: all where the controller is, at ports 10 apart; spread: each on a node of its own, all at the same ports,
     and Baton serves once there are nodes for them. Spread ones keep batches only where `state` names a Redis."""
 
@@ -98,12 +89,12 @@ class PlacementSection:
 class EngineSection:
     """How each worker runs the model."""
 
-    device: DeviceName = "auto"
+    device: choices.DeviceName = "auto"
     """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
     block_size: int = bounded(16, at_least=1, at_most=4096)
     """Tokens of one KV block. On a GPU use a multiple of 256: attention reads such blocks in place, which CUDA graphs
     need; others are gathered first."""
-    kv_cache_dtype: KvCacheDtypeName = "auto"
+    kv_cache_dtype: choices.KvCacheDtypeName = "auto"
     """What the KV pool holds; auto: the type that is computed in; int8, and on GPUs fp8: rounded, with a scale for each
     head of each token, in little more than half of bfloat16's memory. A GPU unpacks such a pool before attention: it
     holds almost twice the tokens, decodes slower, and does without CUDA graphs."""
@@ -121,9 +112,9 @@ class EngineSection:
     """Keep the KV of finished prompts and reuse it where a later prompt begins the same."""
     threads: int | None = bounded(None, at_least=1, at_most=1024)
     """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
-    attention: AttentionName = "auto"
+    attention: choices.AttentionName = "auto"
     """Attention kernel; auto: flash_attn where it is installed, else torch's own, else the CPU's."""
-    kernels: KernelsName = "auto"
+    kernels: choices.KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch."""
     enforce_eager: bool = False
@@ -138,10 +129,10 @@ class TransferSection:
     transport: TransportName = "auto"
     """What carries it: shm (CPU workers of one host), gloo (any workers, through host memory), cuda_ipc (GPU workers of
     one host) or nccl (GPU workers); auto: the best that both workers of a pair can use."""
-    wire_format: WireFormatName = "native"
+    wire_format: choices.WireFormatName = "native"
     """What KV is turned into on its way; int8 and fp8 move half of bfloat16's bytes, a quarter of float32's, and
     round."""
-    digest: DigestName = "auto"
+    digest: choices.DigestName = "auto"
     """Whether chunks carry a digest that is checked where they land; sampled: every 16th chunk; auto: on between CPUs,
     sampled between GPUs."""
     chunk_tokens: int = bounded(256, at_least=1, at_most=65_536)
@@ -174,7 +165,7 @@ class RouterSection:
     """Router processes, each with all workers, at ports 10 apart: `port`, `port` + 10, and so on, and the same from
     `http_port` on; with `placement.routers: spread` at the same ports of several nodes. A stream that was begun at one
     of them can be resumed at another; spread ones need `state` in Redis for that."""
-    policy: PolicyName = "predicted"
+    policy: choices.PolicyName = "predicted"
     """How the workers of a request are chosen; predicted: those on which it should end first, by what workers have
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a
     short or mostly cached prompt itself where that is sooner; the others look at less: at the work handed out, at whose
@@ -299,7 +290,7 @@ class AutoSection:
 class RebalanceSection:
     """Whether Baton moves devices between the roles by itself."""
 
-    mode: RebalanceMode = "fixed"
+    mode: choices.RebalanceMode = "fixed"
     """fixed: the ratio is what this file says; auto: the file says how it begins, and Baton moves workers to where most
     requests keep the objectives, by what it measures of the load and of its workers. It leaves each role its
     `min_workers`; with 0 for prefill it may have every worker do both."""

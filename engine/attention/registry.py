@@ -1,4 +1,4 @@
-"""The attention backends, by the names that `cluster.config.schema` has for them, and the choice of one."""
+"""The attention backends, by the names that `cluster.config.choices` has for them, and the choice of one."""
 
 from __future__ import annotations
 

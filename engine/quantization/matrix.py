@@ -2,7 +2,7 @@
 in tiles.
 
 A file of this folder declares the formats that it implements as FORMATS, by the names of `model.quantization`
-(`QuantizationName` in `cluster.config.schema`); nothing else needs to know of them.
+(`QuantizationName` in `cluster.config.choices`); nothing else needs to know of them.
 
 Legend: T rows, I inputs, O outputs.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cluster.config.schema import PolicyName
+from cluster.config.choices import PolicyName
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,15 @@
 """The routing policies: one file a policy, by its name in `router.policy` of cluster.yaml.
 
 A policy is pure: ready workers and what the router has handed out go in, a placement comes out. It knows no connection
-and no clock. To add one, write its file, and add its name to `cluster.config.schema.PolicyName`, from which the choices
-in cluster.yaml and their documentation follow.
+and no clock. To add one, write its file, and add its name to `cluster.config.choices.PolicyName`, from which the
+choices in cluster.yaml and their documentation follow.
 """
 
 from __future__ import annotations
 
 import importlib
 
-from cluster.config.schema import PolicyName
+from cluster.config.choices import PolicyName
 from router.routing.policies.interface import Policy
 
 

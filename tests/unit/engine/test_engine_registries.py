@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from cluster.config import schema
+from cluster.config import choices
 from cluster.pb import worker_pb2
 from engine.attention.registry import ATTENTION_BACKENDS
 from engine.kv.pool import KV_CACHE_DTYPES
@@ -20,11 +20,11 @@ from engine.sampling.params import SamplingParams
 @pytest.mark.parametrize(
     ("offered", "implemented"),
     [
-        (schema.AttentionName, ("auto", *ATTENTION_BACKENDS)),
-        (schema.QuantizationName, tuple(weight_formats())),
-        (schema.KvCacheDtypeName, KV_CACHE_DTYPES),
-        (schema.KernelsName, KERNELS_NAMES),
-        (schema.DtypeName, ("auto", *DTYPES)),
+        (choices.AttentionName, ("auto", *ATTENTION_BACKENDS)),
+        (choices.QuantizationName, tuple(weight_formats())),
+        (choices.KvCacheDtypeName, KV_CACHE_DTYPES),
+        (choices.KernelsName, KERNELS_NAMES),
+        (choices.DtypeName, ("auto", *DTYPES)),
     ],
 )
 def test_the_choices_of_the_configuration_are_those_of_the_engine(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from candidates import FakeCandidate, named, request_of
 
-from cluster.config.schema import PolicyName
+from cluster.config.choices import PolicyName
 from cluster.step_cost import StepCost
 from router.queue.limits import Objectives
 from router.routing.demand import OutputLengths

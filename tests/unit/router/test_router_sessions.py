@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from candidates import FakeCandidate, request_of
 
-from cluster.config.schema import PolicyName
+from cluster.config.choices import PolicyName
 from cluster.step_cost import StepCost
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.policies import policy_class
