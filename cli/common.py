@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from cluster.address import parse_address
+from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, parse_address
 from cluster.errors import BatonError, CheckpointError, ConfigError, InvalidRequest, NotReachable, Unauthenticated
 from cluster.program import ExitCode
 
@@ -39,8 +39,6 @@ def checked_address(text: str) -> str:
     return text
 
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 

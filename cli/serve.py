@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, outcome
+from cli.common import outcome
 from cli.config import default_config
-from cluster.address import format_address, listen_error
+from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
 from cluster.program import ExitCode, Signals
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+"""Where a router of this machine serves gRPC, unless configured otherwise."""
+DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
+"""Where the controller serves the AdminService, unless configured otherwise."""
 ANY_HOST = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Hosts that listen on every address of a machine, and the address to reach each from that machine."""
 
@@ -42,7 +46,7 @@ def parse_address(text: str) -> tuple[str, int]:
     is_bracketed = len(host) == len(bare) + 2
     is_host = bool(bare) and "/" not in bare and (is_bracketed or ":" not in bare) and not any(map(str.isspace, bare))
     if not colon or not is_host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
-        raise ValueError(f"{text!r} is not an address; write HOST:PORT, such as 127.0.0.1:50051")
+        raise ValueError(f"{text!r} is not an address; write HOST:PORT, such as {DEFAULT_ADDRESS}")
     return bare, int(port)
 
 

@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
 from cluster.errors import DeadlineExceeded, InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
@@ -20,8 +21,6 @@ from cluster.rpc import create_blocking_channel, from_rpc_error
 from cluster.tls import ClientTls
 from tools.generation_stream import ResumingStream
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
-DEFAULT_ADMIN_ADDRESS = "127.0.0.1:50052"
 _ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED)
 
 Message = Mapping[str, Any]
