@@ -17,17 +17,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
 from cluster.config.changes import run_time_keys
 from cluster.config.schema import (
-    AuthSection,
     EngineSection,
-    InternalTlsSection,
     MetricsSection,
     ModelSection,
     RouterSection,
     ServingConfig,
     SloSection,
-    TlsSection,
     TransferSection,
 )
 

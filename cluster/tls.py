@@ -16,7 +16,7 @@ from typing import NoReturn
 import grpc
 
 from cluster.address import is_loopback
-from cluster.config.schema import InternalTlsSection, TlsSection
+from cluster.config.access import InternalTlsSection, TlsSection
 from cluster.errors import ConfigError
 
 INTERNAL_NAME = "baton"

@@ -14,9 +14,10 @@ from typing import TypeVar
 import yaml
 
 from cluster.address import format_address
+from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
 from cluster.config.checks import ConfigFinding, check
 from cluster.config.read import ConfigReader
-from cluster.config.schema import AuthSection, InternalTlsSection, ServingConfig, TlsSection
+from cluster.config.schema import ServingConfig
 from cluster.config.source import (
     ConfigSource,
     SourcePosition,
