@@ -23,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cluster.errors import CheckpointError, FailedPrecondition, FieldViolation, InvalidRequest
 from cluster.pb import generation_pb2
+from router.api.call import MOST_MESSAGES, MOST_TOOLS
 from router.api.violations import Violations
 
 _RESERVED = frozenset({"messages", "tools", "bos_token", "eos_token"})
@@ -44,6 +45,9 @@ Prompt = str | Chat
 
 def read_chat(chat: generation_pb2.ChatInput, violations: Violations, field: str) -> Chat:
     """Adds what is wrong with the chat to `violations`, below `field`."""
+    is_short = violations.at_most(f"{field}.messages", chat.messages, MOST_MESSAGES, "messages")
+    if not (violations.at_most(f"{field}.tools", chat.tools, MOST_TOOLS, "tools") and is_short):
+        return Chat([], [], {})
     messages = [_to_dict(message) for message in chat.messages]
     if not messages:
         violations.add(f"{field}.messages", "must hold at least one message")

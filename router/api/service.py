@@ -22,7 +22,7 @@ from router.api.grammar import Grammars
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
-from router.api.violations import invalid
+from router.api.violations import Violations, invalid
 from router.observe.tracing import CallTrace, Origin, Traces
 from router.queue.admission import AdmissionRequest
 from router.routing.dispatcher import Dispatcher
@@ -31,6 +31,8 @@ from router.stream.detokenizer import Detokenizer
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
 
+MOST_CANCELLED = 256
+"""Ids in one CancelGeneration, each of which may cost a read of the store."""
 _SEED_BITS = 63
 
 
@@ -128,6 +130,9 @@ class GenerationService:
 
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
         """Answers for another tenant's generation as if it did not exist."""
+        wrong = Violations()
+        wrong.at_most("generation_ids", request.generation_ids, MOST_CANCELLED, "ids")
+        wrong.raise_if_any()
         principal = call.principal
         response = pb.CancelGenerationResponse()
         for generation_id in dict.fromkeys(request.generation_ids):

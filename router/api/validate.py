@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.call import LONGEST_NAME, MOST_PRIORITY, ValidatedRequest
+from router.api.call import LONGEST_NAME, MOST_BIASED_TOKENS, MOST_PRIORITY, ValidatedRequest
 from router.api.chat import Prompt, read_chat
 from router.api.grammar import CheckGrammar, read_constraint
 from router.api.served_model import SAMPLING_RANGES, ServedModel
@@ -25,7 +25,6 @@ _SCALARS = tuple(
 )
 """Sampling parameters that the engine takes as the client gives them, by the same name."""
 MOST_BIAS = 100.0
-MOST_BIASED_TOKENS = 1024
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
 MOST_STOP_TOKENS = 64

@@ -1,4 +1,4 @@
-"""Checks of single fields, collecting every violation instead of stopping at the first.
+"""Checks of single fields, collecting violations instead of stopping at the first, up to a bound.
 
 Owns the wording: each message names the value that came and what is allowed. Knows no field of the contract.
 """
@@ -9,9 +9,13 @@ from collections.abc import Iterable, Sized
 
 from cluster.errors import FieldViolation, InvalidRequest
 
+MOST_FOUND = 20
+"""Violations of one message that are collected: a wrong list of a million entries costs no more than a right one."""
+_LONGEST_NUMBER = 24
+
 
 class Violations:
-    """Everything wrong with one message; field paths begin with `prefix`."""
+    """What is wrong with one message, at most MOST_FOUND; field paths begin with `prefix`."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix
@@ -22,14 +26,15 @@ class Violations:
         return tuple(self._found)
 
     def add(self, field: str, description: str) -> None:
-        self._found.append(FieldViolation(f"{self._prefix}{field}", description))
+        if len(self._found) < MOST_FOUND:
+            self._found.append(FieldViolation(f"{self._prefix}{field}", description))
 
     def number(self, field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
         """low <= value <= high, or low < value when `above`; NaN is never inside."""
         is_inside = (low < value if above else low <= value) and value <= high
         if not is_inside:
             bounds = f"above {low:g} and at most {high:g}" if above else f"between {low:g} and {high:g}"
-            self.add(field, f"must be {bounds} (got {value if isinstance(value, int) else f'{value:g}'})")
+            self.add(field, f"must be {bounds} (got {shown(value)})")
 
     def at_most(self, field: str, items: Sized, most: int, what: str) -> bool:
         """True when there are few enough of them to look at each."""
@@ -46,6 +51,12 @@ class Violations:
     def raise_if_any(self) -> None:
         if self._found:
             raise invalid(self.found)
+
+
+def shown(number: float) -> str:
+    """The number as an error names it: one of thousands of digits is cut."""
+    text = str(number) if isinstance(number, int) else f"{number:g}"
+    return text if len(text) <= _LONGEST_NUMBER else text[:_LONGEST_NUMBER] + "…"
 
 
 def invalid(violations: tuple[FieldViolation, ...]) -> InvalidRequest:

@@ -2,17 +2,20 @@
 
 An unknown field is refused by name, so that nothing is ignored silently; `IGNORED` are those that clients send as a
 matter of course and that change nothing of an answer. `router.api.validate`, which every front end shares, checks the
-values of what generation takes.
+values of what generation takes. Checking a body costs no more when it is wrong: a list is given up at its first wrong
+entry, and what may not be long is not looked into when it is.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.datastructures import UploadFile
 
+from router.api.call import MOST_BIASED_TOKENS, MOST_MESSAGES, MOST_TOOLS
 from router.batches.store import KEPT_S
 
 IGNORED = (
@@ -28,6 +31,12 @@ IGNORED = (
     "verbosity",
 )
 """Accepted, and without effect."""
+MOST_PROMPTS = 128
+"""Prompts in one call of /v1/completions."""
+MOST_METADATA = 16
+"""Pairs in the metadata of a batch."""
+_MOST_FIELDS = 128
+"""Fields of one object of a body, more than any has."""
 LEAST_KEPT_S = 3600
 MOST_FILES = 10_000
 """Files of one tenant, and on one page."""
@@ -47,8 +56,43 @@ def read_json(data: bytes) -> object:
     return found
 
 
+def _check_number(items: Any, most: int, what: str) -> None:
+    """Raises PydanticCustomError, which names the number."""
+    if isinstance(items, dict | list) and len(items) > most:
+        numbers = {"most": most, "what": what, "number": len(items)}
+        raise PydanticCustomError("too_many", "at most {most} {what} are allowed (got {number})", numbers)
+
+
+def _at_most(most: int, what: str) -> BeforeValidator:
+    """Refuses a list or an object with more entries before any of them is looked at."""
+
+    def check(found: Any) -> Any:
+        _check_number(found, most, what)
+        return found
+
+    return BeforeValidator(check)
+
+
+def _check_prompts(found: Any) -> Any:
+    is_one = isinstance(found, list) and bool(found) and isinstance(found[0], int)
+    if not is_one:
+        _check_number(found, MOST_PROMPTS, "prompts")
+    return found
+
+
+T = TypeVar("T")
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which one wrong entry is reported."""
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, found: Any) -> Any:
+        _check_number(found, _MOST_FIELDS, "fields")
+        return found
 
 
 Message = Annotated[
@@ -58,6 +102,8 @@ Message = Annotated[
     ),
 ]
 """The chat template decides what else a message may have."""
+Messages = Annotated[Items[Message], _at_most(MOST_MESSAGES, "messages")]
+Tools = Annotated[Items[dict[str, Any]], _at_most(MOST_TOOLS, "tools")]
 _AT_LEAST_ONE: dict[str, Any] = {"minItems": 1}
 
 
@@ -84,7 +130,7 @@ class StructuredOutputs(_Body):
 
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -98,18 +144,18 @@ class _Sampling(_Body):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     max_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], _at_most(MOST_BIASED_TOKENS, "entries")] | None = None
     seed: int | None = None
 
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     cache_salt: str | None = None
@@ -133,7 +179,7 @@ class _Sampling(_Body):
 class CompletionBody(_Sampling):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Annotated[str | Items[str] | Items[int] | Items[Items[int]], BeforeValidator(_check_prompts)]
     logprobs: int | None = None
     """Alternatives beside each token."""
     echo: bool | None = None
@@ -144,11 +190,11 @@ class CompletionBody(_Sampling):
 class ChatBody(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(json_schema_extra=_AT_LEAST_ONE)
+    messages: Messages = Field(json_schema_extra=_AT_LEAST_ONE)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     tool_choice: Any = None
     response_format: ResponseFormat | None = None
     modalities: Any = None
@@ -168,8 +214,8 @@ class TokenizeBody(_Body):
 
     model: str = ""
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, json_schema_extra=_AT_LEAST_ONE)
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = Field(default=None, json_schema_extra=_AT_LEAST_ONE)
+    tools: Tools | None = None
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -178,7 +224,7 @@ class DetokenizeBody(_Body):
     """POST /detokenize."""
 
     model: str = ""
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class ExpiresAfter(_Body):
@@ -192,7 +238,7 @@ class BatchBody(_Body):
     input_file_id: str
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Literal["24h"]
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _at_most(MOST_METADATA, "pairs")] | None = None
     output_expires_after: ExpiresAfter | None = None
 
 

@@ -200,6 +200,8 @@ async def uploaded(request: Request, most_bytes: int, stalled_client_s: float) -
         form = await parser.parse()
     except MultiPartException as error:
         raise InvalidRequest(f"the body is no upload of one file: {error.message}") from error
+    except UnicodeError as error:
+        raise InvalidRequest("the body is no upload of one file: its names are not in its charset") from error
     except TimeoutError:
         raise
     except OSError as error:
@@ -235,7 +237,7 @@ def _checked(items: list[tuple[str, UploadFile | str]], most_bytes: int) -> Uplo
     size = body.file.size or 0
     if size > most_bytes:
         raise FileTooLarge
-    name = (body.file.filename or "")[:LONGEST_FILENAME]
+    name = (body.file.filename or "")[:LONGEST_FILENAME].encode("utf-8", "replace").decode()  # UTF-7 writes half pairs
     if not size or not name:
         raise invalid((FieldViolation("file", "must hold at least one byte, and have a name"),))
     return Upload(body.file, name, size, KEPT_S if body.seconds is None else body.seconds)

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
 from router.api.call import LONGEST_NAME
-from router.api.violations import invalid
+from router.api.violations import MOST_FOUND, invalid, shown
 from router.openai.bodies import read_json
 from router.openai.errors import HttpFailure, failure_of
 
@@ -207,7 +207,7 @@ def checked(found: object, kind: type[Body]) -> Body:
     except ValidationError as error:
         found = [dict(each) for each in error.errors(include_url=False)]
         found.sort(key=lambda each: each["type"] != "extra_forbidden")  # another field may be missing for its sake
-        raise invalid(tuple(map(_violation, found))) from error
+        raise invalid(tuple(map(_violation, found[:MOST_FOUND]))) from error
 
 
 def _violation(error: dict[str, Any]) -> FieldViolation:
@@ -215,6 +215,7 @@ def _violation(error: dict[str, Any]) -> FieldViolation:
     path = error["loc"]
     names = [part for part in path if isinstance(part, int) or _is_field(part)]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")[:_LONGEST_PATH]
+    name = name or "body"
     if error["type"] == "extra_forbidden":
         return FieldViolation(name, "is not a field that is known here; leave it out")
     if error["type"] == "missing":
@@ -223,7 +224,7 @@ def _violation(error: dict[str, Any]) -> FieldViolation:
         return FieldViolation(name, "must be a file, with a file name")
     if error["type"] in _BOUNDS:
         words, bound = _BOUNDS[error["type"]]
-        return FieldViolation(name, f"must be {words} {error['ctx'][bound]} (got {error['input']})")
+        return FieldViolation(name, f"must be {words} {error['ctx'][bound]} (got {shown(error['input'])})")
     return FieldViolation(name, str(error["msg"]).removeprefix("Input "))
 
 

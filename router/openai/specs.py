@@ -15,7 +15,7 @@ from google.protobuf import json_format, struct_pb2
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
 from router.api.served_model import SAMPLING_RANGES
-from router.api.violations import Violations
+from router.api.violations import Violations, shown
 from router.openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -25,11 +25,13 @@ from router.openai.bodies import (
     TokenizeBody,
 )
 
-MOST_PROMPTS = 128
-"""Prompts in one call of /v1/completions."""
 _DEEPEST = 32
 """Depth of nested lists and objects that a template may read: each level takes two or three messages, and protobuf
 reads no more than a hundred levels."""
+_MOST_VALUES = 65_536
+"""Values, at any depth, in the messages, tools and keyword arguments of one conversation."""
+_LONGEST_ID = 10
+"""Digits of the largest token id that fits into 32 bits."""
 _INT32 = range(-(2**31), 2**31)
 _UINT32, _UINT64 = range(2**32), range(2**64)
 
@@ -46,7 +48,6 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
     )
     wrong = Violations()
     prompts = _prompts(body.prompt)
-    wrong.at_most("prompt", prompts, MOST_PROMPTS, "prompts")
     if not prompts:
         wrong.add("prompt", "must hold at least one token (it is empty)")
     spec = _common(body, request_id, wrong, max_tokens=("max_tokens", body.max_tokens))
@@ -174,7 +175,7 @@ def _whole(message: Any, field: str, name: str, value: int | None, values: range
     if value in values:
         setattr(message, field, value)
     else:
-        wrong.add(name, f"must be from {values[0]} to {values[-1]} (got {value})")
+        wrong.add(name, f"must be from {values[0]} to {values[-1]} (got {shown(value)})")
 
 
 def _seed(sampling: pb.SamplingParams, seed: int | None, wrong: Violations) -> None:
@@ -184,7 +185,8 @@ def _seed(sampling: pb.SamplingParams, seed: int | None, wrong: Violations) -> N
 
 def _bias(sampling: pb.SamplingParams, biases: Mapping[str, float], wrong: Violations) -> None:
     for token_id, bias in biases.items():
-        if token_id.isascii() and token_id.isdigit() and int(token_id) in _UINT32:
+        is_number = token_id.isascii() and token_id.isdigit() and len(token_id) <= _LONGEST_ID
+        if is_number and int(token_id) in _UINT32:
             sampling.logit_bias[int(token_id)] = bias
         else:
             wrong.add("logit_bias", f"keys must be token ids (got {token_id[:20]!r})")
@@ -197,30 +199,43 @@ def _chat(
     template_kwargs: Mapping[str, Any] | None,
     wrong: Violations,
 ) -> pb.ChatInput:
-    chat = pb.ChatInput()
-    for field, items, given in (("messages", chat.messages, messages), ("tools", chat.tools, tools or ())):
-        for number, each in enumerate(given):
-            _fill(items.add(), each, f"{field}[{number}]", wrong)
-    if template_kwargs:
-        _fill(chat.template_kwargs, template_kwargs, "chat_template_kwargs", wrong)
+    chat, num_left = pb.ChatInput(), _MOST_VALUES
+    kwargs = [template_kwargs] if template_kwargs else []
+    given = [(f"messages[{i}]", chat.messages.add, each) for i, each in enumerate(messages)]
+    given += [(f"tools[{i}]", chat.tools.add, each) for i, each in enumerate(tools or ())]
+    given += [("chat_template_kwargs", lambda: chat.template_kwargs, each) for each in kwargs]
+    for field, struct, value in given:
+        num_left -= _fill(struct(), value, field, num_left, wrong)
     return chat
 
 
-def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, wrong: Violations) -> None:
+def _fill(struct: struct_pb2.Struct, value: Mapping[str, Any], field: str, most: int, wrong: Violations) -> int:
+    """Returns the number of values in it, which is at most `most`; 0 for a wrong one."""
+    num_values = _num_values(value)
+    if num_values is not None and num_values > most:
+        wrong.add(field, f"a conversation holds at most {_MOST_VALUES} values, and ends here; send less")
+        return 0
     try:
-        if _is_deeper(value, _DEEPEST):
+        if num_values is None:
             raise json_format.ParseError
         json_format.ParseDict(value, struct)
-    except json_format.ParseError:
+    except (json_format.ParseError, OverflowError):
         wrong.add(field, "nests too deep, or holds a number that JSON does not have")
+        return 0
+    return num_values
 
 
-def _is_deeper(value: Any, most: int) -> bool:
-    if not isinstance(value, dict | list):
-        return False
-    return most == 0 or any(
-        _is_deeper(each, most - 1) for each in (value.values() if isinstance(value, dict) else value)
-    )
+def _num_values(value: object) -> int | None:
+    """How many values a JSON value holds, itself included; more than _MOST_VALUES are not counted to their end. None:
+    they nest too deep."""
+    level, total = [value], 1
+    for _ in range(_DEEPEST):
+        inside = [each for each in level if isinstance(each, dict | list)]
+        total += sum(map(len, inside))
+        if not inside or total > _MOST_VALUES:
+            return total
+        level = [each for one in inside for each in (one.values() if isinstance(one, dict) else one)]
+    return None if any(isinstance(each, dict | list) for each in level) else total
 
 
 def _format(sampling: pb.SamplingParams, form: ResponseFormat, wrong: Violations) -> None:
