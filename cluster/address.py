@@ -29,6 +29,17 @@ def is_loopback(host: str) -> bool:
     return bool((mapped or address).is_loopback)
 
 
+def network_of(host: str) -> bytes:
+    """Who an address belongs to, as far as it says: an IPv4 address, or the /64 of an IPv6 address. What is no address
+    belongs to itself."""
+    try:
+        address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]").partition("%")[0])
+    except ValueError:
+        return host.encode()
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).packed[:8]
+
+
 def format_address(host: str, port: int) -> str:
     """`host:port`, with brackets around an IPv6 host."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

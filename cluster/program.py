@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -85,6 +86,15 @@ def replace_text(path: Path, text: str, mode: int) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
         raise
+
+
+def raise_file_limit() -> int:
+    """Lets this process open as many files and connections as the system allows it; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems say "no limit" and do not mean it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 _LEAST_NICE = 19

@@ -8,6 +8,7 @@ back into the same exception. Knows no service and no message of Baton.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import grpc
@@ -25,6 +26,7 @@ __all__ = [
     "DOMAIN",
     "INTERNAL_MESSAGE_BYTES",
     "PUBLIC_MESSAGE_BYTES",
+    "ServerLimits",
     "abort",
     "channel_options",
     "create_blocking_channel",
@@ -50,13 +52,37 @@ _MAX_DETAILS_BYTES = 3000
 
 _PING_EVERY_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
+_HANDSHAKE_MS = 10_000
+"""From a connection to the client's first HTTP/2 settings, TLS included."""
+_IDLE_MS = 300_000
+"""A connection without a call is closed after so long; gRPC's clients connect again by themselves."""
 
 ChannelOptions = list[tuple[str, Any]]
 
 
-def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES) -> ChannelOptions:
-    """Two servers never share a port; a client that vanished is noticed by keepalive."""
+@dataclass(frozen=True)
+class ServerLimits:
+    """What the clients of a public server may hold."""
+
+    max_connections: int
+    """Beyond these, gRPC closes a new one."""
+    max_streams: int
+    """Calls of one connection at one time; its client keeps further ones back."""
+
+
+def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES, limits: ServerLimits | None = None) -> ChannelOptions:
+    """Two servers never share a port; a client that vanished is noticed by keepalive, and one that connects and does
+    not speak HTTP/2 is closed."""
+    limited = []
+    if limits is not None:
+        limited = [
+            ("grpc.max_allowed_incoming_connections", limits.max_connections),
+            ("grpc.max_concurrent_streams", limits.max_streams),
+            ("grpc.max_connection_idle_ms", _IDLE_MS),
+        ]
     return [
+        *limited,
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
@@ -96,6 +122,7 @@ def create_server(
     tls: ServerTls | None = None,
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES,
     interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
+    limits: ServerLimits | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """A server bound to `host:port` (0: any free port) and the port it got; add services, then `await server.start()`.
 
@@ -104,7 +131,7 @@ def create_server(
     """
     require_tls("listen", host, tls, insecure=insecure)
     credentials = None if tls is None else tls.credentials()
-    server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes))
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes, limits))
     address = format_address(host, port)
     refused = f"cannot listen on {address}: it is in use or not an address of this machine; choose another port or host"
     try:

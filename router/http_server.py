@@ -2,27 +2,19 @@
 
     start -> stop_batches (before the drain): no line runs any more -> close: no client is answered any more
 
-Assembles the routes, and has uvicorn serve them in the router's event loop. Where the settings name no HTTP port,
-nothing of it runs.
+Assembles the routes, and serves them in the router's event loop (`router.http_listener`). Where the settings name no
+HTTP port, nothing of it runs.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-import logging
-import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
-from starlette.types import ASGIApp
 
-from cluster.address import format_address
 from cluster.auth import Gate
-from cluster.errors import ConfigError
 from cluster.settings import RouterSettings
 from cluster.tls import ServerTls, require_tls
 from router.api.call import principal_of
@@ -32,6 +24,7 @@ from router.batches.idle import IdleCapacity
 from router.batches.runner import BatchRunner
 from router.batches.sqlite_store import SqliteStore
 from router.batches.store import BatchStore
+from router.http_listener import ConnectionLimits, HttpListener
 from router.observe.metrics import VllmNames
 from router.openai.app import OpenAiApp, principal_for
 from router.openai.batches import BatchRoutes
@@ -42,15 +35,6 @@ from router.routing.dispatcher import Dispatcher
 
 _AROUND_A_BODY = 4096
 """Bytes of a batch's line beside its body."""
-_BACKLOG = 2048
-_IDLE_S = 75.0
-"""A connection without a request is kept for so long: longer than clients keep theirs."""
-_SEND_BYTES = 64 * 1024
-"""Size of the kernel's buffer for a client that does not read (the kernel doubles it); uvicorn holds as much itself."""
-_ABANDONED_S = 1.0
-"""After a stream was given up, its connection stays for so long if nothing more is taken from it."""
-_GRACE_S = 1
-"""Requests are drained before the end; connections get so long to read what was written."""
 
 
 class HttpServer:
@@ -86,7 +70,7 @@ class HttpServer:
         """Empty: it does not listen."""
         return "" if self._listener is None else self._listener.address
 
-    def start(self, model_name: str, page_routes: Sequence[Route]) -> None:
+    def start(self, model_name: str, page_routes: Sequence[Route], limits: ConnectionLimits) -> None:
         """Raises ConfigError for an address that is refused or in use."""
         settings, registry = self._settings, self._registry
         if settings.http_port is None:
@@ -111,6 +95,7 @@ class HttpServer:
             insecure=settings.insecure,
             tls=self._tls,
             stalled_client_s=settings.stalled_client_timeout_s,
+            limits=limits,
         )
         self._listener.start()
         if not self._has_no_batches:
@@ -158,78 +143,3 @@ def open_batch_store(where: str | None) -> BatchStore:
 
         return RedisBatchStore(where)
     return SqliteStore(where)
-
-
-def _is_event(record: logging.LogRecord) -> bool:
-    """False for a stream whose client was given up: it is left without its end, for uvicorn to close the connection."""
-    return "without completing response" not in record.getMessage()
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the process."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class HttpListener:
-    """Lives in one event loop: `start`, then `stop`."""
-
-    def __init__(
-        self, app: ASGIApp, host: str, port: int, *, insecure: bool, tls: ServerTls | None, stalled_client_s: float
-    ) -> None:
-        """Binds; `port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had.
-
-        `stalled_client_s`: a connection whose other end takes nothing for so long is closed.
-        """
-        require_tls("serve HTTP", host, tls, insecure=insecure)
-        self._socket = _bind(host, port, stalled_client_s)
-        self.address = format_address(host, self._socket.getsockname()[1])
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="error",  # a client that does not speak HTTP is not logged
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            ws="none",
-            backlog=_BACKLOG,
-            timeout_keep_alive=int(_IDLE_S),
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-        config.load()
-        logging.getLogger("uvicorn.error").addFilter(_is_event)
-        config.ssl = None if tls is None else tls.context()
-        self._server = _Server(config)
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Clients can connect already; from now on they are answered."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
-
-    async def stop(self) -> None:
-        self._server.should_exit = True
-        if self._task is not None:
-            await self._task
-        self._socket.close()
-
-
-def _bind(host: str, port: int, stalled_client_s: float) -> socket.socket:
-    """A listening socket; accepted connections inherit its options."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (stalled_client_s + _ABANDONED_S)))
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot serve HTTP on {format_address(host, port)}: it is in use or not an address of this machine; "
-            "choose another port (router.http_port or --http-port; 0: any free one) or host"
-        ) from error
-    listener.setblocking(False)
-    return listener

@@ -27,16 +27,17 @@ from cluster.errors import ConfigError
 from cluster.file_store import FileStore
 from cluster.metrics import LabelledCounter, MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
-from cluster.program import Report
+from cluster.program import Report, raise_file_limit
 from cluster.settings import RouterSettings
 from cluster.state import MemoryStore, Store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.api.admin import HEALTH, ControlService, HealthService, StatusService, reflection_handler
-from router.api.handlers import service_handler
+from router.api.handlers import CallsPerAddress, service_handler
 from router.api.model_service import ModelService
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.api.tokenizer import Tokenizer
+from router.http_listener import ConnectionLimits
 from router.http_server import HttpServer
 from router.observe.activity import Activity
 from router.observe.controller_link import ControllerLink
@@ -63,6 +64,10 @@ _TRANSPORT_SLACK = 4
 """gRPC takes messages this many times larger than the limit, so that the router can refuse them by name; beyond that
 gRPC ends the call itself."""
 _MOST_MESSAGE_BYTES = 2**31 - 1
+_MORE_STREAMS = 256
+"""Calls on one connection beside those that may run and wait there: of other methods, and to be refused by name."""
+_OWN_FILES = 512
+"""Files and connections of the router itself: workers, stores, logs."""
 
 
 class RouterServer:
@@ -149,7 +154,7 @@ class RouterServer:
 
     async def start(self) -> tuple[str, str]:
         """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
-        settings = self._settings
+        settings, limits = self._settings, self._connection_limits()
         self._serve_metrics()
         public, port = rpc.create_server(
             settings.router.host,
@@ -158,6 +163,10 @@ class RouterServer:
             tls=self._tls,
             max_message_bytes=min(_TRANSPORT_SLACK * settings.router.max_message_bytes, _MOST_MESSAGE_BYTES),
             interceptors=() if self.keys is None else (self._gate,),
+            limits=rpc.ServerLimits(
+                limits.most,
+                settings.router.max_running_requests + settings.router.max_queued_requests + _MORE_STREAMS,
+            ),
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
@@ -187,7 +196,7 @@ class RouterServer:
                 service_handler(STATUS, status, max_message_bytes=limit),
             )
         )
-        self._http.start(self._model.name, self._new_page(status).routes)
+        self._http.start(self._model.name, self._new_page(status).routes, limits)
         self.generation.resumables.start()
         for server in self._servers:
             await server.start()
@@ -233,6 +242,17 @@ class RouterServer:
         host, port = parse_address(address)
         return rpc.format_address(self._reachable_host if host == self._settings.router.host else host, port)
 
+    def _connection_limits(self) -> ConnectionLimits:
+        """Those of the settings, as far as this process may open files."""
+        wanted, may_open = self._settings.router, raise_file_limit()
+        most = min(wanted.max_connections, max(1, (may_open - _OWN_FILES) // 2))
+        if most < wanted.max_connections:
+            self._report(
+                f"takes {most} connections of each API, not {wanted.max_connections}: this process may open {may_open} "
+                "files; raise the hard limit (ulimit -Hn)"
+            )
+        return ConnectionLimits(most, wanted.max_connections_per_address)
+
     def _new_page(self, status: StatusService) -> StatusPage:
         settings = self._settings
         inside = None if self._internal_tls is None else self._internal_tls.client
@@ -259,11 +279,13 @@ class RouterServer:
 
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
         limit = self._settings.router.max_message_bytes
+        calls = CallsPerAddress(self._settings.router.max_connections_per_address)
+        generation = (self.generation, self._models)
         server.add_generic_rpc_handlers(
             (
-                service_handler(GENERATION, self.generation, self._models, max_message_bytes=limit, gate=self._gate),
-                service_handler(STATUS, status, max_message_bytes=limit),
-                service_handler(HEALTH, self._health, max_message_bytes=limit),
+                service_handler(GENERATION, *generation, max_message_bytes=limit, gate=self._gate, calls=calls),
+                service_handler(STATUS, status, max_message_bytes=limit, calls=calls),
+                service_handler(HEALTH, self._health, max_message_bytes=limit, calls=calls),
                 reflection_handler((GENERATION.full_name, STATUS.full_name, HEALTH.full_name)),
             )
         )

@@ -190,6 +190,16 @@ class RouterSection:
     """A client that takes no message of its stream for so long is dropped, and its generation cancelled."""
     max_message_bytes: int = bounded(4 * 1024 * 1024, at_least=4096, at_most=2**31 - 1)
     """Largest request message accepted."""
+    max_connections: int = bounded(8192, at_least=1, at_most=2**20)
+    """Connections that are open at one time, of each of the two APIs; one more is closed, over HTTP after a 503. Fewer
+    where the process may not open so many files."""
+    max_connections_per_address: int | None = bounded(2048, at_least=1, at_most=2**20)
+    """How many of those are one address's, or one /64's over IPv6, and over gRPC how many calls. null: any number, for
+    clients that all come through one load balancer."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names by which browsers may call the HTTP API, the page and the metrics pages, beside numeric addresses,
+    localhost and the machine's own name: a site can point its own name at any address. Pages of these hosts may send
+    requests, too. []: where `auth.keys_file` or `tls.cert` is set every name, as a site's own then gets it nowhere."""
     stream_messages_per_s: float | None = bounded(None, above=0, at_most=1e9)
     """How many messages all streams together should send: with more tokens than that, each message carries several.
     null: 250 for each core. A client that sets `stream_interval_tokens` gets what it set."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf import message_factory
@@ -20,15 +23,17 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError, Message
 
 from cluster import rpc
+from cluster.address import network_of
 from cluster.auth import Gate
-from cluster.errors import BatonError, FieldViolation, InternalError
+from cluster.errors import BatonError, FieldViolation, InternalError, Overloaded
 from router.api.call import Call, ClientStalled, principal_of
-from router.api.violations import invalid
+from router.api.violations import MOST_FOUND, invalid
 
 log = logging.getLogger(__name__)
 
 _STATUS_TIMEOUT_S = 1.0
 """A client that does not read is not waited for any longer to take its status."""
+_RETRY_AFTER_S = 1.0
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MOST_FIELDS = 20_000
 """A scan ends after this many fields, so that a hostile message delays nobody else's request."""
@@ -37,40 +42,76 @@ Context = grpc.aio.ServicerContext[Any, Any]
 Method = Callable[[Any, Call], Awaitable[Message | None]]
 
 
+class CallsPerAddress:
+    """Bounds the calls that one address has at one time, however many connections it makes. `most` None: not."""
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._num_of = Counter[bytes]()
+
+    @contextlib.contextmanager
+    def one_of(self, peer: str) -> Iterator[None]:
+        """Around one call; `peer` as gRPC names it: ipv4:HOST:PORT. Raises Overloaded."""
+        if self._most is None:
+            yield
+            return
+        of = network_of(unquote(peer.partition(":")[2].rpartition(":")[0]))
+        if self._num_of[of] >= self._most:
+            what = f"this address has {self._most} calls, and may have no more at one time"
+            raise Overloaded(f"{what} (router.max_connections_per_address)", retry_after_s=_RETRY_AFTER_S)
+        self._num_of[of] += 1
+        try:
+            yield
+        finally:
+            self._num_of[of] -= 1
+            if not self._num_of[of]:
+                del self._num_of[of]
+
+
 def service_handler(
-    service: ServiceDescriptor, *servicers: object, max_message_bytes: int, gate: Gate | None = None
+    service: ServiceDescriptor,
+    *servicers: object,
+    max_message_bytes: int,
+    gate: Gate | None = None,
+    calls: CallsPerAddress | None = None,
 ) -> grpc.GenericRpcHandler[Any, Any]:
     """Handlers for every method of `service`, each an async method with the same name of one of `servicers`.
 
     A unary method returns its response; a streaming one writes to the call and returns None. Both may raise BatonError.
-    `gate`: says whose call it is; without it that is anyone's.
+    `gate`: says whose call it is; without it that is anyone's. `calls`: None for no bound.
     """
+    calls = calls or CallsPerAddress(None)
     names = {name: servicer for servicer in servicers for name in vars(type(servicer))}
     methods = {
-        method.name: _method_handler(method, getattr(names[method.name], method.name), max_message_bytes, gate)
+        method.name: _method_handler(method, getattr(names[method.name], method.name), max_message_bytes, gate, calls)
         for method in service.methods
     }
     return grpc.method_handlers_generic_handler(service.full_name, methods)
 
 
-def _method_handler(method: MethodDescriptor, implementation: Method, max_bytes: int, gate: Gate | None) -> Any:
+def _method_handler(
+    method: MethodDescriptor, implementation: Method, max_bytes: int, gate: Gate | None, calls: CallsPerAddress
+) -> Any:
     request = message_factory.GetMessageClass(method.input_type)
     response = message_factory.GetMessageClass(method.output_type)
     make = grpc.unary_stream_rpc_method_handler if method.server_streaming else grpc.unary_unary_rpc_method_handler
-    guarded: Any = _guarded(method.full_name, implementation, gate)
+    guarded: Any = _guarded(method.full_name, implementation, gate, calls)
     return make(
         guarded, request_deserializer=decoder(request, max_bytes), response_serializer=response.SerializeToString
     )
 
 
-def _guarded(name: str, implementation: Method, gate: Gate | None) -> Callable[[Any, Context], Awaitable[Any]]:
+def _guarded(
+    name: str, implementation: Method, gate: Gate | None, calls: CallsPerAddress
+) -> Callable[[Any, Context], Awaitable[Any]]:
     async def run(request: Message | Malformed, context: Context) -> Message | None:
         try:
             if isinstance(request, Malformed):
                 raise invalid(request.violations)
             metadata = context.invocation_metadata() or ()
             principal = principal_of(None if gate is None else gate.key_of(metadata))
-            return await implementation(request, Call(principal, metadata, context.time_remaining, context.write))
+            with calls.one_of(context.peer()):
+                return await implementation(request, Call(principal, metadata, context.time_remaining, context.write))
         except BatonError as error:
             failure = error
         except Exception:
@@ -101,13 +142,13 @@ def decoder(kind: type[Message], max_bytes: int) -> Callable[[bytes], Message | 
         if len(data) > max_bytes:
             too_large = f"a message of {len(data)} bytes is too large: at most {max_bytes} are accepted"
             return Malformed((FieldViolation("request", too_large),))
-        doubled = tuple(_Scan(data, for_text=False).violations(descriptor))
+        doubled = tuple(islice(_Scan(data, for_text=False).violations(descriptor), MOST_FOUND))
         if doubled:
             return Malformed(doubled)
         try:
             return kind.FromString(data)
         except DecodeError:
-            found = tuple(_Scan(data, for_text=True).violations(descriptor))
+            found = tuple(islice(_Scan(data, for_text=True).violations(descriptor), MOST_FOUND))
             unreadable = FieldViolation("request", f"its bytes are not a {descriptor.full_name}")
             return Malformed(found or (unreadable,))
 

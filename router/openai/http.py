@@ -39,6 +39,8 @@ CALLS = (400, *NEEDS_KEY, 503)
 """Statuses of an operation that reaches the service or the store."""
 HAS_BODY = (*CALLS, 408)
 GENERATES = (*HAS_BODY, 404, 409, 429, 499, 504)
+LEAST_BYTES_PER_S = 16 * 1024
+"""A body that comes more slowly, once it has had a while, is given up."""
 JSON, TEXT, EVENTS, BYTES = "application/json", "text/plain", "text/event-stream", "application/octet-stream"
 
 
@@ -163,13 +165,16 @@ def too_large(most_bytes: int) -> OutOfRange:
 
 
 async def parts_of(request: Request, stalled_client_s: float) -> AsyncGenerator[bytes, None]:
-    """The parts of a body as they come. Raises TimeoutError when no more of it comes."""
-    parts = request.stream()
+    """The parts of a body as they come. Raises TimeoutError when no more of it comes, or it comes more slowly than
+    LEAST_BYTES_PER_S."""
+    parts, now = request.stream(), asyncio.get_running_loop().time
+    until = now() + stalled_client_s
     while True:
-        async with asyncio.timeout(stalled_client_s):
+        async with asyncio.timeout_at(min(until, now() + stalled_client_s)):
             part = await anext(parts, None)
         if part is None:
             return
+        until += len(part) / LEAST_BYTES_PER_S
         yield part
 
 

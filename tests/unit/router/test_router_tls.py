@@ -20,10 +20,12 @@ from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.tls import ClientTls, InternalTls, ServerTls
-from router.http_server import HttpListener
+from router.http_listener import ConnectionLimits, HttpListener
 from router.routing.worker_client import WorkerCallbacks, WorkerClient
 
 pytestmark = pytest.mark.asyncio
+
+LIMITS = ConnectionLimits(100)
 
 
 @pytest.fixture
@@ -241,10 +243,10 @@ async def test_http_is_not_opened_beyond_loopback_without_tls() -> None:
         raise AssertionError("nobody calls")
 
     with pytest.raises(ConfigError, match=r"refusing to serve HTTP on '0\.0\.0\.0' without TLS"):
-        HttpListener(nothing, "0.0.0.0", 0, insecure=False, tls=None, stalled_client_s=1.0)
-    allowed = HttpListener(nothing, "0.0.0.0", 0, insecure=True, tls=None, stalled_client_s=1.0)
+        HttpListener(nothing, "0.0.0.0", 0, insecure=False, tls=None, stalled_client_s=1.0, limits=LIMITS)
+    allowed = HttpListener(nothing, "0.0.0.0", 0, insecure=True, tls=None, stalled_client_s=1.0, limits=LIMITS)
     allowed.start()
     with pytest.raises(ConfigError, match="is in use or not an address of this machine"):
         port = int(allowed.address.rpartition(":")[2])
-        HttpListener(nothing, "127.0.0.1", port, insecure=False, tls=None, stalled_client_s=1.0)
+        HttpListener(nothing, "127.0.0.1", port, insecure=False, tls=None, stalled_client_s=1.0, limits=LIMITS)
     await allowed.stop()
