@@ -9,6 +9,8 @@ entry, and what may not be long is not looked into when it is.
 from __future__ import annotations
 
 import json
+import re
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -37,6 +39,12 @@ MOST_METADATA = 16
 """Pairs in the metadata of a batch."""
 _MOST_FIELDS = 128
 """Fields of one object of a body, more than any has."""
+MOST_LEVELS = 256
+"""Lists and objects of a body within one another."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A text of JSON; one without an end goes to that of the body."""
+_STEPS = [1 if byte in b"[{" else -1 for byte in range(256)]
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 LEAST_KEPT_S = 3600
 MOST_FILES = 10_000
 """Files of one tenant, and on one page."""
@@ -45,15 +53,22 @@ MOST_BATCHES = 100
 
 
 def read_json(data: bytes) -> object:
-    """Raises ValueError for what is not JSON in UTF-8."""
+    """Raises ValueError for what is not JSON in UTF-8, or nests deeper than MOST_LEVELS."""
     text = data.decode("utf-8")
-    try:
-        found: object = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
-    except RecursionError as error:
-        raise ValueError("nests too deep") from error
+    if _nests_too_deep(data):
+        raise ValueError("nests too deep")
+    found: object = json.loads(text)
+    if "\\ud" in text.lower():
+        json.dumps(found, ensure_ascii=False).encode("utf-8")  # half of a surrogate pair is no text
     return found
+
+
+def _nests_too_deep(data: bytes) -> bool:
+    """Known before it is parsed: at the end of Python's stack, whatever else runs there fails as well."""
+    if data.count(b"[") + data.count(b"{") <= MOST_LEVELS:
+        return False
+    brackets = _STRING.sub(b"", data).translate(None, _NO_BRACKETS)
+    return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MOST_LEVELS
 
 
 def _check_number(items: Any, most: int, what: str) -> None:

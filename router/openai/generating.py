@@ -17,7 +17,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest
+from cluster.errors import BatonError, FieldViolation, InternalError
 from cluster.pb import generation_pb2 as pb
 from router.api.call import INLINE_BYTES, MOST_PRIORITY, Call, ClientStalled, Principal, run_aside
 from router.api.violations import invalid
@@ -37,7 +37,6 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 _RETRY_AFTER_S = 1.0
-_TOO_DEEP = "the body nests too deep; lists and objects within each other may be some hundred levels"
 
 BodyKind = type[CompletionBody] | type[ChatBody]
 Generate = Callable[[pb.GenerateRequest, Call], Coroutine[Any, Any, pb.GenerateResponse]]
@@ -60,13 +59,10 @@ class CompletionCall:
     def read(cls, found: object, kind: BodyKind, request_id: str, token_bytes: TokenBytes) -> CompletionCall:
         """Raises InvalidRequest or NotServed."""
         body = checked(found, kind)
-        try:
-            if isinstance(body, ChatBody):
-                wanted = [specs.chat_spec(body, request_id)]
-            else:
-                wanted = specs.completion_specs(body, request_id)
-        except RecursionError as error:  # a schema, which is written as JSON again
-            raise InvalidRequest(_TOO_DEEP) from error
+        if isinstance(body, ChatBody):
+            wanted = [specs.chat_spec(body, request_id)]
+        else:
+            wanted = specs.completion_specs(body, request_id)
         return cls(body, wanted, Form.of(body, token_bytes), specs.names_of(vars(body)))
 
     async def whole(self, generate: Generate, call: Call, receive: Receive | None = None) -> dict[str, Any]:
@@ -209,7 +205,7 @@ class LineAnswerer:
 
     async def _whole(self, batch: Batch, line: Line, request_id: str) -> dict[str, Any]:
         most = self._max_body_bytes
-        if line.size_bytes > most and _size_of(line.body) > most:
+        if line.size_bytes > most and len(json.dumps(line.body, ensure_ascii=False).encode()) > most:
             raise too_large(most)
         kind: BodyKind = ChatBody if batch.endpoint == "/v1/chat/completions" else CompletionBody
         wanted = await run_aside(
@@ -221,11 +217,3 @@ class LineAnswerer:
             if abs(spec.scheduling.priority) <= MOST_PRIORITY:
                 spec.scheduling.priority = -MOST_PRIORITY
         return await wanted.whole(self._generate, Call(self._principal_of_id(batch.key_id)))
-
-
-def _size_of(body: Mapping[str, Any]) -> int:
-    """Bytes of a body as JSON. Raises InvalidRequest."""
-    try:
-        return len(json.dumps(body, ensure_ascii=False).encode())
-    except RecursionError as error:
-        raise InvalidRequest(_TOO_DEEP) from error

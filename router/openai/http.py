@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
 from router.api.call import LONGEST_NAME
 from router.api.violations import MOST_FOUND, invalid, shown
-from router.openai.bodies import read_json
+from router.openai.bodies import MOST_LEVELS, read_json
 from router.openai.errors import HttpFailure, failure_of
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def json_of(data: bytes) -> object:
     try:
         return read_json(data)
     except ValueError as error:
-        raise InvalidRequest("the body is not JSON in UTF-8") from error
+        raise InvalidRequest(f"the body is not JSON in UTF-8, or nests deeper than {MOST_LEVELS} levels") from error
 
 
 def parse(data: bytes, kind: type[Body]) -> Body:

@@ -200,12 +200,11 @@ def _chat(
     wrong: Violations,
 ) -> pb.ChatInput:
     chat, num_left = pb.ChatInput(), _MOST_VALUES
-    kwargs = [template_kwargs] if template_kwargs else []
-    given = [(f"messages[{i}]", chat.messages.add, each) for i, each in enumerate(messages)]
-    given += [(f"tools[{i}]", chat.tools.add, each) for i, each in enumerate(tools or ())]
-    given += [("chat_template_kwargs", lambda: chat.template_kwargs, each) for each in kwargs]
-    for field, struct, value in given:
-        num_left -= _fill(struct(), value, field, num_left, wrong)
+    for field, items, given in (("messages", chat.messages, messages), ("tools", chat.tools, tools or ())):
+        for number, each in enumerate(given):
+            num_left -= _fill(items.add(), each, f"{field}[{number}]", num_left, wrong)
+    if template_kwargs:
+        _fill(chat.template_kwargs, template_kwargs, "chat_template_kwargs", num_left, wrong)
     return chat
 
 

@@ -21,7 +21,7 @@ def nested(depth: int, around: str = "[]", most_deeply: str = "") -> Any:
     return json.loads(around[:-1] * depth + most_deeply + around[-1] * depth)
 
 
-_DEEP = nested(900)
+_DEEP = nested(200)
 _FORMAT = "response_format", "response_format: cannot be followed"
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": 3.0}, "temperature", "temperature: must be between 0 and 2 (got 3)"),
