@@ -1,4 +1,4 @@
-"""Metrics of every Baton process: how one is declared, the page that Prometheus reads, the reference in docs/.
+"""Metrics of every Baton process: how one is declared, and the reference in docs/. `cluster.metrics_page` serves them.
 
 A metric is declared with every value that its labels can have: nothing unbounded (a request, a peer) can become a
 label, and each series exists from the start. Knows no single metric.
@@ -7,18 +7,12 @@ label, and each series exists from the start. Knows no single metric.
 from __future__ import annotations
 
 import itertools
-import socket
-import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily
-
-from cluster.address import format_address, is_loopback
-from cluster.errors import ConfigError
-from cluster.tls import ServerTls, require_tls
 
 OTHER = "other"
 """Replaces the value of a label that was not declared."""
@@ -82,64 +76,6 @@ def counter_family(metric: Metric, counts: Mapping[str, float]) -> CounterMetric
 
 def histogram(metric: Metric, registry: CollectorRegistry) -> Histogram:
     return Histogram(metric.name, metric.doc, registry=registry, buckets=metric.buckets)
-
-
-class MetricsPage:
-    """Serves one registry over HTTP from its own threads, at `address`, until `close`."""
-
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        host: str,
-        port: int,
-        *,
-        insecure: bool = False,
-        tls: ServerTls | None = None,
-    ) -> None:
-        """`port` 0: any free one. Raises ConfigError for an address that is refused or not available, and for unusable
-        files of `tls`."""
-        require_tls("serve metrics", host, tls, insecure=insecure)
-        if tls is not None:
-            tls.context()
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # a line per series with its start time, which nobody reads
-        try:
-            self._server, self._thread = start_http_server(
-                port,
-                addr=host,
-                registry=registry,
-                certfile=None if tls is None else tls.cert,
-                keyfile=None if tls is None else tls.key,
-            )
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot serve metrics on {format_address(host, port)}: it is in use or not an address of this "
-                "machine; choose another port (0: any free one) or host"
-            ) from error
-        if tls is not None:
-            _handshake_in_threads(self._server.socket)
-        self.address = format_address(host, self._server.server_port)
-
-    def close(self) -> None:
-        """Ends the listener and its thread; can be called again."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def serve_beside(
-    registry: CollectorRegistry, host: str, port: int, *, insecure: bool, tls: ServerTls | None
-) -> MetricsPage:
-    """Serves the page at `host` where that is loopback, `insecure`, or the page has TLS; else on 127.0.0.1. Raises
-    ConfigError."""
-    is_open = is_loopback(host) or insecure or tls is not None
-    return MetricsPage(registry, host if is_open else "127.0.0.1", port, insecure=insecure, tls=tls)
-
-
-def _handshake_in_threads(listener: socket.socket) -> None:
-    """Leaves the TLS handshake to the thread of each connection, so that a stalled client blocks no other one."""
-    assert isinstance(listener, ssl.SSLSocket)
-    untyped: Any = listener
-    untyped.do_handshake_on_connect = False
 
 
 def render_reference(introduction: str, metrics: Sequence[Metric]) -> str:

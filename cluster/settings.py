@@ -102,6 +102,10 @@ class WorkerSettings(JsonSettings):
     """For tests: the share of transfers that fail on purpose, in ways that are drawn at random."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""
+    has_keys: bool = False
+    """The cluster has API keys, so that a page of metrics beyond loopback has TLS."""
+    allowed_hosts: tuple[str, ...] = ()
+    """As in `router.allowed_hosts`, for the page of metrics."""
 
 
 @dataclass(frozen=True)

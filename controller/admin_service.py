@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _NUM_EVENTS = 20
-_NAME: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+ADMIN: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 
 
 class AdminBackend(Protocol):
@@ -150,7 +150,7 @@ async def start_admin(
     Whoever reaches this port may change the cluster, with a key of the scope `admin` where there are `keys`, and a
     certificate where `tls` asks for one. The configuration is refused that opens it to everybody beyond loopback.
     """
-    interceptors = () if keys is None else (Gate(keys, {_NAME: "admin"}, ()),)
+    interceptors = () if keys is None else (Gate(keys, {ADMIN: "admin"}, ()),)
     server, port = rpc.create_server(
         section.host, section.port, insecure=section.insecure, tls=tls, interceptors=interceptors
     )

@@ -12,12 +12,12 @@ from dataclasses import replace
 import grpc
 from prometheus_client import CollectorRegistry
 
-from cluster.auth import KeyFile
+from cluster.auth import Gate, KeyFile
 from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import ConfigError
-from cluster.metrics import MetricsPage, serve_beside
+from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls, public_tls_of
-from controller.admin_service import AdminBackend, start_admin
+from controller.admin_service import ADMIN, AdminBackend, start_admin
 
 _RETRY_S = 0.2
 _PORT_S = 10.0
@@ -72,7 +72,16 @@ class Listeners:
         if config.metrics.controller:
             # With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`.
             admin, page = config.admin, None if self._tls is None else self._tls.page
-            self._metrics_page = serve_beside(registry, admin.host, 0, insecure=admin.insecure, tls=page)
+            gate = Gate(ring, {ADMIN: "admin"}, ())
+            self._metrics_page = serve_beside(
+                registry,
+                admin.host,
+                0,
+                insecure=admin.insecure,
+                tls=page,
+                check_key=lambda metadata: gate.check(metadata, ADMIN),
+                allowed_hosts=config.router.allowed_hosts,
+            )
 
     async def close(self) -> None:
         if self._keys is not None:

@@ -101,7 +101,8 @@ _INTRODUCTION = """\
 The controller serves its metrics for Prometheus at `http://ADDRESS/metrics`; `baton serve` names the address when it
 starts, and so does `GetCluster.metrics_address`; `metrics.controller: false` in [cluster.yaml](../cluster.yaml) turns
 the page off. It is served on the host of the AdminService where that is loopback or `admin.insecure` allows it, else on
-127.0.0.1, at a free port. Counters start at zero with the process and have every series from the start. What routers
+127.0.0.1, at a free port. Beyond loopback and without `internal_tls`, a reader needs a key with the scope `admin` where
+the cluster has API keys. Counters start at zero with the process and have every series from the start. What routers
 and workers measure is in [router-metrics.md](router-metrics.md) and [metrics.md](metrics.md).
 
 This page is made from the code: `python -m controller.metrics > docs/controller-metrics.md`.

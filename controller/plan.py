@@ -149,6 +149,8 @@ def plan_worker(
             metrics_port=0 if config.metrics.workers else None,
             step_log=step_log if tp_rank == 0 else None,
             insecure=config.router.insecure,
+            has_keys=config.auth.keys_file is not None,
+            allowed_hosts=config.router.allowed_hosts,
         )
         for tp_rank in range(tp_size)
     )

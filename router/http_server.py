@@ -16,7 +16,8 @@ from starlette.routing import Route
 
 from cluster.auth import Gate
 from cluster.settings import RouterSettings
-from cluster.tls import ServerTls, require_tls
+from cluster.site import OwnSite
+from cluster.tls import ServerTls
 from router.api.call import principal_of
 from router.api.model_service import ModelService
 from router.api.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ class HttpServer:
         models: ModelService,
         generate: Generate,
         generate_stream: GenerateStream,
+        site: OwnSite,
     ) -> None:
         self._settings = settings.router
         self._gate = gate
@@ -61,6 +63,7 @@ class HttpServer:
         self._models = models
         self._generate = generate
         self._generate_stream = generate_stream
+        self._site = site
         self._listener: HttpListener | None = None
         self._batch_store = open_batch_store(self._settings.batch_store)
         self._batch_runner = self._new_batch_runner()
@@ -83,6 +86,7 @@ class HttpServer:
             self._tokenizer.token_bytes,
             (registry, VllmNames(registry, model_name).registry),
             lambda: self._dispatcher.fleet.can_serve,
+            site=self._site,
             max_body_bytes=settings.max_message_bytes,
             stalled_client_s=settings.stalled_client_timeout_s,
             more_operations=self._batch_operations(),

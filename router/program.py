@@ -25,10 +25,12 @@ from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyFile
 from cluster.errors import ConfigError
 from cluster.file_store import FileStore
-from cluster.metrics import LabelledCounter, MetricsPage, serve_beside
+from cluster.metrics import LabelledCounter
+from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report, raise_file_limit
 from cluster.settings import RouterSettings
+from cluster.site import OwnSite
 from cluster.state import MemoryStore, Store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.api.admin import HEALTH, ControlService, HealthService, StatusService, reflection_handler
@@ -145,6 +147,7 @@ class RouterServer:
             self._models,
             self.generation.Generate,
             self.generation.GenerateStream,
+            OwnSite.of(settings.router.allowed_hosts, is_protected=self.keys is not None or self._tls is not None),
         )
         self._health = HealthService(_HEALTH_NAMES)
         self._servers: list[grpc.aio.Server] = []
@@ -274,7 +277,13 @@ class RouterServer:
             tls = None if self._internal_tls is None else self._internal_tls.page
             registry, port = self.metrics.registry, settings.metrics_port
             self._metrics_page = serve_beside(
-                registry, settings.router.host, port, insecure=settings.router.insecure, tls=tls
+                registry,
+                settings.router.host,
+                port,
+                insecure=settings.router.insecure,
+                tls=tls,
+                check_key=lambda metadata: self._gate.check(metadata, STATUS.full_name),
+                allowed_hosts=settings.router.allowed_hosts,
             )
 
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:

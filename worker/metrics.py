@@ -17,7 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric as MetricFamily
 from prometheus_client.registry import Collector
 
-from cluster.metrics import Metric, MetricsPage, render_reference
+from cluster.metrics import Metric, render_reference
+from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.tls import InternalTls
 from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter
@@ -151,12 +152,13 @@ def serve_metrics(
     metrics.registry.register(held)
     if meter is not None:
         meter.watch(metrics.registry, _peak_of(resolved, core), time.monotonic)
-    return MetricsPage(
+    return serve_beside(
         metrics.registry,
         settings.host,
         settings.metrics_port,
-        insecure=settings.insecure,
+        insecure=settings.insecure and not settings.has_keys,
         tls=None if tls is None else tls.page,
+        allowed_hosts=settings.allowed_hosts,
     )
 
 
@@ -210,9 +212,10 @@ _INTRODUCTION = """\
 # Metrics
 
 Each worker serves its metrics for Prometheus at `http://ADDRESS/metrics`; `baton status --json` names the address
-(`metrics_address`), and `metrics.workers: false` in [cluster.yaml](../cluster.yaml) turns the pages off. Counters start
-at zero with the process and have every series from the start; no label ever names a request or a worker. Times are in
-seconds. What the router measures of requests is in [router-metrics.md](router-metrics.md).
+(`metrics_address`), and `metrics.workers: false` in [cluster.yaml](../cluster.yaml) turns the pages off. A page is on
+the worker's own host; where the cluster has API keys and no `internal_tls`, on 127.0.0.1, since workers do not know the
+keys. Counters start at zero with the process and have every series from the start; no label ever names a request or a
+worker. Times are in seconds. What the router measures of requests is in [router-metrics.md](router-metrics.md).
 
 This page is made from the code: `python -m worker.metrics > docs/metrics.md`.
 """

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.failure_detector import FailureTimeouts
-from cluster.metrics import MetricsPage
+from cluster.metrics_page import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
 from cluster.settings import WorkerSettings

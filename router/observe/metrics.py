@@ -272,9 +272,10 @@ _INTRODUCTION = """\
 
 Each router serves its metrics for Prometheus at `http://ADDRESS/metrics`; `baton status --json` names the address
 (`router.metrics_address`), and `metrics.router: false` in [cluster.yaml](../cluster.yaml) turns the page off. It is
-served on the router's own host where that is loopback or `router.insecure` allows it, else on 127.0.0.1. Counters start
-at zero with the process and have every series from the start; no label ever names a request, a worker or a client.
-Times are in seconds. What workers measure of hand-offs is in [metrics.md](metrics.md).
+served on the router's own host where that is loopback or `internal_tls` or `router.insecure` allows it, else on
+127.0.0.1. Beyond loopback and without TLS, a reader needs a key with the scope `admin` where the cluster has API
+keys. Counters start at zero with the process and have every series from the start; no label ever names a request, a
+worker or a client. Times are in seconds. What workers measure of hand-offs is in [metrics.md](metrics.md).
 
 This page is made from the code: `python -m router.observe.metrics > docs/router-metrics.md`.
 """

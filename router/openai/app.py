@@ -19,6 +19,7 @@ from starlette.routing import Route
 from cluster.auth import Gate
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
+from cluster.site import OwnSite
 from router.api.call import INLINE_BYTES, Call, Principal, principal_of, run_aside
 from router.api.model_service import ModelService
 from router.openai import specs
@@ -74,6 +75,7 @@ class OpenAiApp:
         registries: Sequence[CollectorRegistry],
         can_serve: Callable[[], bool],
         *,
+        site: OwnSite,
         max_body_bytes: int,
         stalled_client_s: float,
         more_operations: Sequence[Operation] = (),
@@ -92,7 +94,7 @@ class OpenAiApp:
         self._stalled_client_s = stalled_client_s
         self._started_at = int(time.time())
         self._operations = [*self._own_operations(), *more_operations]
-        self.app = new_app([*routes_of(self._operations), *more_routes])
+        self.app = new_app([*routes_of(self._operations), *more_routes], site)
 
     def _own_operations(self) -> list[Operation]:
         def get(

@@ -19,9 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
+from cluster.site import OwnSite
 from router.api.call import LONGEST_NAME
 from router.api.violations import MOST_FOUND, invalid, shown
 from router.openai.bodies import MOST_LEVELS, read_json
@@ -33,8 +34,8 @@ Body = TypeVar("Body", bound=BaseModel)
 Answer = Callable[[Scope, Receive, Send], Awaitable[None]]
 Handler = Callable[[Request], Awaitable[Answer]]
 
-EVERY = (500,)
-NEEDS_KEY = (401, 403, *EVERY)
+EVERY = (403, 500)
+NEEDS_KEY = (401, *EVERY)
 CALLS = (400, *NEEDS_KEY, 503)
 """Statuses of an operation that reaches the service or the store."""
 HAS_BODY = (*CALLS, 408)
@@ -84,8 +85,27 @@ def _choose(endpoints: Mapping[str, Handler]) -> Handler:
     return endpoint
 
 
-def new_app(routes: Sequence[Route]) -> Starlette:
-    return Starlette(routes=list(routes), exception_handlers={HTTPException: _not_found})
+def new_app(routes: Sequence[Route], site: OwnSite) -> ASGIApp:
+    """The application of all routes, for requests that no other site has a browser send."""
+    app = Starlette(routes=list(routes), exception_handlers={HTTPException: _not_found})
+
+    async def checked_app(scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        try:
+            site.check(request.headers.get("host"), request.headers.get("origin"))
+            _refuse_other_sites(request)
+        except PermissionDenied as error:
+            await failed(failure_of(error), _request_id(request))(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return checked_app
+
+
+def _refuse_other_sites(request: Request) -> None:
+    """Some browsers say which site asks where they send no Origin. Raises PermissionDenied."""
+    if request.method != "GET" and request.headers.get("sec-fetch-site") == "cross-site":
+        raise PermissionDenied("a browser sends this for another site; ask from a program, or from a page of this one")
 
 
 def guarded(handle: Handler, names: Mapping[str, str] | None = None) -> Handler:
@@ -96,7 +116,6 @@ def guarded(handle: Handler, names: Mapping[str, str] | None = None) -> Handler:
         request.state.request_id = request_id = _request_id(request)
         request.state.names = names or {}
         try:
-            _refuse_other_sites(request)
             answer = await handle(request)
         except HttpFailure as failure:
             return failed(failure, request_id)
@@ -126,13 +145,6 @@ def _request_id(request: Request) -> str:
     given = request.headers.get("x-request-id", "")
     is_good = 0 < len(given) <= LONGEST_NAME and given.isascii() and given.isprintable()
     return given if is_good else f"req-{secrets.token_hex(12)}"
-
-
-def _refuse_other_sites(request: Request) -> None:
-    """Any site that somebody looks at may have his browser send something to a router that wants no key, though not
-    read the answer. Raises PermissionDenied."""
-    if request.method != "GET" and request.headers.get("sec-fetch-site") == "cross-site":
-        raise PermissionDenied("a browser sends this for another site; ask from a program, or from a page of this one")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

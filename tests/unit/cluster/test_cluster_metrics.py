@@ -15,7 +15,8 @@ from certificates import Authority
 from prometheus_client import CollectorRegistry
 
 from cluster.errors import ConfigError
-from cluster.metrics import LabelledCounter, Metric, MetricsPage, render_reference
+from cluster.metrics import LabelledCounter, Metric, render_reference
+from cluster.metrics_page import MetricsPage
 from cluster.tls import ServerTls
 
 METRIC = Metric("baton_moves_total", "counter", "What moved.", (("way", ("up", "other")), ("size", ("big", "small"))))

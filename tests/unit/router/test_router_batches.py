@@ -279,7 +279,7 @@ async def test_an_upload_that_stops_in_the_middle_is_given_up(tmp_path: Path) ->
     async with serving(tmp_path, (), stalled_client_timeout_s=0.3) as (router, _):
         host, _, port = router.server.http_address.partition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = b"POST /v1/files HTTP/1.1\r\nhost: x\r\ncontent-type: multipart/form-data; boundary=x"
+        head = b"POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: multipart/form-data; boundary=x"
         part = b'--x\r\ncontent-disposition: form-data; name="file"; filename="a"\r\n\r\nabc'
         writer.write(head + b"\r\ncontent-length: 999\r\n\r\n" + part)
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)

@@ -129,7 +129,7 @@ async def test_who_leaves_or_stops_in_the_middle_of_a_body_is_no_fault_of_ours(
 ) -> None:
     async with serving(tmp_path, pair(), stalled_client_timeout_s=0.3) as (router, http):
         host, _, port = router.server.http_address.partition(":")
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 100\r\n\r\n{"
         for sent in (head, b"\x16\x03\x01 no HTTP at all\r\n\r\n"):
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(sent)

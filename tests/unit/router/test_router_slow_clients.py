@@ -78,7 +78,7 @@ async def test_a_client_over_http_that_takes_nothing_is_given_up_and_its_connect
             messages = [{"role": "user", "content": "a"}]
             asks = {"model": "", "messages": messages, "stream": True, "logprobs": True, "top_logprobs": 20}
             body = json.dumps(asks).encode()
-            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n"
             deaf.sendall(head.encode() + body)
             key = (await decode.next_admit()).key
             decode.emit(phase(key, PREFILL), tokens(key, 0, [2]), phase(key, DECODE))

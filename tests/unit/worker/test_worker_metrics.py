@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.lifecycle import RequestKey
-from cluster.metrics import MetricsPage
+from cluster.metrics_page import MetricsPage
 from decode_worker.receiver import Receiver
 from kv_transfer.actions import Chunk, Range
 from prefill_worker.sender import Sender
