@@ -12,7 +12,7 @@ import hmac
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from concurrent.futures import Executor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -61,34 +61,38 @@ class KeyRing:
 
 class KeyFile:
     """The keys of one file, kept in `ring`: a changed file takes effect within about a second, a broken one changes
-    nothing. Only `stat` runs on the event loop; a changed file is read and checked on the executor."""
+    nothing. Only `stat` runs on the event loop; a changed file is read and checked on a thread of its own, so that no
+    other work keeps a key that is revoked."""
 
     def __init__(self, path: str) -> None:
         """Raises ConfigError for a file that cannot be read or is wrong."""
         self._path = Path(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keys")
         self._stamp = self._look()
         """Stamp of what is in `ring`: a file that could not be read is read again."""
         self._problem = ""
         """The last logged problem; each is logged once."""
         self.ring = KeyRing(load_keys(path))
 
-    async def follow(self, executor: Executor | None = None) -> None:
-        """Watches the file until cancelled. `executor` None: the event loop's own."""
+    async def follow(self) -> None:
+        """Watches the file until cancelled."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                await self.refresh(executor)
+                await self.refresh()
             except Exception as error:  # whatever it is, the file is looked at again
                 self._say(f"{type(error).__name__}: {error}")
 
-    async def refresh(self, executor: Executor | None) -> bool:
+    async def refresh(self) -> bool:
         """Reads the file if it has changed; True when its keys are in `ring`."""
         stamp = self._look()
         if stamp == self._stamp:
             self._problem = ""
             return False
         try:
-            keys: tuple[ApiKey, ...] = await asyncio.get_running_loop().run_in_executor(executor, load_keys, self._path)
+            keys: tuple[ApiKey, ...] = await asyncio.get_running_loop().run_in_executor(
+                self._thread, load_keys, self._path
+            )
         except ConfigError as error:
             self._say(error.message)
             return False

@@ -135,7 +135,11 @@ class RouterServer:
             stalled_client_timeout_s=settings.router.stalled_client_timeout_s,
         )
         self._models = ModelService(
-            self._model, self._tokenizer, self._executor, lambda: self.dispatcher.fleet.weights_revision
+            self._model,
+            self._tokenizer,
+            self._executor,
+            lambda: self.dispatcher.fleet.weights_revision,
+            self.dispatcher.waiting,
         )
         self._http = HttpServer(
             settings,
@@ -205,7 +209,7 @@ class RouterServer:
             await server.start()
         self._tasks.append(asyncio.create_task(self._follow_health(), name="health"))
         if self._key_file is not None:
-            self._tasks.append(asyncio.create_task(self._key_file.follow(self._executor), name="keys"))
+            self._tasks.append(asyncio.create_task(self._key_file.follow(), name="keys"))
         self.dispatcher.set_workers(self._workers)
         return address, rpc.format_address(settings.node_host or _LOOPBACK, control_port)
 

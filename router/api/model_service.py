@@ -14,6 +14,7 @@ from router.api.chat import read_chat
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Encoded, Tokenizer
 from router.api.violations import Violations
+from router.queue.waiting_queue import WaitingQueue
 
 _CAPABILITIES = (
     "text",
@@ -29,18 +30,26 @@ _CAPABILITIES = (
 
 class ModelService:
     """`executor` runs the tokenizer on long texts; `weights_revision` is what the workers report, empty while none
-    has."""
+    has. What takes the tokenizer's time counts in the quotas of `waiting`."""
 
     def __init__(
-        self, model: ServedModel, tokenizer: Tokenizer, executor: Executor, weights_revision: Callable[[], str]
+        self,
+        model: ServedModel,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        weights_revision: Callable[[], str],
+        waiting: WaitingQueue,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
         self._executor = executor
+        self._waiting = waiting
         self._weights_revision = weights_revision
 
     async def Tokenize(self, request: pb.TokenizeRequest, call: Call) -> pb.TokenizeResponse:
+        self._waiting.refuse_over_quota(call.principal)
         encoded = await run_aside(request.ByteSize() > INLINE_BYTES, lambda: self._tokenize(request), self._executor)
+        self._waiting.charge(call.principal, len(encoded.token_ids))
         offsets = encoded.offsets if request.return_offsets else ()
         return pb.TokenizeResponse(
             token_ids=encoded.token_ids,
@@ -54,6 +63,8 @@ class ModelService:
         wrong = Violations()
         wrong.token_ids("token_ids", request.token_ids, self._model.vocab_size)
         wrong.raise_if_any()
+        self._waiting.refuse_over_quota(call.principal)
+        self._waiting.charge(call.principal, len(request.token_ids))
         is_long = request.ByteSize() > INLINE_BYTES
         text = await run_aside(is_long, lambda: self._tokenizer.decode(request.token_ids), self._executor)
         return pb.DetokenizeResponse(text=text)

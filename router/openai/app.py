@@ -102,7 +102,7 @@ class OpenAiApp:
         ) -> Operation:
             return Operation("GET", path, handle, summary, failures, answer, **more)
 
-        has_model = (*HAS_BODY, 404)
+        has_model = (*HAS_BODY, 404, 429)
         return [
             Operation(
                 "POST",
@@ -161,8 +161,7 @@ class OpenAiApp:
             request, lambda data: CompletionCall.read(json_of(data), kind, request_id, self._token_bytes)
         )
         request.state.names = wanted.names
-        headers = headers_of(request)
-        call = Call(principal_of(self._gate.key_of(headers)), headers)  # the key may have been revoked meanwhile
+        call = self._call(request)  # the key may have been revoked meanwhile
         if wanted.body.stream:
             return StreamedAnswer(wanted, self._generate_stream, call, request_id)
         return JSONResponse(await wanted.whole(self._generate_one, call, request.receive))
@@ -191,7 +190,7 @@ class OpenAiApp:
     async def _tokenize(self, request: Request) -> Response:
         self._check(request, GENERATION)
         wanted = await self._read(request, lambda data: specs.tokenize_request(parse(data, TokenizeBody)))
-        found = await self._models.Tokenize(wanted, Call())
+        found = await self._models.Tokenize(wanted, self._call(request))
         tokens = list(found.token_ids)
         answer: TokensAnswer = {"tokens": tokens, "count": len(tokens), "max_model_len": found.max_context_tokens}
         return JSONResponse(answer)
@@ -199,7 +198,7 @@ class OpenAiApp:
     async def _detokenize(self, request: Request) -> Response:
         self._check(request, GENERATION)
         wanted = await self._read(request, lambda data: specs.detokenize_request(parse(data, DetokenizeBody)))
-        answer: TextAnswer = {"prompt": (await self._models.Detokenize(wanted, Call())).text}
+        answer: TextAnswer = {"prompt": (await self._models.Detokenize(wanted, self._call(request))).text}
         return JSONResponse(answer)
 
     async def _metrics(self, request: Request) -> Response:
@@ -225,6 +224,10 @@ class OpenAiApp:
     def _check(self, request: Request, service: str) -> None:
         """Raises Unauthenticated or PermissionDenied."""
         self._gate.check(headers_of(request), service)
+
+    def _call(self, request: Request) -> Call:
+        headers = headers_of(request)
+        return Call(principal_of(self._gate.key_of(headers)), headers)
 
     async def _read(self, request: Request, read: Callable[[bytes], T]) -> T:
         """Reads a body, on a thread if it is long. Raises OutOfRange for one that is too large."""

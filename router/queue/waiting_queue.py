@@ -118,6 +118,19 @@ class WaitingQueue:
             self._count_refusal(reason, error)
             raise error
 
+    def refuse_over_quota(self, principal: Principal) -> None:
+        """Raises the error for which a call that needs no worker would be refused; it is counted then."""
+        exceeded = self._quotas.exceeded(principal, 1, self._clock())
+        if exceeded is not None:
+            error = exceeded.error_for(principal)
+            self._count_refusal(f"quota_{exceeded.limit}", error)
+            raise error
+
+    def charge(self, principal: Principal, num_tokens: int) -> None:
+        """Charges such a call, with its tokens as those of a prompt."""
+        self._quotas.begin(principal, num_tokens, self._clock())
+        self._quotas.end(principal)
+
     def adopt(self, live: LiveRequest) -> None:
         """A request that ran at another router waits at the head; its further output is charged."""
         self._quotas.adopt(live.principal)

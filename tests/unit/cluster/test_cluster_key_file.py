@@ -36,14 +36,14 @@ async def test_a_file_that_could_not_be_read_once_is_read_again_and_the_problem_
     with edited_keys(file) as found:
         found.remove(REVOKED)
     monkeypatch.setattr(auth, "load_keys", denied)
-    assert not await keys.refresh(None)
-    assert not await keys.refresh(None)
+    assert not await keys.refresh()
+    assert not await keys.refresh()
     assert keys.ring.find("revoked") is not None
     assert len(caplog.records) == 1
     monkeypatch.setattr(auth, "load_keys", load_keys)
-    assert await keys.refresh(None)
+    assert await keys.refresh()
     assert keys.ring.find("revoked") is None and keys.ring.find("stays") is not None
-    assert not await keys.refresh(None)
+    assert not await keys.refresh()
 
 
 async def test_a_change_of_a_files_mode_alone_has_it_read_again(file: Path) -> None:
@@ -52,7 +52,7 @@ async def test_a_change_of_a_files_mode_alone_has_it_read_again(file: Path) -> N
     while file.stat().st_ctime_ns == before.st_ctime_ns:  # a file system's clock may tick slowly
         file.chmod(0o640)
     assert file.stat().st_mtime_ns == before.st_mtime_ns
-    assert await keys.refresh(None)
+    assert await keys.refresh()
 
 
 def test_a_file_that_root_changes_stays_its_owners(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

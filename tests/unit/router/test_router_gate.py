@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,13 @@ import pytest_asyncio
 from fake_worker import FakeWorker, pair
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from http_door import serving
 from router_harness import Router, ids, refusal, running_router, text_of, text_spec
 from scripted_router import baton
 
 from cluster.api_keys import ApiKey, KeyQuota, digest_of, render_keys
 from cluster.auth import KeyFile, KeyRing
-from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
+from cluster.errors import ConfigError, PermissionDenied, QuotaExceeded, Unauthenticated
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ANYONE, Principal
@@ -214,28 +215,22 @@ def replace(file: Path, text: str) -> None:
     os.replace(other, file)
 
 
-@pytest.fixture
-def executor() -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        yield pool
-
-
 async def test_a_broken_edit_keeps_the_keys_and_is_told_once_with_its_line(
-    file: Path, executor: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+    file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = KeyFile(str(file))
     for broken in ("keys:\n- {id: x, sha256: y}\n", "keys: [", "nothing"):
         replace(file, broken)
-        assert not await keys.refresh(executor)
-        assert not await keys.refresh(executor)
+        assert not await keys.refresh()
+        assert not await keys.refresh()
     file.unlink()
-    assert not await keys.refresh(executor)
+    assert not await keys.refresh()
     assert keys.ring.find(ALICE) is not None and len(keys.ring) == len(KEYS)
     reply = [record.getMessage() for record in caplog.records]
     assert len(reply) == 4, reply
     assert f"{file}:2:" in reply[0] and "keys[0].sha256" in reply[0]
     replace(file, render_keys(KEYS[:1]))
-    assert await keys.refresh(executor)
+    assert await keys.refresh()
     assert len(keys.ring) == 1
 
 
@@ -283,3 +278,40 @@ async def test_the_program_sends_the_key_it_is_given(
     assert denied.exit_code == 1 and "scope admin" in denied.stderr
     odd = await asyncio.to_thread(baton, "status", *at, "--api-key", "baton-\n")
     assert odd.exit_code == 2 and "copied whole" in odd.stderr
+
+
+async def test_a_revoked_key_is_refused_although_long_texts_hold_the_tokenizers_threads(
+    router: Router, file: Path
+) -> None:
+    over = threading.Event()
+    held = [router.server._executor.submit(over.wait, 60) for _ in range(8)]
+    try:
+        replace(file, render_keys(KEYS[1:]))
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await router.generation.ListModels(pb.ListModelsRequest(), metadata=bearer(ALICE))
+                except grpc.aio.AioRpcError as error:
+                    assert error.code() is grpc.StatusCode.UNAUTHENTICATED
+                    break
+        assert not held[0].done()
+    finally:
+        over.set()
+
+
+async def test_tokenizing_counts_in_the_quota_of_a_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.yaml"
+    quota = KeyQuota(requests_per_min=100, prompt_tokens_per_min=10)
+    file.write_text(render_keys([ApiKey("alice", digest_of(ALICE), "acme", ("generate",), quota=quota)]))
+    async with serving(tmp_path, (), keys_file=str(file)) as (router, http):
+        given = {"headers": {"authorization": f"Bearer {ALICE}"}}
+        assert (await http.post("/tokenize", json={"prompt": "abcdef"}, **given)).status_code == 200
+        assert (await http.post("/detokenize", json={"tokens": [1, 2, 3, 4]}, **given)).status_code == 200
+        answer = await http.post("/tokenize", json={"prompt": "a"}, **given)
+        assert answer.status_code == 429 and answer.json()["error"]["code"] == "quota_exceeded"
+        for call in (
+            router.generation.Tokenize(pb.TokenizeRequest(text="a"), metadata=bearer(ALICE)),
+            router.generation.Detokenize(pb.DetokenizeRequest(token_ids=[1]), metadata=bearer(ALICE)),
+        ):
+            assert isinstance(await refusal(call), QuotaExceeded)
+        assert router.server.dispatcher.counters.refused["quota_prompt_tokens_per_min"] == 3
