@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-from tools.doctor import certificates, configuration, machine, network, probes, running
+import importlib
+
 from tools.doctor.check import Check, Half
 
-CHECKS: tuple[Check, ...] = (
-    configuration.configuration,
-    configuration.packages,
-    configuration.programs,
-    configuration.model,
-    configuration.tokenizer,
-    machine.device,
-    machine.nccl,
-    machine.flash_attn,
-    machine.attention,
-    machine.kernels,
-    machine.transport,
-    machine.memory,
-    machine.shared_memory,
-    configuration.disk,
-    network.ports,
-    network.clock,
-    network.ray,
-    network.redis,
-    configuration.keys_file,
-    certificates.certificates,
-    running.router,
-    running.versions,
-    running.workers,
-    running.transports,
-    running.kv_pools,
-    running.clock_skew,
-    probes.disaggregation,
-    probes.bandwidth,
-    probes.journal,
+FILES = ("configuration", "machine", "network", "certificates", "running", "probes")
+"""Files of checks. To add a check, write its function in one of them."""
+
+CHECKS: tuple[Check, ...] = tuple(
+    found
+    for name in FILES
+    for found in vars(importlib.import_module(f"tools.doctor.{name}")).values()
+    if isinstance(found, Check)
 )
+"""In the order of their files, and in each in the order in which they are written."""
 
 _INTRODUCTION = """\
 # baton doctor
