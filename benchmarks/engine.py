@@ -34,7 +34,7 @@ from benchmarks.make_model import Shape, make_model
 from cluster.errors import BatonError
 from cluster.program import ExitCode
 from engine.attention import cpu
-from engine.model_cost import kv_bytes_per_token, multiplied_bytes
+from engine.model_cost import ModelFlops
 from engine.model_runner import ModelRunner
 from engine.native.decode_step import DecodeStep
 from engine.quantization.fp8 import Fp8Matrix
@@ -123,8 +123,9 @@ class Bench:
     def decode_bytes(self, batch_size: int) -> float:
         """What a step must read: each weight that is multiplied with once, and the live KV."""
         kv_dtype = str(self.runner.kv.dtype).removeprefix("torch.")
-        kv = kv_bytes_per_token(self.config, 1, kv_dtype) * self._context * batch_size
-        return multiplied_bytes(self.config, 1, self.runner.weight_form) + kv
+        cost = ModelFlops.of(self.config, 1, self.runner.weight_form, kv_dtype)
+        kv_bytes = self.config.num_hidden_layers * cost.kv_layer_bytes * self._context * batch_size
+        return cost.layers_bytes + cost.head_bytes + kv_bytes
 
     def prefill_flops(self, num_tokens: int) -> float:
         """Products for each token, the head for one, and causal attention."""
