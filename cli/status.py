@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from cli.common import AsJson, RouterOptions, outcome, table_console
 
 if TYPE_CHECKING:
-    from cluster.pb.admin_pb2 import GetStatusResponse, WorkerStatus
+    from cluster.pb.admin_pb2 import GetStatusResponse, RouterStatus, WorkerStatus
 
+SILENT_S = 6.0
+"""A controller that is silent for longer is taken to be gone: three times the interval at which it speaks."""
 _COLUMNS = ("worker", "state", "role", "node", "ranks (pid, device)", "free", "held", "cached", "total", "seqs", "wait")
 
 
@@ -45,9 +47,23 @@ def describe(status: GetStatusResponse) -> dict[str, Any]:
             "cancelled": router.num_cancelled,
             "failed": router.num_failed,
             "rejected": router.num_rejected,
+            "controller_silent_s": silent_s(router),
         },
         "workers": [_describe_worker(worker) for worker in status.workers],
     }
+
+
+def silent_s(router: RouterStatus) -> float | None:
+    """Seconds since the router's controller last named the workers; None: it never had one."""
+    return router.controller_silent_s if router.HasField("controller_silent_s") else None
+
+
+def no_controller(silent_s: float) -> str:
+    """What it means that the controller is silent for so long."""
+    return (
+        f"no controller for {silent_s:.0f} s: requests are served, but nothing that ends is started again and nothing "
+        "can be changed until it is back"
+    )
 
 
 def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
@@ -106,6 +122,8 @@ def _print_table(described: dict[str, Any]) -> None:
         f"{router['finished']} finished, {router['cancelled']} cancelled, {router['failed']} failed, "
         f"{router['rejected']} rejected"
     )
+    if router["controller_silent_s"] is not None and router["controller_silent_s"] > SILENT_S:
+        console.print(no_controller(router["controller_silent_s"]))
     if not described["workers"]:
         console.print("no workers")
         return

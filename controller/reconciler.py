@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
 _REBALANCE_S = 1.0
+_NAME_AGAIN_S = 2.0
 _LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
 _NUMBERS_OF_A_LIFE = 1_000_000
@@ -280,9 +281,12 @@ class Controller:
         self._progress.add(event_shown)
 
     async def _keep_routers_updated(self) -> None:
-        """Sends every router its workers after each change, until it has got them."""
+        """Sends every router its workers after each change, until it has got them, and from time to time, so that it
+        knows that there is a controller."""
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_NAME_AGAIN_S):
+                    await self._changed.wait()
             self._changed.clear()
             try:
                 has_arrived = await self._update_routers()

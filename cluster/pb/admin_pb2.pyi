@@ -57,7 +57,7 @@ class WorkerStatus(_message.Message):
     def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
-    __slots__ = ("num_queued", "max_queued", "num_running", "num_finished", "num_cancelled", "num_failed", "num_rejected", "pid", "uptime_s", "metrics_address", "num_orphaned")
+    __slots__ = ("num_queued", "max_queued", "num_running", "num_finished", "num_cancelled", "num_failed", "num_rejected", "pid", "uptime_s", "metrics_address", "num_orphaned", "controller_silent_s")
     NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
     MAX_QUEUED_FIELD_NUMBER: _ClassVar[int]
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class RouterStatus(_message.Message):
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NUM_ORPHANED_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_SILENT_S_FIELD_NUMBER: _ClassVar[int]
     num_queued: int
     max_queued: int
     num_running: int
@@ -80,7 +81,8 @@ class RouterStatus(_message.Message):
     uptime_s: int
     metrics_address: str
     num_orphaned: int
-    def __init__(self, num_queued: _Optional[int] = ..., max_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_rejected: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[int] = ..., metrics_address: _Optional[str] = ..., num_orphaned: _Optional[int] = ...) -> None: ...
+    controller_silent_s: float
+    def __init__(self, num_queued: _Optional[int] = ..., max_queued: _Optional[int] = ..., num_running: _Optional[int] = ..., num_finished: _Optional[int] = ..., num_cancelled: _Optional[int] = ..., num_failed: _Optional[int] = ..., num_rejected: _Optional[int] = ..., pid: _Optional[int] = ..., uptime_s: _Optional[int] = ..., metrics_address: _Optional[str] = ..., num_orphaned: _Optional[int] = ..., controller_silent_s: _Optional[float] = ...) -> None: ...
 
 class GetActivityRequest(_message.Message):
     __slots__ = ("life", "after_second", "after_request")

@@ -123,6 +123,7 @@ class StatusService:
             pid=os.getpid(),
             uptime_s=int(time.monotonic() - self._started_at),
             metrics_address=self._metrics_address,
+            controller_silent_s=self._control.silent_s,
         )
 
 
@@ -134,6 +135,12 @@ class ControlService:
         """Version of the configuration that named the workers last."""
         self.admin_address = ""
         """Address of the controller's AdminService; empty: there is no controller."""
+        self._named_at: float | None = None
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the controller last named the workers; None: it never has."""
+        return None if self._named_at is None else time.monotonic() - self._named_at
 
     async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, call: Call) -> admin_pb2.SetWorkersResponse:
         wrong = Violations()
@@ -143,6 +150,7 @@ class ControlService:
         if len({worker.worker_id for worker in request.workers}) < len(request.workers):
             wrong.add("workers", "name the same worker_id twice")
         wrong.raise_if_any()
+        self._named_at = time.monotonic()
         self.config_version = request.config_version
         self.admin_address = request.admin_address or self.admin_address
         if request.HasField("needs_prefill"):

@@ -125,7 +125,10 @@ class Fleet:
 
     def change_settings(self, run_time_settings: str) -> None:
         """Sends settings that have changed to every worker, and to each when it connects from now on."""
-        self._changed_settings = worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=run_time_settings))
+        command = worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=run_time_settings))
+        if command == self._changed_settings:
+            return
+        self._changed_settings = command
         for worker in self._workers.values():
             worker.changed_settings = self._changed_settings
             worker.send(self._changed_settings)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2 as httpx
+import psutil
 import pytest
 from cluster_fixture import token_spec
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +17,7 @@ from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
 from waiting import is_running
 
+from cli.status import SILENT_S
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, generation_pb2
 from tools.client import AdminClient, BatonClient
@@ -225,6 +227,14 @@ def test_the_last_decode_worker_is_not_drained(cluster: Cluster) -> None:
     assert cluster.roles() == (3, 1)
 
 
+def controller_of(cluster: Cluster) -> psutil.Process:
+    """The actor's process; waits until there is one."""
+    found: list[psutil.Process] = []
+    while not found:
+        found = [p for p in cluster.serve.descendants() if p.is_running() and p.name().startswith("ray::Hosted")]
+    return found[0]
+
+
 def test_the_page_of_the_controller_tells_the_roles_and_the_changes(cluster: Cluster) -> None:
     told = cluster.admin.cluster()
     with urllib.request.urlopen(f"http://{told.metrics_address}/metrics", timeout=WAIT_S) as answer:
@@ -236,3 +246,27 @@ def test_the_page_of_the_controller_tells_the_roles_and_the_changes(cluster: Clu
     assert samples["baton_workers", "decode", "ready"] == told.num_decode
     assert samples["baton_config_version",] == told.version
     assert samples["baton_changes_total", "done"] == told.version - 1
+
+
+def test_a_controller_killed_under_streams_is_followed_by_one_that_adopts_what_runs(cluster: Cluster) -> None:
+    list(cluster.admin.follow(cluster.admin.set_roles(1, 3)))
+    before, router = cluster.status(), cluster.client.status().router.pid
+    version = cluster.admin.cluster().version
+    with Load(cluster) as load:
+        load.wait_for_more(NUM_PROMPTS)
+        printed = len(cluster.serve.output)
+        controller_of(cluster).kill()
+        load.wait_for_more(NUM_PROMPTS)
+        told = cluster.serve.until("the controller was started again; it has adopted (.+)", printed).group(1)
+        assert set(told.split(", ")) == {"router", *before}
+        assert (cluster.roles(), cluster.admin.cluster().version) == ((1, 3), version)
+        list(cluster.admin.follow(cluster.admin.set_roles(2, 2)))
+        assert cluster.roles() == (2, 2)
+        load.wait_for_more(NUM_PROMPTS)
+    assert load.problems == []
+    after = cluster.client.status()
+    assert after.router.pid == router
+    assert {w.worker_id: [rank.pid for rank in w.info.ranks] for w in after.workers} == {
+        name: [rank.pid for rank in worker.info.ranks] for name, worker in before.items()
+    }
+    assert after.router.controller_silent_s < SILENT_S

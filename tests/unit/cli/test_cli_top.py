@@ -91,6 +91,16 @@ def test_it_is_printed_once_where_the_output_is_no_terminal(router: ScriptedRout
     assert words(out, "rejected") == "rejected q 0.0 ms - 0 0 0 -"
 
 
+@pytest.mark.parametrize("command", ["top", "status"])
+def test_a_cluster_without_its_controller_says_what_that_means(router: ScriptedRouter, command: str) -> None:
+    router.status, router.activity = cluster(), activity()
+    router.status.router.controller_silent_s = 2.0
+    assert "no controller" not in baton(command, "--address", router.address).stdout
+    router.status.router.controller_silent_s = 61.4
+    out = " ".join(baton(command, "--address", router.address).stdout.split())
+    assert "no controller for 61 s: requests are served, but nothing that ends is started again" in out
+
+
 def test_a_router_without_workers_and_one_that_nobody_answers_for(router: ScriptedRouter, nobody: str) -> None:
     done = baton("top", "--once", "--address", router.address)
     assert done.exit_code == 0 and "0:0" in done.stdout and "worker" in done.stdout

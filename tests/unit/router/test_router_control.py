@@ -90,3 +90,15 @@ async def test_changed_settings_reach_every_worker_and_one_that_connects_later(t
         await decode.stop()
         await decode.start(port)
         assert await decode.next_update() == changed
+
+
+async def test_settings_that_are_told_again_are_not_sent_again(tmp_path: Path) -> None:
+    """The controller names everything every two seconds, so that the router knows that there is one."""
+    prefill, decode = pair()
+    first, second = (json.dumps({"slo": {"tpot_ms": ms}}) for ms in (20, 30))
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        assert not (await status(router)).router.HasField("controller_silent_s"), "it was started by hand"
+        for text in (first, first, second):
+            await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), run_time_settings=text))
+        assert [await decode.next_update() for _ in range(2)] == [first, second]
+        assert 0 <= (await status(router)).router.controller_silent_s < 5
