@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from checkpoints import make_checkpoint
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
+
+from benchmarks import kv_transfer
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "BATON_TEST_BENCHMARK"
@@ -87,11 +92,18 @@ def test_as_a_module_it_shows_tables(model: Path) -> None:
     ids=" ".join,
 )
 def test_a_value_that_cannot_be_measured_is_refused_at_once(model: Path, wrong: tuple[str, ...]) -> None:
-    ended, left = run("benchmarks/kv_transfer.py", "--json", "--model-dir", str(model), *wrong)
-    assert ended.returncode == 2
+    """In this process, which has loaded torch already."""
+    app = typer.Typer()
+    app.command()(kv_transfer.main)
+    before, on_sigterm = psutil.Process().children(recursive=True), signal.getsignal(signal.SIGTERM)
+    try:
+        ended = CliRunner().invoke(app, ["--json", "--model-dir", str(model), *wrong])
+    finally:
+        signal.signal(signal.SIGTERM, on_sigterm)
+    assert ended.exit_code == 2
     assert ended.stdout == ""
     assert wrong[-2] in ended.stderr
-    assert left == []
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_a_worker_that_cannot_start_is_shown_with_what_it_said(model: Path, tmp_path: Path) -> None:
@@ -105,10 +117,10 @@ def test_a_worker_that_cannot_start_is_shown_with_what_it_said(model: Path, tmp_
     assert left == []
 
 
-@pytest.mark.parametrize("signal", ["kill", pytest.param("stop", marks=pytest.mark.battery)])
-def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(signal: str) -> None:
+@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.battery)])
+def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(fault: str) -> None:
     sizes = ("--seconds", "5", "--every", "1.5", "--stop-seconds", "0.5", "--streams", "3", "--requests", "6")
-    ended, left = run("benchmarks/failover.py", "--json", "--signal", signal, "--tokens", "40", *sizes)
+    ended, left = run("benchmarks/failover.py", "--json", "--signal", fault, "--tokens", "40", *sizes)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert left == []
     (told,) = json.loads(ended.stdout).values()

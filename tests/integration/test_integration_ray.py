@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
@@ -12,40 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
-import psutil
 import pytest
+from ray_cluster import WAIT_S, Cluster, Watched, config_of, written
 from waiting import is_running
 
 from cluster.config.schema import (
     AdminSection,
-    EngineSection,
     ModelSection,
-    RoleSection,
-    RolesSection,
-    RouterSection,
-    ServingConfig,
 )
 from cluster.errors import FailedPrecondition
-from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.pb import admin_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from controller import local_ray
-from controller.config_file import ConfigFile
-from controller.plan import plan_cluster
 from tools.client import AdminClient
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-WAIT_S = 60.0
-
-
-def config_of(model_path: str = "models/fake") -> ServingConfig:
-    return ServingConfig(
-        model=ModelSection(path=model_path),
-        roles=RolesSection(RoleSection(), RoleSection(devices=2, tensor_parallel=2)),
-        engine=EngineSection(device="cpu"),
-        router=RouterSection(port=0),
-        admin=AdminSection(port=0),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -58,159 +38,62 @@ def ray_folder() -> Iterator[Path]:
     assert not folder.exists()
 
 
-class Cluster:
-    """A controller and what it told."""
-
-    def __init__(
-        self, config: ServingConfig, log_dir: Path, file: ConfigFile | None = None, *, is_detached: bool = False
-    ) -> None:
-        import ray
-
-        from controller.detached import start_controller
-        from controller.ray_namespace import DETACHED, RayNamespace, new_name
-        from controller.reconciler import Programs
-
-        self.name = DETACHED if is_detached else new_name()
-        self.namespace = RayNamespace(self.name)
-        plan = plan_cluster(config, num_gpus=0, num_cores=2)
-        programs = Programs(worker="fake_worker_program", router="fake_router_program")
-        config = replace(config, log_dir=str(log_dir))
-        self.controller: Any = start_controller(config, plan, programs, file, self.name)
-        self.events: list[Any] = []
-        self._last = 0
-        self.admin_address = ""
-        self._get: Callable[..., Any] = ray.get
-        self._kill: Callable[..., Any] = ray.kill
-        self._get(self.controller.run.remote(), timeout=WAIT_S)
-
-    def until(self, kind: str, who: str) -> Any:
-        """The next event of that kind."""
-        return self._until(lambda event: (event.kind, event.who) == (kind, who))
-
-    def until_text(self, kind: str, part: str) -> Any:
-        """The next event of that kind which says so."""
-        return self._until(lambda event: event.kind == kind and part in event.text)
-
-    def _until(self, is_wanted: Callable[[Any], bool]) -> Any:
-        while True:
-            while self.events:
-                event = self.events.pop(0)
-                if event.kind == "admin":
-                    self.admin_address = event.text
-                if is_wanted(event):
-                    return event
-            news = self._news()
-            self.events, self._last = list(news.events), news.last
-
-    def _news(self) -> Any:
-        """Also of a controller that is just being started again."""
-        from ray.exceptions import ActorUnavailableError, RayActorError
-
-        for _ in range(100):
-            try:
-                return self._get(self.controller.progress.remote(self._last), timeout=WAIT_S)
-            except (ActorUnavailableError, RayActorError):
-                time.sleep(0.1)
-        raise AssertionError("the controller does not answer")
-
-    def status(self) -> dict[str, dict[str, Any]]:
-        """Without why an earlier life ended, which is forgotten with the controller."""
-        status: dict[str, dict[str, Any]] = self._get(self.controller.status.remote(), timeout=WAIT_S)
-        return {name: {key: group[key] for key in group if key != "why"} for name, group in status.items()}
-
-    def kill_controller(self, and_pid: int | None = None) -> str:
-        """Kills it, and another process with it; returns what the next one says of its beginning."""
-        (controller,) = [p for p in psutil.Process().children(recursive=True) if self.is_controller(p)]
-        controller.kill()
-        if and_pid is not None:
-            os.kill(and_pid, signal.SIGKILL)
-        psutil.wait_procs([controller], timeout=WAIT_S)
-        text: str = self.until_text("change", "the controller was started again; it has adopted").text
-        self.until("serving", "router")
-        return text
-
-    @staticmethod
-    def is_controller(process: psutil.Process) -> bool:
-        with contextlib.suppress(psutil.Error):
-            return "HostedController" in process.name() + "".join(process.cmdline()[:1])
-        return False
-
-    def split(self) -> tuple[int, int]:
-        with AdminClient(self.admin_address) as admin:
-            seen = admin.cluster()
-        return (-1, -1) if seen.HasField("changing") else (seen.num_prefill, seen.num_decode)
-
-    def workers_of_router(self) -> dict[str, str]:
-        with grpc.insecure_channel(self.status()["router"]["address"]) as channel:
-            answer = admin_pb2_grpc.StatusServiceStub(channel).GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S)
-        return {w.worker_id: w.address for w in answer.workers}
-
-    def close(self) -> list[int]:
-        """Shuts down; returns the pids there were."""
-        pids = [pid for group in self.status().values() for pid in group.get("pids", [])]
-        self._get(self.controller.shutdown.remote(), timeout=WAIT_S)
-        self._kill(self.controller)
-        return pids
-
-
-@pytest.fixture
-def cluster(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(config_of(), tmp_path)
+@pytest.fixture(scope="module")
+def cluster(ray_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A prefill worker of one rank and a decode worker of two, which each test leaves ready."""
+    cluster = Cluster(config_of(), tmp_path_factory.mktemp("logs"))
+    cluster.until("serving", "router")
     yield cluster
     pids = cluster.close()
     assert not [pid for pid in pids if is_running(pid)], "a process outlived the shutdown"
 
 
-def test_every_group_comes_up_and_the_router_knows_the_workers(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.until("serving", "router")
+def test_every_group_comes_up_and_the_router_knows_the_workers(cluster: Cluster) -> None:
     status = cluster.status()
     assert {name: group["state"] for name, group in status.items()} == dict.fromkeys(
         ["router", "prefill-0", "decode-0"], "ready"
     )
     assert [len(group["pids"]) for group in status.values()] == [1, 1, 2]
     assert set(cluster.workers_of_router()) == {"prefill-0", "decode-0"}
-    assert "a warning of prefill-0" in (tmp_path / "prefill-0.log").read_text()
+    assert "a warning of prefill-0" in (cluster.log_dir / "prefill-0.log").read_text()
 
 
 def test_a_killed_rank_takes_its_whole_group_with_it_and_the_group_comes_back(cluster: Cluster) -> None:
-    cluster.until("serving", "router")
     before = cluster.status()
     os.kill(before["decode-0"]["pids"][1], signal.SIGKILL)
     assert "decode-0 rank 1 died" in cluster.until("lost", "decode-0").text
     cluster.until("ready", "decode-0")
     after = cluster.status()
-    assert after["decode-0"]["num_starts"] == 2
+    assert after["decode-0"]["num_starts"] == before["decode-0"]["num_starts"] + 1
     assert not set(after["decode-0"]["pids"]) & set(before["decode-0"]["pids"])
     assert not is_running(before["decode-0"]["pids"][0]), "rank 0 lives on without its group"
     assert after["prefill-0"] == before["prefill-0"], "another worker was touched"
 
 
 def test_a_frozen_process_is_killed_with_its_group(cluster: Cluster) -> None:
-    cluster.until("serving", "router")
     frozen, killed = cluster.status()["decode-0"]["pids"]
     os.kill(frozen, signal.SIGSTOP)
     os.kill(killed, signal.SIGKILL)
+    cluster.until("lost", "decode-0")
     cluster.until("ready", "decode-0")
     assert not is_running(frozen)
 
 
 def test_a_killed_router_comes_back_on_its_port_and_hears_of_the_workers(cluster: Cluster) -> None:
-    cluster.until("serving", "router")
     before = cluster.status()["router"]
     os.kill(before["pids"][0], signal.SIGKILL)
     cluster.until("lost", "router")
     cluster.until("ready", "router")
     after = cluster.status()["router"]
-    assert (after["address"], after["num_starts"]) == (before["address"], 2)
+    assert (after["address"], after["num_starts"]) == (before["address"], before["num_starts"] + 1)
     known: dict[str, Any] = {}
     while len(known) < 2:
         known = cluster.workers_of_router()
     assert set(known) == {"prefill-0", "decode-0"}
 
 
-def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_ended(
-    watched: Cluster, tmp_path: Path
-) -> None:
+def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_ended(watched_alone: Watched) -> None:
+    watched = watched_alone
     before = watched.status()
     address = watched.admin_address
     os.kill(before["decode-0"]["pids"][0], signal.SIGKILL)
@@ -221,7 +104,7 @@ def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_e
     assert watched.admin_address == address, "operators find it where it was"
     # Now something ends while nobody is there, and something is left over that nobody wants.
     stray = stray_process(watched)
-    edit(tmp_path, "decode: {devices: 1", "decode: {devices: 2")
+    watched.edit("decode: {devices: 1", "decode: {devices: 2")
     watched.kill_controller(and_pid=before["decode-0"]["pids"][0])
     watched.until("ready", "decode-0")
     watched.until_text("change", "done: 2:1 to 2:2")
@@ -276,41 +159,48 @@ def change(cluster: Cluster, ask: Callable[[AdminClient], admin_pb2.ChangeRespon
         return [event.text for event in admin.follow(ask(admin))]
 
 
-def written(folder: Path) -> ConfigFile:
-    """Two prefill workers and one decode worker, all of one rank."""
-    (folder / "model").mkdir()
-    (folder / "model" / "config.json").write_text("{}")
-    path = folder / "cluster.yaml"
-    path.write_text(
-        "metadata:\n  serving:\n    model: {path: model}\n    log_dir: logs\n    engine: {device: cpu}\n"
-        "    router: {port: 0}\n    admin: {port: 0}\n    roles:\n"
-        "      prefill: {devices: 2, tensor_parallel: 1}  # two\n"
-        "      decode: {devices: 1, tensor_parallel: 1, block_size: 16}\n"
-    )
-    return ConfigFile(path)
-
-
 @pytest.fixture
-def watched(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
-    """Two prefill workers and one decode worker, all of one rank, and the file that says so."""
-    file = written(tmp_path)
-    cluster = Cluster(file.load(), tmp_path / "logs", file)
-    cluster.until("serving", "router")
+def watched_alone(ray_folder: Path, tmp_path: Path) -> Iterator[Watched]:
+    cluster = Watched(tmp_path)
     yield cluster
-    pids = cluster.close()
-    assert not [pid for pid in pids if is_running(pid)], "a process outlived the shutdown"
+    cluster.close()
 
 
-def edit(tmp_path: Path, old: str, new: str) -> None:
-    text = (tmp_path / "cluster.yaml").read_text()
-    assert old in text
-    (tmp_path / "cluster.yaml").write_text(text.replace(old, new))
+@pytest.fixture(scope="module")
+def watched(ray_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    """Each test leaves two and one."""
+    cluster = Watched(tmp_path_factory.mktemp("watched"))
+    yield cluster
+    cluster.close()
 
 
-def test_a_flipped_worker_that_is_killed_comes_back_in_its_new_role(watched: Cluster, tmp_path: Path) -> None:
+def test_a_mistake_in_the_file_is_refused_with_its_place(watched: Watched) -> None:
+    watched.edit("devices: 2", "devices: two")
+    text = watched.until_text("change", "refused").text
+    assert f"{watched.path}:9:26: metadata.serving.roles.prefill.devices: must be a whole number" in text
+    with AdminClient(watched.admin_address) as admin:
+        with pytest.raises(FailedPrecondition, match="would not agree with the cluster"):
+            admin.set_roles(1, 2)
+        assert admin.cluster().version == 1
+    watched.edit("devices: two", "devices: 2")
+
+
+def test_a_worker_that_does_not_start_fails_the_change_and_the_cluster_serves_on(watched: Watched) -> None:
+    watched.edit("block_size: 16", "block_size: 13")
+    assert "decode-1 did not start" in watched.until_text("change", "steps are done").text
+    assert {name: group["state"] for name, group in watched.status().items()} == dict.fromkeys(
+        ["router", "prefill-0", "prefill-1", "decode-0"], "ready"
+    )
+    watched.edit("block_size: 13", "block_size: 16")
+    with AdminClient(watched.admin_address) as admin:
+        assert not admin.cluster().HasField("changing")
+        assert not admin.set_roles(2, 1, dry_run=True).plan.steps
+
+
+def test_a_flipped_worker_that_is_killed_comes_back_in_its_new_role(watched: Watched) -> None:
     told = change(watched, lambda admin: admin.set_roles(1, 2))
     assert told[-1] == "rebalance 1:2: done: 2:1 to 1:2"
-    assert "prefill: {devices: 1, tensor_parallel: 1}  # two" in (tmp_path / "cluster.yaml").read_text()
+    assert "prefill: {devices: 1, tensor_parallel: 1}  # two" in watched.path.read_text()
     before = watched.status()["prefill-1"]
     assert (before["num_starts"], before["role"]) == (1, "prefill"), "a flip starts nothing"
     os.kill(before["pids"][0], signal.SIGKILL)
@@ -318,42 +208,22 @@ def test_a_flipped_worker_that_is_killed_comes_back_in_its_new_role(watched: Clu
     watched.until("ready", "prefill-1")
     after = watched.status()["prefill-1"]
     assert (after["num_starts"], after["role"]) == (2, "decode")
-    assert "rebalance 1:2: done" in (tmp_path / "logs" / "controller.log").read_text()
+    assert "rebalance 1:2: done" in (watched.log_dir / "controller.log").read_text()
+    assert change(watched, lambda admin: admin.set_roles(2, 1))[-1] == "rebalance 2:1: done: 1:2 to 2:1"
 
 
-def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watched: Cluster, tmp_path: Path) -> None:
-    old = watched.status()["decode-0"]["pids"]
-    edit(tmp_path, "decode: {devices: 1, tensor_parallel: 1", "decode: {devices: 2, tensor_parallel: 2")
+def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watched: Watched) -> None:
+    before = watched.status()
+    with AdminClient(watched.admin_address) as admin:
+        (name,) = (process.name for process in admin.cluster().processes if process.role == worker_pb2.ROLE_DECODE)
+    watched.edit("decode: {devices: 1, tensor_parallel: 1", "decode: {devices: 2, tensor_parallel: 2")
     watched.until_text("change", "done: 2:1")
     status = watched.status()
-    assert set(status) == {"router", "prefill-0", "prefill-1", "decode-1"}
-    assert len(status["decode-1"]["pids"]) == 2
-    assert not [pid for pid in old if is_running(pid)]
-    assert set(watched.workers_of_router()) == {"prefill-0", "prefill-1", "decode-1"}
-
-
-def test_a_worker_that_does_not_start_fails_the_change_and_the_cluster_serves_on(
-    watched: Cluster, tmp_path: Path
-) -> None:
-    edit(tmp_path, "block_size: 16", "block_size: 13")
-    assert "decode-1 did not start" in watched.until_text("change", "steps are done").text
-    assert {name: group["state"] for name, group in watched.status().items()} == dict.fromkeys(
-        ["router", "prefill-0", "prefill-1", "decode-0"], "ready"
-    )
-    edit(tmp_path, "block_size: 13", "block_size: 16")
-    with AdminClient(watched.admin_address) as admin:
-        assert not admin.cluster().HasField("changing")
-        assert not admin.set_roles(2, 1, dry_run=True).plan.steps
-
-
-def test_a_mistake_in_the_file_is_refused_with_its_place(watched: Cluster, tmp_path: Path) -> None:
-    edit(tmp_path, "devices: 2", "devices: two")
-    text = watched.until_text("change", "refused").text
-    assert f"{tmp_path / 'cluster.yaml'}:9:26: metadata.serving.roles.prefill.devices: must be a whole number" in text
-    with AdminClient(watched.admin_address) as admin:
-        with pytest.raises(FailedPrecondition, match="would not agree with the cluster"):
-            admin.set_roles(1, 2)
-        assert admin.cluster().version == 1
+    (new,) = set(status) - set(before)
+    assert set(status) == {*before, new} - {name}
+    assert (status[new]["role"], len(status[new]["pids"])) == ("decode", 2)
+    assert not [pid for pid in before[name]["pids"] if is_running(pid)]
+    assert set(watched.workers_of_router()) == {*before, new} - {"router", name}
 
 
 def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_path: Path) -> None:

@@ -68,19 +68,36 @@ def test_a_second_cluster_on_the_same_port_is_refused_with_the_remedy(cluster: S
     assert "Traceback" not in second.output
 
 
-def test_two_clusters_run_side_by_side_and_one_that_is_killed_leaves_nothing(cluster: Serve) -> None:
-    second = Serve("--port", "0")
+@pytest.fixture(scope="module")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve]:
+    """A cluster of one decode worker alone."""
+    file = tmp_path_factory.mktemp("second") / "one.yaml"
+    model = ROOT / "models" / "tiny-shakespeare"
+    roles = "{prefill: {devices: 0, min_workers: 0}, decode: {devices: 1}}"
+    file.write_text(f"metadata: {{serving: {{model: {{path: {model}}}, roles: {roles}}}}}\n")
+    serve = Serve("--config", str(file), "--port", "0")
     try:
-        assert second.address != cluster.address
-        assert [generate(s.address).sequences[0].num_tokens for s in (cluster, second)] == [8, 8]
-        left, folder = second.descendants(), second.ray_folder()
-        assert folder.exists()
-        second.process.kill()
-        second.wait()
-        assert not psutil.wait_procs(left, timeout=END_S)[1], "processes outlived the serve that was killed"
-        assert not folder.exists()
+        yield serve
     finally:
-        second.close()
+        serve.close()
+
+
+def test_one_worker_alone_serves_where_prefill_has_none(second: Serve) -> None:
+    with BatonClient(second.address) as client:
+        result = client.generate(make_spec("ROMEO:", max_output_tokens=8, temperature=0.0, include_timing=True))
+    assert result.ends[0].token_count == 8
+    assert result.timing.placement == "local prefill on decode-0: there is no prefill worker"
+
+
+def test_two_clusters_run_side_by_side_and_one_that_is_killed_leaves_nothing(cluster: Serve, second: Serve) -> None:
+    assert second.address != cluster.address
+    assert [generate(s.address).sequences[0].num_tokens for s in (cluster, second)] == [8, 8]
+    left, folder = second.descendants(), second.ray_folder()
+    assert folder.exists()
+    second.process.kill()
+    second.wait()
+    assert not psutil.wait_procs(left, timeout=END_S)[1], "processes outlived the serve that was killed"
+    assert not folder.exists()
 
 
 def test_a_killed_decode_worker_comes_back_and_the_next_request_succeeds(cluster: Serve) -> None:
@@ -103,23 +120,6 @@ def test_a_terminated_cluster_ends_cleanly_and_leaves_nothing(cluster: Serve) ->
     assert not folder.exists()
     assert cluster.output.endswith("stopped\n")
     assert "Traceback" not in cluster.output
-
-
-def test_one_worker_alone_serves_where_prefill_has_none(tmp_path: Path) -> None:
-    file = tmp_path / "one.yaml"
-    model = ROOT / "models" / "tiny-shakespeare"
-    roles = "{prefill: {devices: 0, min_workers: 0}, decode: {devices: 1}}"
-    file.write_text(f"metadata: {{serving: {{model: {{path: {model}}}, roles: {roles}}}}}\n")
-    serve = Serve("--config", str(file), "--port", "0")
-    try:
-        with BatonClient(serve.address) as client:
-            result = client.generate(make_spec("ROMEO:", max_output_tokens=8, temperature=0.0, include_timing=True))
-        assert result.ends[0].token_count == 8
-        assert result.timing.placement == "local prefill on decode-0: there is no prefill worker"
-        serve.process.send_signal(signal.SIGINT)
-        assert serve.wait() == 0
-    finally:
-        serve.close()
 
 
 def test_a_second_signal_does_not_wait() -> None:
