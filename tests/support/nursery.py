@@ -2,10 +2,11 @@
 
 Importing torch is nine tenths of a worker's start, and tests start hundreds. A child runs what `python -m worker` or
 `python -m router` runs, from its settings on, as a process of its own with its own standard streams and the session's
-environment; it may enter a network namespace first. When the session that asked goes away, so does the nursery, and
-its children with it.
+environment; it may enter a network namespace first. `call` forks a process for a function of a test's own. When the
+session that asked goes away, so does the nursery, and its children with it.
 
     session --(module, settings, environment, namespace; stdout and stderr)--> nursery --fork--> worker or router
+    session --(function, arguments, environment; stdout, stderr and stdin)---> nursery --fork--> the function
     session <--(pid), later (pid, exit code)---------------------------------- nursery
 """
 
@@ -42,9 +43,10 @@ _ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 class Child:
     """What `subprocess.Popen` offers of a process, for one that the nursery has forked."""
 
-    def __init__(self, pid: int, stdout: Any) -> None:
+    def __init__(self, pid: int, stdout: Any, stdin: Any = None) -> None:
         self.pid = pid
         self.stdout = stdout
+        self.stdin = stdin
         self.returncode: int | None = None
         self.ended = threading.Event()
 
@@ -59,7 +61,8 @@ class Child:
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
@@ -87,13 +90,23 @@ class Nursery:
     def bear(self, module: str, settings_json: str, stderr: int, namespace: str = "") -> Child:
         """A process of that module, `worker` or `router`, that writes its errors to `stderr`; in that network
         namespace if one is named."""
+        return self._fork({"module": module, "settings": settings_json, "namespace": namespace}, stderr)
+
+    def call(self, function: str, *arguments: str) -> Child:
+        """A process that calls a function, `module:name`, with standard input and output of its own."""
         reading, writing = os.pipe()
-        environment = {**os.environ, **_ENVIRONMENT}
-        request = {"module": module, "settings": settings_json, "namespace": namespace, "environment": environment}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [writing, stderr])
+        try:
+            return self._fork({"function": function, "arguments": arguments}, 2, reading, os.fdopen(writing, "w"))
+        finally:
+            os.close(reading)
+
+    def _fork(self, request: dict[str, Any], stderr: int, stdin: int | None = None, to_stdin: Any = None) -> Child:
+        reading, writing = os.pipe()
+        message = json.dumps({**request, "environment": {**os.environ, **_ENVIRONMENT}}).encode()
+        socket.send_fds(self._socket, [message], [writing, stderr, *([] if stdin is None else [stdin])])
         os.close(writing)
         pid = self._born.get(timeout=WAIT_S)
-        child = Child(pid, os.fdopen(reading, encoding="utf-8"))
+        child = Child(pid, os.fdopen(reading, encoding="utf-8"), to_stdin)
         with self._lock:
             self._children[pid] = child
             if pid in self._codes:  # it has ended already
@@ -174,7 +187,7 @@ def _reap(children: set[int], connection: socket.socket) -> None:
 def _bear(connection: socket.socket, children: set[int]) -> bool:
     """False when the session is gone."""
     try:
-        message, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 2)
+        message, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE_BYTES, 3)
     except ConnectionResetError:
         return False
     if not message:
@@ -190,10 +203,8 @@ def _bear(connection: socket.socket, children: set[int]) -> bool:
     return True
 
 
-def _live(request: dict[str, Any], stdout: int, stderr: int) -> None:
+def _live(request: dict[str, Any], stdout: int, stderr: int, stdin: int = 0) -> None:
     """The child's whole life; does not return."""
-    from cluster.program import host_in_shell
-
     code = 70
     try:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -202,15 +213,28 @@ def _live(request: dict[str, Any], stdout: int, stderr: int) -> None:
         os.environ.update(request["environment"])
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-        if request["namespace"]:
-            _enter(request["namespace"])
-        create = importlib.import_module(f"{request['module']}.program").create
-        code = host_in_shell(create, request["settings"])
+        os.dup2(stdin, 0)
+        if "function" in request:
+            module, _, name = request["function"].partition(":")
+            getattr(importlib.import_module(module), name)(*request["arguments"])
+            code = 0
+        else:
+            code = _host(request)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _host(request: dict[str, Any]) -> int:
+    """Runs a program; returns its exit code."""
+    from cluster.program import host_in_shell
+
+    if request["namespace"]:
+        _enter(request["namespace"])
+    create = importlib.import_module(f"{request['module']}.program").create
+    return host_in_shell(create, request["settings"])
 
 
 def _enter(namespace: str) -> None:

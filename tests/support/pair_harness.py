@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
+from nursery import Child, nursery_of_session
 
 from kv_transfer.transports.interface import Meeting, Pair, StoreClients, TransferWork
 from kv_transfer.transports.selection import make_pair
 
 HOST = "127.0.0.1"
-ROOT = Path(__file__).resolve().parents[2]
 QUICK_S = 5.0  # on a busy machine; what it is held against takes 30 s and more
 HOST_TRANSPORTS = ("shm", "gloo")
 SLOT_BYTES = 1 << 16
 
 _stores = StoreClients(10.0)
-
-# Transport, store, prefix: the sender of a pair, which does what it is told and says when it is done.
-PEER = """
-import sys
-from pair_harness import make_side
-pair = make_side(sys.argv[1], sys.argv[2], sys.argv[3], True, 30.0)
-print("paired", flush=True)
-for line in sys.stdin:
-    work = pair.send(0, int(line))
-    print("sent", flush=True)
-"""
 
 
 def make_meeting(
@@ -82,15 +68,13 @@ def read(pair: Pair, slot: int, num_bytes: int) -> bytes:
 class Peer:
     """A process that holds the sending side of a pair."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: Child) -> None:
         self.process = process
 
     def expect(self, line: str) -> None:
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == f"{line}\n"
 
     def send(self, num_bytes: int) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{num_bytes}\n")
         self.process.stdin.flush()
         self.expect("sent")
@@ -100,22 +84,29 @@ class Peer:
 
     def closed_at(self) -> float:
         """When its files were closed, its side of the pair among them. Blocks until then."""
-        assert self.process.stdout is not None
         assert self.process.stdout.read() == ""
         return time.monotonic()
 
 
 @contextmanager
 def running_peer(transport: str, address: str, prefix: str = "e1/0-0") -> Iterator[Peer]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")])}
-    command = [sys.executable, "-c", PEER, transport, address, prefix]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+    process = nursery_of_session().call("pair_harness:send_on_request", transport, address, prefix)
+    with process.stdin, process.stdout:
         try:
             yield Peer(process)
         finally:
             process.kill()
+            process.wait(10)
+
+
+def send_on_request(transport: str, address: str, prefix: str) -> None:
+    """The life of a peer: the sender of a pair, which sends as many bytes as each line asks for and then says so."""
+    pair = make_side(transport, address, prefix, True, 30.0)
+    print("paired", flush=True)
+    works = []
+    for line in sys.stdin:
+        works.append(pair.send(0, int(line)))
+        print("sent", flush=True)
 
 
 class Waiter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nursery import Child, nursery_of_session
 
 from cluster.errors import TransferFailed
 from cluster.lifecycle import RequestKey
@@ -24,35 +24,11 @@ from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.transfer_engine import Landing, TransferEngine
 
 HOST = "127.0.0.1"
-ROOT = Path(__file__).resolve().parents[2]
 LAYERS, HEADS, DIM, TOKENS = 2, 4, 3, 45
 POISON = -77.0
 QUICK_S = 5.0  # on a busy machine; what it is held against takes 10 s and more
 TP_SIZES = (1, 2, 4, 8)
 HOST_TRANSPORTS = ("shm", "gloo")
-
-# Epoch, store, transport. Opens a pair as its sender, gathers a chunk and, told "send", posts it.
-PEER = """
-import sys, torch
-from cluster.pb import handoff_pb2, rank_pb2
-from cluster.lifecycle import RequestKey
-from kv_transfer.actions import Chunk, Range
-from kv_transfer.layout import KvLayout
-from kv_transfer.transfer_engine import TransferEngine
-layout = KvLayout(num_layers=2, num_kv_heads=4, head_dim=3, dtype="float32", tp_size=1, block_size=4, model="m")
-engine = TransferEngine(torch.ones(2, 2, 16, 4, 4, 3), layout, 0, timeout_s=30, host="127.0.0.1")
-agreed = handoff_pb2.ReceiverHello(
-    store_address=sys.argv[2], transport=sys.argv[3], wire_format="native", chunk_tokens=16, num_slots=2
-)
-spec = rank_pb2.OpenPair(pair_epoch=sys.argv[1], is_sender=True, remote=layout.to_proto(), agreed=agreed)
-engine.open_pair(engine.add_pair(spec))
-engine.gather(Chunk(RequestKey("r", 1), sys.argv[1], 0, 0, Range(0, 16, 0, 2)), range(4))
-print("open", flush=True)
-for line in sys.stdin:
-    if line == "send\\n":
-        sending = engine.send(sys.argv[1], 0)
-        print("sent", flush=True)
-"""
 
 
 @dataclass
@@ -210,17 +186,34 @@ def make_workers(workers: list[Worker], receiver_timeout_s: float = 10.0, tp_siz
 
 
 @contextmanager
-def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> Iterator[subprocess.Popen[str]]:
+def running_peer(receiver: Worker, epoch: str, address: str, transport: str) -> Iterator[Child]:
     """A process that has opened a pair towards the receiver and gathered a chunk for it."""
-    command = [sys.executable, "-c", PEER, epoch, address, transport]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+    peer = nursery_of_session().call("transfer_harness:gather_and_send", epoch, address, transport)
+    with peer.stdin, peer.stdout:
         try:
             incoming = receiver.spec(epoch, address, make_layout(), is_sender=False, transport=transport)
             open_pair(receiver.engine, incoming)
-            assert peer.stdout is not None and peer.stdout.readline() == "open\n"
+            assert peer.stdout.readline() == "open\n"
             yield peer
         finally:
             peer.kill()
+            peer.wait(10)
+
+
+def gather_and_send(epoch: str, address: str, transport: str) -> None:
+    """The life of a peer: opens a pair as its sender, gathers a chunk, and posts it when a line asks for that."""
+    layout = make_layout()
+    engine = TransferEngine(torch.ones(LAYERS, 2, 16, 4, HEADS, DIM), layout, 0, timeout_s=30, host=HOST)
+    agreed = handoff_pb2.ReceiverHello(
+        store_address=address, transport=transport, wire_format="native", chunk_tokens=16, num_slots=2
+    )
+    open_pair(engine, rank_pb2.OpenPair(pair_epoch=epoch, is_sender=True, remote=layout.to_proto(), agreed=agreed))
+    engine.gather(chunk(epoch, 0, 0, 16), range(4))
+    print("open", flush=True)
+    sent = []
+    for _ in sys.stdin:
+        sent.append(engine.send(epoch, 0))
+        print("sent", flush=True)
 
 
 class Completing:

@@ -21,6 +21,11 @@ def until(look: Callable[[], T | None], what: str, limit_s: float, every_s: floa
     return found
 
 
+def wait_stopped(pid: int) -> None:
+    """Until the process stands still, as SIGSTOP has it."""
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"process {pid} stands still", 10.0, 0.001)
+
+
 def is_running(pid: int) -> bool:
     """One that has ended may be there until its parent looks."""
     try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from scripted_router import ROOT, baton
 
 from cli import config
 from cluster.text import format_bytes
+from worker import examine
 
 ENGINE = "{device: cpu, kv_cache_tokens: 4096, max_num_batched_tokens: 256, max_num_seqs: 16}"
 
@@ -23,6 +27,23 @@ def write(folder: Path, *, model: str = "", engine: str = ENGINE, roles: str = "
     serving = f"{{model: {{path: {path}{model}}}, engine: {engine}, roles: {roles}}}"
     file.write_text(f"metadata:\n  serving: {serving}\n")
     return str(file)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs `worker.examine` here, where torch is loaded already. Other tests here run it as the program does."""
+    run = subprocess.run
+
+    def run_here(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if command[1:3] != ["-m", "worker.examine"]:
+            return run(command, **options)
+        out, errors = io.StringIO(), io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            patch.setattr(sys, "stdin", io.StringIO(options["input"]))
+            code = examine.main(command[3:])
+        return subprocess.CompletedProcess(command, code, out.getvalue(), errors.getvalue())
+
+    monkeypatch.setattr(subprocess, "run", run_here)
 
 
 def explained(*arguments: str) -> dict[str, Any]:
@@ -52,6 +73,7 @@ def test_the_sum_of_each_role_as_json(tmp_path: Path) -> None:
         assert (of["decided_by"], of["quantization"], of["dtype"]) == ("kv_cache_tokens", "int8", "bfloat16")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_mean_length_is_the_callers(tmp_path: Path) -> None:
     told = explained(write(tmp_path), "--mean-tokens", "100")["decode"]
     assert (told["mean_tokens"], told["requests_at_mean"]) == (100, 4096 // 112)
@@ -59,6 +81,7 @@ def test_the_mean_length_is_the_callers(tmp_path: Path) -> None:
     assert (short["mean_tokens"], short["requests_at_mean"]) == (500, 8)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_the_sum_is_written_for_people(tmp_path: Path) -> None:
     file = write(tmp_path, engine="{device: cpu, memory_utilization: 0.5}")
     told = explained(file)["decode"]
@@ -80,6 +103,7 @@ def test_the_sum_is_written_for_people(tmp_path: Path) -> None:
     assert rows["requests"].startswith("8 of 1,024 tokens at a time")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_role_without_workers_has_nothing_to_share_out(tmp_path: Path) -> None:
     file = write(tmp_path, roles="{prefill: {devices: 0, min_workers: 0}}")
 
@@ -102,6 +126,7 @@ def test_without_a_file_it_explains_cluster_yaml_here(tmp_path: Path, monkeypatc
     assert explained()["prefill"]["num_tokens"] == 16384
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -124,6 +149,7 @@ def test_what_a_worker_would_refuse_is_refused(wrong: dict[str, str], said: str,
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_model_that_is_not_there_or_cannot_be_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("metadata:\n  serving: {model: {path: none}}\n")
@@ -136,6 +162,7 @@ def test_a_model_that_is_not_there_or_cannot_be_read_is_refused(tmp_path: Path) 
     assert done.exit_code == 3 and "prefill workers: config.json: architecture 'MambaForCausalLM'" in done.stderr
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_mean_that_no_request_can_have_is_refused(tmp_path: Path) -> None:
     done = baton("config", "explain", write(tmp_path), "--mean-tokens", "3000")
     assert done.exit_code == 3 and "--mean-tokens: 3000 is more than max_model_len 2048" in done.stderr

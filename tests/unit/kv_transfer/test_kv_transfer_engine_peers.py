@@ -28,6 +28,7 @@ from transfer_harness import (
     open_pair,
     running_peer,
 )
+from waiting import wait_stopped
 
 from cluster.errors import TransferFailed
 
@@ -103,19 +104,20 @@ def test_a_killed_peer_process_fails_the_landing_at_once_and_the_next_pair_succe
 ) -> None:
     sender, receiver = make_workers(workers, receiver_timeout_s=60)
     expected = receiver.fill(make_truth(), 0, 16)
-    took_s = []
-    for number in range(3):  # one of them is not held up by what else the machine does
+    for number in range(5):  # one of them is not held up by what else the machine does
         with running_peer(receiver, f"e{number}", store_address, transport) as peer:
             landing = receiver.engine.post_receive(chunk(f"e{number}", 0, 0, 16), receiver.table)
             completing = Completing(receiver.engine, landing)
             peer.send_signal(signal.SIGKILL)
-            assert peer.stdout is not None and peer.stdout.read() == ""  # its files are closed
+            assert peer.stdout.read() == ""  # its files are closed
             closed = time.monotonic()
             failure, noticed = completing.failure()
             assert f"receive on {transport} pair e{number}/0-0 failed" in failure.message
-            took_s.append(noticed - closed)
+            took_s = noticed - closed
             assert peer.wait(10) == -signal.SIGKILL
-    assert min(took_s) < 0.1
+        if took_s < 0.1:
+            break
+    assert took_s < 0.1
     assert_untouched(receiver)
     assert_nothing_is_held(receiver)
     open_both(sender, receiver, "again", store_address, transport)
@@ -129,12 +131,10 @@ def test_a_stopped_peer_that_wakes_up_later_harms_nobody(
 ) -> None:
     sender, receiver = make_workers(workers)
     with running_peer(receiver, "e1", store_address, transport) as peer:
-        assert peer.stdin is not None and peer.stdout is not None
         receiver.engine._timeout_s = 0.3  # from here on: the peer took longer to start
         landing = receiver.engine.post_receive(chunk("e1", 0, 0, 16), receiver.table)
         peer.send_signal(signal.SIGSTOP)
-        _, status = os.waitpid(peer.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        wait_stopped(peer.pid)
         with pytest.raises(TransferFailed, match="Timed out"):
             receiver.engine.complete_receive(landing)
         receiver.engine._timeout_s = 10.0

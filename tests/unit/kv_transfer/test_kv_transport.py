@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 from pair_harness import HOST, HOST_TRANSPORTS, QUICK_S, Waiter, make_both, make_side, put, read, running_peer
+from waiting import wait_stopped
 
 from cluster.errors import ConfigError, TransferFailed
 from kv_transfer.transports.interface import Pair, StoreClients, connect_store, serve_store
@@ -186,8 +187,7 @@ def test_a_pair_that_is_not_made_leaves_nothing_behind(transport: str, is_sender
 def test_a_killed_peer_process_is_noticed_within_100_ms_of_its_socket_closing(
     transport: str, store_address: str
 ) -> None:
-    took_s = []
-    for number in range(3):  # one of them is not held up by what else the machine does
+    for number in range(5):  # one of them is not held up by what else the machine does
         prefix = f"e{number}/0-0"
         with running_peer(transport, store_address, prefix) as peer:
             receiver = make_side(transport, store_address, prefix, False, 60)
@@ -198,12 +198,14 @@ def test_a_killed_peer_process_is_noticed_within_100_ms_of_its_socket_closing(
             error, woken = waiter.outcome()
             assert isinstance(error, TransferFailed)
             assert f"receive on {transport} pair {prefix} failed" in str(error)
-            took_s.append(woken - closed)
+            took_s = woken - closed
             with pytest.raises(TransferFailed):
                 receiver.receive(1, 1000).wait(30)
             receiver.close()
             assert peer.process.wait(10) == -signal.SIGKILL
-    assert min(took_s) < 0.1
+        if took_s < 0.1:
+            break
+    assert took_s < 0.1
 
 
 @both
@@ -243,8 +245,7 @@ def test_a_stopped_peer_process_fails_after_the_timeout(transport: str, store_ad
         receiver = make_side(transport, store_address, "e1/0-0", False, 60)
         peer.expect("paired")
         peer.process.send_signal(signal.SIGSTOP)
-        _, status = os.waitpid(peer.process.pid, os.WUNTRACED)
-        assert os.WIFSTOPPED(status)
+        wait_stopped(peer.process.pid)
         started = time.monotonic()
         with pytest.raises(TransferFailed, match="Timed out"):
             receiver.receive(0, 1000).wait(0.2)
