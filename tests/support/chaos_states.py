@@ -7,8 +7,8 @@
     COMMITTING  the same, with a prompt that fits the slots: everything is offered and Commit told
     DECODING    handed over; tokens come
 
-Each state is seen before `reach` returns, in what the workers tell of themselves. The workers have two ranks each.
-Knows no fault.
+Each state is seen before `reach` returns, in what the workers tell of themselves; one that is missed, because a busy
+machine took longer than a silent worker is waited for, is tried again. The workers have two ranks each. Knows no fault.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import grpc
 from chaos_fleet import ChaosWorker, Fleet, await_true, process_state
 from chaos_reference import Reference
 from cluster_fixture import Stream
@@ -94,8 +95,28 @@ def prompt_of(seed: int, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(range(4, 1000), k=num_tokens)
 
 
+class Missed(Exception):
+    """The request was placed elsewhere before its state was seen: a process that was stopped was given up meanwhile."""
+
+
 def reach(fleet: Fleet, state: State, seed: int) -> HandOff:
     """A new request, from PREFILL to DECODE, in that state."""
+    for attempt in range(_MOST_ATTEMPTS):
+        hand_off = _begin(fleet, state, seed + 100_000 * attempt)
+        try:
+            _SEEN[state](hand_off, fleet[PREFILL], fleet[DECODE])
+        except Missed:
+            hand_off.release()
+            hand_off.stream.join()
+            fleet.settle()
+            fleet.await_ready()
+        else:
+            return hand_off
+    raise AssertionError(f"the state {state.value} was missed {_MOST_ATTEMPTS} times")
+
+
+def _begin(fleet: Fleet, state: State, seed: int) -> HandOff:
+    """The request is on its way, and the rank stands still that will hold it."""
     prompt = prompt_of(seed, SHORT_TOKENS if state is State.COMMITTING else LONG_TOKENS)
     num_output_tokens = LONG_OUTPUT_TOKENS if state is State.DECODING else OUTPUT_TOKENS
     prefill, decode = fleet[PREFILL], fleet[DECODE]
@@ -105,9 +126,7 @@ def reach(fleet: Fleet, state: State, seed: int) -> HandOff:
     for worker, rank in holders:
         worker.stop(rank)
     stream = fleet.submit(prompt, num_output_tokens, name=f"{state.value}-{seed}", include_timing=True)
-    hand_off = HandOff(stream, prompt, num_output_tokens, state, holders, blocker)
-    _SEEN[state](hand_off, prefill, decode)
-    return hand_off
+    return HandOff(stream, prompt, num_output_tokens, state, holders, blocker)
 
 
 def _open_pair(prefill: ChaosWorker, decode: ChaosWorker, seed: int) -> None:
@@ -153,9 +172,23 @@ def _see_opening(hand_off: HandOff, prefill: ChaosWorker, decode: ChaosWorker) -
     assert prefill.ask().num_waiting_requests == 1
 
 
+def _await(hand_off: HandOff, is_there: Callable[[], bool]) -> None:
+    """Until the state is there. Raises Missed once it cannot come any more: it ends with the second token."""
+
+    def look() -> bool:
+        if hand_off.stream.num_tokens > 1 or hand_off.stream.is_over:
+            raise Missed
+        try:
+            return is_there()
+        except grpc.RpcError:  # a worker takes no session while one of its ranks is silent
+            return False
+
+    await_true(look, lambda: f"{hand_off.state}: {hand_off.stream.events}")
+
+
 def _see_prefilling(hand_off: HandOff, prefill: ChaosWorker, decode: ChaosWorker) -> None:
-    await_true(lambda: decode.ask().blocks_held * 16 >= len(hand_off.prompt), decode.ask)
-    await_true(lambda: prefill.ask().num_running_seqs == 1, prefill.ask)
+    _await(hand_off, lambda: decode.ask().blocks_held * 16 >= len(hand_off.prompt))
+    _await(hand_off, lambda: prefill.ask().num_running_seqs == 1)
 
 
 def _hold(hand_off: HandOff, decode: ChaosWorker, rank: int, prefill: ChaosWorker) -> None:
@@ -168,17 +201,17 @@ def _hold(hand_off: HandOff, decode: ChaosWorker, rank: int, prefill: ChaosWorke
 
 def _see_offered(hand_off: HandOff, prefill: ChaosWorker, decode: ChaosWorker) -> None:
     _hold(hand_off, decode, 0, prefill)
-    await_true(lambda: prefill.slots("send", "offered") == NUM_SLOTS, prefill.metrics)
+    _await(hand_off, lambda: prefill.slots("send", "offered") == NUM_SLOTS)
 
 
 def _see_granted(hand_off: HandOff, prefill: ChaosWorker, decode: ChaosWorker) -> None:
     _hold(hand_off, decode, 1, prefill)
-    await_true(lambda: decode.slots("receive", "posted") == NUM_SLOTS, decode.metrics)
+    _await(hand_off, lambda: decode.slots("receive", "posted") == NUM_SLOTS)
 
 
 def _see_committing(hand_off: HandOff, prefill: ChaosWorker, decode: ChaosWorker) -> None:
     _see_granted(hand_off, prefill, decode)
-    await_true(lambda: prefill.ask().num_running_seqs == 0, prefill.ask)
+    _await(hand_off, lambda: prefill.ask().num_running_seqs == 0)
     hand_off.stream.wait_for_tokens(1)
 
 

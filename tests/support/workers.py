@@ -9,8 +9,10 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +38,7 @@ class Process:
         self.errors: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed by stop)
         self.popen = nursery_of_session().bear(module, settings_json, self.errors.fileno(), namespace)
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._closed: Future[float] = Future()
         threading.Thread(target=self._read, daemon=True).start()
 
     def expect(self, event: str) -> dict[str, Any]:
@@ -47,6 +50,10 @@ class Process:
         if line is None or line["event"] != event:
             raise AssertionError(f"expected {event!r}, got {line}: {self.stderr()}")
         return line
+
+    def closed_at(self) -> float:
+        """When its files were closed, its sockets among them. Blocks until then."""
+        return self._closed.result(START_TIMEOUT_S)
 
     def stderr(self) -> str:
         self.errors.seek(0)
@@ -70,6 +77,7 @@ class Process:
         with contextlib.suppress(ValueError):  # closed by stop
             for line in self.popen.stdout:
                 self._lines.put(json.loads(line))
+        self._closed.set_result(time.monotonic())
         self._lines.put(None)
 
 

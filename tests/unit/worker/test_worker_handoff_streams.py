@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -125,7 +126,7 @@ async def test_a_silent_connection_is_suspected_and_then_given_up_by_both_sides(
             assert end.said("suspected") == [("e", True)]
             assert TIMING.suspect_after_s * 0.5 < end.time_of("suspected") - silent_since
             assert end.time_of("ended") - silent_since > TIMING.dead_after_s * 0.5
-            assert "silent for 0." in end.said("ended")[0][1]
+            assert re.search(r"silent for \d+\.\d", end.said("ended")[0][1])
         assert relay.num_bytes_held > 0
 
 
@@ -160,16 +161,16 @@ async def test_a_refused_connection_is_down_at_once_and_a_worker_started_there_i
     p, d = End(handshake("p"), PATIENT), End(handshake("d"), PATIENT)
     p.start_beating()
     try:
-        for attempt in range(5):  # gRPC would wait longer after each failure
-            asked_at = time.monotonic()
+        asked_at = time.monotonic()
+        for attempt in range(5):  # gRPC would wait longer after each failure, seven seconds in all
             p.open(f"e{attempt}", f"127.0.0.1:{port}", d.handshake.incarnation)
             await p.wait_for(lambda count=attempt + 1: len(p.said("ended")) == count)
-            assert time.monotonic() - asked_at < 0.5
+        assert time.monotonic() - asked_at < AT_ONCE_S
         assert not any(is_final for _, _, is_final in p.said("ended"))
         await d.serve(port)
         asked_at = time.monotonic()
         await opened(p, d, f"127.0.0.1:{port}", "now")
-        assert time.monotonic() - asked_at < 0.5
+        assert time.monotonic() - asked_at < AT_ONCE_S
     finally:
         await p.close()
         await d.close()
