@@ -79,7 +79,7 @@ serve: $(READY)
 	@$(VENV)/bin/baton serve $(ARGS)
 
 test: $(READY)
-	$(PY) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
+	$(PY) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(READY)
 	$(PY) -m ruff check .

@@ -1,4 +1,4 @@
-"""Rules of every test run: one CPU thread for torch, Ctrl-C that is heard, and nothing left behind at the end.
+"""Rules of every test run: their order, one CPU thread for torch, Ctrl-C that is heard, and nothing left behind.
 
 At the end every process that descends from this one, or carries this session's mark in its environment (daemons do,
 after their parent has gone), is named, killed, and fails the run.
@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,6 +32,27 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ENDING_S = 10.0
+WAITING = ("integration", "chaos")
+"""Folders of tests that mostly wait for processes; the others compute."""
+LONGEST = (
+    "integration/test_integration_benchmark.py",
+    "integration/test_integration_serve.py",
+    "integration/test_integration_handoff.py",
+    "integration/test_integration_resume.py",
+    "integration/test_integration_rebalance.py",
+    "integration/test_integration_ray.py",
+    "integration/test_integration_moves.py",
+    "integration/test_integration_batches.py",
+    "integration/test_integration_secured.py",
+    "integration/test_integration_cancel.py",
+    "unit/worker/test_worker_simulation.py",
+    "unit/kv_transfer/test_kv_transport.py",
+    "unit/kv_transfer/test_kv_transfer_engine_peers.py",
+    "unit/engine/test_engine_ops.py",
+    "unit/tools/test_tools_doctor_broken.py",
+    "unit/worker/test_worker_sentinel.py",
+)
+"""Files that take longer than the number of their tests would tell, longest first."""
 
 
 def _is_ours(process: psutil.Process) -> bool:
@@ -50,6 +73,22 @@ def _describe(process: psutil.Process) -> str:
         return f"{process.pid} {process.status()} {' '.join(process.cmdline())[:160]}"
     except psutil.NoSuchProcess:
         return ""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Orders the files for test processes that share them (`make test`): the longest first, so that no process works
+    alone at the end, and those that wait spread among those that compute, so that the processors always have work."""
+    if not hasattr(config, "workerinput"):
+        return
+    num_tests = Counter(item.path for item in items)
+    ranks = {Path(__file__).parent / name: rank for rank, name in enumerate(LONGEST)}
+    turns: dict[Path, float] = {}
+    for waits in (True, False):
+        files = [path for path in num_tests if (path.parent.name in WAITING) is waits]
+        files.sort(key=lambda path: (ranks.get(path, len(ranks)), -num_tests[path], path))
+        turns |= {path: (i + 0.5) / len(files) for i, path in enumerate(files)}
+    items.sort(key=lambda item: (turns[item.path], item.path))
 
 
 def pytest_runtest_setup() -> None:
