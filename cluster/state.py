@@ -24,7 +24,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TIMEOUT_S = 0.25
+TIMEOUT_S = 2.0
+"""A store that does not answer for so long is away. One that is only slow is waited for."""
+_LOOKS = 8
+"""How often a call looks for its answer before it gives up: a loop that stood still has used up one look."""
 FIRST_PROBE_S = 0.1
 LONGEST_PROBE_S = 1.0
 
@@ -251,11 +254,25 @@ class Guard:
             raise
 
     async def _in_time(self, call: Callable[[], Awaitable[T]]) -> T:
+        loop, num_looks, look_s = asyncio.get_running_loop(), 0, self._timeout_s / _LOOKS
+        timer: asyncio.TimerHandle
+
+        def look() -> None:
+            nonlocal timer, num_looks
+            num_looks += 1
+            if num_looks == _LOOKS:
+                limit.reschedule(loop.time())
+            else:
+                timer = loop.call_later(look_s, look)
+
+        timer = loop.call_later(look_s, look)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(None) as limit:
                 return await call()
         except TimeoutError as error:
             raise StoreAway(f"no answer within {self._timeout_s:g} s") from error
+        finally:
+            timer.cancel()
 
     def _trip(self, error: StoreAway) -> None:
         if not self.is_away:

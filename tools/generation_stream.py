@@ -111,7 +111,7 @@ class StreamProgress:
             text=delta.text[old_text:],
             logprobs=delta.logprobs[num_old:],
         )
-        return Event(delta=rest)
+        return Event(delta=rest, resumable=event.resumable) if event.HasField("resumable") else Event(delta=rest)
 
 
 class ResumingStream:

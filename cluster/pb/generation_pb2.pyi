@@ -315,18 +315,20 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[GenerationSpec, _Mapping]] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("started", "delta", "sequence_end", "completed", "heartbeat")
+    __slots__ = ("started", "delta", "sequence_end", "completed", "heartbeat", "resumable")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_END_FIELD_NUMBER: _ClassVar[int]
     COMPLETED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    RESUMABLE_FIELD_NUMBER: _ClassVar[int]
     started: Started
     delta: SequenceDelta
     sequence_end: SequenceEnd
     completed: Completed
     heartbeat: Heartbeat
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[SequenceDelta, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    resumable: bool
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., delta: _Optional[_Union[SequenceDelta, _Mapping]] = ..., sequence_end: _Optional[_Union[SequenceEnd, _Mapping]] = ..., completed: _Optional[_Union[Completed, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., resumable: bool = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("phase", "queue_position")

@@ -80,7 +80,7 @@ class GenerationService:
                 reader.check()
             events = reader.take()
             if reader.is_kept:
-                await self.resumables.before_send(reader)
+                await self.resumables.before_send(reader, events)
         finally:
             self._leave(reader)
         if live.error is not None:
@@ -120,7 +120,7 @@ class GenerationService:
             is_over = live.is_over
             events = reader.take()
             if reader.is_kept:
-                await self.resumables.before_send(reader)
+                await self.resumables.before_send(reader, events)
             for event in events:
                 await writer.write(event)
             if is_over:

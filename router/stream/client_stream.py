@@ -55,6 +55,8 @@ class StreamReader:
         self.output = live.output
         self.is_kept = is_kept
         self.traceparent = traceparent
+        self.is_resumable: bool | None = None
+        """What the client has been told of it; None: nothing yet."""
         self._is_replaced = False
 
     def check(self) -> None:

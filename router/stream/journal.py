@@ -115,15 +115,20 @@ class Journal(Generic[E]):
         self._pages[generation_id] = _Page(source, Claim(self.owner, epoch))
         self._mark(generation_id)
 
-    async def catch_up(self, generation_id: str) -> None:
-        """Waits until all that there is now is stored, or the store is away or full. Never raises."""
+    async def catch_up(self, generation_id: str) -> bool:
+        """Waits until all that there is now is stored, or the store is away or full. Never raises.
+
+        True when it is stored where another router finds it once this one has died.
+        """
         page = self._pages.get(generation_id)
-        if page is None or self._store.is_away or page.is_refused or page.stored == page.source.extent():
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        page.waiters.append(waiter)
-        self._mark(generation_id)
-        await waiter
+        if page is None or self._store.is_away or page.is_refused:
+            return False
+        if page.stored != page.source.extent():
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            page.waiters.append(waiter)
+            self._mark(generation_id)
+            await waiter
+        return page.stored is not None and self._store.outlives_process
 
     def close(self, generation_id: str) -> None:
         """Removes the record, here and from the store."""
@@ -137,7 +142,12 @@ class Journal(Generic[E]):
     async def find(self, generation_id: str) -> Log | None:
         """None when there is no such record, or it is cancelled. Raises StoreAway."""
         found = await self._store.read(generation_id)
-        return None if found is None or found.claim.owner == _CANCELLED_OWNER else found
+        if found is None or found.claim in (
+            self._closed.get(generation_id),
+            Claim(_CANCELLED_OWNER, found.claim.epoch),
+        ):
+            return None
+        return found
 
     async def take(self, generation_id: str, held: Claim, *, to_cancel: bool = False) -> int | None:
         """Makes a record this router's own, or cancelled. Returns its new epoch; None when another router was faster.
@@ -179,8 +189,11 @@ class Journal(Generic[E]):
         batch: list[_Writing[E]] = []
         try:
             if self._closed:
-                closed, self._closed = self._closed, {}
-                await self._store.delete(list(closed.items()))
+                closed = dict(self._closed)
+                try:
+                    await self._store.delete(list(closed.items()))
+                finally:
+                    self._closed = {key: claim for key, claim in self._closed.items() if key not in closed}
             self._fill(batch)
             if batch:
                 outcomes = await self._store.write([writing.write for writing in batch])

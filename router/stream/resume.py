@@ -28,7 +28,7 @@ from cluster.errors import (
     Unavailable,
 )
 from cluster.lifecycle import RequestKey, RequestState
-from cluster.pb.generation_pb2 import GenerationSpec
+from cluster.pb.generation_pb2 import GenerateStreamResponse, GenerationSpec
 from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
 from cluster.state import Claim, Store, StoreAway
 from router.api.call import Principal
@@ -122,10 +122,15 @@ class Resumables:
         """Keeps a new generation that may be resumed."""
         return self._add(live, origin_of(live, spec, self._hooks.weights_revision()), epoch=1)
 
-    async def before_send(self, reader: StreamReader) -> None:
-        """Waits until what the reader took is in the journal. Raises Aborted when another call reads it now."""
-        await self._journal.catch_up(reader.live.key.request_id)
+    async def before_send(self, reader: StreamReader, events: Sequence[GenerateStreamResponse]) -> None:
+        """Waits until the events that the reader took are in the journal; the first says so where that has changed.
+
+        Raises Aborted when another call reads the generation now.
+        """
+        is_stored = await self._journal.catch_up(reader.live.key.request_id)
         reader.check()
+        if events and reader.is_resumable is not is_stored:
+            events[0].resumable = reader.is_resumable = is_stored
 
     def remove(self, reader: StreamReader) -> None:
         """The reader's call has ended, in whatever way."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,17 +108,18 @@ def test_all_streams_go_on_when_the_router_of_the_default_cluster_is_killed(serv
     assert outputs == undisturbed
 
 
-def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
-    other = served.router("router-1").address
+def check_resumed_elsewhere(address: str, other: str) -> None:
+    """A stream that is left where it may be resumed goes on at another router."""
     spec = specs()[1]
-    with BatonClient(served.address) as client, BatonClient(other) as elsewhere:
+    with BatonClient(address) as client, BatonClient(other) as elsewhere:
         undisturbed = read(elsewhere, spec)
         spec.resume.SetInParent()
-        transcript = Transcript()
+        transcript, is_resumable = Transcript(), False
         with client.stream(spec, timeout_s=WAIT_S) as stream:
             for event in stream:
                 transcript.add(event)
-                if transcript.sequences and len(transcript.sequences[0].token_ids) > 50:
+                is_resumable = event.resumable if event.HasField("resumable") else is_resumable
+                if is_resumable and transcript.sequences and len(transcript.sequences[0].token_ids) > 50:
                     break
         assert transcript.started is not None
         resume = pb.ResumeFrom(
@@ -130,6 +132,10 @@ def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
                     transcript.add(event)
     assert transcript.is_complete
     assert [vars(sequence) for sequence in transcript.sequences] == undisturbed
+
+
+def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
+    check_resumed_elsewhere(served.address, served.router("router-1").address)
 
 
 def test_the_journal_is_one_private_file_that_goes_with_the_cluster(served: Served) -> None:
@@ -150,7 +156,11 @@ def own_redis() -> Iterator[RedisServer]:
 def test_nothing_fails_while_redis_is_killed_flushed_stopped_and_started(
     tmp_path: Path, own_redis: RedisServer
 ) -> None:
-    faults = [own_redis.flush, own_redis.pause, own_redis.go_on, own_redis.kill, own_redis.start, own_redis.flush]
+    def stand_still() -> None:
+        own_redis.pause()
+        threading.Timer(0.5, own_redis.go_on).start()
+
+    faults = [own_redis.flush, stand_still, own_redis.kill, own_redis.start, own_redis.flush]
     with PlainCluster(
         BUNDLED_MODEL,
         tmp_path,
@@ -158,6 +168,7 @@ def test_nothing_fails_while_redis_is_killed_flushed_stopped_and_started(
         kv_cache_tokens=16384,
     ) as cluster:
         wanted = specs()
+        wanted[0].stopping.max_output_tokens = 2 * NUM_TOKENS  # messages grow while they wait for Redis
         undisturbed = [read(cluster.client, spec) for spec in wanted]
         told, done = [0], [0]
 
@@ -176,6 +187,7 @@ def test_nothing_fails_while_redis_is_killed_flushed_stopped_and_started(
         assert outputs == undisturbed
         status = cluster.status().router
         assert (status.num_failed, status.num_rejected) == (0, 0)
+        check_resumed_elsewhere(cluster.address, str(cluster.add_router("other")["address"]))
 
 
 def test_one_that_nobody_comes_back_to_is_freed_on_the_workers(tmp_path: Path) -> None:

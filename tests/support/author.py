@@ -93,6 +93,8 @@ class Reading:
     """Index of the first token that was told of each sequence."""
     ends: dict[int, pb.SequenceEnd] = field(default_factory=dict)
     completed: pb.Completed | None = None
+    resumable: list[bool] = field(default_factory=list)
+    """Whether another router could go on, each time that it was told."""
 
     @classmethod
     def start(cls, router: Router, spec: pb.GenerationSpec) -> Reading:
@@ -114,6 +116,8 @@ class Reading:
 
     def _note(self, event: pb.GenerateStreamResponse) -> None:
         assert self.completed is None
+        if event.HasField("resumable"):
+            self.resumable.append(event.resumable)
         if event.HasField("started"):
             assert not self.generation_id, "it has started twice"
             self.generation_id = event.started.generation_id

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -200,6 +201,23 @@ async def test_a_store_that_fails_is_left_alone_until_a_probe_succeeds(
         "the state store is away",
         "the state store is back",
     ]
+    await guard.close()
+
+
+class ThreadedStore(MemoryStore):
+    """Its answer comes from a thread, whatever the loop does."""
+
+    async def probe(self) -> None:
+        await asyncio.to_thread(time.sleep, 0.01)
+
+
+async def test_a_loop_that_stands_still_does_not_take_the_store_for_gone() -> None:
+    guard = Guard(ThreadedStore(), timeout_s=0.1)
+    call = asyncio.create_task(guard.probe())
+    await asyncio.sleep(0)
+    time.sleep(0.5)
+    await call
+    assert not guard.is_away
     await guard.close()
 
 

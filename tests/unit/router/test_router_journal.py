@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from cluster.errors import Aborted, Cancelled, FailedPrecondition, NotFound, Una
 from cluster.file_store import FileStore
 from cluster.pb import generation_pb2 as pb
 from cluster.redis_store import RedisStore
-from cluster.state import MemoryStore, Store
+from cluster.state import Claim, MemoryStore, Outcome, Store, StoreAway, Write
 
 TEXT = "aéb🎉c ENDx"
 STOP = ("END",)
@@ -70,6 +70,118 @@ async def test_a_client_that_comes_to_another_router_gets_the_rest(
     assert undisturbed.texts[0].endswith(rest.texts.get(0, "")) and rest.ends == undisturbed.ends
     if index == 0:
         assert rest.texts == undisturbed.texts
+
+
+class SlowStore(MemoryStore):
+    """Answers after more time than a message may be felt to wait, and is shared by routers that outlive one another."""
+
+    outlives_process = True
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        await asyncio.sleep(0.4)
+        return await super().write(writes)
+
+
+@pytest.mark.parametrize("has_ended", [False, True], ids=["while it runs", "when it has ended"])
+async def test_what_a_client_has_been_told_can_be_resumed_however_slow_the_store(
+    tmp_path: Path, has_ended: bool
+) -> None:
+    author, store = Author("hello", limit=5 if has_ended else 3), SlowStore()
+    async with two_routers(tmp_path, author, lambda: store) as (one, two):
+        first = Reading.start(one, resumable())
+        await (first.to_the_end() if has_ended else first.until_tokens(3))
+        assert first.resumable == [True]
+        await first.leave()
+        author.limit = 5
+        rest = await Reading.start(two, again(first.generation_id, 2)).to_the_end()
+    assert rest.texts == {0: "llo"}
+    known = [list(tokens.token_ids) for admit in author.worker.admits[1:] for tokens in admit.known_tokens]
+    assert known == [] if has_ended else [ids("hel")]
+
+
+async def test_a_redis_that_stands_still_for_a_while_is_waited_for(tmp_path: Path, own_redis: RedisServer) -> None:
+    author = Author("hello world", limit=3)
+    async with two_routers(tmp_path, author, lambda: RedisStore(own_redis.url)) as (one, two):
+        first = Reading.start(one, resumable())
+        await first.until_tokens(3)
+        own_redis.pause()
+        asyncio.get_running_loop().call_later(0.6, own_redis.go_on)
+        author.allow(6)
+        await first.until_tokens(6)
+        await first.leave()
+        author.limit = 11
+        await Reading.start(two, again(first.generation_id, 6)).to_the_end()
+    assert first.resumable == [True]
+    assert [list(known.token_ids) for known in author.worker.admits[1].known_tokens] == [ids("hello ")]
+
+
+class HoldingStore(MemoryStore):
+    """Deletes nothing until it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_delete = asyncio.Event()
+
+    async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
+        await self.may_delete.wait()
+        await super().delete(keys)
+
+
+async def test_what_is_cancelled_is_nobodys_before_its_record_is_gone(tmp_path: Path) -> None:
+    author, store = Author("hello", limit=2), HoldingStore()
+    async with running_router(tmp_path, [author.worker], store=store, **ALONE) as router:
+        first = Reading.start(router, resumable())
+        await first.until_tokens(2)
+        request = pb.CancelGenerationRequest(generation_ids=[first.generation_id])
+        assert list((await router.generation.CancelGeneration(request)).cancelled_ids) == [first.generation_id]
+        assert isinstance(await refusal(Reading.start(router, again(first.generation_id, 0)).to_the_end()), NotFound)
+        store.may_delete.set()
+
+
+class RefusingStore(MemoryStore):
+    """Refuses while it is told to."""
+
+    outlives_process = True
+    is_refusing = False
+
+    async def write(self, writes: Sequence[Write]) -> list[Outcome]:
+        await self.probe()
+        return await super().write(writes)
+
+    async def probe(self) -> None:
+        if self.is_refusing:
+            raise StoreAway("refused")
+
+
+async def test_a_stream_says_when_it_would_end_with_its_router_and_when_not_any_more(tmp_path: Path) -> None:
+    text = 40 * "hello "
+    author, store = Author(text, limit=1), RefusingStore()
+    store.is_refusing = True
+    async with running_router(tmp_path, [author.worker], store=store, **ALONE) as router:
+        first = Reading.start(router, resumable(stopping=pb.StoppingCriteria(max_output_tokens=len(text))))
+        await first.until_tokens(1)
+        assert first.resumable == [False]
+        store.is_refusing = False
+        count = 1
+        while first.resumable == [False]:
+            author.allow(count := count + 1)
+            await first.until_tokens(count)
+            await asyncio.sleep(0.02)  # the store is looked for now and then
+        store.is_refusing = True
+        author.allow(count + 1)
+        await first.until_tokens(count + 1)
+        assert first.resumable == [False, True, False]
+        author.finish()
+        assert (await first.to_the_end()).texts == {0: text}
+
+
+async def test_a_stream_in_memory_says_that_it_ends_with_its_router(tmp_path: Path) -> None:
+    async with running_router(tmp_path, [(author := Author("hello")).worker], **ALONE) as router:
+        assert (await Reading.start(router, resumable()).to_the_end()).resumable == [False]
+        spec = resumable()
+        spec.ClearField("resume")
+        assert (await Reading.start(router, spec).to_the_end()).resumable == [], "nobody asked"
+        assert len(author.worker.admits) == 2
 
 
 async def test_a_router_that_lost_a_generation_cancels_its_run(tmp_path: Path, make_store: Callable[[], Store]) -> None:
