@@ -1,7 +1,9 @@
 """The batch store in Redis, for routers that share one: each change is one Lua script, all of it or nothing.
 
-    record:ID               hash: kind, tenant, data, ends_at, version
+    record:ID               hash: kind, tenant, data, ends_at, version, size
     list:KIND:TENANT, open  sorted sets of ids, in the order in which they were added
+    open:TENANT             set of ids of the tenant's open batches
+    bytes                   hash: bytes of each tenant's files
     ends                    sorted set of ids, by when they may be swept away
     pieces:ID               hash: the pieces of a file by number; it ends by itself until its file is added
     claim:ID                hash: owner, epoch, until_ms, and how many lines have a good and a bad answer
@@ -18,11 +20,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.redis_store import ask, connect
-from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord
+from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord, TenantLimits
 
 PREFIX = "baton:{batches}:"
 """With a tag, so that Redis Cluster would keep all of it in one place."""
 _FIELDS = ("kind", "tenant", "data", "ends_at", "version")
+_AT_ONCE = 100
+"""Open batches that are looked at in one round trip."""
 
 _IF_HELD = """
 local function is_held(p, batch_id, owner, epoch)
@@ -34,15 +38,31 @@ end
 _ADD = (
     _IF_HELD
     + """
-local p, id, kind, tenant, data, ends_at, version, batch_id, owner, epoch = KEYS[1], unpack(ARGV)
+local p, id, kind, tenant, data, ends_at, version, size, most_bytes, most, most_open, batch_id, owner, epoch =
+  KEYS[1], unpack(ARGV)
 if not is_held(p, batch_id, owner, epoch) then return 0 end
+local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'size')
+local more = tonumber(size) - tonumber(held[2] or 0)
+if most ~= '' then
+  local list, count = p .. 'list:' .. kind .. ':' .. tenant, 0
+  if kind == 'upload' then count = redis.call('ZCARD', p .. 'list:file:' .. tenant) end
+  if count + redis.call('ZCARD', list) >= tonumber(most) then return 0 end
+  if kind == 'batch' and redis.call('SCARD', p .. 'open:' .. tenant) >= tonumber(most_open) then return 0 end
+  local bytes = tonumber(redis.call('HGET', p .. 'bytes', tenant) or 0)
+  if kind == 'upload' and bytes + more > tonumber(most_bytes) then return 0 end
+end
+if more ~= 0 then redis.call('HINCRBY', p .. 'bytes', tenant, more) end
+if held[1] == 'upload' then redis.call('ZREM', p .. 'list:upload:' .. tenant, id) end
 redis.call('HSET', p .. 'record:' .. id, 'kind', kind, 'tenant', tenant, 'data', data, 'ends_at', ends_at,
-  'version', version)
+  'version', version, 'size', size)
 local seq = redis.call('INCR', p .. 'seq')
 redis.call('ZADD', p .. 'list:' .. kind .. ':' .. tenant, 'NX', seq, id)
 redis.call('ZADD', p .. 'ends', ends_at, id)
 redis.call('PERSIST', p .. 'pieces:' .. id)
-if kind == 'batch' then redis.call('ZADD', p .. 'open', 'NX', seq, id) end
+if kind == 'batch' then
+  redis.call('ZADD', p .. 'open', 'NX', seq, id)
+  redis.call('SADD', p .. 'open:' .. tenant, id)
+end
 return 1
 """
 )
@@ -60,35 +80,33 @@ return 1
 )
 _REMOVE = """
 local p, kind, tenant, id = KEYS[1], unpack(ARGV)
-local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant')
+local held = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'size')
 if held[1] ~= kind or held[2] ~= tenant then
   redis.call('ZREM', p .. 'ends', id)
   return 0
 end
-redis.call('DEL', p .. 'record:' .. id, p .. 'pieces:' .. id)
+redis.call('UNLINK', p .. 'record:' .. id, p .. 'pieces:' .. id)
 redis.call('ZREM', p .. 'list:' .. kind .. ':' .. tenant, id)
+redis.call('SREM', p .. 'open:' .. tenant, id)
+if tonumber(held[3] or 0) > 0 then redis.call('HINCRBY', p .. 'bytes', tenant, -held[3]) end
 redis.call('ZREM', p .. 'ends', id)
 return 1
 """
 _CLAIM = """
-local p, owner, ttl_ms = KEYS[1], ARGV[1], tonumber(ARGV[2])
+local p, id, owner, ttl_ms = KEYS[1], ARGV[1], ARGV[2], tonumber(ARGV[3])
+local record = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'data', 'ends_at', 'version')
+if not record[1] then
+  redis.call('ZREM', p .. 'open', id)
+  redis.call('UNLINK', p .. 'claim:' .. id, p .. 'answers:' .. id, p .. 'begun:' .. id)
+  return {}
+end
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local but = {}
-for i = 3, #ARGV do but[ARGV[i]] = true end
-for _, id in ipairs(redis.call('ZRANGE', p .. 'open', 0, -1)) do
-  local record = redis.call('HMGET', p .. 'record:' .. id, 'kind', 'tenant', 'data', 'ends_at', 'version')
-  if not record[1] then
-    redis.call('ZREM', p .. 'open', id)
-    redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id, p .. 'begun:' .. id)
-  elseif not but['tenant:' .. record[2]] and not but['batch:' .. id]
-    and tonumber(redis.call('HGET', p .. 'claim:' .. id, 'until_ms') or 0) <= now then
-    local epoch = redis.call('HINCRBY', p .. 'claim:' .. id, 'epoch', 1)
-    redis.call('HSET', p .. 'claim:' .. id, 'owner', owner, 'until_ms', string.format('%.0f', now + ttl_ms))
-    return {id, epoch, record}
-  end
-end
-return {}
+local is_open = redis.call('ZSCORE', p .. 'open', id)
+if not is_open or tonumber(redis.call('HGET', p .. 'claim:' .. id, 'until_ms') or 0) > now then return {} end
+local epoch = redis.call('HINCRBY', p .. 'claim:' .. id, 'epoch', 1)
+redis.call('HSET', p .. 'claim:' .. id, 'owner', owner, 'until_ms', string.format('%.0f', now + ttl_ms))
+return {id, epoch, record}
 """
 _HOLD = (
     _IF_HELD
@@ -107,7 +125,9 @@ _CLOSE = (
 local p, id, owner, epoch = KEYS[1], unpack(ARGV)
 if not is_held(p, id, owner, epoch) then return 0 end
 redis.call('ZREM', p .. 'open', id)
-redis.call('DEL', p .. 'claim:' .. id, p .. 'answers:' .. id, p .. 'begun:' .. id)
+local tenant = redis.call('HGET', p .. 'record:' .. id, 'tenant')
+if tenant then redis.call('SREM', p .. 'open:' .. tenant, id) end
+redis.call('UNLINK', p .. 'claim:' .. id, p .. 'answers:' .. id, p .. 'begun:' .. id)
 return 1
 """
 )
@@ -155,8 +175,11 @@ class RedisBatchStore:
         self._scripts = {text: self._client.register_script(text) for text in scripts}
 
     async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
-        values = (record.record_id, record.kind, record.tenant, record.data, record.ends_at, record.version)
-        return bool(await self._run(_ADD, *values, *_held(claim)))
+        return bool(await self._run(_ADD, *_values(record), "", "", "", *_held(claim)))
+
+    async def reserve(self, record: StoredRecord, limits: TenantLimits) -> bool:
+        most = limits.most_batches if record.kind == "batch" else limits.most_files
+        return bool(await self._run(_ADD, *_values(record), limits.most_bytes, most, limits.most_open))
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
         record = (await self._records([record_id]))[0]
@@ -204,13 +227,36 @@ class RedisBatchStore:
     async def claim(
         self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
     ) -> tuple[BatchClaim, StoredRecord] | None:
-        others = (*(f"tenant:{tenant}" for tenant in but_of), *(f"batch:{batch_id}" for batch_id in but))
-        found = await self._run(_CLAIM, owner, round(1000 * ttl_s), *others)
-        if not found:
-            return None
-        record = _record(found[0].decode(), found[2])
-        assert record is not None
-        return BatchClaim(record.record_id, owner, found[1]), record
+        """Looks at open batches some at a time and from outside: a script that looked at all would hold up Redis."""
+        first = 0
+        while ids := await self._open(first):
+            first += len(ids)
+            for batch_id, tenant in await self._free(ids):
+                if tenant in but_of or batch_id in but:
+                    continue
+                found = await self._run(_CLAIM, batch_id, owner, round(1000 * ttl_s))
+                if found:
+                    record = _record(batch_id, found[2])
+                    assert record is not None
+                    return BatchClaim(batch_id, owner, found[1]), record
+        return None
+
+    async def _open(self, first: int) -> list[bytes]:
+        """Ids of some open batches, by their place in the queue."""
+        found: list[bytes] = await ask(lambda: self._client.zrange(f"{self._prefix}open", first, first + _AT_ONCE - 1))
+        return found
+
+    async def _free(self, ids: Sequence[bytes]) -> list[tuple[str, str]]:
+        """Those of these batches that nobody seems to hold, each with its tenant; empty: its record is lost."""
+        pipeline = self._client.pipeline(transaction=False)
+        pipeline.time()
+        for batch_id in map(bytes.decode, ids):
+            pipeline.hget(f"{self._prefix}record:{batch_id}", "tenant")
+            pipeline.hget(f"{self._prefix}claim:{batch_id}", "until_ms")
+        (seconds, micros), *found = await ask(pipeline.execute)
+        now_ms = 1000 * seconds + micros // 1000
+        pairs = zip(map(bytes.decode, ids), found[::2], found[1::2], strict=True)
+        return [(batch_id, (tenant or b"").decode()) for batch_id, tenant, until in pairs if int(until or 0) <= now_ms]
 
     async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
         return bool(await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, round(1000 * ttl_s)))
@@ -278,6 +324,11 @@ class RedisBatchStore:
         return await ask(lambda: self._scripts[script](keys=[self._prefix], args=values))
 
 
+def _values(record: StoredRecord) -> tuple[Any, ...]:
+    values = (record.record_id, record.kind, record.tenant, record.data, record.ends_at, record.version)
+    return (*values, record.size_bytes)
+
+
 def _held(claim: BatchClaim | None) -> tuple[Any, ...]:
     """As `is_held` of the scripts takes it."""
     return () if claim is None else (claim.batch_id, claim.owner, claim.epoch)
@@ -287,5 +338,5 @@ def _record(record_id: str, values: Sequence[bytes | None]) -> StoredRecord | No
     kind, tenant, data, ends_at, version = values
     if kind is None or tenant is None or data is None or ends_at is None or version is None:
         return None
-    is_file = kind == b"file"
-    return StoredRecord("file" if is_file else "batch", record_id, tenant.decode(), data, float(ends_at), int(version))
+    known: dict[bytes, Kind] = {b"file": "file", b"upload": "upload"}
+    return StoredRecord(known.get(kind, "batch"), record_id, tenant.decode(), data, float(ends_at), int(version))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cluster.state import StoreAway
-from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord
+from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord, TenantLimits
 
 T = TypeVar("T")
 
@@ -61,14 +61,16 @@ class SqliteStore:
         def work(db: sqlite3.Connection) -> bool:
             if not _is_held(db, claim):
                 return False
-            values = (record.kind, record.record_id, record.tenant, record.data, record.ends_at, record.version)
-            db.execute(
-                f"INSERT INTO records ({_RECORD}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (record_id) DO UPDATE SET "
-                "data = excluded.data, ends_at = excluded.ends_at, version = excluded.version",
-                values,
-            )
-            if record.kind == "batch":
-                db.execute("INSERT OR IGNORE INTO open_batches (batch_id) VALUES (?)", (record.record_id,))
+            _add(db, record)
+            return True
+
+        return await self._run(work)
+
+    async def reserve(self, record: StoredRecord, limits: TenantLimits) -> bool:
+        def work(db: sqlite3.Connection) -> bool:
+            if not _has_room(db, record, limits):
+                return False
+            _add(db, record)
             return True
 
         return await self._run(work)
@@ -266,6 +268,28 @@ def _is_held(db: sqlite3.Connection, claim: BatchClaim | None) -> bool:
     if claim is None:
         return True
     return bool(db.execute(f"SELECT {_HELD}", (claim.batch_id, claim.owner, claim.epoch)).fetchone()[0])
+
+
+def _add(db: sqlite3.Connection, record: StoredRecord) -> None:
+    values = (record.kind, record.record_id, record.tenant, record.data, record.ends_at, record.version)
+    db.execute(
+        f"INSERT INTO records ({_RECORD}) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (record_id) DO UPDATE SET "
+        "kind = excluded.kind, data = excluded.data, ends_at = excluded.ends_at, version = excluded.version",
+        values,
+    )
+    if record.kind == "batch":
+        db.execute("INSERT OR IGNORE INTO open_batches (batch_id) VALUES (?)", (record.record_id,))
+
+
+def _has_room(db: sqlite3.Connection, record: StoredRecord, limits: TenantLimits) -> bool:
+    if record.kind == "batch":
+        of_tenant = "FROM records LEFT JOIN open_batches ON record_id = batch_id WHERE kind = 'batch' AND tenant = ?"
+        num, num_open = db.execute(f"SELECT COUNT(*), COUNT(batch_id) {of_tenant}", (record.tenant,)).fetchone()
+        return bool(num < limits.most_batches and num_open < limits.most_open)
+    size = "COALESCE(SUM(json_extract(CAST(data AS TEXT), '$.size_bytes')), 0)"
+    query = f"SELECT COUNT(*), {size} FROM records WHERE kind IN ('file', 'upload') AND tenant = ?"
+    num, num_bytes = db.execute(query, (record.tenant,)).fetchone()
+    return bool(num < limits.most_files and num_bytes + record.size_bytes <= limits.most_bytes)
 
 
 def _opened(path: str | None) -> sqlite3.Connection:

@@ -147,10 +147,24 @@ def new_batch_id() -> str:
     return f"batch_{secrets.token_hex(12)}"
 
 
-Kind = Literal["file", "batch"]
+Kind = Literal["file", "upload", "batch"]
+"""An upload is a file whose bytes are still being written: it counts, and is not found."""
 
 ORPHAN_S = 3600.0
 """Pieces whose file was not added within this time are removed: their writer has died."""
+
+
+@dataclass(frozen=True)
+class TenantLimits:
+    """What one tenant may keep in a store. Results of batches count, and are never refused."""
+
+    most_bytes: int
+    """Of its files."""
+    most_files: int
+    most_batches: int
+    """Records of batches, also of those that are over."""
+    most_open: int
+    """Batches that are not over."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +178,11 @@ class StoredRecord:
     ends_at: float
     """When it may be removed, in seconds since 1970."""
     version: int = 1
+
+    @property
+    def size_bytes(self) -> int:
+        """Of a file; 0 of a batch."""
+        return 0 if self.kind == "batch" else int(json.loads(self.data, strict=False).get("size_bytes", 0))
 
 
 @dataclass(frozen=True)
@@ -191,6 +210,11 @@ class BatchStore(Protocol):
     async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         """Writes a record, over one of the same id. A batch is open from now on. Returns False where the claim is lost
         and nothing was written."""
+        ...
+
+    async def reserve(self, record: StoredRecord, limits: TenantLimits) -> bool:
+        """Adds the record of an upload or a batch. Returns False where its tenant would then have more than the limits,
+        and nothing was written; of several that come at once, as many are added as fit."""
         ...
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:

@@ -18,7 +18,15 @@ from router.batches.store import CANCELLING, DAY_S, KEPT_S, Batch, BatchStore, S
 from router.openai.answers import BatchAnswer, Page, ProblemAnswer
 from router.openai.bodies import BatchBody, BatchesQuery
 from router.openai.errors import HttpFailure
-from router.openai.files import find_file, no_such_file, page_answer, page_of
+from router.openai.files import (
+    MOST_KEPT_BATCHES,
+    MOST_OPEN_BATCHES,
+    find_file,
+    limits_of_tenant,
+    no_such_file,
+    page_answer,
+    page_of,
+)
 from router.openai.http import CALLS, HAS_BODY, Operation, checked_texts, parse, read_body
 
 LONGEST_KEY, LONGEST_VALUE = 64, 512
@@ -50,7 +58,7 @@ class BatchRoutes:
                 all_batches,
                 self._create,
                 "Answer the lines of a file in idle capacity",
-                (*HAS_BODY, 404),
+                (*HAS_BODY, 404, 429),
                 BatchAnswer,
                 body=BatchBody,
             ),
@@ -89,7 +97,10 @@ class BatchRoutes:
         )
         await self._keep_input(principal, file, batch.expires_at + _RESULT_S)
         ends_at = batch.expires_at + KEPT_S
-        await self._store.add(StoredRecord("batch", batch.batch_id, principal.tenant, batch.to_json(), ends_at))
+        record = StoredRecord("batch", batch.batch_id, principal.tenant, batch.to_json(), ends_at)
+        if not await self._store.reserve(record, limits_of_tenant(0)):
+            what = f"{MOST_OPEN_BATCHES} open batches, and {MOST_KEPT_BATCHES} with those of the last 30 days"
+            raise HttpFailure(429, "too_many_batches", f"there may be {what}; wait until some are over")
         self._wake(batch.batch_id)
         return JSONResponse(_batch_answer(batch, (0, 0)))
 

@@ -21,6 +21,7 @@ from router.api.call import Principal
 from router.api.violations import invalid
 from router.batches.store import (
     KEPT_S,
+    ORPHAN_S,
     PIECE_BYTES,
     Batch,
     BatchStore,
@@ -28,6 +29,7 @@ from router.batches.store import (
     Kind,
     StoredFile,
     StoredRecord,
+    TenantLimits,
     new_file_id,
     pieces_of,
 )
@@ -40,7 +42,8 @@ LONGEST_FILENAME = 255
 _BESIDE_BYTES = 64 * 1024
 """How much longer than its file a body may be: the fields, and what multipart puts between."""
 _MOST_FIELDS = 8
-_MOST_OPEN_BATCHES = 10_000
+MOST_KEPT_BATCHES, MOST_OPEN_BATCHES = 10_000, 200
+"""Batches of one tenant: those that it finds, and those that are not over."""
 _KEPT_AT_ONCE = 20
 """Together, a tenant's files may be so many times as large as the largest file."""
 _RETRY_AFTER_S = 1.0
@@ -96,31 +99,35 @@ class FileRoutes:
         principal = self._principal_of(request)
         try:
             async with uploaded(request, self._most_bytes, self._stalled_client_s) as upload:
-                await self._check_storage(principal, upload)
                 file = await self._add(principal, upload)
         except FileTooLarge as error:
             message = f"the file is larger than {self._most_bytes} bytes (router.max_file_bytes); split it"
             raise HttpFailure(413, "file_too_large", message, "file") from error
         return JSONResponse(_file_answer(file))
 
-    async def _check_storage(self, principal: Principal, upload: Upload) -> None:
-        """Raises HttpFailure where the tenant would keep more than it may."""
-        kept = await self._store.page("file", principal.tenant, after=None, limit=MOST_FILES, is_ascending=True) or []
-        size = upload.size_bytes + sum(StoredFile.from_json(record.data).size_bytes for record in kept)
-        most = _KEPT_AT_ONCE * self._most_bytes
-        if size > most or len(kept) >= MOST_FILES:
-            message = f"with this file there would be more than {most} bytes or {MOST_FILES} files; delete some"
-            raise HttpFailure(413, "storage_full", message, "file")
-
     async def _add(self, principal: Principal, upload: Upload) -> StoredFile:
-        file_id, now, number = new_file_id(), int(time.time()), 0
-        while piece := await upload.file.read(PIECE_BYTES):
-            await self._store.put_piece(file_id, number, piece)
-            number += 1
+        """Its place is reserved before its bytes are written. Raises HttpFailure where the tenant would keep more than
+        it may."""
+        file_id, tenant, now, number = new_file_id(), principal.tenant, int(time.time()), 0
         ends_at = now + upload.kept_s
         name, size = upload.filename, upload.size_bytes
-        file = StoredFile(file_id, principal.tenant, name, "batch", size, number, now, ends_at)
-        await self._store.add(StoredRecord("file", file_id, principal.tenant, file.to_json(), ends_at))
+        file = StoredFile(file_id, tenant, name, "batch", size, 0, now, ends_at)
+        limits = limits_of_tenant(self._most_bytes)
+        if not await self._store.reserve(
+            StoredRecord("upload", file_id, tenant, file.to_json(), now + ORPHAN_S), limits
+        ):
+            what = f"more than {limits.most_bytes} bytes or {limits.most_files} files"
+            raise HttpFailure(413, "storage_full", f"with this file there would be {what}; delete some", "file")
+        try:
+            while piece := await upload.file.read(PIECE_BYTES):
+                await self._store.put_piece(file_id, number, piece)
+                number += 1
+            file = replace(file, num_pieces=number)
+            await self._store.add(StoredRecord("file", file_id, tenant, file.to_json(), ends_at))
+        except BaseException:
+            with contextlib.suppress(StoreAway):  # then the reservation ends by itself
+                await self._store.remove("upload", tenant, file_id)
+            raise
         return file
 
     async def _list(self, request: Request) -> Response:
@@ -172,10 +179,14 @@ class FileRoutes:
 
     async def _open_batch_of(self, file: StoredFile) -> str | None:
         """The id of a batch that is not over and reads this file."""
-        records = await self._store.page("batch", file.tenant, after=None, limit=_MOST_OPEN_BATCHES, is_ascending=False)
+        records = await self._store.page("batch", file.tenant, after=None, limit=MOST_KEPT_BATCHES, is_ascending=False)
         batches = [Batch.from_json(record.data) for record in records or ()]
         using = (b.batch_id for b in batches if not b.is_over and b.input_file_id == file.file_id)
         return next(using, None)
+
+
+def limits_of_tenant(most_file_bytes: int) -> TenantLimits:
+    return TenantLimits(_KEPT_AT_ONCE * most_file_bytes, MOST_FILES, MOST_KEPT_BATCHES, MOST_OPEN_BATCHES)
 
 
 @dataclass(frozen=True)

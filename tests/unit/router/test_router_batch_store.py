@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 import uuid
 from collections.abc import Callable
@@ -13,9 +14,10 @@ import pytest
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.state import StoreAway
+from router.batches import redis_store
 from router.batches.redis_store import RedisBatchStore
 from router.batches.sqlite_store import SqliteStore
-from router.batches.store import ORPHAN_S, BatchClaim, BatchStore, LineAnswer, StoredRecord
+from router.batches.store import ORPHAN_S, BatchClaim, BatchStore, LineAnswer, StoredRecord, TenantLimits
 
 LATER = 4e9
 LONG_S, SHORT_S = 60.0, 0.05
@@ -318,3 +320,75 @@ async def test_lines_that_were_begun_count_as_lost_under_later_claims_until_they
     await store.close_batch(fourth)
     assert await store.lost_lines(fourth) == {}
     await store.close()
+
+
+LIMITS = TenantLimits(most_bytes=100, most_files=4, most_batches=5, most_open=3)
+
+
+def upload(number: int, size: int, tenant: str = "acme", kind: str = "upload") -> StoredRecord:
+    data = json.dumps({"size_bytes": size}).encode()
+    return record(f"file-{tenant}-{number}", tenant, kind=kind, data=data)
+
+
+async def test_of_uploads_that_come_at_once_as_many_are_taken_as_fit(make_shared: Callable[[], BatchStore]) -> None:
+    stores = [make_shared() for _ in range(3)]
+    taken = await asyncio.gather(*(stores[n % 3].reserve(upload(n, 40), LIMITS) for n in range(12)))
+    assert sum(taken) == 2
+    assert await stores[0].reserve(upload(1, 40, "other"), LIMITS), "another tenant has its own"
+    assert await stores[1].reserve(upload(20, 20), LIMITS) and not await stores[1].reserve(upload(21, 1), LIMITS)
+    for store in stores:
+        await store.close()
+
+
+async def test_what_a_tenant_keeps_is_counted_until_it_is_removed(make_store: Callable[[], BatchStore]) -> None:
+    store = make_store()
+    assert await store.reserve(upload(1, 60), LIMITS)
+    assert await store.find("file", "acme", "file-acme-1") is None, "its bytes are still being written"
+    await store.add(upload(1, 60, kind="file"))
+    assert await store.find("file", "acme", "file-acme-1") is not None
+    assert [r.record_id for r in await store.page("upload", "acme", after=None, limit=9, is_ascending=True) or ()] == []
+    assert not await store.reserve(upload(2, 41), LIMITS) and await store.reserve(upload(2, 40), LIMITS)
+    assert await store.remove("upload", "acme", "file-acme-2")
+    await store.add(upload(3, 1000, kind="file"))  # the result of a batch is never refused
+    assert not await store.reserve(upload(4, 0), LIMITS)
+    assert await store.remove("file", "acme", "file-acme-3") and await store.reserve(upload(4, 40), LIMITS)
+    assert await store.reserve(upload(5, 0), LIMITS) and await store.reserve(upload(6, 0), LIMITS)
+    assert not await store.reserve(upload(7, 0), LIMITS), "four files"
+    await store.close()
+
+
+async def test_a_tenant_has_so_many_open_batches_and_so_many_in_all(make_store: Callable[[], BatchStore]) -> None:
+    store = make_store()
+    assert await store.reserve(upload(1, 100), LIMITS)
+    assert [await store.reserve(record(f"batch_{n}"), LIMITS) for n in range(4)] == [True, True, True, False]
+    assert await store.reserve(record("batch_other", "other"), LIMITS)
+    for number in range(4, 6):
+        held = await store.claim("a", LONG_S, but_of=["other"])
+        assert held is not None
+        await store.close_batch(held[0])
+        assert await store.reserve(record(f"batch_{number}"), LIMITS)
+        assert not await store.reserve(record("batch_more"), LIMITS)
+    held = await store.claim("a", LONG_S, but_of=["other"])
+    assert held is not None
+    await store.close_batch(held[0])
+    assert not await store.reserve(record("batch_more"), LIMITS), "five, of which two are open"
+    assert await store.remove("batch", "acme", held[0].batch_id)
+    assert await store.reserve(record("batch_more"), LIMITS)
+    await store.close()
+
+
+async def test_a_batch_behind_many_that_are_held_is_found(make_store: Callable[[], BatchStore]) -> None:
+    store = make_store()
+    for number in range(250):
+        await store.add(record(f"batch_{number}", "busy" if number < 240 else "acme"))
+    for number in range(5):
+        found = await store.claim("a", LONG_S, but_of=["busy"])
+        assert found is not None and found[1].record_id == f"batch_{240 + number}"
+    await store.close()
+
+
+async def test_no_script_looks_at_every_batch() -> None:
+    """Redis does nothing else while a script runs."""
+    scripts = [value for name, value in vars(redis_store).items() if name.isupper() and "redis.call" in str(value)]
+    assert len(scripts) >= 9
+    assert not [script for script in scripts if "ZRANGE" in script or "for " in script or "KEYS *" in script]
