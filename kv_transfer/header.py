@@ -50,7 +50,7 @@ _FIELDS = {
 }
 _STRUCT = struct.Struct("<" + "".join(_FIELDS.values()))
 
-POLICIES = ("on", "sampled", "off")
+DIGEST_MODES = ("on", "sampled", "off")
 SAMPLE_EVERY = 16
 
 _WORDS_AT_ONCE = 1 << 20
@@ -71,16 +71,16 @@ class DigestKind(IntEnum):
 class DigestPolicy:
     """Decides for one sender, slot by slot, whether a payload gets a digest."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, mode: str) -> None:
         """`on`: every slot; `sampled`: the first and every 16th after it; `off`. Raises ValueError."""
-        if policy not in POLICIES:
-            raise ValueError(f"digest: {policy!r} is none of {', '.join(POLICIES)}")
-        self._policy = policy
+        if mode not in DIGEST_MODES:
+            raise ValueError(f"digest: {mode!r} is none of {', '.join(DIGEST_MODES)}")
+        self._mode = mode
         self._count = itertools.count()
 
     def next_kind(self, device: torch.device) -> DigestKind:
         """The kind for the next slot, which lies on `device`."""
-        if self._policy == "off" or (self._policy == "sampled" and next(self._count) % SAMPLE_EVERY):
+        if self._mode == "off" or (self._mode == "sampled" and next(self._count) % SAMPLE_EVERY):
             return DigestKind.NONE
         return DigestKind.XXH3 if device.type == "cpu" else DigestKind.WORDS
 
