@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
@@ -10,6 +11,11 @@ from google.protobuf.message import Message
 from cluster.pb import admin_pb2, worker_pb2
 
 _UNITS = ("kB", "MB", "GB", "TB")
+ROLE_NUMBERS: Mapping[str, worker_pb2.Role] = {
+    "prefill": worker_pb2.ROLE_PREFILL,
+    "decode": worker_pb2.ROLE_DECODE,
+}
+"""Roles by their names in the configuration."""
 
 
 def to_document(message: Message) -> dict[str, Any]:

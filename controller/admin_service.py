@@ -16,11 +16,12 @@ from cluster.auth import Gate, KeyRing
 from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest
 from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.text import ROLE_NUMBERS
 from cluster.tls import ServerTls
 from controller.events import ClusterEvent, EventLog
 from controller.reconfigurer import Plan, ProposalResult, Reconfigurer, SaveConfig
 from controller.supervisor import Supervisor
-from controller.worker_pool import ROLE_NUMBERS, WorkerPool
+from controller.worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 

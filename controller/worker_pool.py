@@ -9,12 +9,13 @@ which order. How a worker is started is behind `Launcher`. Knows no Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cluster.config.schema import EngineSection, RoleName, ServingConfig
-from cluster.pb import admin_pb2, worker_pb2
+from cluster.pb import admin_pb2
+from cluster.text import ROLE_NUMBERS
 from controller.adoption import FoundProcess, SavedWorker
 from controller.change_plan import Flip, Member, Start, Step, Stop
 from controller.plan import WorkerPlan, plan_worker
@@ -30,10 +31,6 @@ _PLACE_S = 120.0
 READY = admin_pb2.WorkerStatus.STATE_READY
 
 Status = admin_pb2.GetStatusResponse
-ROLE_NUMBERS: Mapping[RoleName, worker_pb2.Role] = {
-    "prefill": worker_pb2.ROLE_PREFILL,
-    "decode": worker_pb2.ROLE_DECODE,
-}
 
 
 class Launcher(Protocol):

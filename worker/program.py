@@ -24,6 +24,7 @@ from cluster.metrics_page import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
 from cluster.settings import WorkerSettings
+from cluster.text import ROLE_NUMBERS
 from cluster.tls import internal_tls_of
 from engine.kv.block_manager import BlockManager
 from engine.memory import MemoryPlan
@@ -57,8 +58,6 @@ from worker.step_meter import StepMeter
 from worker.steps import StepLog
 
 logger = logging.getLogger(__name__)
-
-ROLES = {"prefill": worker_pb2.ROLE_PREFILL, "decode": worker_pb2.ROLE_DECODE}
 
 
 def create(settings_json: str, report: Report) -> Program:
@@ -239,7 +238,7 @@ class Leader(_Rank):
         return worker_pb2.WorkerInfo(
             worker_id=settings.worker_id,
             incarnation=self._incarnation,
-            role=ROLES[settings.role],
+            role=ROLE_NUMBERS[settings.role],
             node=settings.node or socket.gethostname(),
             ranks=ranks,
             model=self._resolved.model,

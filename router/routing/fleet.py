@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
+from cluster.text import ROLE_NUMBERS
 from cluster.tls import ClientTls
 from router.routing.prefix_index import Holders
 from router.routing.worker_client import WorkerCallbacks, WorkerClient
 
 PREFILL = worker_pb2.ROLE_PREFILL
 DECODE = worker_pb2.ROLE_DECODE
-_ROLES = {"prefill": PREFILL, "decode": DECODE}
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class WorkerAddress:
         """From `prefill:ID=HOST:PORT`; raises ConfigError."""
         role, colon, rest = text.partition(":")
         worker_id, equals, address = rest.partition("=")
-        if role not in _ROLES or not (colon and equals and worker_id and address):
+        if role not in ROLE_NUMBERS or not (colon and equals and worker_id and address):
             raise ConfigError(f"workers: {text!r} is not of the form prefill:ID=HOST:PORT or decode:ID=HOST:PORT")
-        return cls(worker_id, address, _ROLES[role])
+        return cls(worker_id, address, ROLE_NUMBERS[role])
 
 
 class Fleet:
