@@ -33,8 +33,9 @@ from cluster.settings import RouterSettings
 from cluster.site import OwnSite
 from cluster.state import MemoryStore, Store
 from cluster.tls import internal_tls_of, public_tls_of
-from router.api.admin import HEALTH, ControlService, HealthService, StatusService, reflection_handler
+from router.api.control_service import ControlService, StatusService
 from router.api.handlers import CallsPerAddress, service_handler
+from router.api.health import HEALTH, HealthService, reflection_handler
 from router.api.model_service import ModelService
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
@@ -46,7 +47,6 @@ from router.observe.controller_link import ControllerLink
 from router.observe.metrics import RouterMetrics
 from router.observe.page import StatusPage
 from router.observe.tracing import Traces
-from router.queue.limits import Limits, Objectives
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from router.stream.client_stream import MessageRate
@@ -98,19 +98,7 @@ class RouterServer:
         self.keys = self._key_file.ring if self._key_file is not None else None
         self._gate = Gate(self.keys, _SCOPES, (HEALTH.full_name,))
         self._fleet_changed = asyncio.Event()
-        limits = Limits(
-            settings.router.max_running_requests,
-            settings.router.max_queued_requests,
-            settings.router.queue_timeout_s,
-            settings.transfer.dead_after_s,
-            settings.needs_prefill,
-            settings.router.policy,
-            Objectives(settings.slo.ttft_ms / 1000, settings.slo.tpot_ms / 1000),
-            settings.router.max_running_tokens,
-            settings.router.max_queued_tokens,
-            settings.router.max_queue_wait_s,
-        )
-        self.dispatcher = Dispatcher(limits, self._fleet_changed.set)
+        self.dispatcher = Dispatcher(settings, self._fleet_changed.set)
         self.metrics = RouterMetrics(
             self.dispatcher.counters,
             self.dispatcher.fleet,

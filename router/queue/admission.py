@@ -21,7 +21,6 @@ from cluster.step_cost import NO_STEP, StepSize
 from router.api.call import ANYONE, MOST_PRIORITY, Principal
 from router.api.served_model import ServedModel
 from router.queue.fair_order import FairOrder
-from router.queue.limits import Limits
 from router.queue.pressure import InFlight, Overload
 from router.queue.quota import Quotas
 from router.routing.load_tracker import RequestLoad
@@ -89,7 +88,6 @@ class Admission:
 
     def __init__(
         self,
-        limits: Limits,
         order: FairOrder,
         context: RoutingContext,
         quotas: Quotas,
@@ -97,7 +95,6 @@ class Admission:
         can_serve: Callable[[], bool],
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
-        self._limits = limits
         self._order = order
         self._context = context
         self._quotas = quotas
@@ -110,7 +107,7 @@ class Admission:
     @property
     def max_wait_s(self) -> float:
         """Longest wait in an overload: the objective of the first token, less the time that workers take for it."""
-        own, ttft_s = self._limits.max_queue_wait_s, self._context.objectives.ttft_s
+        own, ttft_s = self._context.limits.max_queue_wait_s, self._context.objectives.ttft_s
         return max(_LEAST_WAIT * ttft_s, ttft_s - self._in_flight.first_token_s) if own is None else own
 
     @property
@@ -127,7 +124,7 @@ class Admission:
 
     def has_room(self, work: RequestLoad, now: float) -> bool:
         """Whether workers may be given one more request; they always may if they have none."""
-        held, limits = self._in_flight, self._limits
+        held, limits = self._in_flight, self._context.limits
         if not held:
             return True
         if len(held) >= limits.max_running_requests:
@@ -220,7 +217,7 @@ class Admission:
         return cost is None or not load.num_sequences or cost.of(load + own) <= self._context.objectives.tpot_s
 
     def _too_large(self, request: AdmissionRequest) -> Refusal | None:
-        num_tokens, most = request.work.num_output_tokens, self._limits.max_running_tokens
+        num_tokens, most = request.work.num_output_tokens, self._context.limits.max_running_tokens
         if most is None or num_tokens <= most:
             return None
         return "too_large", failures.larger_than(num_tokens, "router.max_running_tokens", most)
@@ -231,7 +228,7 @@ class Admission:
 
     def _no_place(self, request: AdmissionRequest) -> Refusal | None:
         """The queue's bounds. A named tenant may take as much of the queue as it leaves free, times its weight."""
-        limits, order, own = self._limits, self._order, request.work.num_output_tokens
+        limits, order, own = self._context.limits, self._order, request.work.num_output_tokens
         if own > limits.max_queued_tokens and not order:
             return "too_large", failures.larger_than(own, "router.max_queued_tokens", limits.max_queued_tokens)
         free = limits.max_queued_requests - len(order)
@@ -260,7 +257,7 @@ class Admission:
         if request.time_left_s is not None and sure_s + self._prompts_s(prompt) > request.time_left_s:
             return "deadline", failures.deadline_too_near(wait_s, request.time_left_s, self.retry_after_s(wait_s))
         own_s = request.queue_timeout_s
-        timeout_s = self._limits.queue_timeout_s if own_s is None else own_s
+        timeout_s = self._context.limits.queue_timeout_s if own_s is None else own_s
         if sure_s > timeout_s:
             return "queue_timeout", failures.would_wait_too_long(wait_s, timeout_s, self.retry_after_s(wait_s))
         is_overload = self.overload.is_on(now) or self.overload.may_begin(now)

@@ -18,7 +18,6 @@ from router.api.call import Principal
 from router.observe.counters import Counters
 from router.queue.admission import Admission, AdmissionRequest, Refusal
 from router.queue.fair_order import FairOrder
-from router.queue.limits import Limits
 from router.queue.quota import UNLIMITED, Quotas
 from router.routing.policies.interface import Candidates, RoutingContext
 from router.stream import failures
@@ -54,7 +53,6 @@ class WaitingQueue:
 
     def __init__(
         self,
-        limits: Limits,
         context: RoutingContext,
         ready: Callable[[worker_pb2.Role], Candidates],
         can_serve: Callable[[], bool],
@@ -67,7 +65,7 @@ class WaitingQueue:
         """Accepts nothing new."""
         self.is_over = False
         """No waiting request will run."""
-        self._limits = limits
+        self._context = context
         self._can_serve = can_serve
         self._counters = counters
         self._clock = clock
@@ -77,7 +75,7 @@ class WaitingQueue:
         self._order = FairOrder()
         self._quotas = Quotas()
         self._swept_at = -_SWEEP_S
-        self.admission = Admission(limits, self._order, context, self._quotas, ready, can_serve)
+        self.admission = Admission(self._order, context, self._quotas, ready, can_serve)
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -198,7 +196,7 @@ class WaitingQueue:
             live.observers.append(_QuotaMeter(self._quotas, self._clock, live.principal))
 
     def _timeout_s(self, live: LiveRequest) -> float:
-        own, usual = live.request.queue_timeout_s, self._limits.queue_timeout_s
+        own, usual = live.request.queue_timeout_s, self._context.limits.queue_timeout_s
         if own is None:
             return usual
         return max(own, usual) if live.has_run else own

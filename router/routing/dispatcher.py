@@ -22,15 +22,15 @@ from cluster.demand import Demand
 from cluster.errors import Aborted, BatonError, DeadlineExceeded, InternalError, Overloaded
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
+from cluster.settings import RouterSettings
 from router.observe.counters import Counters
 from router.queue.admission import AdmissionRequest
-from router.queue.limits import Limits, Objectives
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
 from router.routing.fleet import DECODE, Fleet, WorkerAddress
 from router.routing.migration import DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
-from router.routing.policies.interface import RoutingContext
+from router.routing.policies.interface import Objectives, RoutingContext
 from router.routing.retry import RETRYABLE, AttemptFailure
 from router.routing.running_requests import RunningRequests
 from router.routing.stalls import StallWatch
@@ -51,20 +51,20 @@ class Dispatcher:
     """`on_change` is called when a worker came or went, or is usable again; `observers` follow every request."""
 
     def __init__(
-        self, limits: Limits, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self, settings: RouterSettings, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.limits = limits
         self.clock = clock
         self.counters = Counters()
         self.observers: list[RequestObserver] = []
-        self.context = RoutingContext(objectives=limits.objectives)
+        self.context = RoutingContext()
+        self.apply_settings(settings)
         self._demand = DemandWindow(self.context.lengths)
-        self._policy = policy_class(limits.policy)(self.context)
+        self._policy = policy_class(settings.router.policy)(self.context)
+        dead_after_s = settings.transfer.dead_after_s
         callbacks = WorkerCallbacks(self._on_ready, self._on_lost, self._on_events)
-        self.fleet = Fleet(callbacks, self.num_requests, limits.dead_after_s, needs_prefill=limits.needs_prefill)
+        self.fleet = Fleet(callbacks, self.num_requests, dead_after_s, needs_prefill=settings.needs_prefill)
         self._on_change = on_change
         self.waiting = WaitingQueue(
-            limits,
             self.context,
             self.fleet.ready,
             lambda: self.fleet.can_serve,
@@ -78,7 +78,7 @@ class Dispatcher:
         self._stalls = StallWatch(
             self.fleet,
             self.context.loads,
-            limits.dead_after_s,
+            dead_after_s,
             self._owes_tokens,
             self._retry_elsewhere,
             self._on_usable,
@@ -179,9 +179,9 @@ class Dispatcher:
         self._stalls.start()
         self._on_usable()
 
-    def set_objectives(self, objectives: Objectives) -> None:
-        """Takes effect for requests that are placed from now on."""
-        self.context.objectives = objectives
+    def apply_settings(self, settings: RouterSettings) -> None:
+        """Takes over what the settings say of latencies and limits; it holds for the next decision."""
+        self.context.objectives, self.context.limits = Objectives.of(settings.slo), settings.router
 
     def handing_over(self) -> Counter[tuple[str, str]]:
         """Counts, for each prefill and decode worker, the requests that both hold."""

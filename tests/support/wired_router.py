@@ -7,7 +7,7 @@ gives a scenario an event loop whose time stands still until `ManualClock.advanc
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -17,6 +17,7 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from cluster.lifecycle import TRANSITIONS, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
+from cluster.settings import RouterSettings
 from router.api.call import ANYONE, Principal
 from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
@@ -24,7 +25,6 @@ from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
 from router.observe.activity import Activity
 from router.observe.metrics import RouterMetrics
-from router.queue.limits import Limits
 from router.routing import fleet
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
@@ -38,6 +38,12 @@ S = RequestState
 
 ROLES = {"p": worker_pb2.ROLE_PREFILL, "d": worker_pb2.ROLE_DECODE}
 QUEUE_TIMEOUT_S = 30.0
+SETTINGS: Mapping[str, Any] = {
+    "model_path": "unused",
+    "max_running_requests": 100,
+    "max_queued_requests": 100,
+    "queue_timeout_s": QUEUE_TIMEOUT_S,
+}
 STATES = ("dispatched", "prefilling", "first token", "transferring")
 """How far an attempt has come."""
 
@@ -125,15 +131,14 @@ class WiredRouter:
         self,
         clock: ManualClock,
         worker_ids: Sequence[str],
-        *,
-        max_running: int = 100,
-        dead_after_s: float = 3.0,
-        limits: Limits | None = None,
+        **settings: Any,
     ) -> None:
+        """`settings`: of the router, by their short names, on top of SETTINGS."""
         self.clock = clock
         self.num_submitted = 0
-        limits = limits or Limits(max_running, 100, QUEUE_TIMEOUT_S, dead_after_s)
-        self.dispatcher = dispatcher = Dispatcher(limits, lambda: None, clock)
+        self.dispatcher = dispatcher = Dispatcher(
+            RouterSettings.from_values(**(SETTINGS | settings)), lambda: None, clock
+        )
         self.metrics = RouterMetrics(
             dispatcher.counters, dispatcher.fleet, lambda: dispatcher.num_queued, lambda: dispatcher.num_running
         )

@@ -7,11 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cluster.config.schema import RouterSection, SloSection
 from cluster.step_cost import StepCost
-from router.queue.limits import Objectives
 from router.routing.demand import OutputLengths
 from router.routing.load_tracker import LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.prefix_index import PromptHashes
+
+
+@dataclass(frozen=True)
+class Objectives:
+    """Latencies that requests should keep, in seconds: time to first token, and time per output token after it."""
+
+    ttft_s: float = 0.5
+    tpot_s: float = 0.05
+
+    @classmethod
+    def of(cls, slo: SloSection) -> Objectives:
+        return cls(slo.ttft_ms / 1000, slo.tpot_ms / 1000)
+
+    def are_kept(self, first_token_s: float, last_token_s: float, num_tokens: int) -> bool:
+        """Whether a request kept them; times count from its arrival, `num_tokens` is its longest output."""
+        later_s = self.tpot_s * max(0, num_tokens - 1)
+        return first_token_s <= self.ttft_s and last_token_s - first_token_s <= later_s
 
 
 @dataclass
@@ -21,7 +38,9 @@ class RoutingContext:
     loads: LoadTracker = field(default_factory=LoadTracker)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     objectives: Objectives = field(default_factory=Objectives)
-    """May be replaced while the router runs; read it for each decision."""
+    """May be replaced while the router runs, as `limits` may: read both for each decision."""
+    limits: RouterSection = field(default_factory=RouterSection)
+    """How much the router takes on at one time."""
 
 
 @dataclass(frozen=True)

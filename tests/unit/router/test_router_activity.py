@@ -125,7 +125,7 @@ def test_the_life_of_a_request_is_told_with_its_phases_tokens_and_workers() -> N
 
 def test_requests_that_do_not_end_well_are_told_too_and_the_oldest_make_way() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["p0", "d0"], max_running=1)
+        router = WiredRouter(clock, ["p0", "d0"], max_running_requests=1)
         activity = router.activity
         running, waiting = router.submit(), router.submit(queue_timeout_s=1)
         router.dispatcher.cancel(running.request_id, "by the test")

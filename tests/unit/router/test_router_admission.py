@@ -13,7 +13,6 @@ from cluster.api_keys import KeyQuota
 from cluster.errors import BatonError, DeadlineExceeded, OutOfRange, Overloaded, QuotaExceeded
 from cluster.lifecycle import RequestState
 from router.api.call import Principal
-from router.queue.limits import Limits
 
 SERVICE_S = 0.4
 SLOTS = 4
@@ -21,9 +20,9 @@ SLOTS = 4
 TOKENS = 21
 
 
-def limits(**given: Any) -> Limits:
+def limits(**given: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"max_running_requests": SLOTS, "max_queued_requests": 1000, "queue_timeout_s": 60.0}
-    return Limits(**(fields | {"needs_prefill": False} | given))
+    return fields | {"needs_prefill": False} | given
 
 
 @dataclass
@@ -31,11 +30,11 @@ class Cluster:
     """One decode worker that serves what it is given in SERVICE_S each."""
 
     clock: ManualClock
-    limits: Limits = field(default_factory=limits)
+    limits: dict[str, Any] = field(default_factory=limits)
     service_s: float = SERVICE_S
 
     def __post_init__(self) -> None:
-        self.router = WiredRouter(self.clock, ["d0"], limits=self.limits)
+        self.router = WiredRouter(self.clock, ["d0"], **self.limits)
         self.began: dict[str, float] = {}
         self.clients: list[Client] = []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,15 +69,17 @@ async def test_a_router_that_needs_no_prefill_any_more_serves_from_decode_worker
         assert router.server.dispatcher.fleet.can_serve, "a field that is not set changes what it was"
 
 
-async def test_objectives_hold_from_the_moment_they_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_objectives_and_limits_hold_from_the_moment_they_are_told(tmp_path: Path) -> None:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
-        heard = []
-        monkeypatch.setattr(router.server.dispatcher, "set_objectives", heard.append)
-        changed = json.dumps({"slo": {"ttft_ms": 250, "tpot_ms": 20}, "engine": {"max_num_batched_tokens": 512}})
+        context = router.server.dispatcher.context
+        before = context.limits
+        changed = json.dumps({"slo": {"ttft_ms": 250, "tpot_ms": 20}, "router": {"max_queued_requests": 7}})
         await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router)))
+        assert context.limits is before
         await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=named(router), run_time_settings=changed))
-        assert [(o.ttft_s, o.tpot_s) for o in heard] == [(0.25, 0.02)]
+        assert (context.objectives.ttft_s, context.objectives.tpot_s) == (0.25, 0.02)
+        assert context.limits == replace(before, max_queued_requests=7)
 
 
 async def test_changed_settings_reach_every_worker_and_one_that_connects_later(tmp_path: Path) -> None:

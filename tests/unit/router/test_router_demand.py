@@ -14,8 +14,8 @@ from router_harness import running_router, text_spec
 from cluster import rpc
 from cluster.demand import Demand
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
-from router.queue.limits import Objectives
 from router.routing.demand import FIRST_GUESS_TOKENS, WINDOW_S, DemandWindow, OutputLengths
+from router.routing.policies.interface import Objectives
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
@@ -87,9 +87,9 @@ async def test_a_router_tells_what_was_asked_of_it_and_what_its_workers_cost(tmp
 @pytest.mark.asyncio
 @pytest.mark.parametrize("objective", ["ttft", "tpot"])
 async def test_a_request_that_was_late_is_not_counted_as_kept(tmp_path: Path, objective: str) -> None:
-    late = Objectives(ttft_s=0.0) if objective == "ttft" else Objectives(tpot_s=0.0)
     async with running_router(tmp_path, pair(lambda admit: [[1, 2, 3]])) as router:
-        router.server.dispatcher.set_objectives(late)
+        late = Objectives(ttft_s=0.0) if objective == "ttft" else Objectives(tpot_s=0.0)
+        router.server.dispatcher.context.objectives = late
         await router.stream(text_spec("hello"))
         _, told = router.server.dispatcher.demand()
     assert (told.num_ended, told.num_kept) == (1, 0)

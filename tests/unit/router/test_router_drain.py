@@ -8,13 +8,11 @@ from wired_router import ManualClock, WiredRouter, run
 
 from cluster.errors import Unavailable
 from cluster.lifecycle import RequestState
-from router.queue.limits import Limits
 
 
 def test_a_drain_that_runs_out_of_time_ends_all_that_wait_and_starts_none() -> None:
     async def scenario(clock: ManualClock) -> None:
-        limits = Limits(4, 100, 60.0, needs_prefill=False, max_running_tokens=50)
-        router = WiredRouter(clock, ["d0"], limits=limits)
+        router = WiredRouter(clock, ["d0"], needs_prefill=False, max_running_requests=4, max_running_tokens=50)
         runs, large, small = router.submit(), router.submit(n=2), router.submit()
         assert (router.dispatcher.num_running, router.dispatcher.num_queued) == (1, 2)
         router.workers["d0"].take()

@@ -11,7 +11,6 @@ from wired_router import Client, ManualClock, WiredRouter, admit_of, logged, run
 
 from cluster.pb import worker_pb2
 from router.batches.idle import IdleCapacity
-from router.queue.limits import Limits
 
 PLACES = 16
 
@@ -20,8 +19,7 @@ class Cluster:
     """A decode worker with PLACES, and what a step costs on it."""
 
     def __init__(self, clock: ManualClock, **cost: float) -> None:
-        limits = Limits(max_running_requests=100, max_queued_requests=100, queue_timeout_s=60.0, needs_prefill=False)
-        self.router = WiredRouter(clock, ["d0"], limits=limits)
+        self.router = WiredRouter(clock, ["d0"], queue_timeout_s=60.0, needs_prefill=False)
         self.clock, self.d0 = clock, self.router.workers["d0"]
         self.open()
         if cost:

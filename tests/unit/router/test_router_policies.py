@@ -12,11 +12,10 @@ from candidates import FakeCandidate, named, request_of
 
 from cluster.config.choices import PolicyName
 from cluster.step_cost import StepCost
-from router.queue.limits import Objectives
 from router.routing.demand import OutputLengths
 from router.routing.load_tracker import Charge, LoadTracker, Placement, PlacementKind, RequestLoad
 from router.routing.policies import policy_class
-from router.routing.policies.interface import Policy, RoutingContext
+from router.routing.policies.interface import Objectives, Policy, RoutingContext
 from router.routing.policies.predicted import Predicted
 from router.routing.prefix_index import PromptHashes
 

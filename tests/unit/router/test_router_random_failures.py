@@ -54,7 +54,7 @@ class World:
         self.clock = clock
         self.seen = seen
         self.number = 0
-        self.router = WiredRouter(clock, WORKER_IDS, max_running=3)
+        self.router = WiredRouter(clock, WORKER_IDS, max_running_requests=3)
         self.stories: dict[RequestKey, Story] = {}
         self.workers: dict[str, ModelWorker] = {}
         self.clients: list[Client] = []

@@ -12,7 +12,6 @@ from wired_router import Client, ManualClock, WiredRouter, admit_of, logged, run
 from cluster.errors import InvalidRequest
 from cluster.pb import worker_pb2
 from router.observe.tracing import Origin, Span, span_of_refusal, spans_of
-from router.queue.limits import Limits
 
 BEGUN_S = 1e9
 """The wall clock at ManualClock's 1000."""
@@ -95,7 +94,7 @@ def test_a_request_that_is_handed_off_is_one_attempt_of_four_phases() -> None:
 
 def test_a_local_prefill_hands_nothing_over() -> None:
     async def scenario(clock: ManualClock) -> Client:
-        router = WiredRouter(clock, ["d0"], limits=Limits(100, 100, 30.0, 3.0, needs_prefill=False))
+        router = WiredRouter(clock, ["d0"], needs_prefill=False)
         client = router.submit(max_output_tokens=2)
         d0 = router.workers["d0"]
         key = admit_of(d0).key
@@ -257,7 +256,7 @@ def test_whatever_happens_children_lie_in_their_parents_one_after_the_other(seed
     draw = random.Random(seed)
 
     async def scenario(clock: ManualClock) -> list[Client]:
-        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"], max_running=3)
+        router = WiredRouter(clock, ["p0", "p1", "d0", "d1"], max_running_requests=3)
         clients = [router.submit(max_output_tokens=4) for _ in range(6)]
         for _ in range(60):
             await clock.advance(draw.choice([0.0, 0.01, 0.2]))

@@ -20,7 +20,6 @@ from router.api.chat import ChatTemplate
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
-from router.queue.limits import Limits
 from router.routing.dispatcher import Dispatcher
 from router.routing.load_tracker import NOTHING
 from router.stream.detokenizer import Detokenizer
@@ -34,7 +33,6 @@ SPEC = pb.GenerationSpec(
     text="hello", sampling=pb.SamplingParams(seed=1), stopping=pb.StoppingCriteria(max_output_tokens=16)
 )
 GENERATION_ID = "gen-" + 24 * "0"
-LIMITS = Limits(100, 100, 30.0, needs_prefill=False)
 
 
 def live_request(
@@ -104,7 +102,7 @@ def sequences_of(router: WiredRouter, worker_id: str) -> Sequence[str]:
 
 def test_two_calls_that_resume_at_once_start_it_once_and_one_reads_it() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router, store = WiredRouter(clock, ["d0"], limits=LIMITS), SlowStore()
+        router, store = WiredRouter(clock, ["d0"], needs_prefill=False), SlowStore()
         await leave_behind(store)
         here = resumables(router.dispatcher, store)
         here.start()
@@ -140,7 +138,7 @@ class Counted:
 
 def test_what_is_known_is_turned_into_text_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(clock: ManualClock) -> None:
-        router, store = WiredRouter(clock, ["d0"], limits=LIMITS), MemoryStore()
+        router, store = WiredRouter(clock, ["d0"], needs_prefill=False), MemoryStore()
         await leave_behind(store, "aéb")
         read: list[int] = []
         new_detokenizer = BYTES.new_detokenizer
@@ -162,7 +160,7 @@ def test_what_is_known_is_turned_into_text_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_one_that_is_under_way_here_is_not_taken_up_again() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        router = WiredRouter(clock, ["d0"], needs_prefill=False)
         router.dispatcher.adopt(live_request(clock(), 65537))
         with pytest.raises(Aborted):
             router.dispatcher.adopt(live_request(clock(), 131073))
@@ -177,7 +175,7 @@ def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        router = WiredRouter(clock, ["d0"], needs_prefill=False)
         clients = [router.submit() for _ in range(3)]
         router.name(["d0", "d1"])
         router.workers["d1"].open()
@@ -201,7 +199,7 @@ def test_a_fault_with_one_request_of_a_lost_worker_does_not_keep_the_others_from
 
 def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        router = WiredRouter(clock, ["d0"], needs_prefill=False)
         principal = Principal("k", "t", quota=KeyQuota(max_concurrent=1, requests_per_min=1))
         router.dispatcher.adopt(live_request(clock(), 65537, principal=principal))
         assert router.submit(principal=principal).live.lifecycle.state is RequestState.REJECTED
@@ -214,7 +212,7 @@ def test_one_that_is_taken_up_is_live_for_its_key_until_it_is_over() -> None:
 
 def test_one_that_is_taken_up_is_charged_for_what_follows_its_known_tokens() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["d0"], limits=LIMITS)
+        router = WiredRouter(clock, ["d0"], needs_prefill=False)
         principal = Principal("k", "t", quota=KeyQuota(output_tokens_per_min=3))
         live = live_request(clock(), 65537, principal=principal)
         live.on_tokens(logged(live.key.to_proto(), 0, "abc").tokens, clock())

@@ -40,7 +40,7 @@ def wait_again(router: WiredRouter, state: str = "first token", **request: Any) 
 
 def test_who_has_waited_before_is_first_when_a_worker_is_back() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["p0", "d0"], max_running=1)
+        router = WiredRouter(clock, ["p0", "d0"], max_running_requests=1)
         client, key = reach(router, "first token")
         behind = router.submit()
         router.workers["p0"].is_draining = True
@@ -93,7 +93,7 @@ def test_who_waits_again_may_wait_for_as_long_as_others_and_as_it_wants(own_s: i
 
 def test_who_waits_again_for_room_in_vain_is_unavailable_and_may_be_resumed() -> None:
     async def scenario(clock: ManualClock) -> None:
-        router = WiredRouter(clock, ["p0", "d0"], max_running=1)
+        router = WiredRouter(clock, ["p0", "d0"], max_running_requests=1)
         lost, _ = wait_again(router)
         router.workers["p0"].is_draining = False
         router.dispatcher.admission.has_room = lambda work, now: False  # type: ignore[method-assign]
