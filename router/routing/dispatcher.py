@@ -1,8 +1,8 @@
-"""From the queue to the workers and back: admits requests, follows the workers' events, retries and ends requests.
+"""From the queue to the workers and back: admits requests, follows the workers' events and ends requests.
 
     submit -> [queue] -> placed on workers -> events -> end
       a full queue, a queue timeout, a deadline -> REJECTED
-      a lost worker or a failed hand-off        -> placed again (`retry`), to go on from the tokens that have come
+      a lost worker or a failed hand-off        -> placed again (`lost_workers`), from the tokens that have come
       the third in a row, or another failure    -> FAILED, and cancelled on the other worker
       the client                                -> CANCELLED, on both workers
 
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from cluster.demand import Demand
-from cluster.errors import Aborted, BatonError, DeadlineExceeded, InternalError, Overloaded
+from cluster.errors import Aborted, BatonError, DeadlineExceeded, Overloaded
 from cluster.lifecycle import RequestState
 from cluster.pb import worker_pb2
 from cluster.settings import RouterSettings
@@ -28,10 +28,10 @@ from router.queue.admission import AdmissionRequest
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
 from router.routing.fleet import DECODE, Fleet, WorkerAddress
+from router.routing.lost_workers import RequestRecovery
 from router.routing.migration import DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
 from router.routing.policies.interface import Objectives, RoutingContext
-from router.routing.retry import RETRYABLE, AttemptFailure
 from router.routing.running_requests import RunningRequests
 from router.routing.stalls import StallWatch
 from router.routing.worker_client import WorkerCallbacks, WorkerClient
@@ -75,15 +75,17 @@ class Dispatcher:
         )
         self.admission = self.waiting.admission
         self.running = RunningRequests(self.fleet, self._policy, self.admission, self.counters, clock)
+        self._recovery = RequestRecovery(
+            self.fleet, self.waiting, self.running, self.counters, self._demand, clock, self._pump
+        )
         self._stalls = StallWatch(
             self.fleet,
             self.context.loads,
             dead_after_s,
             self._owes_tokens,
-            self._retry_elsewhere,
+            self._recovery.on_worker_stalled,
             self._on_usable,
         )
-        self._is_draining = False
         self._became_idle = asyncio.Event()
         self._next_heartbeat: asyncio.TimerHandle | None = None
 
@@ -126,7 +128,7 @@ class Dispatcher:
         if self.find(live.key.request_id) is not None:
             raise Aborted("this generation is under way already; try again", retry_after_s=failures.RETRY_AFTER_S)
         live.observers += self.observers
-        if self._is_draining:
+        if self.waiting.is_closed:
             self.counters.rejected += 1
             live.reject(failures.shutting_down(), self.clock())
         elif live.is_complete:
@@ -157,7 +159,7 @@ class Dispatcher:
 
     async def drain(self, timeout_s: float) -> None:
         """Accepts nothing new; waits `timeout_s` for requests to end, then fails the rest."""
-        self._is_draining = self.waiting.is_closed = True
+        self.waiting.is_closed = True
         self._stalls.stop()
         try:
             async with asyncio.timeout(timeout_s):
@@ -169,7 +171,7 @@ class Dispatcher:
             for live in list(self.waiting):
                 self.waiting.fail(live.key.request_id, failures.shutting_down())
             for live in self.running:
-                self._fail(live, failures.shutting_down())
+                self._recovery.fail(live, failures.shutting_down())
         if self._next_heartbeat is not None:
             self._next_heartbeat.cancel()
 
@@ -190,16 +192,6 @@ class Dispatcher:
     def num_requests(self, worker: WorkerClient) -> int:
         return self.running.num_on(worker)
 
-    def retry(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None = None) -> None:
-        """After a failed attempt: places the request again where that can help, else fails it."""
-        if not live.retry.may_retry(live.num_tokens) or self._is_draining:
-            self._fail(live, failure.error, by=by)
-            return
-        log.warning("%s is placed again: %s", live.key.request_id, failure.error.message)
-        if not self.running.restart(live, failure, by=by):
-            self.waiting.requeue(live)
-        self._pump()
-
     # Reactions to workers
 
     def _on_ready(self, worker: WorkerClient) -> None:
@@ -211,26 +203,10 @@ class Dispatcher:
         self._pump()
 
     def _on_lost(self, worker: WorkerClient) -> None:
-        """Retries every request that a lost worker held."""
         self._policy.on_worker_lost(worker.worker_id)
-        failure = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
-        for live in self.running.on(worker):
-            try:
-                self.retry(live, failure, by=worker)
-            except Exception:
-                log.exception("a request of worker %s, which is lost, could not be placed again", worker.worker_id)
-                self._fail_internally(live)
+        self._recovery.on_worker_lost(worker)
         self.fleet.close_idle()
         self._on_change()
-
-    def _retry_elsewhere(self, worker: WorkerClient) -> None:
-        """Retries the requests of a worker that seems to stall, while another can take them; else they wait for it."""
-        for live in self.running.on(worker):
-            if not self.fleet.candidates()[1]:
-                return
-            if live.retry.may_retry(live.num_tokens):  # else it would fail elsewhere, and may yet go well here
-                error = failures.worker_stalled(worker.worker_id)
-                self.retry(live, AttemptFailure("STALLED", error, worker.worker_id))
 
     def _owes_tokens(self, worker: WorkerClient) -> bool:
         decode_id = worker.worker_id
@@ -241,7 +217,7 @@ class Dispatcher:
 
     def _move_away(self) -> None:
         """Moves requests off workers that should not decode, to where there is room."""
-        others = [] if self._is_draining else self.fleet.ready(DECODE)
+        others = [] if self.waiting.is_closed else self.fleet.ready(DECODE)
         for worker in self.fleet if others else ():
             why = why_emptied(worker)
             residents, num_under_way = residents_of(worker, self.running.on(worker)) if why else ([], 0)
@@ -266,7 +242,7 @@ class Dispatcher:
                 self._on_event(worker, live, kind, message, now)
             except Exception:
                 log.exception("an event of worker %s could not be handled", worker.worker_id)
-                self._fail_internally(live)
+                self._recovery.fail_internally(live)
 
     def _on_event(self, worker: WorkerClient, live: LiveRequest, kind: str, message: Any, now: float) -> None:
         attempt = live.attempt
@@ -277,23 +253,13 @@ class Dispatcher:
         elif kind == "prompt_logprobs":
             live.on_prompt_logprobs(message)
         else:
-            self._on_failed(live, worker, message)
+            self._recovery.on_request_failed(live, worker, message)
         if attempt.prefill in attempt.workers and not live.is_over and live.has_left_prefill:
             if not live.has_run:
                 self._policy.on_handoff(attempt.placement, live.work, live.exposed_s)
             self.running.release(live, attempt.prefill)
             if attempt.is_move:
                 self._move_away()  # a finished move makes way for the next
-
-    def _on_failed(self, live: LiveRequest, worker: WorkerClient, failed: worker_pb2.Failed) -> None:
-        error = failures.error_of(failed, worker.worker_id)
-        if failed.reason not in RETRYABLE:
-            self._fail(live, error, by=worker)
-        else:
-            reason, attempt = worker_pb2.Failed.Reason.Name(failed.reason).removeprefix("REASON_"), live.attempt
-            is_unreachable = failed.reason == worker_pb2.Failed.REASON_PEER_LOST and worker is attempt.prefill
-            unreachable_id = attempt.placement.decode_id if is_unreachable else None
-            self.retry(live, AttemptFailure(reason, error, unreachable_id=unreachable_id), by=worker)
 
     def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
         effect, charge = live.on_tokens(tokens, now), live.attempt.charge
@@ -349,23 +315,3 @@ class Dispatcher:
     def _on_refused(self, error: BatonError) -> None:
         if isinstance(error, (Overloaded, DeadlineExceeded)):  # with more room it might have run
             self._demand.add_end(self.clock(), is_kept=False)
-
-    def _fail(self, live: LiveRequest, error: BatonError, *, by: WorkerClient | None = None) -> None:
-        """Fails a running request; `by`: the worker that reported why."""
-        live.attempt.cancel(by=by)
-        self.running.end(live)
-        self._end_failed(live, error)
-        self._pump()
-
-    def _fail_internally(self, live: LiveRequest) -> None:
-        """After an error of the router's own, wherever that left the request. One that waits goes on waiting."""
-        error = InternalError("the router failed on this request; its log says why")
-        if self.running.get(live.key.request_id) is not None:
-            self._fail(live, error)
-        elif not live.is_over and live.key.request_id not in self.waiting:
-            self._end_failed(live, error)
-
-    def _end_failed(self, live: LiveRequest, error: BatonError) -> None:
-        self.counters.failed += 1
-        self._demand.add_end(self.clock(), is_kept=False)
-        live.fail(failures.given_up(error, live.num_tokens), self.clock())
