@@ -117,12 +117,12 @@ class Worker(worker_pb2_grpc.WorkerServiceServicer):
         raise asyncio.CancelledError
 
     def _admit(self, admit: worker_pb2.Admit, session: _Session) -> None:
-        most = admit.sampling.max_output_tokens
+        most = admit.sampling.stopping.max_output_tokens
         is_local = not self._is_prefill and not admit.expect_handoff
         heartbeat = pb.Heartbeat
         entered = heartbeat.PHASE_PREFILL if self._is_prefill or is_local else heartbeat.PHASE_DECODE
         session.phases.append(worker_pb2.Event(phase=worker_pb2.PhaseChanged(key=admit.key, phase=entered)))
-        for index in range(admit.sampling.n):
+        for index in range(admit.sampling.params.n):
             if self._is_prefill:
                 first = _Sequence(admit.key, index, 0, most).next_event()
                 session.phases.append(first)

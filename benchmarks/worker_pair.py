@@ -130,7 +130,10 @@ class WorkerPair:
         common: dict[str, Any] = {
             "key": key.to_proto(),
             "prompt_token_ids": self._random.choices(range(3, vocab_size), k=prompt_tokens),
-            "sampling": worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=output_tokens),
+            "sampling": worker_pb2.Sampling(
+                params=generation_pb2.SamplingParams(temperature=0),
+                stopping=generation_pb2.StoppingCriteria(max_output_tokens=output_tokens),
+            ),
             "bypass_prefix_cache": True,
         }
         info = self.decode.info

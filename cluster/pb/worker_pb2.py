@@ -25,17 +25,15 @@ _sym_db = _symbol_database.Default()
 from cluster.pb import generation_pb2 as cluster_dot_pb_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63luster/pb/worker.proto\x12\x11\x62\x61ton.internal.v1\x1a\x1b\x63luster/pb/generation.proto\"1\n\nRequestKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xe2\x01\n\x07\x43ommand\x12)\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x18.baton.internal.v1.AdmitH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.baton.internal.v1.CancelH\x00\x12\x36\n\x0cresync_cache\x18\x03 \x01(\x0b\x32\x1e.baton.internal.v1.ResyncCacheH\x00\x12<\n\x0fupdate_settings\x18\x04 \x01(\x0b\x32!.baton.internal.v1.UpdateSettingsH\x00\x42\t\n\x07\x63ommand\"\x9b\x03\n\x05\x41\x64mit\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.baton.internal.v1.Sampling\x12,\n\x0b\x64\x65\x63ode_peer\x18\x05 \x01(\x0b\x32\x17.baton.internal.v1.Peer\x12\x16\n\x0e\x65xpect_handoff\x18\x06 \x01(\x08\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x1b\n\x13\x62ypass_prefix_cache\x18\x08 \x01(\x08\x12\x34\n\x0cknown_tokens\x18\t \x03(\x0b\x32\x1e.baton.internal.v1.KnownTokens\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0ftell_each_token\x18\x0b \x01(\x08\x42\x12\n\x10_prompt_logprobs\"8\n\x0bKnownTokens\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"?\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\xce\x03\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\t\n\x01n\x18\t \x01(\r\x12>\n\nlogit_bias\x18\n \x03(\x0b\x32*.baton.internal.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\x0b \x03(\r\x12\x19\n\x11max_output_tokens\x18\x0c \x01(\r\x12\x19\n\x11min_output_tokens\x18\r \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x19\n\x0ctop_logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07grammar\x18\x10 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0f\n\r_top_logprobs\"d\n\x06\x43\x61ncel\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x1b\n\x0esequence_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_sequence_index\"\r\n\x0bResyncCache\"\x1e\n\x0eUpdateSettings\x12\x0c\n\x04json\x18\x01 \x01(\t\"6\n\nEventBatch\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.baton.internal.v1.Event\"\xeb\x02\n\x05\x45vent\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.WorkerInfoH\x00\x12/\n\x05stats\x18\x02 \x01(\x0b\x32\x1e.baton.internal.v1.WorkerStatsH\x00\x12\x30\n\x05phase\x18\x03 \x01(\x0b\x32\x1f.baton.internal.v1.PhaseChangedH\x00\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x19.baton.internal.v1.TokensH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.baton.internal.v1.FailedH\x00\x12<\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32!.baton.internal.v1.PromptLogprobsH\x00\x12/\n\x05\x63\x61\x63he\x18\x07 \x01(\x0b\x32\x1e.baton.internal.v1.CacheEventsH\x00\x42\x07\n\x05\x65vent\"F\n\x08RankInfo\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\xce\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x04role\x18\x03 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x0c\n\x04node\x18\x04 \x01(\t\x12*\n\x05ranks\x18\x05 \x03(\x0b\x32\x1b.baton.internal.v1.RankInfo\x12\r\n\x05model\x18\x06 \x01(\t\x12\x18\n\x10weights_revision\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x11\n\ttransport\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\"\xf7\x02\n\x0bWorkerStats\x12\x13\n\x0b\x62locks_free\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x02 \x01(\r\x12\x15\n\rblocks_cached\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x18\n\x10num_running_seqs\x18\x05 \x01(\r\x12\x1c\n\x14num_waiting_requests\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12\x1a\n\x12num_prefill_tokens\x18\t \x01(\x04\x12\x19\n\x11num_decode_tokens\x18\n \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\x0c \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\r \x01(\x04\x12.\n\tstep_cost\x18\x0e \x01(\x0b\x32\x1b.baton.internal.v1.StepCost\"o\n\x08StepCost\x12\x0f\n\x07\x66ixed_s\x18\x01 \x01(\x01\x12\x16\n\x0eprompt_token_s\x18\x02 \x01(\x01\x12\x12\n\nattended_s\x18\x03 \x01(\x01\x12\x12\n\nsequence_s\x18\x04 \x01(\x01\x12\x12\n\nkv_token_s\x18\x05 \x01(\x01\"Y\n\x0b\x43\x61\x63heEvents\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07\x65victed\x18\x04 \x03(\x0c\"\x7f\n\x0cPhaseChanged\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.baton.v1.Heartbeat.Phase\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\x81\x02\n\x06Tokens\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x19\n\x11\x66irst_token_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x81\x01\n\x0ePromptLogprobs\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"\xd0\x02\n\x06\x46\x61iled\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .baton.internal.v1.Failed.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x17\n\x0fnum_kept_tokens\x18\x04 \x01(\r\"\xbd\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_PEER_LOST\x10\x01\x12\x1a\n\x16REASON_TRANSFER_FAILED\x10\x02\x12\x13\n\x0fREASON_CAPACITY\x10\x03\x12\x13\n\x0fREASON_INTERNAL\x10\x04\x12\x17\n\x13REASON_INCOMPATIBLE\x10\x05\x12\x12\n\x0eREASON_INVALID\x10\x06\x12\x12\n\x0eREASON_CORRUPT\x10\x07*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32Y\n\rWorkerService\x12H\n\x07Session\x12\x1a.baton.internal.v1.Command\x1a\x1d.baton.internal.v1.EventBatch(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63luster/pb/worker.proto\x12\x11\x62\x61ton.internal.v1\x1a\x1b\x63luster/pb/generation.proto\"1\n\nRequestKey\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xe2\x01\n\x07\x43ommand\x12)\n\x05\x61\x64mit\x18\x01 \x01(\x0b\x32\x18.baton.internal.v1.AdmitH\x00\x12+\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x19.baton.internal.v1.CancelH\x00\x12\x36\n\x0cresync_cache\x18\x03 \x01(\x0b\x32\x1e.baton.internal.v1.ResyncCacheH\x00\x12<\n\x0fupdate_settings\x18\x04 \x01(\x0b\x32!.baton.internal.v1.UpdateSettingsH\x00\x42\t\n\x07\x63ommand\"\x9b\x03\n\x05\x41\x64mit\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.baton.internal.v1.Sampling\x12,\n\x0b\x64\x65\x63ode_peer\x18\x05 \x01(\x0b\x32\x17.baton.internal.v1.Peer\x12\x16\n\x0e\x65xpect_handoff\x18\x06 \x01(\x08\x12\x12\n\ncache_salt\x18\x07 \x01(\x0c\x12\x1b\n\x13\x62ypass_prefix_cache\x18\x08 \x01(\x08\x12\x34\n\x0cknown_tokens\x18\t \x03(\x0b\x32\x1e.baton.internal.v1.KnownTokens\x12\x1c\n\x0fprompt_logprobs\x18\n \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0ftell_each_token\x18\x0b \x01(\x08\x42\x12\n\x10_prompt_logprobs\"8\n\x0bKnownTokens\x12\x16\n\x0esequence_index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"?\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\"\x9f\x01\n\x08Sampling\x12(\n\x06params\x18\x01 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12,\n\x08stopping\x18\x02 \x01(\x0b\x32\x1a.baton.v1.StoppingCriteria\x12\x19\n\x0ctop_logprobs\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x0f\n\x07grammar\x18\x04 \x01(\tB\x0f\n\r_top_logprobs\"d\n\x06\x43\x61ncel\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x1b\n\x0esequence_index\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x11\n\x0f_sequence_index\"\r\n\x0bResyncCache\"\x1e\n\x0eUpdateSettings\x12\x0c\n\x04json\x18\x01 \x01(\t\"6\n\nEventBatch\x12(\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x18.baton.internal.v1.Event\"\xeb\x02\n\x05\x45vent\x12-\n\x04info\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.WorkerInfoH\x00\x12/\n\x05stats\x18\x02 \x01(\x0b\x32\x1e.baton.internal.v1.WorkerStatsH\x00\x12\x30\n\x05phase\x18\x03 \x01(\x0b\x32\x1f.baton.internal.v1.PhaseChangedH\x00\x12+\n\x06tokens\x18\x04 \x01(\x0b\x32\x19.baton.internal.v1.TokensH\x00\x12+\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x19.baton.internal.v1.FailedH\x00\x12<\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32!.baton.internal.v1.PromptLogprobsH\x00\x12/\n\x05\x63\x61\x63he\x18\x07 \x01(\x0b\x32\x1e.baton.internal.v1.CacheEventsH\x00\x42\x07\n\x05\x65vent\"F\n\x08RankInfo\x12\x0f\n\x07tp_rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\"\xce\x02\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12%\n\x04role\x18\x03 \x01(\x0e\x32\x17.baton.internal.v1.Role\x12\x0c\n\x04node\x18\x04 \x01(\t\x12*\n\x05ranks\x18\x05 \x03(\x0b\x32\x1b.baton.internal.v1.RankInfo\x12\r\n\x05model\x18\x06 \x01(\t\x12\x18\n\x10weights_revision\x18\x07 \x01(\t\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12\x15\n\rmax_model_len\x18\n \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0b \x01(\r\x12\x11\n\ttransport\x18\x0c \x01(\t\x12\r\n\x05\x64type\x18\r \x01(\t\x12\x17\n\x0fmetrics_address\x18\x0e \x01(\t\"\xf7\x02\n\x0bWorkerStats\x12\x13\n\x0b\x62locks_free\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_held\x18\x02 \x01(\r\x12\x15\n\rblocks_cached\x18\x03 \x01(\r\x12\x14\n\x0c\x62locks_total\x18\x04 \x01(\r\x12\x18\n\x10num_running_seqs\x18\x05 \x01(\r\x12\x1c\n\x14num_waiting_requests\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x11\n\tnum_steps\x18\x08 \x01(\x04\x12\x1a\n\x12num_prefill_tokens\x18\t \x01(\x04\x12\x19\n\x11num_decode_tokens\x18\n \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x0b \x01(\x04\x12\x15\n\rkv_bytes_sent\x18\x0c \x01(\x04\x12\x19\n\x11kv_bytes_received\x18\r \x01(\x04\x12.\n\tstep_cost\x18\x0e \x01(\x0b\x32\x1b.baton.internal.v1.StepCost\"o\n\x08StepCost\x12\x0f\n\x07\x66ixed_s\x18\x01 \x01(\x01\x12\x16\n\x0eprompt_token_s\x18\x02 \x01(\x01\x12\x12\n\nattended_s\x18\x03 \x01(\x01\x12\x12\n\nsequence_s\x18\x04 \x01(\x01\x12\x12\n\nkv_token_s\x18\x05 \x01(\x01\"Y\n\x0b\x43\x61\x63heEvents\x12\x17\n\x0fsequence_number\x18\x01 \x01(\x04\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\x12\x0e\n\x06stored\x18\x03 \x03(\x0c\x12\x0f\n\x07\x65victed\x18\x04 \x03(\x0c\"\x7f\n\x0cPhaseChanged\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12(\n\x05phase\x18\x02 \x01(\x0e\x32\x19.baton.v1.Heartbeat.Phase\x12\x19\n\x11num_cached_tokens\x18\x03 \x01(\r\"\x81\x02\n\x06Tokens\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x16\n\x0esequence_index\x18\x02 \x01(\r\x12\x19\n\x11\x66irst_token_index\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12(\n\x08logprobs\x18\x05 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\x12-\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1a\n\rstop_token_id\x18\x07 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_stop_token_id\"\x81\x01\n\x0ePromptLogprobs\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x19\n\x11\x66irst_token_index\x18\x02 \x01(\r\x12(\n\x08logprobs\x18\x03 \x03(\x0b\x32\x16.baton.v1.TokenLogprob\"\xd0\x02\n\x06\x46\x61iled\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.baton.internal.v1.RequestKey\x12\x30\n\x06reason\x18\x02 \x01(\x0e\x32 .baton.internal.v1.Failed.Reason\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x17\n\x0fnum_kept_tokens\x18\x04 \x01(\r\"\xbd\x01\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_PEER_LOST\x10\x01\x12\x1a\n\x16REASON_TRANSFER_FAILED\x10\x02\x12\x13\n\x0fREASON_CAPACITY\x10\x03\x12\x13\n\x0fREASON_INTERNAL\x10\x04\x12\x17\n\x13REASON_INCOMPATIBLE\x10\x05\x12\x12\n\x0eREASON_INVALID\x10\x06\x12\x12\n\x0eREASON_CORRUPT\x10\x07*?\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x32Y\n\rWorkerService\x12H\n\x07Session\x12\x1a.baton.internal.v1.Command\x1a\x1d.baton.internal.v1.EventBatch(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cluster.pb.worker_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=3779
-  _globals['_ROLE']._serialized_end=3842
+  _globals['_ROLE']._serialized_start=3476
+  _globals['_ROLE']._serialized_end=3539
   _globals['_REQUESTKEY']._serialized_start=75
   _globals['_REQUESTKEY']._serialized_end=124
   _globals['_COMMAND']._serialized_start=127
@@ -47,39 +45,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEER']._serialized_start=827
   _globals['_PEER']._serialized_end=890
   _globals['_SAMPLING']._serialized_start=893
-  _globals['_SAMPLING']._serialized_end=1355
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1290
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1338
-  _globals['_CANCEL']._serialized_start=1357
-  _globals['_CANCEL']._serialized_end=1457
-  _globals['_RESYNCCACHE']._serialized_start=1459
-  _globals['_RESYNCCACHE']._serialized_end=1472
-  _globals['_UPDATESETTINGS']._serialized_start=1474
-  _globals['_UPDATESETTINGS']._serialized_end=1504
-  _globals['_EVENTBATCH']._serialized_start=1506
-  _globals['_EVENTBATCH']._serialized_end=1560
-  _globals['_EVENT']._serialized_start=1563
-  _globals['_EVENT']._serialized_end=1926
-  _globals['_RANKINFO']._serialized_start=1928
-  _globals['_RANKINFO']._serialized_end=1998
-  _globals['_WORKERINFO']._serialized_start=2001
-  _globals['_WORKERINFO']._serialized_end=2335
-  _globals['_WORKERSTATS']._serialized_start=2338
-  _globals['_WORKERSTATS']._serialized_end=2713
-  _globals['_STEPCOST']._serialized_start=2715
-  _globals['_STEPCOST']._serialized_end=2826
-  _globals['_CACHEEVENTS']._serialized_start=2828
-  _globals['_CACHEEVENTS']._serialized_end=2917
-  _globals['_PHASECHANGED']._serialized_start=2919
-  _globals['_PHASECHANGED']._serialized_end=3046
-  _globals['_TOKENS']._serialized_start=3049
-  _globals['_TOKENS']._serialized_end=3306
-  _globals['_PROMPTLOGPROBS']._serialized_start=3309
-  _globals['_PROMPTLOGPROBS']._serialized_end=3438
-  _globals['_FAILED']._serialized_start=3441
-  _globals['_FAILED']._serialized_end=3777
-  _globals['_FAILED_REASON']._serialized_start=3588
-  _globals['_FAILED_REASON']._serialized_end=3777
-  _globals['_WORKERSERVICE']._serialized_start=3844
-  _globals['_WORKERSERVICE']._serialized_end=3933
+  _globals['_SAMPLING']._serialized_end=1052
+  _globals['_CANCEL']._serialized_start=1054
+  _globals['_CANCEL']._serialized_end=1154
+  _globals['_RESYNCCACHE']._serialized_start=1156
+  _globals['_RESYNCCACHE']._serialized_end=1169
+  _globals['_UPDATESETTINGS']._serialized_start=1171
+  _globals['_UPDATESETTINGS']._serialized_end=1201
+  _globals['_EVENTBATCH']._serialized_start=1203
+  _globals['_EVENTBATCH']._serialized_end=1257
+  _globals['_EVENT']._serialized_start=1260
+  _globals['_EVENT']._serialized_end=1623
+  _globals['_RANKINFO']._serialized_start=1625
+  _globals['_RANKINFO']._serialized_end=1695
+  _globals['_WORKERINFO']._serialized_start=1698
+  _globals['_WORKERINFO']._serialized_end=2032
+  _globals['_WORKERSTATS']._serialized_start=2035
+  _globals['_WORKERSTATS']._serialized_end=2410
+  _globals['_STEPCOST']._serialized_start=2412
+  _globals['_STEPCOST']._serialized_end=2523
+  _globals['_CACHEEVENTS']._serialized_start=2525
+  _globals['_CACHEEVENTS']._serialized_end=2614
+  _globals['_PHASECHANGED']._serialized_start=2616
+  _globals['_PHASECHANGED']._serialized_end=2743
+  _globals['_TOKENS']._serialized_start=2746
+  _globals['_TOKENS']._serialized_end=3003
+  _globals['_PROMPTLOGPROBS']._serialized_start=3006
+  _globals['_PROMPTLOGPROBS']._serialized_end=3135
+  _globals['_FAILED']._serialized_start=3138
+  _globals['_FAILED']._serialized_end=3474
+  _globals['_FAILED_REASON']._serialized_start=3285
+  _globals['_FAILED_REASON']._serialized_end=3474
+  _globals['_WORKERSERVICE']._serialized_start=3541
+  _globals['_WORKERSERVICE']._serialized_end=3630
 # @@protoc_insertion_point(module_scope)

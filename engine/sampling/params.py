@@ -6,7 +6,7 @@ No tensors. The router validates ranges; values are used here as they come.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self
 
 from cluster.pb import worker_pb2
@@ -23,7 +23,7 @@ _CONTAINERS: dict[str, Callable[[Any], Any]] = {
 class SamplingParams:
     """How to choose tokens and when to stop. Keep one object for a request's life: the sampler caches by identity.
 
-    A field has the name that it has in the proto's `Sampling`; only `grammar` becomes a constraint.
+    A field has the name that it has in proto/generation.proto; the constraint is made of the proto's `grammar`.
     """
 
     temperature: float = 1.0
@@ -59,13 +59,15 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: worker_pb2.Sampling, constraint: Constraint | None = None) -> Self:
+        names = {each.name for each in fields(cls)}
         values: dict[str, Any] = {"constraint": constraint}
-        for field_ in message.DESCRIPTOR.fields:
-            name = field_.name
-            if name != "grammar" and (not field_.has_presence or message.HasField(name)):
-                value = getattr(message, name)
-                values[name] = _CONTAINERS[name](value) if name in _CONTAINERS else value
-        return cls(**(values | {"n": max(1, message.n)}))
+        for part in (message.params, message.stopping, message):
+            for field_ in part.DESCRIPTOR.fields:
+                name = field_.name
+                if name in names and (not field_.has_presence or part.HasField(name)):
+                    value = getattr(part, name)
+                    values[name] = _CONTAINERS[name](value) if name in _CONTAINERS else value
+        return cls(**values)
 
     @property
     def is_greedy(self) -> bool:

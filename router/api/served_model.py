@@ -12,26 +12,10 @@ from typing import Any
 
 from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
 from cluster.pb import generation_pb2 as pb
+from router.api.sampling import default_sampling, model_defaults
 
 MOST_SEQUENCES = 16
 """Largest `n` of a request, however many sequences a worker can hold."""
-
-SAMPLING_RANGES = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 10.0),
-}
-"""Sampling parameters that are numbers with a fraction, and the lowest and highest value of each."""
-
-
-def default_sampling(**given: float) -> pb.SamplingParams:
-    """The values for fields that a client leaves unset: those that are `given`, else the usual ones."""
-    usual = pb.SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0, n=1)
-    usual.MergeFrom(pb.SamplingParams(**given))  # type: ignore[arg-type]  # the stubs name each field
-    return usual
 
 
 @dataclass(frozen=True)
@@ -64,7 +48,7 @@ class ServedModel:
             max_model_len=max_model_len or longest,
             max_sequences=min(MOST_SEQUENCES, max_num_seqs),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
-            defaults=_defaults(generation),
+            defaults=model_defaults(generation),
             max_new_tokens=generation.get("max_new_tokens"),
         )
 
@@ -96,11 +80,3 @@ def _positive_int(config: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json: {key} must be a positive integer (is {value!r})")
     return value
-
-
-def _defaults(generation: dict[str, Any]) -> pb.SamplingParams:
-    names = ("temperature", "top_p", "min_p", "repetition_penalty")
-    given = {name: float(generation[name]) for name in names if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        given["temperature"] = 0.0
-    return default_sampling(**given, top_k=max(0, int(generation.get("top_k") or 0)))

@@ -236,7 +236,7 @@ class GenerationService:
 
     def _new_detokenizers(self, request: ValidatedRequest) -> list[Detokenizer]:
         """One for each sequence."""
-        return [self._tokenizer.new_detokenizer(request.prompt_token_ids) for _ in range(request.sampling.n)]
+        return [self._tokenizer.new_detokenizer(request.prompt_token_ids) for _ in range(request.sampling.params.n)]
 
     def _validate(self, spec: pb.GenerationSpec, is_streaming: bool, tenant: str) -> ValidatedRequest:
         return validate(

@@ -10,21 +10,13 @@ from collections.abc import Callable
 
 from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
-from router.api.call import LONGEST_NAME, MOST_BIASED_TOKENS, MOST_PRIORITY, ValidatedRequest
+from router.api.call import LONGEST_NAME, MOST_PRIORITY, ValidatedRequest
 from router.api.chat import Prompt, read_chat
 from router.api.grammar import CheckGrammar, read_constraint
-from router.api.served_model import SAMPLING_RANGES, ServedModel
+from router.api.sampling import resolve_sampling
+from router.api.served_model import ServedModel
 from router.api.violations import Violations, invalid
 
-_ABOVE = ("top_p", "repetition_penalty")
-"""Sampling parameters that must be above the low end of their range."""
-_SCALARS = tuple(
-    field.name
-    for field in generation_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.name in worker_pb2.Sampling.DESCRIPTOR.fields_by_name and not field.is_repeated
-)
-"""Sampling parameters that the engine takes as the client gives them, by the same name."""
-MOST_BIAS = 100.0
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256
 MOST_STOP_TOKENS = 64
@@ -57,7 +49,15 @@ def validate(
     wrong = Violations("spec.")
     too_long = Violations("spec.")
     token_ids = _prompt(spec, model, encode, wrong, too_long)
-    sampling = _sampling(spec.sampling, model, wrong, fresh_seed)
+    params = resolve_sampling(
+        spec.sampling,
+        model.defaults,
+        wrong,
+        vocab_size=model.vocab_size,
+        max_sequences=model.max_sequences,
+        fresh_seed=fresh_seed,
+    )
+    sampling = worker_pb2.Sampling(params=params)
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
     _constrain(spec, model, check_grammar, sampling, wrong)
     _output(spec.output, sampling, len(token_ids), wrong)
@@ -143,31 +143,6 @@ def _prompt(
     return token_ids
 
 
-def _sampling(
-    params: generation_pb2.SamplingParams, model: ServedModel, wrong: Violations, fresh_seed: int
-) -> worker_pb2.Sampling:
-    """The parameters that the engine gets: the client's, else the model's defaults."""
-    resolved = generation_pb2.SamplingParams(seed=fresh_seed)
-    resolved.MergeFrom(model.defaults)
-    resolved.MergeFrom(params)
-    sampling = worker_pb2.Sampling(**{name: getattr(resolved, name) for name in _SCALARS})
-    for name, allowed in SAMPLING_RANGES.items():
-        wrong.number(f"sampling.{name}", getattr(sampling, name), *allowed, above=name in _ABOVE)
-    wrong.number("sampling.n", sampling.n, 1, model.max_sequences)
-    if sampling.top_k < -1:
-        wrong.add("sampling.top_k", f"must be at least 1, or 0 or -1 for off (got {sampling.top_k})")
-    sampling.top_k = max(0, min(sampling.top_k, model.vocab_size))
-    if wrong.at_most("sampling.logit_bias", params.logit_bias, MOST_BIASED_TOKENS, "entries"):
-        wrong.token_ids("sampling.logit_bias", params.logit_bias, model.vocab_size)
-        for token_id, bias in params.logit_bias.items():
-            wrong.number(f"sampling.logit_bias[{token_id}]", bias, -MOST_BIAS, MOST_BIAS)
-        sampling.logit_bias.update(params.logit_bias)
-    if wrong.at_most("sampling.allowed_token_ids", params.allowed_token_ids, model.vocab_size, "ids"):
-        wrong.token_ids("sampling.allowed_token_ids", params.allowed_token_ids, model.vocab_size)
-        sampling.allowed_token_ids.extend(sorted(set(params.allowed_token_ids)))
-    return sampling
-
-
 def _stopping(
     criteria: generation_pb2.StoppingCriteria,
     model: ServedModel,
@@ -191,10 +166,10 @@ def _stopping(
         text = f"must be at most spec.stopping.max_output_tokens, {most} (got {criteria.min_output_tokens})"
         wrong.add("stopping.min_output_tokens", text)
     _stops(criteria, model, wrong)
-    sampling.max_output_tokens = most
-    sampling.min_output_tokens = criteria.min_output_tokens
+    resolved = sampling.stopping
+    resolved.max_output_tokens, resolved.min_output_tokens = most, criteria.min_output_tokens
     eos = () if criteria.ignore_eos else model.eos_token_ids
-    sampling.stop_token_ids.extend(sorted({*eos, *criteria.stop_token_ids[:MOST_STOP_TOKENS]}))
+    resolved.stop_token_ids.extend(sorted({*eos, *criteria.stop_token_ids[:MOST_STOP_TOKENS]}))
 
 
 def _stops(criteria: generation_pb2.StoppingCriteria, model: ServedModel, wrong: Violations) -> None:
@@ -223,7 +198,7 @@ def _constrain(
         wrong.add(field, "needs a model with an end-of-sequence token, and this one names none")
     if spec.stopping.ignore_eos:
         wrong.add("stopping.ignore_eos", f"cannot be set with {field}, whose output ends by such a token")
-    if sampling.allowed_token_ids:
+    if sampling.params.allowed_token_ids:
         wrong.add("sampling.allowed_token_ids", f"cannot be set with {field}, which says what is allowed")
 
 

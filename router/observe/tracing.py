@@ -205,9 +205,9 @@ def _of_request(live: LiveRequest, origin: Origin) -> Attributes:
     request, sampling, usage = live.request, live.request.sampling, live.usage
     attributes = _of_call(origin) | {
         "gen_ai.request.model": live.model,
-        "gen_ai.request.max_tokens": sampling.max_output_tokens,
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.max_tokens": sampling.stopping.max_output_tokens,
+        "gen_ai.request.temperature": sampling.params.temperature,
+        "gen_ai.request.top_p": sampling.params.top_p,
         "gen_ai.response.id": live.key.request_id,
         "gen_ai.response.model": live.model,
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
@@ -216,8 +216,8 @@ def _of_request(live: LiveRequest, origin: Origin) -> Attributes:
         "baton.outcome": live.lifecycle.state.value,
         "baton.attempts": len(live.attempts),
     }
-    if sampling.n > 1:
-        attributes["gen_ai.request.choice.count"] = sampling.n
+    if sampling.params.n > 1:
+        attributes["gen_ai.request.choice.count"] = sampling.params.n
     if request.client_request_id:
         attributes["baton.request_id"] = request.client_request_id
     if live.principal.tenant:

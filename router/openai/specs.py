@@ -14,7 +14,6 @@ from google.protobuf import json_format, struct_pb2
 
 from cluster.errors import FieldViolation, NotServed
 from cluster.pb import generation_pb2 as pb
-from router.api.served_model import SAMPLING_RANGES
 from router.api.violations import Violations, shown
 from router.openai.bodies import (
     ChatBody,
@@ -34,6 +33,13 @@ _LONGEST_ID = 10
 """Digits of the largest token id that fits into 32 bits."""
 _INT32 = range(-(2**31), 2**31)
 _UINT32, _UINT64 = range(2**32), range(2**64)
+_SAMPLING = pb.SamplingParams.DESCRIPTOR.fields
+_FRACTIONS = [field.name for field in _SAMPLING if field.type == field.TYPE_FLOAT]
+_WHOLE_NUMBERS = {
+    **{field.name: _INT32 for field in _SAMPLING if field.type == field.TYPE_INT32},
+    **{field.name: _UINT32 for field in _SAMPLING if field.type == field.TYPE_UINT32 and not field.is_repeated},
+}
+"""Sampling parameters that have the same name in a body, by their type."""
 
 
 def completion_specs(body: CompletionBody, request_id: str) -> list[pb.GenerationSpec]:
@@ -145,12 +151,12 @@ def _common(
 ) -> pb.GenerationSpec:
     spec = pb.GenerationSpec(model=body.model, request_id=request_id)
     sampling, stopping = spec.sampling, spec.stopping
-    for name in SAMPLING_RANGES:
+    for name in _FRACTIONS:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
-    _whole(sampling, "top_k", "top_k", body.top_k, _INT32, wrong)
-    _whole(sampling, "n", "n", body.n, _UINT32, wrong)
+    for name, values in _WHOLE_NUMBERS.items():
+        _whole(sampling, name, name, getattr(body, name), values, wrong)
     _seed(sampling, body.seed, wrong)
     _whole(stopping, "max_output_tokens", max_tokens[0], max_tokens[1], _UINT32, wrong)
     _whole(stopping, "min_output_tokens", "min_tokens", body.min_tokens, _UINT32, wrong)

@@ -271,7 +271,7 @@ class Dispatcher:
             return
         charge.sequence_done()
         num_tokens = live.sequences[tokens.sequence_index].num_tokens
-        self.context.lengths.add(num_tokens, live.request.sampling.max_output_tokens)
+        self.context.lengths.add(num_tokens, live.request.sampling.stopping.max_output_tokens)
         if not live.is_complete:
             if effect is Effect.STOPPED:
                 live.attempt.cancel(tokens.sequence_index)
@@ -291,8 +291,9 @@ class Dispatcher:
             placement = self.running.start(live)
             if live.retry.num_attempts == 1:
                 work, sampling = live.to_place.work, live.request.sampling
-                prompt, cached, most = work.num_prompt_tokens, placement.num_cached_tokens, sampling.max_output_tokens
-                self._demand.add_placement(self.clock(), prompt, cached, sampling.n, most)
+                prompt, cached = work.num_prompt_tokens, placement.num_cached_tokens
+                most = sampling.stopping.max_output_tokens
+                self._demand.add_placement(self.clock(), prompt, cached, sampling.params.n, most)
         self._move_away()
         if self._next_heartbeat is None and (self.waiting or self.running):
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeats)

@@ -36,7 +36,7 @@ class Resident:
     def of(cls, live: LiveRequest) -> Resident:
         work = live.work
         open_tokens = [s.num_tokens for s in live.sequences if s.end is None]
-        num_left = live.request.sampling.max_output_tokens - min(open_tokens) if open_tokens else 0
+        num_left = live.request.sampling.stopping.max_output_tokens - min(open_tokens) if open_tokens else 0
         return cls(live.key.request_id, work.num_sequences, work.num_output_tokens, num_left)
 
 

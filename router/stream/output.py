@@ -50,7 +50,7 @@ class SequenceOutput:
         self._request = request
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
-        self._min_tokens = request.sampling.min_output_tokens
+        self._min_tokens = request.sampling.stopping.min_output_tokens
         self._early: dict[int, worker_pb2.Tokens] = {}
         self._num_taken = first_wanted
         """The first token that the client does not hold; may be ahead of what is here."""

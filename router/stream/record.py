@@ -63,7 +63,7 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
     )
     origin.spec.ClearField("resume")
     origin.spec.token_ids.ids[:] = live.request.prompt_token_ids
-    origin.spec.sampling.seed = live.request.sampling.seed
+    origin.spec.sampling.seed = live.request.sampling.params.seed
     origin.spec.model = live.model
     return origin
 
@@ -104,7 +104,7 @@ def read_record(entries: Sequence[bytes]) -> JournalEntry | None:
     if not parsed or not parsed[0].HasField("origin"):
         return None
     record = JournalEntry(origin=parsed[0].origin)
-    known = [record.tokens.add(sequence_index=index) for index in range(record.origin.sampling.n)]
+    known = [record.tokens.add(sequence_index=index) for index in range(record.origin.sampling.params.n)]
     for entry in parsed:
         if entry.prompt_logprobs:
             del record.prompt_logprobs[:]

@@ -208,7 +208,8 @@ class LiveRequest:
     def work(self) -> RequestLoad:
         """The load of the request as it came."""
         num_prompt, sampling = len(self.request.prompt_token_ids), self.request.sampling
-        return RequestLoad(num_prompt, sampling.n, num_prompt + sampling.n * sampling.max_output_tokens)
+        n = sampling.params.n
+        return RequestLoad(num_prompt, n, num_prompt + n * sampling.stopping.max_output_tokens)
 
     @property
     def usage(self) -> generation_pb2.Usage:

@@ -308,7 +308,7 @@ def _check_spec(spec: GenerationSpec, origin: JournalOrigin) -> None:
 
 
 def _check_index(live: LiveRequest, index: int) -> None:
-    most = live.request.sampling.max_output_tokens
+    most = live.request.sampling.stopping.max_output_tokens
     if live.is_complete:
         most = max(sequence.num_tokens for sequence in live.sequences)
     if index > most:

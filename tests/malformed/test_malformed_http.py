@@ -41,7 +41,7 @@ BODIES = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("num", [300, pytest.param(10_000, marks=[pytest.mark.battery, pytest.mark.timeout(1800)])])
 async def test_nothing_that_is_sent_over_http_fails_inside(tmp_path: Path, num: int) -> None:
-    workers = pair(lambda admit: [ids("ab")] * admit.sampling.n)
+    workers = pair(lambda admit: [ids("ab")] * admit.sampling.params.n)
     async with contextlib.AsyncExitStack() as stack:
         router = await stack.enter_async_context(running_router(tmp_path / "model", workers, http_port=0))
         address = f"http://{router.server.http_address}"

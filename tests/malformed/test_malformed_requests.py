@@ -33,7 +33,7 @@ NO_LIMIT = pytest.mark.timeout(1500)
 
 def outputs(admit: worker_pb2.Admit) -> list[list[int]]:
     """What the fake workers write: as many sequences as were asked for, none longer than asked for."""
-    return [ids(WRITTEN)[: admit.sampling.max_output_tokens]] * admit.sampling.n
+    return [ids(WRITTEN)[: admit.sampling.stopping.max_output_tokens]] * admit.sampling.params.n
 
 
 def prefill(worker: FakeWorker, admit: worker_pb2.Admit) -> None:

@@ -231,12 +231,10 @@ class Router:
         request.num_handed_over = len(request.tokens[0]) if request.n == 1 else 0
         request.prefill, request.decode = prefill, decode
         sampling = worker_pb2.Sampling(
-            temperature=1,
-            top_p=1,
-            repetition_penalty=1,
-            n=request.n,
-            max_output_tokens=request.max_output_tokens,
-            seed=request.number,
+            params=generation_pb2.SamplingParams(
+                temperature=1, top_p=1, repetition_penalty=1, n=request.n, seed=request.number
+            ),
+            stopping=generation_pb2.StoppingCriteria(max_output_tokens=request.max_output_tokens),
         )
         admit = worker_pb2.Admit(
             key=request.key.to_proto(),

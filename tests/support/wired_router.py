@@ -216,7 +216,7 @@ class Client:
     """Takes what the router has for it, as a stream would, and checks that nothing is missing or told twice."""
 
     def __init__(self, live: LiveRequest) -> None:
-        n = live.request.sampling.n
+        n = live.request.sampling.params.n
         self.live = live
         self.reader = StreamReader(live)
         self.tokens: list[list[int]] = [[] for _ in range(n)]

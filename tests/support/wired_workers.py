@@ -149,7 +149,7 @@ class ModelWorker:
         key = RequestKey.of(admit.key)
         assert key not in self.tasks, f"{key} was admitted twice"
         assert not (admit.expect_handoff and admit.HasField("prompt_logprobs")), "who does not compute cannot score"
-        n = admit.sampling.n
+        n = admit.sampling.params.n
         given: list[list[int]] = [[] for _ in range(n)]
         for known in admit.known_tokens:
             given[known.sequence_index] += known.token_ids
@@ -195,7 +195,7 @@ class ModelWorker:
         elif task.must_score:
             self._score(task)
         elif task.stage == "prefilling":
-            for index in range(task.admit.sampling.n):
+            for index in range(task.admit.sampling.params.n):
                 self._append(task, index)
             if task.open:
                 task.stage = "sampled"
@@ -226,7 +226,7 @@ class ModelWorker:
             return
         task.stage = "decoding"
         self._outbox.append(phase(task.admit.key, DECODE))
-        for index in range(task.admit.sampling.n):
+        for index in range(task.admit.sampling.params.n):
             self._append(task, index)
             if index in task.dropped:
                 self._end(task, index)
@@ -253,13 +253,13 @@ class ModelWorker:
         Those that are known of a request of one sequence are prefilled with its prompt.
         """
         output, given, admit = task.story.written[index], task.story.given[index], task.admit
-        if admit.sampling.n == 1:
+        if admit.sampling.params.n == 1:
             output.extend(given[len(output) :])
         position = len(output)
         is_known = position < len(given)
         output.extend(given[position:] or [self._sample(position, admit.key.attempt)])
         token_id = output[-1]
-        reason = STOP if token_id == EOS else LENGTH if len(output) >= admit.sampling.max_output_tokens else 0
+        reason = STOP if token_id == EOS else LENGTH if len(output) >= admit.sampling.stopping.max_output_tokens else 0
         if reason:
             task.open.discard(index)
         if not is_known:

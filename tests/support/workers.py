@@ -218,8 +218,13 @@ class Worker:
 
 def sampling(**values: Any) -> worker_pb2.Sampling:
     """Greedy, no filters, one sequence, unless told otherwise."""
-    defaults = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "n": 1, "max_output_tokens": 16}
-    return worker_pb2.Sampling(**{**defaults, **values})
+    params = {"temperature": 0.0, "top_p": 1.0, "repetition_penalty": 1.0, "n": 1}
+    stopping = {"max_output_tokens": 16}
+    how = worker_pb2.Sampling()
+    for part, given in ((how.params, params | values), (how.stopping, stopping | values), (how, values)):
+        known = part.DESCRIPTOR.fields_by_name
+        part.MergeFrom(type(part)(**{name: value for name, value in given.items() if name in known}))
+    return how
 
 
 def hand_off(

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from cluster.config import choices
-from cluster.pb import worker_pb2
+from cluster.pb import generation_pb2, worker_pb2
 from engine.attention.registry import ATTENTION_BACKENDS
 from engine.kv.pool import KV_CACHE_DTYPES
 from engine.layers.ops import KERNELS_NAMES
@@ -34,6 +34,10 @@ def test_the_choices_of_the_configuration_are_those_of_the_engine(
 
 
 def test_a_sampling_parameter_has_one_name_on_the_wire_and_in_the_engine() -> None:
-    on_wire = {field.name for field in worker_pb2.Sampling.DESCRIPTOR.fields}
+    parts = (generation_pb2.SamplingParams, generation_pb2.StoppingCriteria, worker_pb2.Sampling)
+    on_wire = {field.name for part in parts for field in part.DESCRIPTOR.fields}
+    constraints = {field.name for field in generation_pb2.SamplingParams.DESCRIPTOR.oneofs_by_name["constraint"].fields}
+    kept_by_the_router = {"bad_words", "stop", "include_stop_in_output", "ignore_eos"}
+    parameters = on_wire - constraints - kept_by_the_router - {"params", "stopping", "grammar"}
 
-    assert on_wire - {"grammar"} == {field.name for field in dataclasses.fields(SamplingParams)} - {"constraint"}
+    assert parameters == {field.name for field in dataclasses.fields(SamplingParams)} - {"constraint"}

@@ -34,7 +34,11 @@ async def test_a_completion_is_what_the_same_request_over_grpc_is(tmp_path: Path
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (5, 6, 11)
     assert usage.prompt_tokens_details is not None and usage.prompt_tokens_details.cached_tokens == 0
     sampling = decode.admits[0].sampling
-    assert (sampling.max_output_tokens, sampling.temperature, sampling.seed) == (6, 0.0, 2**64 - 5)
+    assert (sampling.stopping.max_output_tokens, sampling.params.temperature, sampling.params.seed) == (
+        6,
+        0.0,
+        2**64 - 5,
+    )
 
 
 async def test_a_chat_goes_through_the_models_template(tmp_path: Path) -> None:
@@ -48,7 +52,7 @@ async def test_a_chat_goes_through_the_models_template(tmp_path: Path) -> None:
 
 
 async def test_prompts_of_one_call_are_answered_one_after_another(tmp_path: Path) -> None:
-    workers = pair(lambda admit: [ids("x")] * admit.sampling.n)
+    workers = pair(lambda admit: [ids("x")] * admit.sampling.params.n)
     async with serving(tmp_path, workers) as (router, _), sdk(router) as client:
         answer = await client.completions.create(model="model", prompt=["a", "bc"], n=2)
         whole = await client.completions.create(model="model", prompt=[5, 6, 7])
@@ -274,7 +278,9 @@ async def test_fields_without_effect_are_taken_and_others_of_other_servers_have_
         body = chat(user="me", metadata={"a": "b"}, store=False, top_k=3, min_tokens=1, stop_token_ids=[9], priority=2)
         assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
     sampling = decode.admits[0].sampling
-    assert (sampling.top_k, sampling.min_output_tokens, list(sampling.stop_token_ids)) == (3, 1, [0, 9])
+    assert sampling.params.top_k == 3
+    stopping = sampling.stopping
+    assert (stopping.min_output_tokens, list(stopping.stop_token_ids)) == (1, [0, 9])
 
 
 async def test_a_stop_string_ends_it_and_is_named(tmp_path: Path) -> None:

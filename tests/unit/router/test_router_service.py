@@ -68,7 +68,10 @@ async def test_both_workers_are_told_the_same_key_and_the_resolved_sampling(tmp_
     assert (peer.worker_id, peer.incarnation, peer.address) == ("decode-0", decode.incarnation, decode.address)
     for admit in (to_prefill, to_decode):
         assert list(admit.prompt_token_ids) == ids("hello")
-        assert admit.sampling.max_output_tokens == 2 and list(admit.sampling.stop_token_ids) == [EOS, 9]
+        assert admit.sampling.stopping.max_output_tokens == 2 and list(admit.sampling.stopping.stop_token_ids) == [
+            EOS,
+            9,
+        ]
         assert admit.cache_salt == b"tenant" and admit.bypass_prefix_cache
 
 

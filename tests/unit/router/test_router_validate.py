@@ -13,7 +13,8 @@ from cluster.pb import generation_pb2 as pb
 from cluster.rpc import PUBLIC_MESSAGE_BYTES
 from router.api.call import ValidatedRequest
 from router.api.chat import Prompt
-from router.api.served_model import ServedModel, default_sampling
+from router.api.sampling import default_sampling
+from router.api.served_model import ServedModel
 from router.api.validate import LARGEST_STARTED_BYTES, most_prompt_logprobs, validate
 
 MODEL = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,))
@@ -176,29 +177,30 @@ def test_an_unknown_model_is_not_found_before_anything_else() -> None:
 def test_what_is_unset_comes_from_the_model() -> None:
     defaults = default_sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1, repetition_penalty=1.1)
     model = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS, 7), defaults)
-    filled = check(pb.GenerationSpec(text="hi"), model).sampling
+    sampling = check(pb.GenerationSpec(text="hi"), model).sampling
+    filled = sampling.params
     assert filled.temperature == pytest.approx(0.7) and filled.top_p == pytest.approx(0.9)
     assert (filled.top_k, filled.n, filled.seed) == (20, 1, 42)
     assert filled.repetition_penalty == pytest.approx(1.1)
-    assert filled.max_output_tokens == MAX_MODEL_LEN - 2
-    assert list(filled.stop_token_ids) == [EOS, 7]
-    assert not filled.HasField("top_logprobs")
+    assert sampling.stopping.max_output_tokens == MAX_MODEL_LEN - 2
+    assert list(sampling.stopping.stop_token_ids) == [EOS, 7]
+    assert not sampling.HasField("top_logprobs")
 
 
 def test_what_is_set_wins_even_when_it_is_zero() -> None:
     model = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,), default_sampling(temperature=0.7, top_k=20))
-    filled = check(sampling(temperature=0, top_k=-1, seed=0), model).sampling
+    filled = check(sampling(temperature=0, top_k=-1, seed=0), model).sampling.params
     assert (filled.temperature, filled.top_k, filled.seed) == (0, 0, 0)
 
 
 def test_ignore_eos_leaves_only_the_clients_stop_tokens() -> None:
-    assert list(check(stopping(ignore_eos=True, stop_token_ids=[9])).sampling.stop_token_ids) == [9]
+    assert list(check(stopping(ignore_eos=True, stop_token_ids=[9])).sampling.stopping.stop_token_ids) == [9]
 
 
 def test_the_models_own_max_new_tokens_bounds_only_the_default() -> None:
     model = ServedModel("m", VOCAB_SIZE, MAX_MODEL_LEN, 16, (EOS,), max_new_tokens=8)
-    assert check(pb.GenerationSpec(text="hi"), model).sampling.max_output_tokens == 8
-    assert check(stopping(max_output_tokens=20), model).sampling.max_output_tokens == 20
+    assert check(pb.GenerationSpec(text="hi"), model).sampling.stopping.max_output_tokens == 8
+    assert check(stopping(max_output_tokens=20), model).sampling.stopping.max_output_tokens == 20
 
 
 def test_a_queue_timeout_is_taken_in_seconds() -> None:

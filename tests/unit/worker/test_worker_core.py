@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cluster.failure_detector import FailureTimeouts
-from cluster.pb import worker_pb2
+from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, SampleRow
@@ -101,7 +101,9 @@ def admit(
 ) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
     sampling = worker_pb2.Sampling(
-        top_p=1.0, repetition_penalty=1.0, n=1, max_output_tokens=max_output_tokens, top_logprobs=1
+        params=generation_pb2.SamplingParams(temperature=0),
+        stopping=generation_pb2.StoppingCriteria(max_output_tokens=max_output_tokens),
+        top_logprobs=1,
     )
     admit = worker_pb2.Admit(
         key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling, **options

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cluster.failure_detector import FailureTimeouts
-from cluster.pb import worker_pb2
+from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, SampleRow
@@ -120,7 +120,10 @@ class Bench:
         self.core.session_opened(self.router, worker_pb2.WorkerInfo())
 
     def admit(self, name: str, prompt: Sequence[int], wanted: int | None, *, n: int = 1, most: int = 2) -> None:
-        sampling = worker_pb2.Sampling(top_p=1.0, repetition_penalty=1.0, n=n, max_output_tokens=most)
+        sampling = worker_pb2.Sampling(
+            params=generation_pb2.SamplingParams(temperature=0, n=n),
+            stopping=generation_pb2.StoppingCriteria(max_output_tokens=most),
+        )
         admit = worker_pb2.Admit(
             key=worker_pb2.RequestKey(request_id=name, attempt=1),
             role=worker_pb2.ROLE_DECODE,
