@@ -18,11 +18,11 @@ from typer.core import TyperGroup
 from cli.common import INTERRUPTED, with_option_groups
 
 COMMANDS = (
-    *("serve", "stop", "generate", "chat", "status", "top", "targets", "apply", "rebalance", "drain", "doctor"),
-    *("bench", "config", "keys"),
+    *("serve", "stop", "generate", "chat", "status", "top", "targets", "apply", "rebalance", "drain", "flush"),
+    *("doctor", "bench", "config", "keys"),
 )
 """In the order of `baton --help`."""
-_FILES = {"stop": "serve", "apply": "change", "rebalance": "change", "drain": "change"}
+_FILES = {"stop": "serve", "apply": "change", "rebalance": "change", "drain": "change", "flush": "change"}
 """The files of commands that share one with another command; each other command has the file of its name."""
 
 

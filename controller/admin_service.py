@@ -1,6 +1,7 @@
 """AdminService: what operators see and change of the whole cluster, on a port of its own in the controller's process.
 
-Translates between messages and the reconfigurer; decides nothing. Errors become gRPC statuses here.
+Translates between messages and the reconfigurer; decides nothing. Errors become gRPC statuses here. Each call of the
+WorkerControlService is passed on to the worker that it names, whatever its method.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 import grpc
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from cluster import rpc
 from cluster.auth import Gate, KeyRing
 from cluster.config.schema import AdminSection, ServingConfig
-from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest
+from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.text import ROLE_NUMBERS
-from cluster.tls import ServerTls
+from cluster.tls import ClientTls, ServerTls
 from controller.events import ClusterEvent, EventLog
 from controller.reconfigurer import Plan, ProposalResult, Reconfigurer, SaveConfig
 from controller.supervisor import Supervisor
@@ -27,7 +30,9 @@ log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 _NUM_EVENTS = 20
+_WORKER_CALL_S = 20.0
 ADMIN: str = admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+_WORKER_CONTROL: ServiceDescriptor = admin_pb2.DESCRIPTOR.services_by_name["WorkerControlService"]
 
 
 class AdminBackend(Protocol):
@@ -144,20 +149,53 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
 
 async def start_admin(
-    section: AdminSection, backend: AdminBackend, keys: KeyRing | None = None, tls: ServerTls | None = None
+    section: AdminSection,
+    backend: AdminBackend,
+    keys: KeyRing | None = None,
+    tls: ServerTls | None = None,
+    *,
+    to_workers: ClientTls | None = None,
 ) -> tuple[grpc.aio.Server, str]:
     """Listens; the server and its address. Raises ConfigError for one that it may not or cannot have.
 
     Whoever reaches this port may change the cluster, with a key of the scope `admin` where there are `keys`, and a
     certificate where `tls` asks for one. The configuration is refused that opens it to everybody beyond loopback.
     """
-    interceptors = () if keys is None else (Gate(keys, {ADMIN: "admin"}, ()),)
+    interceptors = () if keys is None else (Gate(keys, {ADMIN: "admin", _WORKER_CONTROL.full_name: "admin"}, ()),)
     server, port = rpc.create_server(
         section.host, section.port, insecure=section.insecure, tls=tls, interceptors=interceptors
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(backend), server)
+    server.add_generic_rpc_handlers((worker_control_handler(backend.pool, to_workers),))
     await server.start()
     return server, rpc.format_address(section.host, port)
+
+
+def worker_control_handler(pool: WorkerPool, tls: ClientTls | None) -> grpc.GenericRpcHandler[Any, Any]:
+    """Passes each call on to the worker that its request names, and the worker's answer or error back."""
+    methods = {method.name: _pass_on(method, pool, tls) for method in _WORKER_CONTROL.methods}
+    return grpc.method_handlers_generic_handler(_WORKER_CONTROL.full_name, methods)
+
+
+def _pass_on(method: MethodDescriptor, pool: WorkerPool, tls: ClientTls | None) -> grpc.RpcMethodHandler[Any, Any]:
+    asked, answered = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
+
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            async with rpc.create_channel(pool.address(request.worker_id), tls=tls) as channel:
+                on_worker = channel.unary_unary(
+                    f"/{_WORKER_CONTROL.full_name}/{method.name}", asked.SerializeToString, answered.FromString
+                )
+                return await on_worker(request, timeout=_WORKER_CALL_S)
+        except grpc.RpcError as error:
+            failure = rpc.from_rpc_error(error)
+            if isinstance(failure, NotReachable):
+                failure = Unavailable(f"worker {request.worker_id} does not answer: {failure.message}")
+        except BatonError as error:
+            failure = error
+        await rpc.abort(context, failure)
+
+    return grpc.unary_unary_rpc_method_handler(call, asked.FromString, answered.SerializeToString)
 
 
 def plan_message(plan: Plan) -> admin_pb2.Plan:

@@ -51,6 +51,7 @@ class Listeners:
         config = self._config
         file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
         inside = None if self._tls is None else self._tls.server
+        to_workers = None if self._tls is None else self._tls.client
         inner = AdminSection(port=0)
         if self._node_host and (inside is not None or config.admin.insecure):
             inner = AdminSection(self._node_host, port=0, insecure=config.admin.insecure)
@@ -58,14 +59,16 @@ class Listeners:
         give_up_at = asyncio.get_running_loop().time() + (_PORT_S if port else 0.0)
         while True:
             try:
-                server, self.address = await start_admin(outer, self._backend, ring, public_tls_of(config.tls))
+                server, self.address = await start_admin(
+                    outer, self._backend, ring, public_tls_of(config.tls), to_workers=to_workers
+                )
                 break
             except ConfigError:
                 if asyncio.get_running_loop().time() >= give_up_at:
                     raise
                 await asyncio.sleep(_RETRY_S)
         self._admins.append(server)
-        server, self.inner_address = await start_admin(inner, self._backend, ring, inside)
+        server, self.inner_address = await start_admin(inner, self._backend, ring, inside, to_workers=to_workers)
         self._admins.append(server)
         if file is not None:
             self._keys = asyncio.create_task(file.follow(), name="keys")

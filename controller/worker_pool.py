@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cluster.config.schema import EngineSection, RoleName, ServingConfig
+from cluster.errors import NotFound, Unavailable
 from cluster.pb import admin_pb2
 from cluster.text import ROLE_NUMBERS
 from controller.adoption import FoundProcess, SavedWorker
@@ -125,6 +126,15 @@ class WorkerPool:
             for m in self
             if m.is_ready and m.is_named
         ]
+
+    def address(self, worker_id: str) -> str:
+        """Where a worker listens. Raises NotFound, or Unavailable while it is not ready."""
+        member = self._members.get(worker_id)
+        if member is None:
+            raise NotFound(f"there is no worker {worker_id!r}; there are {', '.join(sorted(self._members)) or 'none'}")
+        if not member.is_ready:
+            raise Unavailable(f"worker {worker_id} is {member.supervisor.state.value}; try again when it is ready")
+        return str(member.supervisor.card["address"])
 
     async def remove(self, worker_id: str, grace_s: float) -> None:
         """Ends it, whatever it is doing, and forgets it."""

@@ -240,6 +240,7 @@ class AdminClient(ClientConnection):
     ) -> None:
         super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
+        self._workers: Any = admin_pb2_grpc.WorkerControlServiceStub(self._channel)
 
     def cluster(self) -> admin_pb2.GetClusterResponse:
         response: admin_pb2.GetClusterResponse = self._call(self._admin.GetCluster, admin_pb2.GetClusterRequest())
@@ -267,6 +268,10 @@ class AdminClient(ClientConnection):
         """Takes a worker out."""
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id, expected_version=expected_version, dry_run=dry_run)
         return self._change(self._admin.DrainWorker, request)
+
+    def on_worker(self, method: str, request: Any) -> Any:
+        """Calls a method of the WorkerControlService on the worker that the request names; returns its answer."""
+        return self._call(getattr(self._workers, method), request)
 
     def events(
         self, after_sequence: int | None = None, *, timeout_s: float | None = None

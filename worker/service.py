@@ -14,15 +14,16 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from cluster import rpc
-from cluster.errors import Unavailable
+from cluster.errors import BatonError, NotFound, Unavailable
 from cluster.failure_detector import TICKS_PER_HEARTBEAT, FailureTimeouts
-from cluster.pb import handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.tls import InternalTls
 from worker.core import Core
 from worker.handoff_streams import HandoffStreams
@@ -106,8 +107,12 @@ class _Session:
         return worker_pb2.EventBatch(events=events[:MOST_EVENTS])
 
 
-class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.HandoffServiceServicer):
-    """Implements both services."""
+class WorkerService(
+    worker_pb2_grpc.WorkerServiceServicer,
+    handoff_pb2_grpc.HandoffServiceServicer,
+    admin_pb2_grpc.WorkerControlServiceServicer,
+):
+    """Implements the services of a worker."""
 
     def __init__(
         self,
@@ -151,6 +156,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
         self._server, bound = rpc.create_server(host, port, max_message_bytes=limit, insecure=insecure, tls=tls)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self, self._server)
+        admin_pb2_grpc.add_WorkerControlServiceServicer_to_server(self, self._server)
         servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -229,3 +235,34 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer, handoff_pb2_grpc.Hand
         await self._refuse_if_frozen(context)
         async for message in self._streams.serve(request_iterator, context, self._core.handoffs.accept):
             yield message
+
+    async def FlushPrefixCache(
+        self, request: admin_pb2.FlushPrefixCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> admin_pb2.FlushPrefixCacheResponse:
+        num_blocks = await self._on_engine_thread(request.worker_id, context, self._core.blocks.flush_cache)
+        return admin_pb2.FlushPrefixCacheResponse(num_blocks=num_blocks)
+
+    async def _on_engine_thread(
+        self, worker_id: str, context: grpc.aio.ServicerContext[Any, Any], work: Callable[[], T]
+    ) -> T:
+        """The result of `work`, done by the engine thread between two turns, for a method of WorkerControlService."""
+        await self._refuse_if_frozen(context)
+        if worker_id != self._info.worker_id:
+            await rpc.abort(context, NotFound(f"this is worker {self._info.worker_id}, not {worker_id!r}"))
+        result: Future[T] = Future()
+        self._post(_complete, result, work)
+        try:
+            return await asyncio.wrap_future(result)
+        except BatonError as error:
+            failure = error
+        await rpc.abort(context, failure)
+
+
+def _complete(result: Future[T], work: Callable[[], T]) -> None:
+    """Sets the result of `work`, which is not done if nobody waits for it any more. Never raises."""
+    if not result.set_running_or_notify_cancel():
+        return
+    try:
+        result.set_result(work())
+    except Exception as error:
+        result.set_exception(error)

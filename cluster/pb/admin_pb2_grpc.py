@@ -398,6 +398,85 @@ class AdminService(object):
             _registered_method=True)
 
 
+class WorkerControlServiceStub(object):
+    """What one worker can be made to do. Each worker serves it, beside its sessions; the controller serves it on the port of
+    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.FlushPrefixCache = channel.unary_unary(
+                '/baton.admin.v1.WorkerControlService/FlushPrefixCache',
+                request_serializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+                response_deserializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerControlServiceServicer(object):
+    """What one worker can be made to do. Each worker serves it, beside its sessions; the controller serves it on the port of
+    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """
+
+    def FlushPrefixCache(self, request, context):
+        """Makes the prefix cache empty: prompts find nothing that was computed before. Requests that run keep their blocks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerControlServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'FlushPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushPrefixCache,
+                    request_deserializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheRequest.FromString,
+                    response_serializer=cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.admin.v1.WorkerControlService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.admin.v1.WorkerControlService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerControlService(object):
+    """What one worker can be made to do. Each worker serves it, beside its sessions; the controller serves it on the port of
+    the AdminService, and passes every call on to the worker that the request names by `worker_id`.
+    """
+
+    @staticmethod
+    def FlushPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.admin.v1.WorkerControlService/FlushPrefixCache',
+            cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheRequest.SerializeToString,
+            cluster_dot_pb_dot_admin__pb2.FlushPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class ControlServiceStub(object):
     """Controller to router, on a port of its own that clients never see.
     """

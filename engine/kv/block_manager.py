@@ -218,6 +218,20 @@ class BlockManager:
                         self._changes.store(digest)
             start = end
 
+    def flush_cache(self) -> int:
+        """Makes every published block unfindable, and free unless it is held; returns how many there were.
+
+        Owners keep what they hold, and publish what they fill from now on.
+        """
+        num_published = len(self._published)
+        while self._cached:
+            self._evict()
+        for digest in self._published:
+            if self._changes is not None:
+                self._changes.evict(digest)
+        self._published.clear()
+        return num_published
+
     @property
     def cached_hashes(self) -> KeysView[bytes]:
         """Digests of all blocks that `match_prefix` can find now, held or not; a live view."""

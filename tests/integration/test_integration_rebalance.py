@@ -165,6 +165,23 @@ def processes(cluster: Cluster) -> dict[str, admin_pb2.ProcessStatus]:
     return {process.name: process for process in cluster.admin.cluster().processes}
 
 
+def test_flushed_prefix_caches_serve_nothing_that_was_computed_before(cluster: Cluster) -> None:
+    prompt = _draw.choices(range(4, 1000), k=64)
+    usage(cluster, prompt)
+    workers = [name for name, process in processes(cluster).items() if process.role]
+    for _ in range(8 * len(workers)):
+        if usage(cluster, prompt).cached_tokens >= 48:
+            break
+    else:
+        raise AssertionError("the prompt was never found in a prefix cache")
+    flushed = [
+        cluster.admin.on_worker("FlushPrefixCache", admin_pb2.FlushPrefixCacheRequest(worker_id=worker_id)).num_blocks
+        for worker_id in workers
+    ]
+    assert sum(flushed) > 0
+    assert usage(cluster, prompt).cached_tokens == 0
+
+
 def test_a_change_that_is_tried_stale_or_impossible_changes_nothing(cluster: Cluster) -> None:
     text, roles = cluster.file.read_text(encoding="utf-8"), cluster.roles()
     version = cluster.admin.cluster().version

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,39 @@ from admin_world import FILE, ReconfigurerStage
 from cluster.config.schema import ServingConfig
 from cluster.pb import admin_pb2
 from controller.config_file import ConfigFile
+from controller.plan import WorkerPlan
 from controller.reconfigurer import SaveConfig
 from controller.supervisor import Supervisor
 from controller.worker_pool import WorkerPool
+
+
+class StaticLauncher:
+    """A worker that runs already, at one of `addresses`; without one it does not come up."""
+
+    def __init__(self, plan: WorkerPlan, addresses: Mapping[str, str]) -> None:
+        self.plan = plan
+        self.placing_limit_s: float | None = None
+        self.card: Mapping[str, Any] = {}
+        self._addresses = addresses
+
+    async def launch(self) -> StaticLauncher:
+        if self.plan.worker_id not in self._addresses:
+            await asyncio.Event().wait()
+        self.card = {"address": self._addresses[self.plan.worker_id]}
+        return self
+
+    async def ended(self) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def stop(self, grace_s: float) -> None:
+        pass
+
+    async def kill(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class FakeBackend:
@@ -26,7 +58,9 @@ class FakeBackend:
         self.edit("decode:\n        devices: 1", "decode:\n        devices: 3")
         self.stage = ReconfigurerStage(self.file.load())
         self.reconfigurer, self.events = self.stage.reconfigurer, self.stage.events
-        self.pool = WorkerPool(self._no_launcher, lambda _: None)
+        self.worker_addresses: dict[str, str] = {}
+        """Of the workers in `pool`."""
+        self.pool = WorkerPool(lambda plan: StaticLauncher(plan, self.worker_addresses), lambda _: None)
         self.routers = [Supervisor("router", self._no_launch, lambda _: None)]
         self.auto = None
         self.config_path = str(self.file.path)
@@ -47,9 +81,6 @@ class FakeBackend:
         text = self.file.path.read_text(encoding="utf-8")
         assert old in text
         self.file.path.write_text(text.replace(old, new, 1), encoding="utf-8")
-
-    def _no_launcher(self, plan: Any) -> Any:
-        raise AssertionError("no worker is started here")
 
     async def _no_launch(self) -> Any:
         raise AssertionError("no router is started here")

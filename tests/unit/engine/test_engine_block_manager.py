@@ -27,6 +27,40 @@ def test_every_block_is_free_held_or_cached() -> None:
     manager.check()
 
 
+def test_a_flushed_cache_serves_nothing_and_takes_no_block_from_its_owners() -> None:
+    manager = BlockManager(num_blocks=6, block_size=2)
+    manager.watch_cache(True)
+    held, ended = manager.allocate(2), manager.allocate(2)
+    manager.publish([1, 2, 3, 4], held, b"", num_computed=4)
+    manager.publish([5, 6, 7, 8], ended, b"", num_computed=4)
+    manager.release(ended)
+    served = set(manager.cached_hashes)
+    manager.take_cache_events()
+
+    assert manager.flush_cache() == 4
+
+    assert books(manager) == (4, 2, 0)
+    assert manager.match_prefix([1, 2, 3, 4, 9]) == manager.match_prefix([5, 6, 7, 8, 9]) == []
+    events = manager.take_cache_events()
+    assert events is not None and (set(events.evicted), events.stored) == (served, [])
+    manager.release(held)
+    assert books(manager) == (6, 0, 0)
+    manager.check()
+
+
+def test_blocks_released_while_a_step_runs_are_free_after_it_if_the_cache_was_flushed_meanwhile() -> None:
+    manager = BlockManager(num_blocks=3, block_size=2)
+    table = manager.allocate(2)
+    manager.publish([1, 2, 3, 4], table, b"", num_computed=4)
+    manager.begin_step()
+    manager.release(table)
+    assert manager.flush_cache() == 2
+    assert books(manager) == (1, 2, 0)
+    manager.end_step()
+    assert books(manager) == (3, 0, 0)
+    manager.check()
+
+
 def test_an_allocation_gives_distinct_blocks_or_none_at_all() -> None:
     manager = BlockManager(num_blocks=4, block_size=2)
     assert len(set(manager.allocate(3))) == 3
@@ -281,6 +315,13 @@ class BlockManagerWalk(RuleBasedStateMachine):
     def end(self, data: st.DataObject) -> None:
         index = data.draw(st.integers(0, len(self.live) - 1))
         self.manager.release(self.live.pop(index)[1])
+
+    @rule()
+    def flush(self) -> None:
+        held = self.manager.num_held
+        self.manager.flush_cache()
+        assert not self.manager.cached_hashes
+        assert books(self.manager) == (12 - held, held, 0)
 
     @rule()
     def hear(self) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from connection_harness import SOON_S, handshake
+from waiting import until
 
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts
-from cluster.pb import worker_pb2, worker_pb2_grpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from engine.kv.block_manager import BlockAccountingError
 from worker.handoff_streams import HandoffStreams
 from worker.service import SpeakingLoop, WorkerService
 
@@ -43,6 +46,13 @@ class FakeCore:
             if handler == name:
                 return arguments
             assert handler == "tick", f"{handler} was posted instead of {name}"
+
+    def next_callable(self) -> tuple[Any, tuple[Any, ...]]:
+        """The next posted call that is no handler of the core's own."""
+        while True:
+            handler, arguments = self.posted.get(timeout=SOON_S)
+            if callable(handler):
+                return handler, arguments
 
 
 class Router:
@@ -131,3 +141,51 @@ def test_a_worker_that_stops_ends_its_sessions_with_all_that_was_told(
     except grpc.RpcError as error:
         pytest.fail(f"the session broke: {error.details()}")
     assert told == list(range(100))
+
+
+def test_the_engine_thread_flushes_the_prefix_cache_and_its_answer_is_the_calls(
+    served: tuple[FakeCore, WorkerService, Router],
+) -> None:
+    core, _, router = served
+    core.blocks = SimpleNamespace(flush_cache=lambda: 3)
+    control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
+    call = control.FlushPrefixCache.future(admin_pb2.FlushPrefixCacheRequest(worker_id="d"), timeout=SOON_S)
+    handler, arguments = core.next_callable()
+    assert not call.done()
+    handler(*arguments)
+    assert call.result().num_blocks == 3
+
+
+def test_what_is_asked_of_another_worker_is_refused(served: tuple[FakeCore, WorkerService, Router]) -> None:
+    core, _, router = served
+    core.blocks = SimpleNamespace(flush_cache=lambda: 3)
+    control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
+    with pytest.raises(grpc.RpcError) as raised:
+        control.FlushPrefixCache(admin_pb2.FlushPrefixCacheRequest(worker_id="p"), timeout=SOON_S)
+    assert (raised.value.code(), raised.value.details()) == (grpc.StatusCode.NOT_FOUND, "this is worker d, not 'p'")
+
+
+def test_a_call_that_was_given_up_does_nothing_and_a_failure_is_the_callers(
+    served: tuple[FakeCore, WorkerService, Router],
+) -> None:
+    core, _, router = served
+    done: list[int] = []
+
+    def fail() -> int:
+        done.append(1)
+        raise BlockAccountingError("the books are wrong")
+
+    core.blocks = SimpleNamespace(flush_cache=fail)
+    control = admin_pb2_grpc.WorkerControlServiceStub(router.channel)
+    request = admin_pb2.FlushPrefixCacheRequest(worker_id="d")
+    call = control.FlushPrefixCache.future(request, timeout=SOON_S)
+    handler, arguments = core.next_callable()
+    call.cancel()
+    cancelled = arguments[0]
+    until(cancelled.cancelled, "the end of the call", SOON_S, every_s=0.01)
+    handler(*arguments)
+    assert done == []
+    call = control.FlushPrefixCache.future(request, timeout=SOON_S)
+    handler, arguments = core.next_callable()
+    handler(*arguments)
+    assert (call.code(), call.details()) == (grpc.StatusCode.INTERNAL, "the books are wrong")
