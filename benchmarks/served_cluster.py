@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plain_cluster import ROOT, START_S, ProgramFailed
-from cluster.config.changes import set_values
+from cluster.config.diff import set_values
 from cluster.config.load import load_config
 
 _STOP_S = 60.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
-from cluster.config.changes import run_time_keys
+from cluster.config.diff import run_time_keys
 from cluster.config.schema import (
     EngineSection,
     MetricsSection,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.config.changes import differences, set_values
+from cluster.config.diff import differences, set_values
 from cluster.config.load import parse_config
 from cluster.config.schema import ServingConfig
 from cluster.config.source import read_text

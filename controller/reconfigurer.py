@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.config.changes import differences, refuse_fixed
 from cluster.config.checks import check
+from cluster.config.diff import differences, refuse_fixed
 from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
 from controller.change_plan import Step, plan_ratio, ratio_of, wanted_of

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config.changes import is_run_time
+from cluster.config.diff import is_run_time
 from cluster.config.read import FieldKind, kinds_of
 from cluster.config.schema import ServingConfig
 from cluster.config.source import join

@@ -17,7 +17,7 @@ from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, token_spec
 from serve_process import ROOT, Serve
 
 from benchmarks.redis_server import RedisServer, running_redis
-from cluster.config.changes import set_values
+from cluster.config.diff import set_values
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
 from tools.client import AdminClient, BatonClient

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from admin_world import FILE, ReconfigurerStage
 
-from cluster.config.changes import differences
+from cluster.config.diff import differences
 from cluster.config.schema import ServingConfig
 from cluster.errors import ConfigError, FailedPrecondition
 from controller.config_file import ConfigFile, ConfigWatch

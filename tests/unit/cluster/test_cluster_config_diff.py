@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config.changes import differences, refuse_fixed, run_time_keys, set_values
+from cluster.config.diff import differences, refuse_fixed, run_time_keys, set_values
 from cluster.config.load import load_config, parse_config
 from cluster.errors import FailedPrecondition
 from cluster.settings import WorkerSettings, run_time_json
