@@ -183,7 +183,14 @@ class GenerationService:
         if request.spec.HasField("resume") and not is_streaming:
             only = "must be set in Generate, which sends no id before its end; call GenerateStream first"
             raise invalid((FieldViolation("spec.resume.generation_id", only),))
-        self._dispatcher.refuse_early(AdmissionRequest.smallest(request.spec, self._model, principal, time_left_s))
+        least = AdmissionRequest.smallest(
+            request.spec,
+            principal,
+            time_left_s,
+            max_model_len=self._model.max_model_len,
+            max_sequences=self._model.max_sequences,
+        )
+        self._dispatcher.refuse_early(least)
         is_long = request.ByteSize() > INLINE_BYTES or request.spec.sampling.WhichOneof("constraint") is not None
         valid = await run_aside(
             is_long, lambda: self._validate(request.spec, is_streaming, principal.tenant), self._executor

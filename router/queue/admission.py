@@ -19,7 +19,6 @@ from cluster.errors import BatonError
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.step_cost import NO_STEP, StepSize
 from router.api.call import ANYONE, MOST_PRIORITY, Principal
-from router.api.served_model import ServedModel
 from router.queue.fair_order import FairOrder
 from router.queue.pressure import InFlight, Overload
 from router.queue.quota import Quotas
@@ -61,17 +60,19 @@ class AdmissionRequest:
     def smallest(
         cls,
         spec: generation_pb2.GenerationSpec,
-        model: ServedModel,
         principal: Principal,
         time_left_s: float | None,
+        *,
+        max_model_len: int,
+        max_sequences: int,
     ) -> AdmissionRequest:
         """The least that a request can be, from its message alone, so that refusing it costs little.
 
         A text prompt counts as one token; values that validation would refuse are cut to what the model allows.
         """
-        num_prompt = min(max(1, len(spec.token_ids.ids)), model.max_model_len)
-        num_sequences = min(max(1, spec.sampling.n), model.max_sequences)
-        num_output = min(max(1, spec.stopping.max_output_tokens), model.max_model_len - num_prompt)
+        num_prompt = min(max(1, len(spec.token_ids.ids)), max_model_len)
+        num_sequences = min(max(1, spec.sampling.n), max_sequences)
+        num_output = min(max(1, spec.stopping.max_output_tokens), max_model_len - num_prompt)
         scheduling = spec.scheduling
         timeout = scheduling.queue_timeout
         return cls(

@@ -13,14 +13,13 @@ from router_harness import MAX_MODEL_LEN, refusal, running_router, text_spec
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ANYONE
-from router.api.served_model import ServedModel
 from router.queue.admission import AdmissionRequest
 
-MODEL = ServedModel("m", 300, MAX_MODEL_LEN, 16, (0,))
+MODEL = {"max_model_len": MAX_MODEL_LEN, "max_sequences": 16}
 
 
 def least(**fields: Any) -> tuple[int, int, int]:
-    work = AdmissionRequest.smallest(pb.GenerationSpec(**fields), MODEL, ANYONE, None).work
+    work = AdmissionRequest.smallest(pb.GenerationSpec(**fields), ANYONE, None, **MODEL).work
     return work.num_prompt_tokens, work.num_sequences, work.num_output_tokens
 
 
@@ -39,7 +38,7 @@ def test_nonsense_is_cut_to_what_the_model_allows() -> None:
         "scheduling": pb.SchedulingOptions(priority=-(2**31), queue_timeout=duration_pb2.Duration(seconds=-5)),
     }
     assert least(**absurd) == (MAX_MODEL_LEN, 16, MAX_MODEL_LEN)
-    assert AdmissionRequest.smallest(pb.GenerationSpec(**absurd), MODEL, ANYONE, 1.5).priority == -10
+    assert AdmissionRequest.smallest(pb.GenerationSpec(**absurd), ANYONE, 1.5, **MODEL).priority == -10
 
 
 async def test_a_full_queue_refuses_a_prompt_that_nobody_has_read(
