@@ -17,7 +17,6 @@ import typer
 from cli.common import AsJson, outcome
 from cluster.errors import ConfigError, InternalError
 from cluster.program import SOURCE_ROOT, ExitCode, child_environment
-from cluster.text import count_of, format_bytes
 
 if TYPE_CHECKING:
     from cluster.config.schema import ServingConfig
@@ -95,6 +94,8 @@ def _render(config: ServingConfig, roles: dict[str, Explained]) -> str:
 
 
 def _render_role(role: str, of: Explained) -> str:
+    from cluster.text import count_of, format_bytes
+
     if of["workers"] == 0:
         return f"{role}: no workers; decode workers compute prompts as well"
     rows = [
