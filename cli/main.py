@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any
 
 import typer
@@ -27,26 +28,31 @@ _FILES = {"stop": "serve", "apply": "change", "rebalance": "change", "drain": "c
 
 
 class LoadedCommands(Mapping[str, Any]):
-    """The commands by name; each is loaded when it is looked up."""
+    """The commands by name; each is loaded when it is looked up first."""
 
     def __getitem__(self, name: str) -> Any:
         if name not in COMMANDS:
             raise KeyError(name)
-        module = importlib.import_module(f"cli.{_FILES.get(name, name)}")
-        if hasattr(module, "app"):
-            command: Any = typer.main.get_group(module.app)
-        else:
-            one = typer.Typer(add_completion=False, rich_markup_mode=None)
-            one.command(name)(with_option_groups(getattr(module, name)))
-            command = typer.main.get_command(one)
-        command.name = name
-        return command
+        return _load(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(COMMANDS)
 
     def __len__(self) -> int:
         return len(COMMANDS)
+
+
+@cache
+def _load(name: str) -> Any:
+    module = importlib.import_module(f"cli.{_FILES.get(name, name)}")
+    if hasattr(module, "app"):
+        command: Any = typer.main.get_group(module.app)
+    else:
+        one = typer.Typer(add_completion=False, rich_markup_mode=None)
+        one.command(name)(with_option_groups(getattr(module, name)))
+        command = typer.main.get_command(one)
+    command.name = name
+    return command
 
 
 class CommandGroup(TyperGroup):
