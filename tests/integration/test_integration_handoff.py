@@ -24,7 +24,8 @@ TP_SIZES = (1, 2, 4)
 BLOCK_SIZES = (16, 32)
 TRANSPORTS = ("shm", "gloo")
 PROMPT = [(i * 37) % 1000 + 5 for i in range(101)]
-NUM_TOKENS = 24
+NUM_TOKENS = 14
+"""The prompt of 101 and these go over the end of a block of 16."""
 
 KINDS = {
     "greedy": {"temperature": 0.0},
