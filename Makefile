@@ -1,6 +1,6 @@
 # Baton's commands. Each works on a fresh clone: what it needs is installed into .venv first.
 #   make serve          a cluster on this machine; ARGS="--port 50061" and the like are passed on
-#   make test           every test, in JOBS=2 processes
+#   make test           every test, in JOBS=3 processes
 #   make check          what must hold before a commit: ruff, mypy, architecture
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
@@ -23,7 +23,8 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 EXTRAS ?= dev
 ARGS ?=
-JOBS ?= 2
+# Tests wait for the processes that they start a good part of their time: three suit two cores.
+JOBS ?= 3
 SECONDS ?= 600
 # torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, PyTorch's own index of CPU builds
 # (named on its installation page) is looked at too when it is given here: make setup TORCH_CPU_INDEX=URL

@@ -35,12 +35,12 @@ ENDING_S = 10.0
 WAITING = ("integration", "chaos")
 """Folders of tests that mostly wait for processes; the others compute."""
 LONGEST = (
+    "integration/test_integration_handoff.py",
     "integration/test_integration_benchmark.py",
     "integration/test_integration_serve.py",
-    "integration/test_integration_handoff.py",
+    "integration/test_integration_ray.py",
     "integration/test_integration_resume.py",
     "integration/test_integration_rebalance.py",
-    "integration/test_integration_ray.py",
     "integration/test_integration_moves.py",
     "integration/test_integration_batches.py",
     "integration/test_integration_secured.py",
