@@ -153,7 +153,7 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         try:
             self.check(handler_call_details.invocation_metadata or (), service)
         except BatonError as error:
-            return _refusal(error)
+            return rpc.refusal(error)
         return await continuation(handler_call_details)
 
     def _check_scope(self, key: ApiKey, service: str) -> None:
@@ -177,12 +177,3 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         if key is None:
             raise Unauthenticated("the API key is not known here: it was revoked, or belongs to another cluster")
         return key
-
-
-def _refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
-    """Ends a call of any kind at once: it reads none of the messages that may come."""
-
-    async def refuse(_: object, context: Context) -> None:
-        await rpc.abort(context, error)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

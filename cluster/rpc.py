@@ -204,6 +204,15 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) 
     raise AssertionError("abort returned")
 
 
+def refusal(error: BatonError) -> grpc.RpcMethodHandler[Any, Any]:
+    """Ends a call of any kind at once: it reads none of the messages that may come."""
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await abort(context, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """The exception that the server aborted with, from an error of a blocking or an asyncio call.
 

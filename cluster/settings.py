@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import types
 import typing
 from collections import Counter
@@ -28,6 +29,9 @@ from cluster.config.schema import (
     SloSection,
     TransferSection,
 )
+
+TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"
+"""Environment variable with the token of the cluster, for a process or a command that is started by hand."""
 
 
 class JsonSettings:
@@ -102,6 +106,9 @@ class WorkerSettings(JsonSettings):
     """For tests: the share of transfers that fail on purpose, in ways that are drawn at random."""
     insecure: bool = False
     """Allow an address other than loopback without TLS."""
+    cluster_token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""))
+    """What routers, other workers and ranks must show; empty: nothing. By hand it is BATON_CLUSTER_TOKEN, since others
+    see flags."""
     has_keys: bool = False
     """The cluster has API keys, so that a page of metrics beyond loopback has TLS."""
     allowed_hosts: tuple[str, ...] = ()
@@ -140,6 +147,9 @@ class RouterSettings(JsonSettings):
     """At shutdown, running requests get this long to end."""
     metrics_port: int | None = None
     """Port of the Prometheus page; 0: any free one; None: no page."""
+    cluster_token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""))
+    """What workers want to be shown, and what the control port wants; empty: nothing. By hand, use
+    BATON_CLUSTER_TOKEN: other users see flags."""
 
 
 S = TypeVar("S", bound=JsonSettings)

@@ -15,12 +15,14 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
 from cluster import rpc
+from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyRing
 from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import ClientTls, ServerTls
+from cluster.token import token_gates, token_metadata
 from controller.events import ClusterEvent, EventLog
 from controller.reconfigurer import Plan, ProposalResult, Reconfigurer, SaveConfig
 from controller.supervisor import Supervisor
@@ -154,30 +156,36 @@ async def start_admin(
     keys: KeyRing | None = None,
     tls: ServerTls | None = None,
     *,
+    token: str = "",
     to_workers: ClientTls | None = None,
+    worker_token: str = "",
 ) -> tuple[grpc.aio.Server, str]:
     """Listens; the server and its address. Raises ConfigError for one that it may not or cannot have.
 
-    Whoever reaches this port may change the cluster, with a key of the scope `admin` where there are `keys`, and a
-    certificate where `tls` asks for one. The configuration is refused that opens it to everybody beyond loopback.
+    Whoever reaches this port may change the cluster: with a key of the scope `admin` where there are `keys`, else with
+    the `token`, if there is one, and with a certificate where `tls` asks for one. The configuration is refused that
+    opens it to everybody beyond loopback. `to_workers`, `worker_token`: for calls that are passed on to workers.
     """
-    interceptors = () if keys is None else (Gate(keys, {ADMIN: "admin", _WORKER_CONTROL.full_name: "admin"}, ()),)
+    scopes: dict[str, Scope] = {ADMIN: "admin", _WORKER_CONTROL.full_name: "admin"}
+    interceptors = token_gates(token, "the controller") if keys is None else (Gate(keys, scopes, ()),)
     server, port = rpc.create_server(
         section.host, section.port, insecure=section.insecure, tls=tls, interceptors=interceptors
     )
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(backend), server)
-    server.add_generic_rpc_handlers((worker_control_handler(backend.pool, to_workers),))
+    server.add_generic_rpc_handlers((worker_control_handler(backend.pool, to_workers, worker_token),))
     await server.start()
     return server, rpc.format_address(section.host, port)
 
 
-def worker_control_handler(pool: WorkerPool, tls: ClientTls | None) -> grpc.GenericRpcHandler[Any, Any]:
+def worker_control_handler(pool: WorkerPool, tls: ClientTls | None, token: str) -> grpc.GenericRpcHandler[Any, Any]:
     """Passes each call on to the worker that its request names, and the worker's answer or error back."""
-    methods = {method.name: _pass_on(method, pool, tls) for method in _WORKER_CONTROL.methods}
+    methods = {method.name: _pass_on(method, pool, tls, token) for method in _WORKER_CONTROL.methods}
     return grpc.method_handlers_generic_handler(_WORKER_CONTROL.full_name, methods)
 
 
-def _pass_on(method: MethodDescriptor, pool: WorkerPool, tls: ClientTls | None) -> grpc.RpcMethodHandler[Any, Any]:
+def _pass_on(
+    method: MethodDescriptor, pool: WorkerPool, tls: ClientTls | None, token: str
+) -> grpc.RpcMethodHandler[Any, Any]:
     asked, answered = (message_factory.GetMessageClass(kind) for kind in (method.input_type, method.output_type))
 
     async def call(request: Any, context: Context) -> Any:
@@ -186,7 +194,7 @@ def _pass_on(method: MethodDescriptor, pool: WorkerPool, tls: ClientTls | None) 
                 on_worker = channel.unary_unary(
                     f"/{_WORKER_CONTROL.full_name}/{method.name}", asked.SerializeToString, answered.FromString
                 )
-                return await on_worker(request, timeout=_WORKER_CALL_S)
+                return await on_worker(request, timeout=_WORKER_CALL_S, metadata=token_metadata(token))
         except grpc.RpcError as error:
             failure = rpc.from_rpc_error(error)
             if isinstance(failure, NotReachable):

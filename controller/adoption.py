@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,6 +128,8 @@ class SavedCluster(JsonSettings):
     """Controllers that this cluster has had."""
     num_early_deaths: int = 0
     """Controllers before this one, in a row, that died soon after they began."""
+    token: str = ""
+    """What the cluster's processes show one another."""
     began_at: float = 0.0
     """When this controller began, in seconds of the wall clock."""
 
@@ -136,7 +139,7 @@ class SavedCluster(JsonSettings):
         first = plan.workers[0].ranks[0].engine
         engine = dataclasses.replace(config.engine, device=first.device, threads=first.threads)
         workers = tuple(SavedWorker(worker.worker_id, worker.role) for worker in plan.workers)
-        return cls(config, engine, workers=workers, began_at=now)
+        return cls(config, engine, workers=workers, began_at=now, token=secrets.token_hex(32))
 
     @classmethod
     def from_json(cls, text: str) -> Self:

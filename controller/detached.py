@@ -40,9 +40,10 @@ class HostedController(Controller):
         saved = SavedCluster.first(config, plan, time.time())
         if is_again or namespace.process_names():
             saved = (namespace.load() or saved).next_life(time.time())
-            namespace.save(saved)  # at once, so that a controller which dies while it begins is counted
+        # At once, so that a controller which dies while it begins is counted, and the next one has its token.
+        namespace.save(saved)
         owner = None if name == DETACHED else context.current_actor
-        hosting = Hosting(namespace, config.log_dir, lambda: self.events.version, owner)
+        hosting = Hosting(namespace, config.log_dir, lambda: self.events.version, owner, saved.token)
         super().__init__(saved, plan, programs, file, hosting)
         if is_again:
             self._tasks.append(asyncio.get_running_loop().create_task(self._begin_again(), name="begin again"))

@@ -160,7 +160,10 @@ class WorkerLauncher:
     async def _start(self, ranks: Sequence[HostedProcess]) -> dict[str, Any]:
         """Returns rank 0's card, with the pids of all."""
         places = await self._locate(ranks)
-        settings = [replace(s, host=place.host) for s, place in zip(self.plan.ranks, places, strict=True)]
+        token = self._hosting.token
+        settings = [
+            replace(s, host=place.host, cluster_token=token) for s, place in zip(self.plan.ranks, places, strict=True)
+        ]
         leader = json.loads(await ranks[0].prepare(settings[0].to_json()))["rank_address"]
         others = [replace(s, leader=leader).to_json() for s in settings[1:]]
         await asyncio.gather(*(rank.prepare(text) for rank, text in zip(ranks[1:], others, strict=True)))
@@ -244,6 +247,7 @@ class RouterLauncher:
         router = self._hosting.start(self._module, identity, self._report, bundle=ROUTER_BUNDLE, strategy=strategy)
         try:
             settings, place = self._settings, await self._places.found(router, self._report)
+            settings = replace(settings, cluster_token=self._hosting.token)
             if self._places.are_spread:
                 settings = replace(settings, node_host=place.host)
             await router.prepare(settings.to_json())

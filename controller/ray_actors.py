@@ -192,12 +192,13 @@ def send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> 
 @dataclass(frozen=True)
 class Hosting:
     """How the processes of one cluster are hosted. `config_version` returns that of the configuration now; `owner`: see
-    `Process`."""
+    `Process`; `token`: what they show one another."""
 
     namespace: RayNamespace
     log_dir: str | None
     config_version: Callable[[], int]
     owner: Any = None
+    token: str = ""
 
     def start(
         self,

@@ -110,7 +110,7 @@ class Controller:
         )
         tls = internal_tls_of(config.internal_tls)
         inside = None if tls is None else tls.client
-        self._links = RouterLinks([RouterLink(router, self._compose, inside) for router in self.routers])
+        self._links = RouterLinks([RouterLink(router, self._compose, inside, hosting.token) for router in self.routers])
         steps = StepRunner(self.pool, self._links, saved.engine)
         steps.restore(saved.workers, config, have_served=self._has_served)
         self.events = EventLog(self._on_event, numbers_before)
@@ -126,7 +126,7 @@ class Controller:
             lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}"),
         )
         node_host = ray.util.get_node_ip_address() if plan.are_routers_spread else ""
-        self._listeners = Listeners(self, config, tls, node_host)
+        self._listeners = Listeners(self, config, tls, node_host, hosting.token)
         self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:

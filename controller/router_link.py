@@ -16,6 +16,7 @@ from cluster.errors import BatonError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.rpc import create_channel
 from cluster.tls import ClientTls
+from cluster.token import token_metadata
 from controller.supervisor import Supervisor, SupervisorState
 
 logger = logging.getLogger(__name__)
@@ -32,14 +33,20 @@ _ADDED = (
 
 
 class RouterLink:
-    """Calls one router. `compose` makes the update, anew for each attempt. `tls`: of the cluster's inside, if any."""
+    """Calls one router. `compose` makes the update, anew for each attempt. `tls`, `token`: of the cluster's inside, if
+    any."""
 
     def __init__(
-        self, router: Supervisor, compose: Callable[[], admin_pb2.SetWorkersRequest], tls: ClientTls | None = None
+        self,
+        router: Supervisor,
+        compose: Callable[[], admin_pb2.SetWorkersRequest],
+        tls: ClientTls | None = None,
+        token: str = "",
     ) -> None:
         self._router = router
         self._compose = compose
         self._tls = tls
+        self._token = token_metadata(token)
         self._updating = asyncio.Lock()
         self._channels: dict[str, tuple[tuple[int, str], grpc.aio.Channel]] = {}
 
@@ -54,7 +61,7 @@ class RouterLink:
                 return False
             try:
                 control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
-                await control.SetWorkers(self._compose(), timeout=CALL_S)
+                await control.SetWorkers(self._compose(), timeout=CALL_S, metadata=self._token)
             except _RETRIED as error:
                 logger.info("the router did not get its workers: %s", error)
                 return False
@@ -66,7 +73,9 @@ class RouterLink:
             return None
         try:
             stub = admin_pb2_grpc.StatusServiceStub(await self._channel("control_address"))
-            answer: admin_pb2.GetStatusResponse = await stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=CALL_S)
+            answer: admin_pb2.GetStatusResponse = await stub.GetStatus(
+                admin_pb2.GetStatusRequest(), timeout=CALL_S, metadata=self._token
+            )
             return answer
         except _RETRIED as error:
             logger.info("the router does not answer: %s", error)
@@ -78,7 +87,7 @@ class RouterLink:
             return []
         try:
             control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
-            return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S)]
+            return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S, metadata=self._token)]
         except _RETRIED as error:
             logger.info("the router does not report its demand: %s", error)
             return []

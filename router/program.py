@@ -33,6 +33,7 @@ from cluster.settings import RouterSettings
 from cluster.site import OwnSite
 from cluster.state import MemoryStore, Store
 from cluster.tls import internal_tls_of, public_tls_of
+from cluster.token import token_gates
 from router.api.control_service import ControlService, StatusService
 from router.api.handlers import CallsPerAddress, service_handler
 from router.api.health import HEALTH, HealthService, reflection_handler
@@ -109,6 +110,7 @@ class RouterServer:
         self.dispatcher.observers += [self.metrics, self._activity]
         self.dispatcher.running.on_decision = self.metrics.decided
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
+        self.dispatcher.fleet.token = settings.cluster_token
         self._control = ControlService(self.dispatcher, settings)
         self._traces = open_traces(settings, self.metrics.trace_spans) if traces is None else traces
         self.generation = GenerationService(
@@ -170,6 +172,7 @@ class RouterServer:
             insecure=settings.router.insecure,
             tls=None if self._internal_tls is None else self._internal_tls.server,
             max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES,
+            interceptors=token_gates(settings.cluster_token, "a router's control port"),
         )
         self._servers.append(control)
         address = rpc.format_address(self._reachable_host, port)
@@ -251,7 +254,7 @@ class RouterServer:
     def _new_page(self, status: StatusService) -> StatusPage:
         settings = self._settings
         inside = None if self._internal_tls is None else self._internal_tls.client
-        self._controller = ControllerLink(lambda: self._control.admin_address, inside)
+        self._controller = ControllerLink(lambda: self._control.admin_address, inside, self._settings.cluster_token)
         knows_callers = self.keys is not None or settings.tls.client_ca is not None
         return StatusPage(
             status.GetStatus,

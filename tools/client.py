@@ -19,6 +19,7 @@ from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
 from cluster.rpc import create_blocking_channel, from_rpc_error
 from cluster.tls import ClientTls
+from cluster.token import find_token, token_metadata
 from tools.generation_stream import ResumingStream
 
 _ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED)
@@ -228,7 +229,8 @@ class BatonClient(ClientConnection):
 
 
 class AdminClient(ClientConnection):
-    """Client of the controller's AdminService. `expected_version` 0: whichever is current."""
+    """Client of the controller's AdminService, which it shows the token of the cluster, if this user has it.
+    `expected_version` 0: whichever is current."""
 
     def __init__(
         self,
@@ -239,6 +241,7 @@ class AdminClient(ClientConnection):
         call_s: float = 30.0,
     ) -> None:
         super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
+        self._metadata = (*self._metadata, *token_metadata(find_token(address)))
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._workers: Any = admin_pb2_grpc.WorkerControlServiceStub(self._channel)
 

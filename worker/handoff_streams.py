@@ -23,6 +23,7 @@ from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
 from cluster.tls import ClientTls
+from cluster.token import token_metadata
 from cluster.transports import pick
 from kv_transfer.layout import KvLayout, check_compatible, check_wire_format
 from worker.handoff_connection import HandoffConnection
@@ -105,8 +106,11 @@ class Handshake:
 class HandoffStreams:
     """All streams of one worker."""
 
-    def __init__(self, handshake: Handshake, timing: FailureTimeouts, tls: ClientTls | None = None) -> None:
-        """`tls`: towards other workers."""
+    def __init__(
+        self, handshake: Handshake, timing: FailureTimeouts, tls: ClientTls | None = None, token: str = ""
+    ) -> None:
+        """`tls`, `token`: towards other workers."""
+        self._token = token
         self._handshake = handshake
         self._timing = timing
         self._tls = tls
@@ -155,7 +159,7 @@ class HandoffStreams:
     async def _converse(
         self, connection: HandoffConnection, stub: handoff_pb2_grpc.HandoffServiceStub, incarnation: str
     ) -> None:
-        call = stub.Connect(connection.outbound())
+        call = stub.Connect(connection.outbound(), metadata=token_metadata(self._token))
         first = await call.read()
         if first is EOF or first.WhichOneof("message") != "hello":
             raise BatonError("the decode worker did not answer with hello")

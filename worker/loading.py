@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported without saying so
 
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
@@ -157,7 +158,9 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     compute_with(threads_of(settings))
     if resolved.device == "cpu":
         keep_freed_memory()
-    store = connect_store(start.store_address, RENDEZVOUS_TIMEOUT_S)
+    # Under names that no stranger knows: torch's store serves whoever connects.
+    names = f"{settings.cluster_token}/{start.incarnation}"
+    store = PrefixStore(names, connect_store(start.store_address, RENDEZVOUS_TIMEOUT_S))
     tp = make_process_group(
         store, settings.tp_rank, settings.tp_size, resolved.device, host=settings.host, timeout_s=RENDEZVOUS_TIMEOUT_S
     )
@@ -211,7 +214,13 @@ def _faults_of(settings: WorkerSettings) -> Faults | None:
 
 
 def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
-    return rank_pb2.RankHello(tp_rank=settings.tp_rank, pid=os.getpid(), host=socket.gethostname(), device=device)
+    return rank_pb2.RankHello(
+        tp_rank=settings.tp_rank,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        device=device,
+        token=settings.cluster_token,
+    )
 
 
 def weights_revision(folder: Path) -> str:

@@ -14,6 +14,7 @@ import os
 import queue
 import socket
 import threading
+import time
 import uuid
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ from worker.loading import (
 )
 from worker.metrics import serve_metrics
 from worker.rank import ErrorKind, RankExecutor
-from worker.rank_socket import RankConnection, accept, connect, read_frame, write_frame
+from worker.rank_socket import RankConnection, accept, connect, hello, read_frame, write_frame
 from worker.service import SpeakingLoop, WorkerService
 from worker.step_meter import StepMeter
 from worker.steps import StepLog
@@ -130,7 +131,10 @@ class Leader(_Rank):
             meter=meter,
         )
         streams = HandoffStreams(
-            self._handshake(store_address), timing, None if self._tls is None else self._tls.client
+            self._handshake(store_address),
+            timing,
+            None if self._tls is None else self._tls.client,
+            settings.cluster_token,
         )
         context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
         core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial))
@@ -138,7 +142,9 @@ class Leader(_Rank):
             resolved, core, context.metrics, loaded.transfer_engine, meter, self._tls
         )
         info = self._info(plan, hellos, "" if page is None else page.address)
-        service = self._service = WorkerService(loop, core, streams, info, timing, group.tick, self._tls)
+        service = self._service = WorkerService(
+            loop, core, streams, info, timing, group.tick, self._tls, settings.cluster_token
+        )
         self._engine_thread = threading.Thread(target=self._run_engine, name="engine", daemon=True)
         self._engine_thread.start()
         port = service.start(settings.host, settings.port, settings.insecure)
@@ -180,10 +186,13 @@ class Leader(_Rank):
         sockets: dict[int, RankConnection] = {}
         hellos = {0: rank_hello(settings, self._resolved.device)}
         assert self._listener is not None, "prepare comes before start"
+        give_up_at = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         while len(sockets) < settings.tp_size - 1:
             self._report(f"waiting for ranks: {len(sockets) + 1} of {settings.tp_size}")
             try:
+                self._listener.settimeout(max(0.0, give_up_at - time.monotonic()) or 0.001)
                 sock = accept(self._listener, self._tls)
+                said = hello(sock, settings.cluster_token)
             except Unavailable as error:
                 logger.warning("%s", error)
                 continue
@@ -192,12 +201,9 @@ class Leader(_Rank):
                 raise Unavailable(f"tensor-parallel ranks {missing} did not connect in time") from error
             except OSError as error:
                 raise Cancelled("stopped while waiting for its ranks") from error
-            hello = read_frame(sock, rank_pb2.RankReply).hello
-            if hello.tp_rank in hellos or not 0 < hello.tp_rank < settings.tp_size:
-                raise InternalError(
-                    f"a process connected as tensor-parallel rank {hello.tp_rank} twice or out of range"
-                )
-            hellos[hello.tp_rank], sockets[hello.tp_rank] = hello, sock
+            if said.tp_rank in hellos or not 0 < said.tp_rank < settings.tp_size:
+                raise InternalError(f"a process connected as tensor-parallel rank {said.tp_rank} twice or out of range")
+            hellos[said.tp_rank], sockets[said.tp_rank] = said, sock
         self._listener.close()
         ordered = [sockets[rank] for rank in sorted(sockets)]
         for sock in ordered:

@@ -15,14 +15,19 @@ import struct
 import threading
 from typing import Protocol, TypeVar
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from cluster.errors import Unavailable
+from cluster.pb import rank_pb2
 from cluster.tls import INTERNAL_NAME, InternalTls
+from cluster.token import is_token
 
 _READ_BYTES = 64 * 1024
 _HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 256 * 1024 * 1024
+_MAX_HELLO_BYTES = 64 * 1024
+HELLO_S = 5.0
+"""How long a peer that connects may take to say who it is; the next one waits for that long."""
 
 M = TypeVar("M", bound=Message)
 
@@ -33,6 +38,10 @@ class RankConnection(Protocol):
     def sendall(self, data: bytes, /) -> None: ...
 
     def recv(self, size: int, /) -> bytes: ...
+
+    def settimeout(self, value: float | None, /) -> None:
+        """Seconds for which a call waits for the peer; None: for ever."""
+        ...
 
     def close(self) -> None: ...
 
@@ -82,6 +91,9 @@ class TlsConnection:
                     raise _broken(error) from error
             self._receive()
 
+    def settimeout(self, value: float | None) -> None:
+        self._sock.settimeout(value)
+
     def close(self) -> None:
         self._sock.close()
 
@@ -125,21 +137,41 @@ def connect(address: str, timeout_s: float, tls: InternalTls | None = None) -> R
     """A connection to host:port that sends small frames at once. `timeout_s`: until it stands."""
     host, _, port = address.rpartition(":")
     sock = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
-    return _ready(sock, tls, is_server=False)
+    connection = _ready(sock, tls, is_server=False)
+    sock.settimeout(None)
+    return connection
 
 
 def accept(listener: socket.socket, tls: InternalTls | None = None) -> RankConnection:
-    """The next peer of a listener; raises TimeoutError when none comes within its timeout."""
+    """The next peer of a listener, whose `hello` comes next. Raises TimeoutError when none comes within the listener's
+    timeout, and Unavailable for one that shakes no hands within HELLO_S."""
     sock, _ = listener.accept()
-    sock.settimeout(listener.gettimeout())
+    sock.settimeout(HELLO_S)
     return _ready(sock, tls, is_server=True)
 
 
+def hello(connection: RankConnection, token: str = "") -> rank_pb2.RankHello:
+    """Who that peer is; from then on reading waits for as long as it takes. Raises Unavailable, and closes the
+    connection, for one that is silent for HELLO_S or not of the cluster."""
+    try:
+        said = read_frame(connection, rank_pb2.RankReply, _MAX_HELLO_BYTES).hello
+    except (OSError, ValueError, DecodeError, Unavailable) as error:
+        connection.close()
+        why = f"said nothing for {HELLO_S:g} s" if isinstance(error, TimeoutError) else f"is none: {error}"
+        raise Unavailable(f"a process connected as a tensor-parallel rank and {why}; it is turned away") from error
+    if not is_token(token, said.token):
+        connection.close()
+        raise Unavailable(
+            "a process connected as a tensor-parallel rank without the token of this cluster; it is turned away"
+        )
+    connection.settimeout(None)
+    return said
+
+
 def _ready(sock: socket.socket, tls: InternalTls | None, *, is_server: bool) -> RankConnection:
+    """Within the socket's timeout, which stays."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection: RankConnection = sock if tls is None else TlsConnection(sock, tls, is_server=is_server)
-    sock.settimeout(None)
-    return connection
+    return sock if tls is None else TlsConnection(sock, tls, is_server=is_server)
 
 
 def write_frame(sock: RankConnection, message: Message) -> None:
@@ -147,11 +179,11 @@ def write_frame(sock: RankConnection, message: Message) -> None:
     sock.sendall(_HEADER.pack(len(data)) + data)
 
 
-def read_frame(sock: RankConnection, message_type: type[M]) -> M:
+def read_frame(sock: RankConnection, message_type: type[M], most_bytes: int = MAX_FRAME_BYTES) -> M:
     """Raises Unavailable when the peer closes, ValueError for a frame larger than any we send."""
     (size,) = _HEADER.unpack(_read_exactly(sock, _HEADER.size))
-    if size > MAX_FRAME_BYTES:
-        raise ValueError(f"a rank frame of {size} bytes is over the limit of {MAX_FRAME_BYTES}")
+    if size > most_bytes:
+        raise ValueError(f"a rank frame of {size} bytes is over the limit of {most_bytes}")
     message = message_type()
     message.ParseFromString(_read_exactly(sock, size))
     return message

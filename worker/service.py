@@ -25,6 +25,7 @@ from cluster.errors import BatonError, NotFound, Unavailable
 from cluster.failure_detector import TICKS_PER_HEARTBEAT, FailureTimeouts
 from cluster.pb import admin_pb2, admin_pb2_grpc, handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.tls import InternalTls
+from cluster.token import token_gates
 from worker.core import Core
 from worker.handoff_streams import HandoffStreams
 from worker.reporter import RouterSession
@@ -123,11 +124,13 @@ class WorkerService(
         timing: FailureTimeouts,
         tick_ranks: Callable[[float], str] = lambda elapsed_s: "",
         tls: InternalTls | None = None,
+        token: str = "",
     ) -> None:
         """`tick_ranks` gets the time that has passed, and returns why the ranks cannot go on now, or nothing.
-        `tls`: with the router and with other workers."""
+        `tls`: with the router and with other workers; `token`: what they must show, if anything."""
         self._loop = loop
         self._tls = tls
+        self._token = token
         self._core = core
         self._post = core.inbox.post
         self._streams = streams
@@ -153,7 +156,10 @@ class WorkerService(
     async def _start(self, host: str, port: int, insecure: bool) -> int:
         limit = rpc.INTERNAL_MESSAGE_BYTES
         tls = None if self._tls is None else self._tls.server
-        self._server, bound = rpc.create_server(host, port, max_message_bytes=limit, insecure=insecure, tls=tls)
+        gates = token_gates(self._token, "a worker", (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,))
+        self._server, bound = rpc.create_server(
+            host, port, max_message_bytes=limit, insecure=insecure, tls=tls, interceptors=gates
+        )
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_WorkerControlServiceServicer_to_server(self, self._server)

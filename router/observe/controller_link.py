@@ -17,6 +17,7 @@ from cluster.auth import HEADER
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.tls import ClientTls
+from cluster.token import token_metadata
 
 _LOOK_S = 1.0
 """The page shows that the controller does not answer rather than wait for it."""
@@ -30,8 +31,9 @@ Headers = tuple[tuple[str, str], ...]
 class ControllerLink:
     """Used in one event loop; `close` it there. Errors of calls are BatonErrors."""
 
-    def __init__(self, admin_address: Callable[[], str], tls: ClientTls | None) -> None:
-        """`admin_address` returns the controller's, empty: there is none. `tls`: the cluster's internal one, if any."""
+    def __init__(self, admin_address: Callable[[], str], tls: ClientTls | None, token: str = "") -> None:
+        """`admin_address` returns the controller's, empty: there is none. `tls`, `token`: the cluster's own, if any."""
+        self._token = token_metadata(token)
         self._admin_address = admin_address
         self._tls = tls
         self._address = ""
@@ -60,7 +62,7 @@ class ControllerLink:
     async def _ask(self, headers: Headers) -> admin_pb2.GetClusterResponse | BatonError:
         """Returns an error that does not depend on who asks; raises others."""
         stub = await self._stub()
-        call = stub.GetCluster(admin_pb2.GetClusterRequest(), timeout=_LOOK_S, metadata=_key_of(headers))
+        call = stub.GetCluster(admin_pb2.GetClusterRequest(), timeout=_LOOK_S, metadata=self._shown(headers))
         try:
             response: admin_pb2.GetClusterResponse = await _response(call)
         except (Unavailable, DeadlineExceeded) as error:
@@ -70,7 +72,7 @@ class ControllerLink:
     async def set_roles(self, request: admin_pb2.SetRolesRequest, headers: Headers) -> admin_pb2.ChangeResponse:
         stub = await self._stub()
         response: admin_pb2.ChangeResponse = await _response(
-            stub.SetRoles(request, timeout=_CHANGE_S, metadata=_key_of(headers))
+            stub.SetRoles(request, timeout=_CHANGE_S, metadata=self._shown(headers))
         )
         self._last = None
         return response
@@ -78,6 +80,10 @@ class ControllerLink:
     async def close(self) -> None:
         if self._channel is not None:
             await self._channel.close(None)
+
+    def _shown(self, headers: Headers) -> Headers:
+        """The caller's own key, and that this is a router of the cluster."""
+        return (*((name, value) for name, value in headers if name == HEADER), *self._token)
 
     async def _stub(self) -> Any:
         address = self._admin_address()
@@ -96,7 +102,3 @@ async def _response(call: Awaitable[Any]) -> Any:
         return await call
     except grpc.aio.AioRpcError as error:
         raise rpc.from_rpc_error(error) from error
-
-
-def _key_of(headers: Headers) -> Headers:
-    return tuple((name, value) for name, value in headers if name == HEADER)

@@ -53,6 +53,8 @@ class Fleet:
         needs_prefill: bool = True,
     ) -> None:
         self.tls: ClientTls | None = None
+        self.token = ""
+        """What workers want to be shown; empty: nothing."""
         """Used to connect to workers that are named from now on."""
         self.needs_prefill = needs_prefill
         self.has_served = False
@@ -117,6 +119,7 @@ class Fleet:
                     self._dead_after_s,
                     self._holders,
                     self.tls,
+                    self.token,
                 )
                 worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
                 self._workers[address.worker_id] = worker

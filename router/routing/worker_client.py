@@ -27,6 +27,7 @@ from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
 from cluster.step_cost import StepCost
 from cluster.tls import ClientTls
+from cluster.token import token_metadata
 from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
 
 log = logging.getLogger(__name__)
@@ -66,9 +67,11 @@ class WorkerClient:
         dead_after_s: float = DEAD_AFTER_S,
         holders: Holders | None = None,
         tls: ClientTls | None = None,
+        token: str = "",
     ) -> None:
         """`holders`: the table shared by all workers' prefix caches; None: this one's is kept apart."""
         self._tls = tls
+        self._token = token
         self.worker_id = worker_id
         self.address = address
         self.role = role
@@ -155,7 +158,7 @@ class WorkerClient:
     async def _session(self, channel: grpc.aio.Channel) -> None:
         """Returns when the stream ends; raises AioRpcError when it breaks."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        call: Any = stub.Session(wait_for_ready=True)
+        call: Any = stub.Session(wait_for_ready=True, metadata=token_metadata(self._token))
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch(call))]
         try:
             async for batch in call:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -65,9 +67,11 @@ def hosted(kind: str = "ray::") -> list[psutil.Process]:
 
 
 @pytest.fixture(params=["foreground", "detached"])
-def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
-    """A cluster of its own that has come up."""
-    config = ("--config", str(ROOT / "cluster.yaml"))
+def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Serve]:
+    """A cluster of its own that has come up, with a copy of the shipped file."""
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    shutil.copy(ROOT / "cluster.yaml", tmp_path)
+    config = ("--config", str(tmp_path / "cluster.yaml"))
     if request.param == "foreground":
         serve = Serve(*config, "--port", "0")
         try:

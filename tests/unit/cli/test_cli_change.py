@@ -16,6 +16,7 @@ from scripted_router import baton
 from cluster.config.schema import AdminSection
 from cluster.errors import ConfigError, FailedPrecondition
 from cluster.pb import admin_pb2
+from cluster.token import leave_token
 from controller.admin_service import start_admin
 from tools.client import AdminClient
 
@@ -174,6 +175,32 @@ def test_the_state_of_the_cluster_says_what_is_being_carried_out(
         {event.KIND_PLANNED, event.KIND_STEP, event.KIND_REFUSED, event.KIND_STEP_DONE, event.KIND_CHANGED}
     )
     assert kinds[-1] == event.KIND_CHANGED
+
+
+def test_a_controller_with_a_token_takes_commands_of_those_who_have_it(
+    loop: asyncio.AbstractEventLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file at the port is what the user who started the cluster has, wherever his commands run."""
+
+    async def start() -> tuple[FakeBackend, Any]:
+        made = FakeBackend(tmp_path)
+        server, made.address = await start_admin(AdminSection(port=0), made, token="the token")
+        return made, server
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    backend, server = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    port = int(backend.address.rpartition(":")[2])
+    for shown in (None, "of an older cluster"):
+        if shown is not None:
+            leave_token(port, shown)
+        refused = run(backend, "rebalance", "--dry-run", "3:1")
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert (
+            "the controller wants the token of its cluster: run the command as the user who started" in refused.stderr
+        )
+    leave_token(port, "the token")
+    assert run(backend, "rebalance", "--dry-run", "3:1").exit_code == 0
+    asyncio.run_coroutine_threadsafe(server.stop(None), loop).result(10)
 
 
 async def test_the_service_does_not_listen_for_strangers_without_leave(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from certificates import Authority
 from cluster.errors import Unavailable
 from cluster.pb import rank_pb2
 from cluster.tls import InternalTls
-from worker.rank_socket import RankConnection, TlsConnection, accept, connect, read_frame, write_frame
+from worker.rank_socket import RankConnection, TlsConnection, accept, connect, hello, read_frame, write_frame
 
 SOON_S = 20.0
 
@@ -32,6 +32,7 @@ def met(server: InternalTls | None, client: InternalTls | None) -> tuple[RankCon
         dialling = pool.submit(connect, f"{host}:{port}", SOON_S, client)
         try:
             here = accept(listener, server)
+            here.settimeout(None)
         except BaseException:
             if dialling.exception() is None:
                 dialling.result().close()
@@ -139,11 +140,49 @@ def met_by_bytes(server: InternalTls) -> None:
             accept(listener, server)
 
 
-def test_a_peer_that_says_nothing_is_given_up(ours: Authority) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(0.2)
-        with socket.create_connection(listener.getsockname()), pytest.raises(Unavailable, match="timed out"):
-            accept(listener, ours.internal())
+@pytest.mark.parametrize("has_tls", [True, False])
+def test_a_peer_that_says_nothing_is_given_up(has_tls: bool, ours: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silent stranger at the rank port once stopped a worker's start for ever."""
+    monkeypatch.setattr("worker.rank_socket.HELLO_S", 0.2)
+    why = "timed out" if has_tls else r"said nothing for 0\.2 s; it is turned away"
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        pytest.raises(Unavailable, match=why),
+    ):
+        hello(accept(listener, ours.internal() if has_tls else None))
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        (rank_pb2.RankHello(tp_rank=1, token="a guess"), "without the token of this cluster"),
+        (rank_pb2.RankHello(tp_rank=1), "without the token of this cluster"),
+        (rank_pb2.RankHello(tp_rank=1, host="h" * 70_000), "over the limit of 65536"),
+        (None, "closed its connection"),
+    ],
+    ids=["wrong token", "no token", "large", "hangs up"],
+)
+def test_a_peer_that_is_not_of_the_cluster_is_turned_away(said: rank_pb2.RankHello | None, why: str) -> None:
+    here, there = met(None, None)
+    if said is None:
+        there.close()
+    else:
+        write_frame(there, rank_pb2.RankReply(hello=said))
+    with pytest.raises(Unavailable, match=why):
+        hello(here, "the token")
+    assert isinstance(here, socket.socket) and here.fileno() == -1, "it is closed"
+    there.close()
+
+
+def test_a_peer_with_the_token_is_heard_for_as_long_as_it_takes() -> None:
+    here, there = met(None, None)
+    here.settimeout(0.2)
+    write_frame(there, rank_pb2.RankReply(hello=rank_pb2.RankHello(tp_rank=1, token="the token")))
+    assert hello(here, "the token").tp_rank == 1
+    assert isinstance(here, socket.socket) and here.gettimeout() is None
+    for end in (here, there):
+        end.close()
 
 
 def test_without_tls_it_is_the_socket_itself() -> None:

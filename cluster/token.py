@@ -1,0 +1,89 @@
+"""The token of a cluster: what its own processes, and the commands of the user who started it, show one another.
+
+Every listener that can change a cluster, or be given work past the router, asks for it: ports on loopback are open to
+all users of a machine. The controller makes the token, hands it to the processes in their settings, and leaves it for
+commands in a file that only its user can read. A process that was started by hand asks for none unless its environment
+has one.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from cluster import rpc
+from cluster.address import is_loopback, parse_address
+from cluster.errors import PermissionDenied
+from cluster.program import replace_text
+from cluster.settings import TOKEN_VARIABLE
+
+HEADER = "x-baton-cluster-token"
+_FOLDER = "~/.local/state/baton"
+
+
+def token_metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """Metadata of a call that shows the token; none without one."""
+    return ((HEADER, token),) if token else ()
+
+
+def is_token(token: str, shown: str | bytes) -> bool:
+    """Compared in constant time; anything is right where there is none."""
+    given = shown.encode() if isinstance(shown, str) else shown
+    return not token or hmac.compare_digest(token.encode(), given)
+
+
+class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Refuses calls that do not show the token, but of the services named open. `who`: whose port this is."""
+
+    def __init__(self, token: str, who: str, open_services: Iterable[str] = ()) -> None:
+        self._token = token
+        self._who = who
+        self._open = frozenset(open_services)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        service = handler_call_details.method.rpartition("/")[0].lstrip("/")
+        shown = [value for name, value in handler_call_details.invocation_metadata or () if name == HEADER]
+        if service in self._open or is_token(self._token, shown[0] if len(shown) == 1 else ""):
+            return await continuation(handler_call_details)
+        return rpc.refusal(
+            PermissionDenied(
+                f"{self._who} wants the token of its cluster: run the command as the user who started the cluster, on "
+                f"that machine, or put the token into {TOKEN_VARIABLE}"
+            )
+        )
+
+
+def token_gates(token: str, who: str, open_services: Iterable[str] = ()) -> tuple[TokenGate, ...]:
+    """The interceptors of a server; none without a token."""
+    return (TokenGate(token, who, open_services),) if token else ()
+
+
+def token_file(port: int) -> Path:
+    """Where the controller leaves the token for commands that call its AdminService at that port."""
+    return Path(_FOLDER).expanduser() / f"admin-{port}.token"
+
+
+def leave_token(port: int, token: str) -> None:
+    """For this user's commands. Raises OSError."""
+    file = token_file(port)
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    replace_text(file, token, 0o600)
+
+
+def find_token(address: str) -> str:
+    """The token for the AdminService at HOST:PORT: of the environment, else the file of a controller on this machine;
+    empty where there is none that this user can read."""
+    try:
+        host, port = parse_address(address)
+        return os.environ.get(TOKEN_VARIABLE, "").strip() or (token_file(port).read_text() if is_loopback(host) else "")
+    except (OSError, ValueError):
+        return ""
