@@ -6,6 +6,7 @@ that is passed in: a seed repeats a request, and so does whoever records the dra
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import dataclass
 from random import Random
@@ -72,6 +73,33 @@ def make_call(random: Random) -> Call:
         case _:
             data = b"".join(_raw_field(random) for _ in range(random.randrange(40)))
     return Call(method, data, how)
+
+
+def make_bomb(random: Random) -> Call:
+    """A good request but for a constraint that is made to take a compiler's stack, memory or time."""
+    method = random.choice(GENERATING)
+    message: Any = _good(method)
+    size = random.choice((2, 30, 120, 400, 900, 1100, 4000))
+    match random.choice(("rules", "references", "brackets", "regex", "repeats", "wide")):
+        case "rules":
+            rules = "".join(f"r{i}: {random.choice(('', 'r0? ', '(', '/a*/ '))}r{i + 1}\n" for i in range(size))
+            message.spec.sampling.grammar_ebnf = f'start: r0\n{rules}r{size}: "x"\n'
+        case "references":
+            definitions: dict[str, Any] = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(size)}
+            schema = {"$ref": "#/$defs/a0", "$defs": definitions | {f"a{size}": {"type": "null"}}}
+            message.spec.sampling.json_schema = json.dumps(schema)
+        case "brackets":
+            opening, closing = random.choice((('{"items":', "}"), ('{"anyOf":[', "]}"), ('{"properties":{"a":', "}}")))
+            message.spec.sampling.json_schema = opening * size + "{}" + closing * size
+        case "regex":
+            unit = random.choice(("a?", "(", "(a|b)*", "[a-z]{1,9}", "(.*a)", "\\w+", ".{0,500}", "a{1,500}"))
+            message.spec.sampling.regex = unit * size + random.choice(("", ")" * size, "b"))
+        case "repeats":
+            message.spec.sampling.grammar_ebnf = "root ::= " + "a? " * size + '\na ::= ("x" | a){1,99}'
+        case _:
+            properties = {f"p{i}": {"type": "string", "pattern": f"a{{{i}}}.*"} for i in range(size)}
+            message.spec.sampling.json_schema = json.dumps({"properties": properties, "minProperties": size})
+    return Call(method, message.SerializeToString(), "bomb")
 
 
 def spoil(random: Random, message: Message) -> Message:

@@ -15,7 +15,7 @@ from typing import Self
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from engine.kv.block_manager import BlockManager
-from engine.sampling.constraint import Constrainer
+from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.step_input import ScoredSpan, SequenceSlice
 
@@ -35,13 +35,8 @@ class Request:
     """Alternatives wanted beside the logprob of each prompt token; None: no logprobs of the prompt."""
 
     @classmethod
-    def from_proto(cls, admit: worker_pb2.Admit, *, enable_prefix_cache: bool, constrainer: Constrainer | None) -> Self:
-        """Raises ValueError for a grammar that cannot be followed here."""
-        constraint = None
-        if admit.sampling.grammar:
-            if constrainer is None:
-                raise ValueError("this worker's model folder has no tokenizer.json, which constrained output needs")
-            constraint = constrainer.new(admit.sampling.grammar)
+    def from_proto(cls, admit: worker_pb2.Admit, *, enable_prefix_cache: bool, constraint: Constraint | None) -> Self:
+        """`constraint`: of the grammar in `admit`, if there is one."""
         return cls(
             key=RequestKey.of(admit.key),
             prompt_token_ids=tuple(admit.prompt_token_ids),

@@ -121,8 +121,7 @@ class RouterServer:
             MessageRate(settings.router.stream_messages_per_s),
             _open_store(settings.state) if store is None else store,
             self._traces,
-            resume_window_s=settings.router.resume_window_s,
-            stalled_client_timeout_s=settings.router.stalled_client_timeout_s,
+            settings,
         )
         self._models = ModelService(
             self._model,
@@ -218,7 +217,7 @@ class RouterServer:
         await self._http.close()
         if self._controller is not None:
             await self._controller.close()
-        await self.generation.resumables.stop()
+        await self.generation.stop()
         await self.dispatcher.fleet.close()
         await asyncio.to_thread(self._traces.close)
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -8,7 +8,6 @@ step has ended. It knows no tensors: ranks compute, sample and answer with plain
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from engine.sequence import Request, ScheduledSequence, Sequence
 from engine.step_budget import StepBudget
 from engine.step_input import StepInput, build_step
 from worker.decode_role import DecodeRole
+from worker.grammar_queue import GrammarQueue, WaitingAdmit
 from worker.handoff_connection import HandoffContext
 from worker.handoffs import Dial, Handoffs
 from worker.prefill_role import PrefillRole
@@ -142,7 +142,6 @@ class Core:
         self._settings = settings
         self._max_model_len = max_model_len
         self._step_log = step_log
-        self._constrainer = constrainer
         self._clock = clock
         self._step_clock = StepClock()
         self._stats = handoff_context.stats
@@ -152,6 +151,7 @@ class Core:
         self._flight: Flight | None = None
         self._is_stopping = False
         self.reporter = Reporter(step_log)
+        self._grammars = GrammarQueue(constrainer, inbox.post, self._admit, self._refuse)
         self._cache_reporter = CacheReporter(blocks, self.reporter)
         self.prefill = PrefillRole(self.reporter, blocks, num_layers)
         self.decode = DecodeRole(self.reporter, blocks, settings.engine.max_num_seqs, num_layers)
@@ -164,13 +164,6 @@ class Core:
             max_pairs=settings.transfer.max_pairs,
             answer_timeout_s=2 * settings.transfer.timeout_s,
         )
-
-    def prepare_grammar(self, grammar: str) -> None:
-        """From any thread, before a request with the grammar is admitted: compiles it, which takes time. A wrong one is
-        refused when the request comes."""
-        if self._constrainer is not None:
-            with contextlib.suppress(ValueError):
-                self._constrainer.prepare(grammar)
 
     # The loop
 
@@ -216,6 +209,7 @@ class Core:
         for p in prefilling:
             self.prefill.step_launching(p, last_step + 1)
         ends = [p for p in scheduled if p.num_tokens == p.sequence.num_remaining]
+        _ask_ahead(ends)
         num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
         self.blocks.begin_step()
         has_prompt = len(step.token_ids) > len(scheduled)
@@ -281,6 +275,7 @@ class Core:
 
     def session_closed(self, session: RouterSession) -> None:
         """A router is gone: nobody waits for its requests."""
+        self._grammars.close_session(session)
         self._cache_reporter.close_session(session)
         for key in self.reporter.close_session(session):
             self._cancel(key, "the router closed its session", None)
@@ -288,7 +283,8 @@ class Core:
     def command(self, session: RouterSession, command: worker_pb2.Command) -> None:
         match command.WhichOneof("command"):
             case "admit":
-                self._admit(session, command.admit)
+                waiting = WaitingAdmit(session, command.admit)
+                (self._grammars.add if command.admit.sampling.grammar else self._admit)(waiting)
             case "cancel":
                 index = command.cancel.sequence_index if command.cancel.HasField("sequence_index") else None
                 self._cancel(RequestKey.of(command.cancel.key), "cancelled", index)
@@ -297,27 +293,27 @@ class Core:
             case "update_settings":
                 self._settings = self._settings.with_run_time(command.update_settings.json)
 
-    def _admit(self, session: RouterSession, admit: worker_pb2.Admit) -> None:
-        try:
-            has_cache, constrainer = self._settings.engine.enable_prefix_cache, self._constrainer
-            request = Request.from_proto(admit, enable_prefix_cache=has_cache, constrainer=constrainer)
-            problem = request.problem(self._vocab_size, self._max_model_len)
-            if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
-                problem = "this worker already holds a request of this id and attempt"
-        except ValueError as error:
-            problem = str(error)
+    def _admit(self, waiting: WaitingAdmit) -> None:
+        session, admit, has_cache = waiting.session, waiting.admit, self._settings.engine.enable_prefix_cache
+        request = Request.from_proto(admit, enable_prefix_cache=has_cache, constraint=waiting.constraint)
+        problem = request.problem(self._vocab_size, self._max_model_len)
+        if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
+            problem = "this worker already holds a request of this id and attempt"
         if problem:
-            reason = worker_pb2.Failed.REASON_INVALID
-            failed = worker_pb2.Failed(key=admit.key, reason=reason, message=problem)
-            self.reporter.send(session, worker_pb2.Event(failed=failed))
+            self._refuse(waiting, worker_pb2.Failed.REASON_INVALID, problem)
             return
         self.reporter.open_request(request.key, session, report_each_token=admit.tell_each_token)
         if admit.role == worker_pb2.ROLE_DECODE:
-            self.decode.admit(request, admit.expect_handoff)
+            self.decode.admit(request, admit.expect_handoff, waiting.aborted)
             return
         self.prefill.admit(request, self.handoffs.connect_to(admit.decode_peer))
 
+    def _refuse(self, waiting: WaitingAdmit, reason: worker_pb2.Failed.Reason, problem: str) -> None:
+        failed = worker_pb2.Failed(key=waiting.admit.key, reason=reason, message=problem)
+        self.reporter.send(waiting.session, worker_pb2.Event(failed=failed))
+
     def _cancel(self, key: RequestKey, reason: str, sequence_index: int | None) -> None:
+        self._grammars.cancel(key, sequence_index)
         if key in self.reporter and sequence_index is None:
             self._step_log.cancelled(key)
         if key in self.decode:
@@ -355,13 +351,24 @@ class Core:
         stats.blocks_free, stats.blocks_held = blocks.num_free, blocks.num_held
         stats.blocks_cached, stats.blocks_total = blocks.num_cached, blocks.num_total
         stats.num_running_seqs = self.decode.num_running + self.prefill.num_running
-        stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting
+        stats.num_waiting_requests = self.decode.num_waiting + self.prefill.num_waiting + len(self._grammars)
         stats.num_requests = self.reporter.num_requests
         stats.num_preemptions = self.decode.num_preemptions
         cost = self._step_clock.cost
         if cost is not None:
             stats.step_cost.CopyFrom(cost.to_proto())
         return stats
+
+
+def _ask_ahead(ends: list[ScheduledSequence]) -> None:
+    """Asks which tokens may follow, so that the answers are there when the step is done."""
+    constrained = [p.sequence for p in ends if p.sequence.request.params.constraint is not None]
+    for row in (row for sequence in constrained for row in sequence.sample_rows()):
+        assert row.params.constraint is not None
+        row.params.constraint.ask(row.sequence_index, row.output_token_ids)
+    for sequence in constrained:
+        assert sequence.request.params.constraint is not None
+        sequence.request.params.constraint.flush()
 
 
 def _size_of(scheduled: list[ScheduledSequence]) -> StepSize:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.failure_detector import FailureTimeouts
+from cluster.grammar import GrammarLimits
 from cluster.metrics_page import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
@@ -98,6 +99,9 @@ class Leader(_Rank):
         self._tls = internal_tls_of(self._settings.internal_tls)
         self._listener: socket.socket | None = None
         self._core: Core | None = None
+        engine = self._settings.engine
+        limits = GrammarLimits(engine.grammar_timeout_s, memory_bytes=engine.grammar_memory_bytes)
+        self._constrainer = Constrainer.from_folder(Path(self._settings.model.path), resolved.config.vocab_size, limits)
         self._group: RankGroup | None = None
         self._service: WorkerService | None = None
         self._metrics_page: MetricsPage | None = None
@@ -171,6 +175,8 @@ class Leader(_Rank):
                 self._metrics_page.close()
             if self._group is not None:
                 self._group.close()
+            if self._constrainer is not None:
+                self._constrainer.close()
 
     def _report_choices(self, loaded: LoadedRank) -> None:
         runner = loaded.runner
@@ -223,7 +229,7 @@ class Leader(_Rank):
             vocab_size=config.vocab_size,
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
-            constrainer=Constrainer.from_folder(Path(settings.model.path), config.vocab_size),
+            constrainer=self._constrainer,
         )
 
     def _handshake(self, store_address: str) -> Handshake:

@@ -228,9 +228,6 @@ class WorkerService(
 
     async def _read_commands(self, session: RouterSession, commands: AsyncIterator[worker_pb2.Command]) -> None:
         async for command in commands:
-            grammar = command.admit.sampling.grammar
-            if grammar:
-                await asyncio.to_thread(self._core.prepare_grammar, grammar)
             self._post(self._core.command, session, command)
 
     async def Connect(

@@ -121,6 +121,10 @@ class EngineSection:
     enforce_eager: bool = False
     """Launch each operation of a decode step by itself, instead of replaying CUDA graphs captured at the start: starts
     sooner and takes less GPU memory, decodes slower. No difference on a CPU."""
+    grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S)
+    """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
+    grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40)
+    """Memory for the process that compiles and follows one constraint, beyond what it begins with."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +221,8 @@ class RouterSection:
     (docs/traces.md). Needs the extra `otel`. null: no traces."""
     trace_sample: float = bounded(1.0, at_least=0, at_most=1)
     """Share of the calls that are traced; of a call that brings a `traceparent`, its sampled flag decides."""
+    grammar_s_per_min: int | None = bounded(20, at_least=1, at_most=2**20)
+    """Seconds that each router compiles constraints of one tenant in a minute; null: no limit."""
     insecure: bool = False
     """Allow an address other than loopback although there is no TLS."""
 

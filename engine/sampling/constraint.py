@@ -1,104 +1,197 @@
 """Owns constrained output on a worker: which tokens may come next in a sequence whose output must fit a grammar.
 
-That depends on the grammar and the tokens so far alone, so any worker that has the tokens can go on where they end. The
-kept matchers only save reading the tokens again.
+That depends on the grammar and the tokens so far alone, so any worker that has the tokens can go on where they end, and
+so can a new process of the grammar (`cluster.grammar`) after one that was lost. Masks are asked for when a step begins,
+and collected when its logits are there.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLTokenizer
 
-from cluster.grammar import new_matcher, new_vocabulary
+from cluster.grammar import AskedRow, GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
 
-MAX_GRAMMARS = 64
-"""Grammars kept ready for further requests with the same one."""
+MAX_GRAMMARS = 32
+"""Grammars whose processes are kept for further requests with the same one."""
+MOST_FAULTS = 2
+"""A grammar that ended its process so often is not followed any more."""
+_COMPILE_THREADS = 4
 
 
 class ConstraintFailed(Exception):
     """The output cannot go on: the tokens so far do not fit the grammar, or following it takes too much."""
 
 
+class _Grammar:
+    """A grammar with the process that follows it, which is replaced when it is lost."""
+
+    def __init__(self, text: str, processes: GrammarProcesses) -> None:
+        """Compiles it. Raises GrammarFailed or GrammarLost."""
+        self._text = text
+        self._processes = processes
+        self._num_faults = 0
+        self.vocab_size = processes.vocab_size
+        self.process = processes.compile(text)
+
+    def replace(self, lost: GrammarProcess) -> None:
+        """Compiles it again, unless that was done since. Raises as before."""
+        if self.process is lost:
+            lost.close()
+            if self._num_faults >= MOST_FAULTS:
+                raise GrammarFailed(f"its process ended {self._num_faults} times by its fault")
+            self.process = self._processes.compile(self._text)
+
+    def count_fault(self) -> None:
+        self._num_faults += 1
+
+
+@dataclass(eq=False)
+class _Followed:
+    """One sequence, as the process of its grammar knows it."""
+
+    process: GrammarProcess
+    key: int
+    num_read: int = 0
+    """Tokens that the process has read."""
+    asked: AskedRow | None = None
+    """The row asked about and not collected."""
+
+    def forget(self) -> None:
+        self.process.forget(self.key, self.asked)
+
+
 class Constraint:
     """The constraint of one request, for all its sequences. Used by one thread."""
 
-    def __init__(self, start: LLMatcher, vocab_size: int, own_ends: Sequence[int]) -> None:
-        """`own_ends`: tokens that the library takes for the end of any output, which the request may not."""
-        self._start = start
-        self._vocab_size = vocab_size
-        self._own_ends = np.array(own_ends, dtype=np.int64)
-        self._matchers: dict[int, tuple[LLMatcher, int]] = {}  # of each sequence, with how many tokens it has read
+    def __init__(self, grammar: _Grammar) -> None:
+        self._grammar = grammar
+        self._sequences: dict[int, _Followed] = {}
+
+    def __del__(self) -> None:
+        for followed in self._sequences.values():
+            followed.forget()
+
+    def ask(self, sequence_index: int, output_token_ids: Sequence[int]) -> None:
+        """Notes that `allowed` will be called with the same arguments; send it with `flush`."""
+        followed = self._followed(sequence_index, len(output_token_ids))
+        if followed.asked is None:
+            followed.asked = followed.process.ask(
+                followed.key, followed.num_read, output_token_ids[followed.num_read :]
+            )
+            if followed.asked is not None:
+                followed.num_read = len(output_token_ids)
+
+    def flush(self) -> None:
+        """Sends what was noted for this request, and for others with its grammar."""
+        self._grammar.process.flush()
 
     def allowed(
         self, sequence_index: int, output_token_ids: Sequence[int], ends: Iterable[int]
     ) -> npt.NDArray[np.bool_]:
         """Which tokens may follow, bool [V]; `ends` may where the output is whole. Raises ConstraintFailed."""
-        matcher, num_read = self._matchers.get(sequence_index) or (self._start.deep_copy(), 0)
-        if num_read > len(output_token_ids):
-            matcher, num_read = self._start.deep_copy(), 0
-        if not matcher.consume_tokens(list(output_token_ids[num_read:])):
-            raise _failure_of(matcher)
-        self._matchers[sequence_index] = matcher, len(output_token_ids)
-        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        if matcher.is_error():
-            raise _failure_of(matcher)
-        allowed = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        allowed[self._own_ends] = False
-        if matcher.is_accepting():
-            allowed[[token_id for token_id in ends if 0 <= token_id < self._vocab_size]] = True
+        while True:
+            self.ask(sequence_index, output_token_ids)
+            followed = self._sequences[sequence_index]
+            row, followed.asked = followed.asked, None
+            if row is None:
+                raise ConstraintFailed("too many sequences follow its grammar at one time")
+            try:
+                bits = followed.process.answer(row)
+            except GrammarFailed as failure:
+                if not row.is_answered:
+                    self._grammar.count_fault()
+                raise ConstraintFailed(str(failure)) from failure
+            except GrammarLost:
+                self._replace(followed)
+                continue
+            return self._mask(bits, row.is_accepting, followed.process.end_token_ids, ends)
+
+    def _mask(self, bits: bytes, is_accepting: bool, own_ends: list[int], ends: Iterable[int]) -> npt.NDArray[np.bool_]:
+        """`own_ends`: tokens that the library takes for the end of any output, which the request may not."""
+        vocab_size = self._grammar.vocab_size
+        packed = np.frombuffer(bits, dtype=np.uint8)
+        allowed = np.unpackbits(packed, count=vocab_size, bitorder="little").view(np.bool_)
+        allowed[own_ends] = False
+        if is_accepting:
+            allowed[[token_id for token_id in ends if 0 <= token_id < vocab_size]] = True
         if not allowed.any():
             raise ConstraintFailed("no token of this model can follow")
         return allowed
+
+    def _followed(self, sequence_index: int, num_tokens: int) -> _Followed:
+        """The sequence, known anew where its process is another one, or has read more tokens than there are now."""
+        followed = self._sequences.get(sequence_index)
+        if followed is not None:
+            is_asked = followed.asked is not None and followed.num_read != num_tokens
+            if followed.process is self._grammar.process and followed.num_read <= num_tokens and not is_asked:
+                return followed
+            followed.forget()
+        process = self._grammar.process
+        followed = self._sequences[sequence_index] = _Followed(process, process.new_key())
+        return followed
+
+    def _replace(self, followed: _Followed) -> None:
+        try:
+            self._grammar.replace(followed.process)
+        except (GrammarFailed, GrammarLost, OSError) as error:
+            raise ConstraintFailed(str(error)) from error
 
 
 class Constrainer:
     """Makes constraints for one model. From any thread."""
 
-    def __init__(self, definition: str, vocab_size: int) -> None:
-        """`definition`: the content of its tokenizer.json. Raises ValueError."""
-        self._vocabulary: LLTokenizer = new_vocabulary(definition, vocab_size)
-        self._vocab_size = vocab_size
-        self._matchers: OrderedDict[str, LLMatcher] = OrderedDict()
+    def __init__(self, definition: Callable[[], str], vocab_size: int, limits: GrammarLimits | None = None) -> None:
+        """`definition` reads the content of its tokenizer.json, when the first grammar comes."""
+        self._processes = GrammarProcesses(definition, vocab_size, limits)
+        self._threads = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="grammar")
+        self._compiled: OrderedDict[str, Future[_Grammar]] = OrderedDict()
         self._lock = threading.Lock()
 
     @classmethod
-    def from_folder(cls, folder: Path, vocab_size: int) -> Constrainer | None:
-        """None where there is no tokenizer that the library can use: nothing can be constrained there."""
-        try:
-            return cls((folder / "tokenizer.json").read_text(encoding="utf-8"), vocab_size)
-        except (OSError, ValueError):
-            return None
-
-    def prepare(self, grammar: str) -> None:
-        """Compiles a grammar ahead of `new`. Raises ValueError for one that cannot be followed."""
-        with self._lock:
-            if grammar in self._matchers:
-                return
-        matcher = new_matcher(self._vocabulary, grammar)
-        with self._lock:
-            self._matchers[grammar] = matcher
-            while len(self._matchers) > MAX_GRAMMARS:
-                self._matchers.popitem(last=False)
+    def from_folder(cls, folder: Path, vocab_size: int, limits: GrammarLimits | None = None) -> Constrainer | None:
+        """None where there is no tokenizer: nothing can be constrained there."""
+        path = folder / "tokenizer.json"
+        return cls(partial(path.read_text, encoding="utf-8"), vocab_size, limits) if path.is_file() else None
 
     def new(self, grammar: str) -> Constraint:
-        """Raises as `prepare`."""
-        self.prepare(grammar)
+        """Blocks until the grammar is compiled. Raises ValueError for one that cannot be followed."""
+        return Constraint(self._grammar(grammar).result())
+
+    def begin(self, grammar: str, done: Callable[[Constraint | Exception], None]) -> None:
+        """Calls `done` when the grammar is compiled, here or from another thread; with a ValueError where it cannot be
+        followed."""
+
+        def tell(future: Future[_Grammar]) -> None:
+            try:
+                done(Constraint(future.result()))
+            except Exception as error:
+                done(error)
+
+        self._grammar(grammar).add_done_callback(tell)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+
+    def _grammar(self, text: str) -> Future[_Grammar]:
+        """The grammar, compiled once for all who want it at one time; failures are not kept."""
         with self._lock:
-            matcher = self._matchers.get(grammar)
-            if matcher is not None:
-                self._matchers.move_to_end(grammar)
-                matcher = matcher.deep_copy()
-        if matcher is None:  # sixty-four others came between
-            matcher = new_matcher(self._vocabulary, grammar)
-        return Constraint(matcher, self._vocab_size, self._vocabulary.eos_tokens)
-
-
-def _failure_of(matcher: LLMatcher) -> ConstraintFailed:
-    """The first line of the library's error."""
-    return ConstraintFailed(matcher.get_error().partition("\n")[0])
+            found = self._compiled.get(text)
+            if found is not None and not (found.done() and found.exception() is not None):
+                self._compiled.move_to_end(text)
+                return found
+            self._compiled[text] = made = self._threads.submit(_Grammar, text, self._processes)
+            self._compiled.move_to_end(text)
+            while len(self._compiled) > MAX_GRAMMARS:
+                self._compiled.popitem(last=False)
+            return made

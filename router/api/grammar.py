@@ -1,90 +1,160 @@
 """Constraints on a request's output, compiled to one grammar that workers can follow.
 
-A grammar is tried with the model's own tokens before its request is queued. That takes about a millisecond, and up to a
-second for a hostile one, so it belongs on a thread.
+A grammar is bounded, then tried with the model's own tokens before its request is queued: in a process of its own
+(`cluster.grammar`), within a limit of time, and no more than a few of one tenant at a time. Its time is charged to the
+tenant; grammars that were tried lately cost nothing.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
-import threading
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
-from llguidance import LLMatcher, LLTokenizer, grammar_from
-
-from cluster.grammar import LONGEST_GRAMMAR, new_matcher, new_vocabulary
+from cluster.errors import InternalError
+from cluster.grammar import GrammarLimits, GrammarLost, GrammarProcesses, GrammarTooSlow
 from cluster.pb import generation_pb2 as pb
+from router.api.call import Principal
+from router.api.grammar_bounds import check_bounds
 from router.api.violations import Violations
+from router.queue.quota import Exceeded, TokenBucket
 
 MOST_CHOICES = 1024
 _LONGEST_PROBLEM = 300
-_WHITESPACE = r"[ \t\r\n]{1,32}"
-"""Whitespace between the parts of JSON: bounded, since a model that likes line breaks would write nothing else."""
-
 _ANY_OBJECT = '{"type": "object"}'
+_AT_ONCE, _OF_A_TENANT = 4, 2
+"""Grammars that are tried at one time."""
+_KEPT = 256
+"""Grammars of which it is known whether they can be followed."""
 
-CheckGrammar = Callable[[str], None]
-"""Raises ValueError for a grammar that cannot be followed."""
+TryGrammar = Callable[[str, str], str]
+"""The grammar of a constraint, of its kind and text; raises ValueError for one that cannot be followed."""
 
 
 class Grammars:
-    """Tries grammars with one tokenizer. From any thread."""
+    """Tries grammars with one tokenizer. Lives in one event loop."""
 
-    def __init__(self, definition: Callable[[], str], vocab_size: int) -> None:
-        """`definition` reads the content of tokenizer.json, when the first grammar comes."""
-        self._definition = definition
-        self._vocab_size = vocab_size
-        self._vocabulary: LLTokenizer | None = None
-        self._lock = threading.Lock()
+    def __init__(
+        self,
+        definition: Callable[[], str],
+        vocab_size: int,
+        limits: GrammarLimits | None = None,
+        *,
+        compile_s_per_min: int | None = 20,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`definition` reads the content of tokenizer.json, when the first grammar comes. `compile_s_per_min`: seconds
+        of compiling that one tenant has in a minute; None: no limit."""
+        self._processes = GrammarProcesses(definition, vocab_size, limits)
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammars")
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(_OF_A_TENANT))
+        self._buckets: dict[str, TokenBucket] = {}
+        self._compile_s_per_min = compile_s_per_min
+        self._clock = clock
+        self._trying: dict[tuple[str, bytes], asyncio.Task[str | ValueError]] = {}
+        """By tenant and grammar: several requests with one grammar try it once."""
+        self._known: OrderedDict[bytes, str | ValueError] = OrderedDict()
 
-    def check(self, grammar: str) -> None:
-        """Raises ValueError for one that cannot be followed."""
-        with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = new_vocabulary(self._definition(), self._vocab_size)
-        new_matcher(self._vocabulary, grammar)
+    async def compile(self, kind: str, text: str, principal: Principal) -> str:
+        """The grammar. Raises ValueError for one that cannot be followed, QuotaExceeded when the tenant has had its
+        time."""
+        name = hashlib.sha256(f"{kind} {text}".encode(errors="surrogatepass")).digest()
+        outcome = self._known.get(name)
+        if outcome is None:
+            by = principal.tenant, name
+            trying = self._trying.get(by) or asyncio.create_task(self._try_in_turn(kind, text, principal))
+            self._trying[by] = trying
+            trying.add_done_callback(partial(self._tried, by))
+            outcome = await asyncio.shield(trying)  # a client that leaves has not paid yet
+            if not isinstance(outcome, GrammarTooSlow):
+                self._known[name] = outcome
+        if name in self._known:
+            self._known.move_to_end(name)
+        if len(self._known) > _KEPT:
+            self._known.popitem(last=False)
+        if isinstance(outcome, ValueError):
+            raise ValueError(str(outcome))
+        return outcome
+
+    def _tried(self, by: tuple[str, bytes], trying: asyncio.Task[str | ValueError]) -> None:
+        self._trying.pop(by, None)
+        if not trying.cancelled():
+            trying.exception()  # read, also where the client has left
+
+    async def _try_in_turn(self, kind: str, text: str, principal: Principal) -> str | ValueError:
+        """Charges the tenant for the time that it takes, also where it fails."""
+        async with self._turns[principal.tenant]:
+            bucket = self._bucket(principal)
+            loop = asyncio.get_running_loop()
+            elapsed_s, outcome = await loop.run_in_executor(self._threads, self._try, kind, text)
+            if bucket is not None:
+                bucket.take(1000 * elapsed_s, self._clock())
+        if isinstance(outcome, InternalError):
+            raise outcome
+        return outcome
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._processes.close()
+
+    def _bucket(self, principal: Principal) -> TokenBucket | None:
+        """The tenant's, in milliseconds. Raises QuotaExceeded when it is used up."""
+        now, per_min = self._clock(), self._compile_s_per_min
+        if per_min is None:
+            return None
+        bucket = self._buckets.setdefault(principal.tenant, TokenBucket(1000 * per_min, now))
+        wait_s = bucket.wait_s(1.0, now)
+        if wait_s > 0:
+            what = f"the grammars of this tenant have used the {per_min} s of compiling that they have in a minute"
+            raise Exceeded("grammars", what, wait_s).error_for(principal)
+        return bucket
+
+    def _try(self, kind: str, text: str) -> tuple[float, str | ValueError | InternalError]:
+        """The seconds that it took, and what came of it."""
+        began = self._clock()
+        grammar: str | ValueError | InternalError
+        try:
+            check_bounds(kind, text)
+            process = self._processes.compile(text, kind)
+            process.close()
+            grammar = process.grammar
+        except ValueError as error:
+            grammar = error
+        except (GrammarLost, OSError) as error:
+            grammar = InternalError(f"no process could compile the grammar: {error}")
+        return self._clock() - began, grammar
 
 
-def read_constraint(params: pb.SamplingParams, check: CheckGrammar, wrong: Violations) -> str:
-    """The grammar of `params`; empty where there is none, or where it is wrong, which is added to `wrong`."""
+def constraint_of(params: pb.SamplingParams) -> tuple[str, str] | None:
+    """The field that constrains the output, and its text; None where there is none."""
     kind = params.WhichOneof("constraint")
     if kind is None or (kind == "json_object" and not params.json_object):
-        return ""
-    field = f"sampling.{kind}"
-    choices = params.choice.choices
-    if not wrong.at_most(field, choices, MOST_CHOICES, "choices"):
-        return ""
+        return None
     if kind == "choice":
-        text = json.dumps(list(choices), ensure_ascii=False) if choices else ""
-    else:
-        text = _ANY_OBJECT if kind == "json_object" else getattr(params, kind)
-    if not 0 < len(text) <= LONGEST_GRAMMAR:
-        wrong.add(field, f"must be 1 to {LONGEST_GRAMMAR} characters long (got {len(text)})")
+        choices = params.choice.choices
+        return kind, json.dumps(list(choices), ensure_ascii=False) if 0 < len(choices) <= MOST_CHOICES else ""
+    return kind, _ANY_OBJECT if kind == "json_object" else getattr(params, kind)
+
+
+def read_constraint(params: pb.SamplingParams, try_grammar: TryGrammar, wrong: Violations) -> str:
+    """The grammar of `params`; empty where there is none, or where it is wrong, which is added to `wrong`."""
+    constraint = constraint_of(params)
+    if constraint is None:
+        return ""
+    kind, text = constraint
+    field = f"sampling.{kind}"
+    if not wrong.at_most(field, params.choice.choices, MOST_CHOICES, "choices"):
         return ""
     try:
-        grammar = _grammar_of(kind, text)
-        check(grammar)
+        return try_grammar(kind, text)
     except ValueError as error:
         wrong.add(field, f"cannot be followed: {_shorten(str(error))}")
         return ""
-    return grammar
-
-
-def _grammar_of(kind: str, text: str) -> str:
-    match kind:
-        case "json_schema" | "json_object":
-            schema: str | dict[str, Any] = (
-                {} if text.strip() == "true" else text
-            )  # the library gives no options to `true`
-            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
-        case "regex":
-            return grammar_from("regex", text)
-        case "choice":
-            return grammar_from("choice", text)
-        case "grammar_ebnf":
-            return grammar_from("ebnf", text)
-    raise AssertionError(f"no constraint is called {kind}")
 
 
 def _shorten(text: str) -> str:

@@ -7,18 +7,21 @@ generation is cancelled unless it may be resumed (`router.stream.resume`). Metho
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation
+from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, FieldViolation, QuotaExceeded
+from cluster.grammar import GrammarLimits
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
+from cluster.settings import RouterSettings
 from cluster.state import Store
 from router.api.call import INLINE_BYTES, Call, ClientStalled, Principal, ValidatedRequest, run_aside
-from router.api.grammar import Grammars
+from router.api.grammar import Grammars, TryGrammar, constraint_of
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
@@ -34,6 +37,8 @@ from router.stream.resume import Resumables, ResumeHooks
 MOST_CANCELLED = 256
 """Ids in one CancelGeneration, each of which may cost a read of the store."""
 _SEED_BITS = 63
+_NICENESS = 5
+"""Compiling what any client sends gives way to serving."""
 
 
 class GenerationService:
@@ -48,18 +53,23 @@ class GenerationService:
         rate: MessageRate,
         store: Store,
         traces: Traces,
-        *,
-        resume_window_s: float,
-        stalled_client_timeout_s: float,
+        settings: RouterSettings,
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._grammars = Grammars(lambda: tokenizer.definition, model.vocab_size)
+        engine, of_router = settings.engine, settings.router
+        limits = GrammarLimits(engine.grammar_timeout_s, memory_bytes=engine.grammar_memory_bytes, niceness=_NICENESS)
+        self._grammars = Grammars(
+            lambda: tokenizer.definition,
+            model.vocab_size,
+            limits,
+            compile_s_per_min=of_router.grammar_s_per_min,
+        )
         self._dispatcher = dispatcher
         self._executor = executor
         self._rate = rate
         self._traces = traces
-        self._stalled_client_timeout_s = stalled_client_timeout_s
+        self._stalled_client_timeout_s = of_router.stalled_client_timeout_s
         hooks = ResumeHooks(
             dispatcher.clock,
             dispatcher.adopt,
@@ -69,7 +79,12 @@ class GenerationService:
             lambda: dispatcher.fleet.weights_revision,
             dispatcher.counters,
         )
-        self.resumables = Resumables(store, hooks, window_s=resume_window_s)
+        self.resumables = Resumables(store, hooks, window_s=of_router.resume_window_s)
+
+    async def stop(self) -> None:
+        """Forgets what may be resumed, and ends the processes of grammars."""
+        await self.resumables.stop()
+        await asyncio.to_thread(self._grammars.close)
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
         reader = await self._open(request, call, is_streaming=False)
@@ -191,9 +206,11 @@ class GenerationService:
             max_sequences=self._model.max_sequences,
         )
         self._dispatcher.refuse_early(least)
-        is_long = request.ByteSize() > INLINE_BYTES or request.spec.sampling.WhichOneof("constraint") is not None
+        try_grammar = await self._try_grammar(request.spec.sampling, principal)
         valid = await run_aside(
-            is_long, lambda: self._validate(request.spec, is_streaming, principal.tenant), self._executor
+            request.ByteSize() > INLINE_BYTES,
+            lambda: self._validate(request.spec, is_streaming, principal.tenant, try_grammar),
+            self._executor,
         )
         live = LiveRequest(
             f"gen-{secrets.token_hex(12)}",
@@ -222,7 +239,7 @@ class GenerationService:
     ) -> LiveRequest:
         """Validates the request of a record again, by this router's limits; its sampling and arrival time stay."""
         origin = record.origin
-        valid = self._validate(origin.spec, True, principal.tenant)
+        valid = self._validate(origin.spec, True, principal.tenant, lambda kind, text: origin.sampling.grammar)
         if any(token_id >= self._model.vocab_size for tokens in record.tokens for token_id in tokens.token_ids):
             raise FailedPrecondition("the record of this generation is not one of the served model; ask anew")
         age_s = max(0.0, time.time() - origin.arrival_time_s)
@@ -245,12 +262,34 @@ class GenerationService:
         """One for each sequence."""
         return [self._tokenizer.new_detokenizer(request.prompt_token_ids) for _ in range(request.sampling.params.n)]
 
-    def _validate(self, spec: pb.GenerationSpec, is_streaming: bool, tenant: str) -> ValidatedRequest:
+    async def _try_grammar(self, params: pb.SamplingParams, principal: Principal) -> TryGrammar:
+        """Compiles the request's grammar, if it has one, and returns what `validate` is to be told of it."""
+        constraint = constraint_of(params)
+        outcome: str | ValueError = ""
+        if constraint is not None:
+            try:
+                outcome = await self._grammars.compile(*constraint, principal)
+            except ValueError as error:
+                outcome = error
+            except QuotaExceeded:
+                self._dispatcher.counters.refused["quota_grammars"] += 1
+                raise
+
+        def tell(kind: str, text: str) -> str:
+            if isinstance(outcome, ValueError):
+                raise outcome
+            return outcome
+
+        return tell
+
+    def _validate(
+        self, spec: pb.GenerationSpec, is_streaming: bool, tenant: str, try_grammar: TryGrammar
+    ) -> ValidatedRequest:
         return validate(
             spec,
             self._model,
             lambda prompt: self._tokenizer.encode_prompt(prompt).token_ids,
-            check_grammar=self._grammars.check,
+            try_grammar=try_grammar,
             fresh_seed=secrets.randbits(_SEED_BITS),
             is_streaming=is_streaming,
             tenant=tenant,

@@ -1,7 +1,7 @@
 """The one validation layer: a GenerationSpec in, a frozen ValidatedRequest with every default filled in out.
 
 Every front end comes through here. All violations of a request are collected and reported together. Pure: the prompt's
-encoding, a check of grammars and a fresh seed are passed in; it may run in any thread. Knows no worker, queue, stream.
+encoding, a trial of grammars and a fresh seed are passed in; it may run in any thread. Knows no worker, queue, stream.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cluster.errors import FieldViolation, NotServed, OutOfRange
 from cluster.pb import generation_pb2, worker_pb2
 from router.api.call import LONGEST_NAME, MOST_PRIORITY, ValidatedRequest
 from router.api.chat import Prompt, read_chat
-from router.api.grammar import CheckGrammar, read_constraint
+from router.api.grammar import TryGrammar, read_constraint
 from router.api.sampling import resolve_sampling
 from router.api.served_model import ServedModel
 from router.api.violations import Violations, invalid
@@ -34,7 +34,7 @@ def validate(
     model: ServedModel,
     encode: Encode,
     *,
-    check_grammar: CheckGrammar,
+    try_grammar: TryGrammar,
     fresh_seed: int,
     is_streaming: bool = True,
     tenant: str = "",
@@ -59,7 +59,7 @@ def validate(
     )
     sampling = worker_pb2.Sampling(params=params)
     _stopping(spec.stopping, model, len(token_ids), sampling, wrong, too_long)
-    _constrain(spec, model, check_grammar, sampling, wrong)
+    _constrain(spec, model, try_grammar, sampling, wrong)
     _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
     wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
@@ -185,12 +185,12 @@ def _stops(criteria: generation_pb2.StoppingCriteria, model: ServedModel, wrong:
 def _constrain(
     spec: generation_pb2.GenerationSpec,
     model: ServedModel,
-    check_grammar: CheckGrammar,
+    try_grammar: TryGrammar,
     sampling: worker_pb2.Sampling,
     wrong: Violations,
 ) -> None:
     """Fills in the grammar; a constrained output ends by an end-of-sequence token, once it is whole."""
-    sampling.grammar = read_constraint(spec.sampling, check_grammar, wrong)
+    sampling.grammar = read_constraint(spec.sampling, try_grammar, wrong)
     if not sampling.grammar:
         return
     field = f"sampling.{spec.sampling.WhichOneof('constraint')}"

@@ -21,6 +21,7 @@ REFUSAL_REASONS = (
     "quota_prompt_tokens_per_min",
     "quota_output_tokens_per_min",
     "quota_max_concurrent",
+    "quota_grammars",
     "queue_requests",
     "queue_tokens",
     "tenant_share",
@@ -47,10 +48,11 @@ RETRIES = Metric(
 REFUSALS = Metric(
     "baton_refusals_total",
     "counter",
-    "Requests that were turned away, by why: larger than a bound (too_large); a limit of the API key (quota); a full "
-    "queue, in requests or in tokens, or a tenant's share of it; a wait that would not keep the deadline, the queue "
-    "timeout or, in an overload, the objective of the first token; at the end of such a wait (waited, shed); while the "
-    "router shuts down (draining). client_stalled: ended while they ran, as their client did not read.",
+    "Requests that were turned away, by why: larger than a bound (too_large); a limit of the API key, or of its tenant "
+    "for compiling grammars (quota); a full queue, in requests or in tokens, or a tenant's share of it; a wait that "
+    "would not keep the deadline, the queue timeout or, in an overload, the objective of the first token; at the end "
+    "of such a wait (waited, shed); while the router shuts down (draining). client_stalled: ended while they ran, as "
+    "their client did not read.",
     (("reason", REFUSAL_REASONS),),
 )
 ORPHANS = Metric(

@@ -15,6 +15,7 @@ from cluster_fixture import BUNDLED_MODEL, WAIT_S, PlainCluster, Stream, single_
 from pydantic import BaseModel
 
 from cluster.errors import InvalidRequest
+from cluster.grammar import GrammarProcesses
 from cluster.pb import generation_pb2 as pb
 from engine.sampling.constraint import Constrainer
 from engine.sampling.params import SamplingParams
@@ -52,8 +53,10 @@ def generate(cluster: PlainCluster, sampling: pb.SamplingParams) -> pb.GenerateR
 def reference(sampling: pb.SamplingParams) -> list[list[int]]:
     constrainer = Constrainer.from_folder(BUNDLED_MODEL, VOCAB_SIZE)
     assert constrainer is not None
-    wrong = Violations()
-    constraint = constrainer.new(read_constraint(sampling, constrainer.prepare, wrong))
+    processes = GrammarProcesses((BUNDLED_MODEL / "tokenizer.json").read_text, VOCAB_SIZE)
+    grammar = read_constraint(sampling, lambda kind, text: processes.compile(text, kind).grammar, Violations())
+    processes.close()
+    constraint = constrainer.new(grammar)
     params = SamplingParams(
         temperature=sampling.temperature,
         seed=sampling.seed,
@@ -63,7 +66,10 @@ def reference(sampling: pb.SamplingParams) -> list[list[int]]:
         stop_token_ids=frozenset({0}),
         constraint=constraint,
     )
-    return [list(completion.token_ids) for completion in single_process([PROMPT], [params])[0]]
+    try:
+        return [list(completion.token_ids) for completion in single_process([PROMPT], [params])[0]]
+    finally:
+        constrainer.close()
 
 
 @pytest.mark.parametrize(

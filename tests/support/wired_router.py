@@ -185,7 +185,9 @@ class WiredRouter:
             stopping=pb.StoppingCriteria(max_output_tokens=max_output_tokens, stop=stop),
             scheduling=scheduling,
         )
-        request = validate(spec, _MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
+        request = validate(
+            spec, _MODEL, lambda text: tuple(ids(str(text))), try_grammar=lambda _, text: text, fresh_seed=1
+        )
         live = LiveRequest(
             f"gen-{self.num_submitted}",
             request,

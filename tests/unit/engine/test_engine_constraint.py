@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
-from cluster_fixture import BUNDLED_MODEL
+from cluster_fixture import BUNDLED_MODEL, WAIT_S
 from llguidance import grammar_from
 from tokenizers import Tokenizer
 
-from engine.sampling.constraint import MAX_GRAMMARS, Constrainer, ConstraintFailed
+from cluster.grammar import GrammarLimits
+from engine.sampling.constraint import MAX_GRAMMARS, MOST_FAULTS, Constrainer, Constraint, ConstraintFailed
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 
@@ -22,10 +28,11 @@ WORD = grammar_from("regex", "[a-c]{2,4}")
 
 
 @pytest.fixture(scope="module")
-def constrainer() -> Constrainer:
+def constrainer() -> Iterator[Constrainer]:
     made = Constrainer.from_folder(BUNDLED_MODEL, VOCAB)
     assert made is not None
-    return made
+    yield made
+    made.close()
 
 
 def ids(text: str) -> list[int]:
@@ -155,5 +162,86 @@ def test_a_folder_without_a_tokenizer_has_no_constrainer(tmp_path: Path) -> None
 
     folder = tmp_path
     assert Constrainer.from_folder(folder, VOCAB) is None
-    (folder / "tokenizer.json").write_text("{}")
-    assert Constrainer.from_folder(folder, VOCAB) is None
+
+
+def process_of(constraint: Constraint) -> int:
+    """The process that follows it, once it was asked anything."""
+    return constraint._sequences[0].process.pid
+
+
+def test_a_process_ended_from_outside_is_replaced_and_its_sequences_go_on_as_they_were(
+    constrainer: Constrainer,
+) -> None:
+    constraint, other = constrainer.new(WORD), constrainer.new(WORD)
+    output = ids("abca")
+    expected = [constrainer.new(WORD).allowed(0, output[:length], [EOS]) for length in range(5)]
+    for length in range(5):
+        os.kill(process_of(constraint), signal.SIGKILL) if length else None
+        assert (constraint.allowed(0, output[:length], [EOS]) == expected[length]).all()
+        assert (other.allowed(0, output[:length], [EOS]) == expected[length]).all()
+
+
+@pytest.mark.parametrize("end", [signal.SIGSEGV, None], ids=["crash", "too slow"])
+def test_the_row_that_ended_a_process_fails_and_the_others_go_on(end: signal.Signals | None) -> None:
+    limits = GrammarLimits(follow_s=0.3 if end is None else 60.0)
+    made = Constrainer.from_folder(BUNDLED_MODEL, VOCAB, limits)
+    assert made is not None
+    with contextlib.closing(made):
+        guilty, innocent = made.new(WORD), made.new(WORD)
+        expected = guilty.allowed(0, [], [EOS])
+        pid = process_of(guilty)
+        os.kill(pid, signal.SIGSTOP)
+        guilty.ask(0, ids("a"))
+        innocent.ask(0, [])
+        guilty.flush()
+        if end is not None:
+            os.kill(pid, end)
+            os.kill(pid, signal.SIGCONT)
+        with pytest.raises(ConstraintFailed, match="SIGSEGV" if end is not None else r"more than 0\.3 s to follow"):
+            guilty.allowed(0, ids("a"), [EOS])
+        assert (innocent.allowed(0, [], [EOS]) == expected).all()
+
+
+def test_a_grammar_that_ends_every_process_is_given_up() -> None:
+    made = Constrainer.from_folder(BUNDLED_MODEL, VOCAB)
+    assert made is not None
+    with contextlib.closing(made):
+        constraint = made.new(WORD)
+        constraint.allowed(0, [], [EOS])
+        for _ in range(MOST_FAULTS):
+            constraint.allowed(0, [], [EOS])
+            pid = process_of(constraint)
+            os.kill(pid, signal.SIGSTOP)
+            constraint.ask(0, ids("a"))
+            constraint.flush()
+            os.kill(pid, signal.SIGSEGV)
+            os.kill(pid, signal.SIGCONT)
+            with pytest.raises(ConstraintFailed, match="SIGSEGV"):
+                constraint.allowed(0, ids("a"), [EOS])
+        with pytest.raises(ConstraintFailed, match="ended 2 times by its fault"):
+            constraint.allowed(0, [], [EOS])
+
+
+def test_masks_asked_for_ahead_are_those_asked_for_at_once(constrainer: Constrainer) -> None:
+    ahead, at_once = constrainer.new(WORD), constrainer.new(WORD)
+    output = ids("abca")
+    for length in range(5):
+        for index in range(3):
+            ahead.ask(index, output[:length])
+        ahead.flush()
+        for index in range(3):
+            assert (
+                ahead.allowed(index, output[:length], [EOS]) == at_once.allowed(index, output[:length], [EOS])
+            ).all()
+
+
+def test_one_grammar_that_compiles_long_holds_up_no_other() -> None:
+    made = Constrainer.from_folder(BUNDLED_MODEL, VOCAB, GrammarLimits(compile_s=60))
+    assert made is not None
+    with contextlib.closing(made):
+        compiled: SimpleQueue[Constraint | Exception] = SimpleQueue()
+        made.begin(grammar_from("regex", "a?" * 30_000), compiled.put)
+        made.begin(WORD, compiled.put)
+        assert isinstance(first := compiled.get(timeout=WAIT_S), Constraint)
+        assert first.allowed(0, ids("ab"), [EOS])[EOS]
+        assert compiled.empty()

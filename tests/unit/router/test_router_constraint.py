@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from cluster_fixture import BUNDLED_MODEL
 
 from cluster.errors import InvalidRequest
-from cluster.grammar import LONGEST_GRAMMAR, new_matcher, new_vocabulary
+from cluster.grammar import GrammarFailed, GrammarProcesses
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ValidatedRequest
-from router.api.grammar import MOST_CHOICES, Grammars
+from router.api.grammar import MOST_CHOICES
+from router.api.grammar_bounds import LONGEST_REGEX, check_bounds
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate
@@ -20,18 +22,34 @@ from router.api.validate import validate
 VOCAB_SIZE = 1024
 MODEL = ServedModel("m", VOCAB_SIZE, 256, 16, (0,))
 TOKENIZER = Tokenizer.from_folder(BUNDLED_MODEL)
-GRAMMARS = Grammars(lambda: TOKENIZER.definition, VOCAB_SIZE)
+PROCESSES = GrammarProcesses(lambda: TOKENIZER.definition, VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ended_processes() -> Iterator[None]:
+    yield
+    PROCESSES.close()
+
+
+def try_grammar(kind: str, text: str) -> str:
+    check_bounds(kind, text)
+    return PROCESSES.compile(text, kind).grammar
 
 
 def check(model: ServedModel = MODEL, stopping: Any = None, **sampling: Any) -> ValidatedRequest:
     spec = pb.GenerationSpec(text="hi", sampling=pb.SamplingParams(**sampling), stopping=stopping)
-    return validate(spec, model, lambda _: (1, 2), check_grammar=GRAMMARS.check, fresh_seed=1)
+    return validate(spec, model, lambda _: (1, 2), try_grammar=try_grammar, fresh_seed=1)
 
 
 def takes(grammar: str, text: str) -> bool:
-    vocabulary = new_vocabulary(TOKENIZER.definition, VOCAB_SIZE)
-    matcher = new_matcher(vocabulary, grammar)
-    return bool(matcher.consume_tokens(vocabulary.tokenize_str(text)) and matcher.is_accepting())
+    process = PROCESSES.compile(grammar)
+    row = process.ask(process.new_key(), 0, TOKENIZER.encode(text, add_special_tokens=False).token_ids)
+    assert row is not None
+    try:
+        process.answer(row)
+    except GrammarFailed:
+        return False
+    return row.is_accepting
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -77,7 +95,7 @@ def test_space_between_parts_of_json_has_an_end() -> None:
         ({"json_schema": "[1]"}, "object"),
         ({"regex": "a(?=b)"}, "look-around"),
         ({"regex": "("}, "unclosed group"),
-        ({"regex": "x" * (LONGEST_GRAMMAR + 1)}, f"(got {LONGEST_GRAMMAR + 1})"),
+        ({"regex": "x" * (LONGEST_REGEX + 1)}, f"(got {LONGEST_REGEX + 1})"),
         ({"grammar_ebnf": 'root ::= "a" other'}, "other"),
         ({"grammar_ebnf": "\x00"}, "cannot be followed"),
         ({"choice": pb.ChoiceConstraint()}, "(got 0)"),

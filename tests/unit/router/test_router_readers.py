@@ -25,7 +25,7 @@ def new_detokenizers() -> list[Detokenizer]:
 
 def live_request() -> LiveRequest:
     spec = pb.GenerationSpec(text="hi", stopping=pb.StoppingCriteria(max_output_tokens=60))
-    request = validate(spec, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
+    request = validate(spec, MODEL, lambda text: tuple(ids(str(text))), try_grammar=lambda _, text: text, fresh_seed=1)
     return LiveRequest(
         "gen-1", request, new_detokenizers(), model="m", now=0.0, arrival_time_s=0.0, is_streaming=True, may_resume=True
     )

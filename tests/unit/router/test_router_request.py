@@ -35,7 +35,7 @@ def live_request(*, n: int = 1, include_timing: bool = False, interval: int = 1,
         output=pb.OutputOptions(token_ids=True, include_timing=include_timing, stream_interval_tokens=interval),
         stopping=pb.StoppingCriteria(**stopping),
     )
-    request = validate(spec, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
+    request = validate(spec, MODEL, lambda text: tuple(ids(str(text))), try_grammar=lambda _, text: text, fresh_seed=1)
     detokenizers = [ROUTER_TOKENIZER.new_detokenizer(()) for _ in range(n)]
     return LiveRequest("gen-1", request, detokenizers, model="m", now=10.0, arrival_time_s=1e9, is_streaming=True)
 

@@ -33,7 +33,7 @@ def request_of(stop: Sequence[str], *, include_stop: bool = False, min_tokens: i
             stop=stop, include_stop_in_output=include_stop, max_output_tokens=60, min_output_tokens=min_tokens
         ),
     )
-    return validate(spec, MODEL, lambda text: tuple(ids(str(text))), check_grammar=str, fresh_seed=1)
+    return validate(spec, MODEL, lambda text: tuple(ids(str(text))), try_grammar=lambda _, text: text, fresh_seed=1)
 
 
 def sequence_of(request: ValidatedRequest) -> SequenceOutput:

@@ -26,7 +26,7 @@ def encode(prompt: Prompt) -> tuple[int, ...]:
 
 
 def check(spec: pb.GenerationSpec, model: ServedModel = MODEL) -> ValidatedRequest:
-    return validate(spec, model, encode, check_grammar=str, fresh_seed=42)
+    return validate(spec, model, encode, try_grammar=lambda _, text: text, fresh_seed=42)
 
 
 def sampling(**fields: Any) -> pb.GenerationSpec:
@@ -219,7 +219,7 @@ def test_logprobs_of_a_prompt_are_wanted_only_when_they_are_asked_for() -> None:
 def test_logprobs_of_a_prompt_are_refused_where_the_answer_has_no_field_for_them() -> None:
     spec = pb.GenerationSpec(text="hi", output=pb.OutputOptions(prompt_logprobs=0), extensions=struct_pb2.Struct())
     with pytest.raises(NotServed, match="use GenerateStream") as refusal:
-        validate(spec, MODEL, encode, check_grammar=str, fresh_seed=42, is_streaming=False)
+        validate(spec, MODEL, encode, try_grammar=lambda _, text: text, fresh_seed=42, is_streaming=False)
     fields = [violation.field for violation in refusal.value.violations]
     assert fields == ["spec.extensions", "spec.output.prompt_logprobs"]
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from cluster.failure_detector import FailureTimeouts
+from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
+from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.sampler import Sampler
 from engine.step_budget import StepBudget
@@ -75,7 +78,17 @@ class FakeRouter:
         return [token for each in tokens for token in each.token_ids]
 
 
-def make_core() -> tuple[Core, PendingRanks, FakeRouter]:
+class SlowConstrainer:
+    """Compiles a grammar when the test says so."""
+
+    def __init__(self) -> None:
+        self.done: dict[str, Callable[[Any], None]] = {}
+
+    def begin(self, grammar: str, done: Callable[[Any], None]) -> None:
+        self.done[grammar] = done
+
+
+def make_core(constrainer: Any = None) -> tuple[Core, PendingRanks, FakeRouter]:
     settings = WorkerSettings.from_values(worker_id="decode-0", role="decode", model_path="")
     ranks, router, inbox = PendingRanks(), FakeRouter(), Inbox()
     nobody: Any = None  # nothing is handed over here
@@ -91,19 +104,21 @@ def make_core() -> tuple[Core, PendingRanks, FakeRouter]:
         vocab_size=VOCABULARY,
         num_layers=2,
         step_log=StepLog(None),
+        constrainer=constrainer,
     )
     core.session_opened(router, worker_pb2.WorkerInfo())
     return core, ranks, router
 
 
 def admit(
-    core: Core, router: FakeRouter, name: str, max_output_tokens: int = 2, **options: Any
+    core: Core, router: FakeRouter, name: str, max_output_tokens: int = 2, grammar: str = "", **options: Any
 ) -> worker_pb2.RequestKey:
     key = worker_pb2.RequestKey(request_id=name, attempt=1)
     sampling = worker_pb2.Sampling(
         params=generation_pb2.SamplingParams(temperature=0),
         stopping=generation_pb2.StoppingCriteria(max_output_tokens=max_output_tokens),
         top_logprobs=1,
+        grammar=grammar,
     )
     admit = worker_pb2.Admit(
         key=key, role=worker_pb2.ROLE_DECODE, prompt_token_ids=[1] * 40, sampling=sampling, **options
@@ -217,3 +232,45 @@ def test_no_token_waits_for_a_prompt_or_for_nothing(what: str, monkeypatch: pyte
         core.command(router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
         core.turn(wait=False)
     assert len(router.of("first")) == 2
+
+
+def test_a_request_waits_for_its_grammar_and_holds_up_no_other() -> None:
+    constrainer = SlowConstrainer()
+    core, ranks, router = make_core(constrainer)
+    waits = admit(core, router, "waits", grammar="slow")
+    other = admit(core, router, "other", grammar="wrong")
+    admit(core, router, "free")
+    core.turn(wait=False)
+    assert len(ranks.steps) == 1 and core._measure().num_waiting_requests == 2
+    constrainer.done["slow"](Constraint(Mock()))
+    constrainer.done["wrong"](ValueError("no grammar"))
+    core.turn(wait=False)
+    assert RequestKey.of(waits) in core.decode and RequestKey.of(other) not in core.decode
+    core.reporter.flush()
+    failed = [event.failed for event in router.events if event.HasField("failed")]
+    reasons = [(each.key.request_id, each.reason, each.message) for each in failed]
+    assert reasons == [("other", worker_pb2.Failed.REASON_INVALID, "no grammar")]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "its router is gone"])
+def test_a_request_that_ends_while_its_grammar_is_compiled_never_begins(how: str) -> None:
+    constrainer = SlowConstrainer()
+    core, _, router = make_core(constrainer)
+    key = admit(core, router, "waits", grammar="slow")
+    if how == "cancelled":
+        core.command(router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
+    else:
+        core.session_closed(router)
+    constrainer.done["slow"](Constraint(Mock()))
+    core.inbox.run(wait=True)
+    assert RequestKey.of(key) not in core.decode and core._measure().num_waiting_requests == 0
+
+
+def test_a_sequence_that_ends_while_its_grammar_is_compiled_is_not_born() -> None:
+    constrainer = SlowConstrainer()
+    core, _, router = make_core(constrainer)
+    key = admit(core, router, "waits", grammar="slow")
+    core.command(router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key, sequence_index=1)))
+    constrainer.done["slow"](Constraint(Mock()))
+    core.inbox.run(wait=True)
+    assert core.decode._tasks[RequestKey.of(key)].aborted == {1}

@@ -1,0 +1,134 @@
+"""What constrained rows add to a decode step: masks computed on the engine's thread, against masks asked for ahead.
+
+    python -m benchmarks.masks [--threads 1] [--rounds 400]
+
+The arms take turns, step by step: no constraint, llguidance between step and sampler, and Baton's own way, in which
+processes compute the masks beside the step. Both constrained arms must choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.kv.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling.constraint import Constrainer
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
+from engine.step_input import SequenceSlice, build_step
+from engine.tp import SingleGroup
+
+MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-shakespeare"
+VOCAB_SIZE, EOS, BLOCK_SIZE, FIRST_ROUNDS = 1024, 0, 16, 50
+
+
+class InlineConstraint:
+    """Masks on the calling thread."""
+
+    def __init__(self, vocabulary: LLTokenizer, grammar: str) -> None:
+        self._vocabulary = vocabulary
+        self._start = LLMatcher(vocabulary, grammar, log_level=0)
+        self._matchers: dict[int, tuple[LLMatcher, int]] = {}
+
+    def allowed(self, index: int, output: Sequence[int], ends: Iterable[int]) -> npt.NDArray[np.bool_]:
+        matcher, num_read = self._matchers.get(index) or (self._start.deep_copy(), 0)
+        assert matcher.consume_tokens(list(output[num_read:])), matcher.get_error()
+        self._matchers[index] = matcher, len(output)
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed = np.unpackbits(bits, count=VOCAB_SIZE, bitorder="little").view(np.bool_)
+        allowed[self._vocabulary.eos_tokens] = False
+        if matcher.is_accepting():
+            allowed[list(ends)] = True
+        return allowed
+
+
+def grammar(number: int) -> str:
+    """Of an object whose keys have this number in them."""
+    properties: dict[str, Any] = {
+        f"name{number}": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": r"[ \n]{1,32}"})
+
+
+class Arm:
+    """A batch of sequences that go on for ever: one that ends begins again as another sequence of its request."""
+
+    def __init__(self, constraints: Sequence[Any]) -> None:
+        stops = frozenset({EOS})
+        self._params = [SamplingParams(seed=i, stop_token_ids=stops, constraint=c) for i, c in enumerate(constraints)]
+        self._sampler = Sampler(VOCAB_SIZE)
+        self._indices = [0] * len(constraints)
+        self.outputs: list[list[int]] = [[] for _ in constraints]
+        self.seconds: list[float] = []
+
+    def step(self, runner: ModelRunner, slices: list[SequenceSlice]) -> None:
+        given = zip(self._params, self._indices, self.outputs, strict=True)
+        rows = [SampleRow(params, index, (1, 2, 3), output) for params, index, output in given]
+        began = time.perf_counter()
+        ahead = [row for row in rows if hasattr(row.params.constraint, "ask")]
+        for row in ahead:
+            row.params.constraint.ask(row.sequence_index, row.output_token_ids)  # type: ignore[union-attr]
+        for row in ahead:
+            row.params.constraint.flush()  # type: ignore[union-attr]
+        sampled = self._sampler.sample(runner.forward(build_step(slices, BLOCK_SIZE, [])), rows)
+        self.seconds.append(time.perf_counter() - began)
+        for i, token in enumerate(sampled):
+            assert not token.problem, token.problem
+            self.outputs[i].append(token.token_id)
+            if token.token_id == EOS or len(self.outputs[i]) > 200:
+                self.outputs[i], self._indices[i] = [], self._indices[i] + 1
+
+
+def measure(batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer) -> str:
+    grammars = [grammar(0 if is_shared else i) for i in range(batch)]
+    blocks = BlockManager(batch * 8, BLOCK_SIZE)
+    runner = ModelRunner(
+        MODEL, tp=SingleGroup(), device="cpu", dtype="float32", num_blocks=batch * 8, block_size=BLOCK_SIZE
+    )
+    slices = [SequenceSlice((5,), 70, tuple(blocks.allocate(6)), True) for _ in range(batch)]
+    arms = {
+        "none": Arm([None] * batch),
+        "inline": Arm([InlineConstraint(vocabulary, text) for text in grammars]),
+        "ahead": Arm([constrainer.new(text) for text in grammars]),
+    }
+    for _ in range(rounds):
+        for arm in arms.values():
+            arm.step(runner, slices)
+    assert arms["inline"].outputs == arms["ahead"].outputs
+    taken = {name: arm.seconds[FIRST_ROUNDS:] for name, arm in arms.items()}
+    ratio = statistics.median(a / b for a, b in zip(taken["ahead"], taken["inline"], strict=True))
+    medians = ", ".join(f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items())
+    return f"{batch} rows, {'one grammar' if is_shared else 'a grammar each'}: {medians}; ahead/inline {ratio:.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=400)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    vocabulary = LLTokenizer((MODEL / "tokenizer.json").read_text("utf-8"), n_vocab=VOCAB_SIZE)
+    constrainer = Constrainer.from_folder(MODEL, VOCAB_SIZE)
+    assert constrainer is not None
+    for batch in (8, 32):
+        for is_shared in (True, False):
+            print(measure(batch, is_shared, given.rounds, constrainer, vocabulary), flush=True)
+    constrainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Grammars are compiled and followed in processes of their own: what happens there happens to nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cluster_fixture import BUNDLED_MODEL, WAIT_S
+
+from cluster.grammar import GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
+from cluster.grammar_protocol import MOST_ROWS
+
+VOCAB = 1024
+TOKENIZER_JSON = (BUNDLED_MODEL / "tokenizer.json").read_text("utf-8")
+CRASH = "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(30_000)) + 'r30000: "x"\n'
+SLOW = "a?" * 30_000
+
+
+def new_processes(**limits: float) -> GrammarProcesses:
+    return GrammarProcesses(lambda: TOKENIZER_JSON, VOCAB, GrammarLimits(**limits))  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[GrammarProcesses]:
+    made = new_processes()
+    yield made
+    made.close()
+
+
+def mask(process: GrammarProcess, *tokens: int) -> bytes:
+    row = process.ask(process.new_key(), 0, tokens)
+    assert row is not None
+    return process.answer(row)
+
+
+def wait_gone(*pids: int) -> None:
+    until = time.monotonic() + WAIT_S
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < until, f"still there: {pids}"
+        time.sleep(0.01)
+
+
+def test_a_grammar_that_crashes_the_compiler_fails_alone(processes: GrammarProcesses) -> None:
+    good = processes.compile("ab", "regex")
+    before = mask(good)
+    with pytest.raises(GrammarFailed, match=r"crashed the compiler \(SIGSEGV\)|takes more than"):
+        processes.compile(CRASH, "grammar_ebnf")
+    assert mask(good) == before
+    assert mask(processes.compile("ab", "regex")) == before
+
+
+def test_a_grammar_that_takes_too_long_is_ended_at_its_budget_and_holds_up_no_other() -> None:
+    with contextlib.closing(new_processes(compile_s=0.5)) as processes:
+        processes.compile("ab", "regex")
+        began = time.monotonic()
+        with pytest.raises(GrammarFailed, match=r"takes more than 0\.5 s to compile; make it simpler"):
+            processes.compile(SLOW, "regex")
+        assert time.monotonic() - began < 5
+        assert processes.num_live() == 0
+
+
+def test_a_grammar_that_takes_too_much_memory_is_named() -> None:
+    with contextlib.closing(new_processes(compile_s=60, memory_bytes=4 << 20)) as processes:
+        with pytest.raises(GrammarFailed, match="takes more than 4 MiB of memory; make it simpler"):
+            processes.compile(SLOW, "regex")
+        processes.compile("ab", "regex")
+
+
+def test_a_process_ended_from_outside_is_lost_and_compiling_again_leads_to_the_same_masks(
+    processes: GrammarProcesses,
+) -> None:
+    process = processes.compile("[a-c]{2,4}", "regex")
+    before = mask(process)
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(GrammarLost):
+        mask(process)
+    assert mask(processes.compile("[a-c]{2,4}", "regex")) == before
+
+
+def test_the_process_that_forks_is_started_again() -> None:
+    with contextlib.closing(new_processes()) as processes:
+        process = processes.compile("ab", "regex")
+        before, forker_pid = mask(process), process.forker_pid
+        os.kill(forker_pid, signal.SIGKILL)
+        wait_gone(process.pid)
+        with pytest.raises(GrammarLost):
+            mask(process)
+        again = processes.compile("ab", "regex")
+        assert mask(again) == before and again.forker_pid != forker_pid
+
+
+def test_more_rows_than_are_kept_are_refused_until_some_are_collected(processes: GrammarProcesses) -> None:
+    process = processes.compile("ab", "regex")
+    rows = [process.ask(process.new_key(), 0, ()) for _ in range(MOST_ROWS)]
+    assert process.ask(process.new_key(), 0, ()) is None
+    assert len({process.answer(row) for row in rows if row is not None}) == 1
+    assert mask(process)
+
+
+CHILD = """
+import os, sys, time
+from cluster.grammar import GrammarProcesses
+processes = GrammarProcesses(open(sys.argv[1]).read, 1024)
+process = processes.compile("ab", "regex")
+print(process.pid, process.forker_pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_processes_end_with_the_one_that_started_them_however_it_ends() -> None:
+    arguments = [sys.executable, "-c", CHILD, str(BUNDLED_MODEL / "tokenizer.json")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    wait_gone(*pids)
+
+
+def test_a_grammar_that_nobody_holds_has_no_process(processes: GrammarProcesses) -> None:
+    process = processes.compile("ab", "regex")
+    pid = process.pid
+    del process
+    wait_gone(pid)
