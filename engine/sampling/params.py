@@ -59,19 +59,20 @@ class SamplingParams:
 
     @classmethod
     def from_proto(cls, message: worker_pb2.Sampling, constraint: Constraint | None = None) -> Self:
-        names = {each.name for each in fields(cls)}
         values: dict[str, Any] = {"constraint": constraint}
         for part in (message.params, message.stopping, message):
-            for field_ in part.DESCRIPTOR.fields:
+            for field_, value in part.ListFields():  # those that are set
                 name = field_.name
-                if name in names and (not field_.has_presence or part.HasField(name)):
-                    value = getattr(part, name)
+                if name in _NAMES:
                     values[name] = _CONTAINERS[name](value) if name in _CONTAINERS else value
         return cls(**values)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
+
+
+_NAMES = frozenset(each.name for each in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
