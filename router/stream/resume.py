@@ -44,7 +44,7 @@ from router.stream.request import LiveRequest
 log = logging.getLogger(__name__)
 
 MOST_UNREAD = 4096
-"""Beyond these, the one whose client left first is freed."""
+"""Beyond these, of the tenant that has the most the one whose client left first is freed."""
 _MOST_TRIES = 3
 _ID = re.compile(r"gen-[0-9a-f]{24}")
 _EPOCH_BITS = 16
@@ -104,7 +104,8 @@ class Resumables:
         # A record is refreshed in the last third of its time, and must outlive its router by a window.
         self._journal: Journal[Extent] = Journal(store, ttl_s=2 * window_s + 15.0, on_fenced=self._lose)
         self._kept: dict[str, _Kept] = {}
-        self._unread: OrderedDict[str, None] = OrderedDict()
+        self._unread: dict[str, OrderedDict[str, None]] = {}
+        """Generations without a reader by tenant, each in the order in which their clients left."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """One call at a time takes a generation from the journal."""
 
@@ -145,9 +146,10 @@ class Resumables:
             self._forget(generation_id)
             return
         kept.timer = asyncio.get_running_loop().call_later(self._window_s, self._expire, generation_id)
-        self._unread[generation_id] = None
-        if len(self._unread) > MOST_UNREAD:
-            self._free(next(iter(self._unread)))
+        self._unread.setdefault(kept.origin.tenant, OrderedDict())[generation_id] = None
+        if sum(map(len, self._unread.values())) > MOST_UNREAD:
+            most = max(self._unread, key=lambda tenant: len(self._unread[tenant]))
+            self._free(next(iter(self._unread[most])))
 
     def abort(self, reader: StreamReader) -> None:
         """Ends a generation whose client does not read: it would hold its place for nobody."""
@@ -250,7 +252,10 @@ class Resumables:
         return reader
 
     def _stop_waiting(self, kept: _Kept) -> None:
-        self._unread.pop(kept.live.key.request_id, None)
+        of_tenant = self._unread.get(kept.origin.tenant, OrderedDict())
+        of_tenant.pop(kept.live.key.request_id, None)
+        if not of_tenant:
+            self._unread.pop(kept.origin.tenant, None)
         if kept.timer is not None:
             kept.timer.cancel()
             kept.timer = None

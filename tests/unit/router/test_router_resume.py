@@ -12,12 +12,14 @@ from fake_worker import failed
 from router_harness import ids, refusal, running_router, text_spec
 
 from cluster import rpc
+from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Aborted, Cancelled, InvalidRequest, NotFound, OutOfRange, Unavailable
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.pb import generation_pb2 as pb
 from cluster.state import MemoryStore, Outcome, Write
 from router.api.call import Principal
 from router.routing.dispatcher import Dispatcher
+from router.stream import resume
 
 pytestmark = pytest.mark.asyncio
 CANCELLED, NO_LIMIT = pb.FINISH_REASON_CANCELLED, 1000
@@ -104,6 +106,27 @@ async def test_nobody_came_back_in_time_so_it_is_freed(tmp_path: Path) -> None:
         dispatcher: Dispatcher = router.server.dispatcher
     assert dispatcher.counters.orphaned == status.router.num_orphaned == 1
     assert not author.worker.cancels[0].HasField("sequence_index")
+
+
+async def test_a_tenant_that_leaves_many_behind_loses_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "MOST_UNREAD", 2)
+    file = tmp_path / "keys.yaml"
+    file.write_text(render_keys([ApiKey(name, digest_of(name), name, ("generate",)) for name in ("alice", "bob")]))
+    author = Author("hello", limit=2)
+    async with running_router(tmp_path / "model", [author.worker], keys_file=str(file), **ALONE) as router:
+
+        async def begin_and_leave(name: str) -> str:
+            request = pb.GenerateStreamRequest(spec=resumable())
+            call = router.generation.GenerateStream(request, metadata=(("authorization", f"Bearer {name}"),))
+            started = await call.read()
+            call.cancel()
+            return str(started.started.generation_id)
+
+        first, of_bob, _ = [await begin_and_leave(name) for name in ("alice", "bob", "bob")]
+        assert (await author.worker.next_cancel()).key.request_id == of_bob
+        request = pb.CancelGenerationRequest(generation_ids=[first, of_bob])
+        answer = await router.generation.CancelGeneration(request, metadata=(("authorization", "Bearer alice"),))
+        assert (list(answer.cancelled_ids), list(answer.unknown_ids)) == ([first], [of_bob])
 
 
 async def test_a_second_client_takes_the_stream_over(tmp_path: Path) -> None:
