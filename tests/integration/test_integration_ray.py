@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from ray_cluster import WAIT_S, Cluster, Watched, config_of, written
-from waiting import is_running
+from waiting import is_running, until
 
 from cluster.config.schema import (
     AdminSection,
@@ -107,7 +107,8 @@ def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_e
     watched.edit("decode: {devices: 1", "decode: {devices: 2")
     watched.kill_controller(and_pid=before["decode-0"]["pids"][0])
     watched.until("ready", "decode-0")
-    watched.until_text("change", "done: 2:1 to 2:2")
+    until(lambda: watched.status().get("decode-1", {}).get("state") == "ready", "decode-1 is ready", WAIT_S)
+    until(lambda: watched.split() == (2, 2), "the change is done", WAIT_S)
     after = watched.status()
     assert {name: after[name]["pids"] == before[name]["pids"] for name in before} == {
         "router": True,
@@ -122,8 +123,7 @@ def test_a_killed_controller_comes_back_adopts_what_serves_and_starts_what_has_e
     with AdminClient(watched.admin_address) as admin:
         admin.set_roles(1, 3)
     watched.kill_controller()
-    while watched.split() != (1, 3):
-        time.sleep(0.1)
+    until(lambda: watched.split() == (1, 3), "the change is done", WAIT_S)
     assert {name: group["pids"] for name, group in watched.status().items()} == {
         name: group["pids"] for name, group in after.items()
     }, "a flip is a label, and nothing was started"
@@ -238,7 +238,7 @@ def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_p
 def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_says(
     ray_folder: Path, tmp_path: Path
 ) -> None:
-    from controller.detached import end_controller, find_controller
+    from controller.detached import end_abandoned, end_controller, find_controller
 
     assert find_controller() is None
     file = written(tmp_path)
@@ -263,5 +263,21 @@ def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_sa
     assert cluster.status() == before, "what serves is neither stopped nor started"
     with AdminClient(cluster.admin_address) as admin:
         assert admin.cluster().version == 2
+    # One that Ray has given up is followed by the next `baton serve --detach`.
+    cluster._kill(cluster.controller)
+    while find_controller() is not None:
+        time.sleep(0.05)
+    cluster = Cluster(file.load(), tmp_path / "logs", file, is_detached=True)
+    assert cluster.until_text("change", "it has adopted").text.endswith("it has adopted decode-0, prefill-0, router")
+    assert cluster.status() == before
+    pids = [pid for group in before.values() for pid in group["pids"]]
+    cluster._kill(cluster.controller)
+    while find_controller() is not None:
+        time.sleep(0.05)
+    assert end_abandoned(), "what is left can be ended without a controller, too"
+    until(lambda: not [pid for pid in pids if is_running(pid)], "the processes have ended", WAIT_S)
+    assert not end_abandoned()
+    cluster = Cluster(file.load(), tmp_path / "logs", file, is_detached=True)
+    cluster.until("serving", "router")
     end_controller(cluster.controller, cluster.name, WAIT_S)
     assert find_controller() is None
