@@ -72,12 +72,14 @@ class GenerationSpec(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatInput, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stopping: _Optional[_Union[StoppingCriteria, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., cache: _Optional[_Union[CacheOptions, _Mapping]] = ..., scheduling: _Optional[_Union[SchedulingOptions, _Mapping]] = ..., request_id: _Optional[str] = ..., resume: _Optional[_Union[ResumeFrom, _Mapping]] = ..., extensions: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class ResumeFrom(_message.Message):
-    __slots__ = ("generation_id", "next_token_index")
+    __slots__ = ("generation_id", "next_token_index", "next_token_indexes")
     GENERATION_ID_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    NEXT_TOKEN_INDEXES_FIELD_NUMBER: _ClassVar[int]
     generation_id: str
     next_token_index: int
-    def __init__(self, generation_id: _Optional[str] = ..., next_token_index: _Optional[int] = ...) -> None: ...
+    next_token_indexes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation_id: _Optional[str] = ..., next_token_index: _Optional[int] = ..., next_token_indexes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "n", "logit_bias", "allowed_token_ids", "bad_words", "json_schema", "regex", "grammar_ebnf", "choice", "json_object")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 
@@ -235,7 +236,12 @@ class GenerationService:
             self._dispatcher.cancel(reader.live.key.request_id, "the client left")
 
     def _revive(
-        self, key: RequestKey, record: JournalEntry, principal: Principal, first_wanted: int, is_streaming: bool
+        self,
+        key: RequestKey,
+        record: JournalEntry,
+        principal: Principal,
+        first_wanted: Sequence[int],
+        is_streaming: bool,
     ) -> LiveRequest:
         """Validates the request of a record again, by this router's limits; its sampling and arrival time stay."""
         origin = record.origin

@@ -138,6 +138,8 @@ class ChatChoiceChunk(ChoiceChunk):
 class ChunkHead(AnswerHead):
     usage: NotRequired[TokenUsage | None]
     """Present if it is asked for, and null in all chunks but the last."""
+    resumable: NotRequired[bool]
+    """Of a stream that may be resumed, in the first chunk and where it changes: whether it survives its router."""
 
 
 @closed

@@ -160,6 +160,7 @@ class OpenAiApp:
         wanted = await self._read(
             request, lambda data: CompletionCall.read(json_of(data), kind, request_id, self._token_bytes)
         )
+        wanted = wanted.with_resume(request.headers)
         request.state.names = wanted.names
         call = self._call(request)  # the key may have been revoked meanwhile
         if wanted.body.stream:

@@ -5,13 +5,14 @@
     sequence_end       a chunk with the finish reason
     completed          with `include_usage`, a chunk without choices
 
-A call with several prompts numbers the sequences of the second after those of the first.
+A call with several prompts numbers the sequences of the second after those of the first. Where a stream may be resumed,
+the id of each chunk says how far the client has come with it.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -127,52 +128,126 @@ class Form:
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
 
+@dataclass
+class ChoicePosition:
+    """How much of one choice a client has been sent."""
+
+    has_begun: bool = False
+    num_tokens: int = 0
+    num_characters: int = 0
+    """Characters whose logprobs were sent, from which text offsets follow."""
+    has_ended: bool = False
+
+    def __str__(self) -> str:
+        if not self.has_begun:
+            return "-"
+        characters = f"+{self.num_characters}" if self.num_characters else ""
+        return f"{self.num_tokens}{characters}{'e' if self.has_ended else ''}"
+
+
+@dataclass
+class StreamPosition:
+    """How far a client has come with a stream of one prompt: the id of an event, without what the body says again.
+
+    gen-0123456789abcdef01234567.1764000000.12.7+31e.-.u: the generation, when it was created, 12 tokens of the first
+    choice, all 7 of the second with 31 characters of logprobs, nothing of the third, and the usage.
+    """
+
+    generation_id: str
+    created: int
+    choices: list[ChoicePosition]
+    has_usage: bool = False
+
+    def __str__(self) -> str:
+        parts = (self.generation_id, self.created, *self.choices, *(["u"] if self.has_usage else ()))
+        return ".".join(map(str, parts))
+
+    @classmethod
+    def parse(cls, text: str) -> StreamPosition | None:
+        """None for what is no such id."""
+        found = _EVENT_ID.fullmatch(text)
+        if found is None:
+            return None
+        parts = (_CHOICE.fullmatch(part) for part in found[3][1:].split("."))
+        choices = [ChoicePosition(part[1] is not None, *_counts(part), bool(part[4])) for part in parts if part]
+        return cls(found[1], int(found[2]), choices, bool(found[4]))
+
+
+_EVENT_ID = re.compile(r"(gen-[0-9a-f]{24})\.(\d{1,12})((?:\.(?:-|\d{1,9}(?:\+\d{1,9})?e?)){1,1024})(\.u)?", re.ASCII)
+_CHOICE = re.compile(r"-|((\d+)(?:\+(\d+))?(e?))", re.ASCII)
+
+
+def _counts(part: re.Match[str]) -> tuple[int, int]:
+    return int(part[2] or 0), int(part[3] or 0)
+
+
 class Chunks:
     """The chunks of one stream: all its prompts have one id, and the text offsets of each choice go on."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, resumed: StreamPosition | None = None) -> None:
+        """`resumed`: what the client has already, for a stream that goes on."""
         self._form = form
         self._head: dict[str, Any] = {}
         """Fields of every chunk, from the first prompt's start."""
         self._usages: list[pb.Usage] = []
-        self._num_sent = Counter[int]()
-        """Characters of each choice whose logprobs were sent."""
+        self._choices = [] if resumed is None else resumed.choices
+        self.has_usage = resumed is not None and resumed.has_usage
+        self._change: dict[str, bool] = {}
+        """Whether the stream may be resumed elsewhere, for the next chunk where that has changed."""
+
+    @property
+    def event_id(self) -> str:
+        """What the client has with the last chunk."""
+        return str(StreamPosition(self._head["id"], self._form.created, self._choices, self.has_usage))
 
     def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[dict[str, Any]]:
         """The chunks for one event of a prompt's stream; for many events, none."""
         n = self._form.n
+        if event.HasField("resumable"):
+            self._change = {"resumable": event.resumable}
         match event.WhichOneof("event"):
             case "started":
                 kind = "chat.completion.chunk" if self._form.is_chat else "text_completion"
                 self._head = self._head or self._form.head(event.started, kind)
-                for index in range(n) if self._form.is_chat else ():
-                    yield self._chunk(self._choice(prompt * n + index, role="assistant"))
+                for index in range(prompt * n, prompt * n + n):
+                    has_begun, self._at(index).has_begun = self._at(index).has_begun, True
+                    if self._form.is_chat and not has_begun:
+                        yield self._chunk(self._choice(index, role="assistant"))
             case "delta":
                 delta = event.delta
+                self._at(prompt * n + delta.index).num_tokens = delta.first_token_index + delta.token_count
                 yield self._chunk(self._choice(prompt * n + delta.index, delta.text, delta.logprobs))
             case "sequence_end":
-                end = event.sequence_end
-                yield self._chunk({**self._choice(prompt * n + end.index), **self._form.ending(end)})
+                end, at = event.sequence_end, self._at(prompt * n + event.sequence_end.index)
+                if not at.has_ended:
+                    at.has_ended = True
+                    yield self._chunk({**self._choice(prompt * n + end.index), **self._form.ending(end)})
             case "completed":
                 self._usages.append(event.completed.usage)
 
     def usage(self) -> dict[str, Any]:
         """The last chunk of a stream that includes its usage: that of all its prompts."""
+        self.has_usage = True
         return self._chunk() | {"usage": _usage(self._usages)}
 
+    def _at(self, index: int) -> ChoicePosition:
+        while len(self._choices) <= index:
+            self._choices.append(ChoicePosition())
+        return self._choices[index]
+
     def _chunk(self, *choices: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head, "choices": list(choices)}
+        chunk, self._change = {**self._head, "choices": list(choices), **self._change}, {}
         return chunk | {"usage": None} if self._form.includes_usage else chunk
 
     def _choice(
         self, index: int, text: str = "", logprobs: Sequence[pb.TokenLogprob] = (), role: str = ""
     ) -> dict[str, Any]:
-        named: Any = self._form.logprobs(logprobs, self._num_sent[index]) if logprobs else None
+        named: Any = self._form.logprobs(logprobs, self._at(index).num_characters) if logprobs else None
         if self._form.is_chat:
             delta = {"role": role, "content": ""} if role else {"content": text} if text or logprobs else {}
             return {"index": index, "delta": delta, "logprobs": named, "finish_reason": None}
         if named is not None:
-            self._num_sent[index] += sum(map(len, named["tokens"]))
+            self._at(index).num_characters += sum(map(len, named["tokens"]))
         return {"index": index, "text": text, "logprobs": named, "finish_reason": None}
 
 

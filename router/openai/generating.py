@@ -2,8 +2,9 @@
 
     nothing sent -> (a failure: its status) | (the first event: 200, a stream) -> chunks -> [DONE], or an error in it
 
-All three read the body, call GenerationService and name errors in the same way. Owns the tasks of a call: they end with
-it, also when its client hangs up.
+A stream that is asked for with `Baton-Resume: true` goes on after any of its events, which have ids: the same call with
+that id as `Last-Event-ID` gets the rest. All three read the body, call GenerationService and name errors in the same
+way. Owns the tasks of a call: they end with it, also when its client hangs up.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import BatonError, FieldViolation, InternalError
+from cluster.errors import BatonError, FieldViolation, InternalError, NotFound, OutOfRange
 from cluster.pb import generation_pb2 as pb
 from router.api.call import INLINE_BYTES, MOST_PRIORITY, Call, ClientStalled, Principal, run_aside
 from router.api.violations import invalid
@@ -25,10 +26,12 @@ from router.batches.lines import Line, LineResult
 from router.batches.store import Batch
 from router.openai import specs
 from router.openai.bodies import ChatBody, CompletionBody
-from router.openai.completions import Chunks, Form, TokenBytes
+from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, TokenBytes
 from router.openai.errors import failure_of
 from router.openai.http import checked, failed, log, too_large
 
+RESUME, LAST_EVENT = "Baton-Resume", "Last-Event-ID"
+"""Headers of a stream that may be resumed, and of the call that does so."""
 KEEP_ALIVE_S = 15.0
 """A stream that is silent for so long gets a comment, so that proxies leave it open."""
 _STREAM_HEADERS = (
@@ -37,6 +40,8 @@ _STREAM_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 _RETRY_AFTER_S = 1.0
+
+_RESUME_NAMES = {"resume.generation_id": LAST_EVENT, "resume.next_token_indexes": LAST_EVENT, "resume": RESUME}
 
 BodyKind = type[CompletionBody] | type[ChatBody]
 Generate = Callable[[pb.GenerateRequest, Call], Coroutine[Any, Any, pb.GenerateResponse]]
@@ -54,6 +59,9 @@ class CompletionCall:
     form: Form
     names: Mapping[str, str]
     """As in `failure_of`."""
+    may_resume: bool = False
+    resumed: StreamPosition | None = None
+    """Where the client was when its stream broke; None: it begins."""
 
     @classmethod
     def read(cls, found: object, kind: BodyKind, request_id: str, token_bytes: TokenBytes) -> CompletionCall:
@@ -64,6 +72,31 @@ class CompletionCall:
         else:
             wanted = specs.completion_specs(body, request_id)
         return cls(body, wanted, Form.of(body, token_bytes), specs.names_of(vars(body)))
+
+    def with_resume(self, headers: Mapping[str, str]) -> CompletionCall:
+        """This call as the headers want it: to be resumed, or resuming. Raises InvalidRequest or NotFound."""
+        asked, last = headers.get(RESUME), headers.get(LAST_EVENT)
+        if asked is None and last is None:
+            return self
+        for is_wrong, field, what in (
+            (asked not in (None, "true"), RESUME, "must be true, or left out"),
+            (not self.body.stream, "stream", f"must be true with {RESUME} or {LAST_EVENT}"),
+            (len(self.specs) > 1, "prompt", f"must be one with {RESUME} or {LAST_EVENT}, not several"),
+        ):
+            if is_wrong:
+                raise invalid((FieldViolation(field, what),))
+        names, spec = {**_RESUME_NAMES, **self.names}, self.specs[0]
+        spec.resume.SetInParent()
+        if last is None:
+            return replace(self, names=names, may_resume=True)
+        position = StreamPosition.parse(last)
+        if position is None or len(position.choices) > self.form.n:
+            raise unknown_event(last)
+        position.choices += [ChoicePosition() for _ in range(self.form.n - len(position.choices))]
+        spec.resume.generation_id = position.generation_id
+        spec.resume.next_token_indexes[:] = [choice.num_tokens for choice in position.choices]
+        form = replace(self.form, created=position.created)
+        return replace(self, names=names, form=form, may_resume=True, resumed=position)
 
     async def whole(self, generate: Generate, call: Call, receive: Receive | None = None) -> dict[str, Any]:
         """Raises ClientDisconnect when `receive` says so."""
@@ -79,7 +112,7 @@ class StreamedAnswer:
         self._generate = generate
         self._call = call
         self._request_id = request_id
-        self._chunks = Chunks(wanted.form)
+        self._chunks = Chunks(wanted.form, wanted.resumed)
         self._has_begun = False
         self._silent_s = 0.0
 
@@ -91,13 +124,15 @@ class StreamedAnswer:
         ]
         try:
             await _together(calls, receive, self._keep_alive(send))
-            if self._wanted.form.includes_usage:
-                await self._send(send, _event(self._chunks.usage()))
+            if self._wanted.form.includes_usage and not self._chunks.has_usage:
+                await self._send_chunk(send, self._chunks.usage())
             await self._send(send, b"data: [DONE]\n\n")
         except (ClientDisconnect, ClientStalled):
             return  # the server closes the connection
         except BatonError as error:
-            failure = failure_of(error, self._wanted.names)
+            resumed = self._wanted.resumed
+            is_behind_its_end = isinstance(error, OutOfRange) and resumed is not None
+            failure = failure_of(unknown_event(str(resumed)) if is_behind_its_end else error, self._wanted.names)
             if not self._has_begun:
                 await failed(failure, self._request_id)(scope, receive, send)
                 return
@@ -107,9 +142,12 @@ class StreamedAnswer:
     def _writer(self, prompt: int, send: Send) -> Write:
         async def write(event: pb.GenerateStreamResponse) -> None:
             for chunk in self._chunks.of(event, prompt):
-                await self._send(send, _event(chunk))
+                await self._send_chunk(send, chunk)
 
         return write
+
+    async def _send_chunk(self, send: Send, chunk: Mapping[str, Any]) -> None:
+        await self._send(send, _event(chunk, self._chunks.event_id if self._wanted.may_resume else ""))
 
     async def _send(self, send: Send, data: bytes) -> None:
         if not self._has_begun:
@@ -130,8 +168,15 @@ class StreamedAnswer:
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
-    return b"data: " + _encode(data).encode() + b"\n\n"
+def _event(data: Mapping[str, Any], event_id: str = "") -> bytes:
+    head = f"id: {event_id}\n" if event_id else ""
+    return f"{head}data: {_encode(data)}\n\n".encode()
+
+
+def unknown_event(event_id: str) -> NotFound:
+    shown = event_id if len(event_id) <= 100 else event_id[:100] + "…"
+    what = "names no event of a stream that can be resumed"
+    return NotFound(f"{LAST_EVENT} {shown!r} {what}", violations=(FieldViolation(LAST_EVENT, what),))
 
 
 async def _together(

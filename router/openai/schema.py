@@ -11,6 +11,15 @@ from router.openai.answers import ErrorAnswer
 from router.openai.http import EVENTS, JSON, Operation
 
 Schema = dict[str, Any]
+_RESUMING: list[Schema] = [
+    {"name": "Baton-Resume", "in": "header", "schema": {"const": "true"}, "description": "The stream may be resumed"},
+    {
+        "name": "Last-Event-ID",
+        "in": "header",
+        "schema": {"type": "string"},
+        "description": "The stream goes on after it",
+    },
+]
 _HEADERS = {"x-request-id": {"required": True, "schema": {"type": "string"}}}
 
 
@@ -41,7 +50,7 @@ def openapi(version: str, operations: Sequence[Operation]) -> dict[str, Any]:
 
 def _operation(operation: Operation, path: str, schema_of: Callable[[Any], Schema]) -> Schema:
     described: Schema = {"summary": operation.summary, "responses": _responses(operation, schema_of)}
-    parameters = _in_path(path) + _in_query(operation.query)
+    parameters = _in_path(path) + _in_query(operation.query) + (_RESUMING if operation.chunk is not None else [])
     if parameters:
         described["parameters"] = parameters
     if operation.body is not None:

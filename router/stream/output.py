@@ -236,12 +236,15 @@ class OutputBuffer:
         """Tokens that the client has not taken yet."""
         return sum(sequence.num_pending for sequence in self.sequences)
 
-    def rewound(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> OutputBuffer:
-        """A buffer for another client, which holds the tokens of each sequence before `first_wanted`.
+    def rewound(
+        self, first_wanted: Sequence[int], detokenizers: Iterable[Detokenizer], *, is_streaming: bool
+    ) -> OutputBuffer:
+        """A buffer for another client, which holds the tokens of each sequence before its `first_wanted`.
 
         The reader of this one wakes, and gets nothing more.
         """
-        sequences = [s.rewound(first_wanted, d) for s, d in zip(self.sequences, detokenizers, strict=True)]
+        each = zip(self.sequences, first_wanted, detokenizers, strict=True)
+        sequences = [sequence.rewound(first, detokenizer) for sequence, first, detokenizer in each]
         fresh = OutputBuffer(sequences, self.prompt_logprobs, is_streaming=is_streaming)
         fresh._is_over = self._is_over
         fresh._is_heartbeat_due = True

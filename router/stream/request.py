@@ -10,7 +10,7 @@ instants from which every latency follows. Knows no message to a client, no conn
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -106,12 +106,12 @@ class LiveRequest:
         principal: Principal = ANYONE,
         may_resume: bool = False,
         first_attempt: int = 1,
-        first_wanted: int = 0,
+        first_wanted: Sequence[int] = (),
     ) -> None:
         """`arrival_time_s` is the wall clock at `now`. One detokenizer for each sequence.
 
         `may_resume`: what the client has been sent is kept, so that it can be sent again. `first_wanted`: the client
-        holds the tokens of each sequence before it, and their text.
+        holds the tokens of each sequence before its own, and their text; empty: none.
         """
         self.key = RequestKey(generation_id, first_attempt)
         self.request = request
@@ -120,7 +120,9 @@ class LiveRequest:
         self.lifecycle = Lifecycle(now, "arrived")
         self.may_resume = may_resume
         sequences = [
-            SequenceOutput(index, request, detokenizer, first_wanted=first_wanted, is_kept=may_resume)
+            SequenceOutput(
+                index, request, detokenizer, first_wanted=first_wanted[index] if first_wanted else 0, is_kept=may_resume
+            )
             for index, detokenizer in enumerate(detokenizers)
         ]
         prompt_logprobs = PromptLogprobs(len(request.prompt_token_ids), request.prompt_logprobs, is_kept=may_resume)
@@ -280,8 +282,8 @@ class LiveRequest:
         self.lifecycle.advance(RequestState.TRANSFERRING, now, why)
         self._begin_attempt(now, why, has_failed=False)
 
-    def rewind(self, first_wanted: int, detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> None:
-        """From here on another client reads it, which holds the tokens of each sequence before `first_wanted`."""
+    def rewind(self, first_wanted: Sequence[int], detokenizers: Iterable[Detokenizer], *, is_streaming: bool) -> None:
+        """From here on another client reads it, which holds the tokens of each sequence before its `first_wanted`."""
         self.output = self.output.rewound(first_wanted, detokenizers, is_streaming=is_streaming)
 
     def finish(self, now: float) -> None:

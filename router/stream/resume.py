@@ -59,9 +59,9 @@ class ResumeHooks:
     """Goes on with a request that ran elsewhere."""
     cancel: Callable[[str, str], bool]
     """(generation id, why): False when it does not run here."""
-    revive: Callable[[RequestKey, JournalEntry, Principal, int, bool], LiveRequest]
-    """(key of the first attempt, record, principal, first token that the client wants, is it streaming): makes the
-    request of a record, still without its tokens."""
+    revive: Callable[[RequestKey, JournalEntry, Principal, Sequence[int], bool], LiveRequest]
+    """(key of the first attempt, record, principal, first token of each sequence that the client wants, is it
+    streaming): makes the request of a record, still without its tokens."""
     new_detokenizers: Callable[[LiveRequest], Sequence[Detokenizer]]
     weights_revision: Callable[[], str]
     """The revision that workers serve; empty while it is not known."""
@@ -80,10 +80,15 @@ class _Resume:
     def generation_id(self) -> str:
         return self.spec.resume.generation_id
 
-    @property
-    def index(self) -> int:
-        """The first token that the client wants."""
-        return self.spec.resume.next_token_index
+    def indexes(self, origin: JournalOrigin) -> Sequence[int]:
+        """The first token of each sequence that the client wants. Raises InvalidRequest."""
+        resume, num_sequences = self.spec.resume, origin.sampling.params.n
+        if not resume.next_token_indexes:
+            return [resume.next_token_index] * num_sequences
+        if len(resume.next_token_indexes) != num_sequences or resume.next_token_index:
+            what = f"must be {num_sequences}, one for each sequence, and next_token_index 0"
+            raise invalid((FieldViolation("spec.resume.next_token_indexes", what),))
+        return resume.next_token_indexes
 
 
 @dataclass
@@ -208,14 +213,15 @@ class Resumables:
         if kept.origin.tenant != call.principal.tenant:
             raise _unknown(call.generation_id)
         _check_spec(call.spec, kept.origin)
-        _check_index(live, call.index)
+        indexes = call.indexes(kept.origin)
+        _check_indexes(live, indexes)
         if live.error is not None and not isinstance(live.error, Unavailable):
             raise live.error
         self._stop_waiting(kept)
         if kept.reader is not None:
             kept.reader.replace()
         if live.error is None:
-            live.rewind(call.index, self._hooks.new_detokenizers(live), is_streaming=call.is_streaming)
+            live.rewind(indexes, self._hooks.new_detokenizers(live), is_streaming=call.is_streaming)
             kept.reader = StreamReader(live, is_kept=True)
             return kept.reader
         record = entry_of(live, kept.origin)
@@ -230,14 +236,14 @@ class Resumables:
         _check_spec(call.spec, record.origin)
         self._check_weights(record.origin)
         live = self._revive(call, record, claim.epoch + 1)
-        _check_index(live, call.index)
+        _check_indexes(live, call.indexes(record.origin))
         epoch = await self._journal.take(call.generation_id, claim)
         return None if epoch is None else self._adopt(live, record, epoch)
 
     def _revive(self, call: _Resume, record: JournalEntry, epoch: int) -> LiveRequest:
         """Attempts of two epochs have different numbers, as a worker may still have connections to both routers."""
         key = RequestKey(call.generation_id, ((epoch - 1) << _EPOCH_BITS) + 1)
-        live = self._hooks.revive(key, record, call.principal, call.index, call.is_streaming)
+        live = self._hooks.revive(key, record, call.principal, call.indexes(record.origin), call.is_streaming)
         restore(live, record)
         return live
 
@@ -312,8 +318,8 @@ def _check_spec(spec: GenerationSpec, origin: JournalOrigin) -> None:
         raise invalid((FieldViolation("spec", what),))
 
 
-def _check_index(live: LiveRequest, index: int) -> None:
-    most = live.request.sampling.stopping.max_output_tokens
+def _check_indexes(live: LiveRequest, indexes: Sequence[int]) -> None:
+    index, most = max(indexes), live.request.sampling.stopping.max_output_tokens
     if live.is_complete:
         most = max(sequence.num_tokens for sequence in live.sequences)
     if index > most:

@@ -36,7 +36,7 @@ GENERATION_ID = "gen-" + 24 * "0"
 
 
 def live_request(
-    now: float, first_attempt: int = 1, *, principal: Principal = ANYONE, first_wanted: int = 0
+    now: float, first_attempt: int = 1, *, principal: Principal = ANYONE, first_wanted: Sequence[int] = ()
 ) -> LiveRequest:
     request = validate(SPEC, MODEL, lambda text: tuple(ids(str(text))), try_grammar=lambda _, text: text, fresh_seed=1)
     return LiveRequest(
@@ -71,7 +71,7 @@ class SlowStore(MemoryStore):
 
 def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
     def revive(
-        key: RequestKey, record: JournalEntry, principal: Principal, first_wanted: int, is_streaming: bool
+        key: RequestKey, record: JournalEntry, principal: Principal, first_wanted: Sequence[int], is_streaming: bool
     ) -> LiveRequest:
         assert key.request_id == GENERATION_ID and is_streaming
         return live_request(dispatcher.clock(), key.attempt, principal=principal, first_wanted=first_wanted)
