@@ -17,6 +17,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+from cluster.crash_record import CrashRecord
 from cluster.lifecycle import RequestKey
 from cluster.pb import worker_pb2
 from cluster.settings import WorkerSettings
@@ -133,6 +134,7 @@ class Core:
         num_layers: int,
         step_log: StepLog,
         constrainer: Constrainer | None = None,
+        crash_record: CrashRecord | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.inbox = inbox
@@ -142,6 +144,7 @@ class Core:
         self._settings = settings
         self._max_model_len = max_model_len
         self._step_log = step_log
+        self._crash_record = crash_record
         self._clock = clock
         self._step_clock = StepClock()
         self._stats = handoff_context.stats
@@ -203,6 +206,8 @@ class Core:
         if not scheduled:
             self._step_clock.rests()
             self.decode.copied(copies)
+            if self._crash_record is not None:
+                self._crash_record.rests()
             return None
         slices = [p.sequence.slice(p.num_tokens) for p in scheduled]
         step = build_step(slices, self.blocks.block_size, copies)
@@ -215,6 +220,8 @@ class Core:
         has_prompt = len(step.token_ids) > len(scheduled)
         if has_prompt or self.reporter.is_pressing:  # nothing waits for a long step; who starts now is known before it
             self.reporter.flush()
+        if self._crash_record is not None:
+            self._crash_record.step_begins(p.sequence.request.key.request_id for p in scheduled)
         now = self._clock()
         self._step_clock.begins(now, _size_of(scheduled) if self._step_clock.wants(has_prompt) else None)
         launched = self._ranks.launch(step)

@@ -19,6 +19,7 @@ import uuid
 from functools import partial
 from pathlib import Path
 
+from cluster.crash_record import CrashRecord
 from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
 from cluster.failure_detector import FailureTimeouts
 from cluster.grammar import GrammarLimits
@@ -96,6 +97,7 @@ class Leader(_Rank):
         self._settings = resolved.settings
         self._report = report
         self._incarnation = uuid.uuid4().hex[:12]
+        self._crash_record = CrashRecord(self._incarnation)
         self._tls = internal_tls_of(self._settings.internal_tls)
         self._listener: socket.socket | None = None
         self._core: Core | None = None
@@ -115,6 +117,7 @@ class Leader(_Rank):
 
     def start(self) -> str:
         settings, resolved = self._settings, self._resolved
+        self._crash_record.follow_signals()
         check_memory(resolved.demand)
         self._store, store_address = serve_store(settings.host)
         start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address)
@@ -230,6 +233,7 @@ class Leader(_Rank):
             num_layers=config.num_hidden_layers,
             step_log=StepLog(settings.step_log),
             constrainer=self._constrainer,
+            crash_record=self._crash_record,
         )
 
     def _handshake(self, store_address: str) -> Handshake:
@@ -262,6 +266,7 @@ class Leader(_Rank):
             transport=",".join(self._resolved.transports),
             dtype=self._resolved.dtype,
             metrics_address=metrics_address,
+            crash_record=self._crash_record.path,
         )
 
     def _run_engine(self) -> None:
@@ -271,6 +276,8 @@ class Leader(_Rank):
             self._core.run()
         except Exception as error:
             logger.exception("the engine thread ended")
+            if self._settings.tp_size == 1:  # with several, a rank that was killed looks the same from here
+                self._crash_record.failed(f"a step failed: {type(error).__name__}: {error}")
             self._end(InternalError(f"the engine of {self._settings.worker_id} failed: {type(error).__name__}"))
         else:
             self._end()

@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JournalEntry(_message.Message):
-    __slots__ = ("origin", "tokens", "prompt_logprobs", "num_cached_tokens", "first_token_after_s", "num_moves")
+    __slots__ = ("origin", "tokens", "prompt_logprobs", "num_cached_tokens", "first_token_after_s", "num_moves", "num_crashes")
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     NUM_MOVES_FIELD_NUMBER: _ClassVar[int]
+    NUM_CRASHES_FIELD_NUMBER: _ClassVar[int]
     origin: JournalOrigin
     tokens: _containers.RepeatedCompositeFieldContainer[_worker_pb2.Tokens]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
     num_cached_tokens: int
     first_token_after_s: float
     num_moves: int
-    def __init__(self, origin: _Optional[_Union[JournalOrigin, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[_worker_pb2.Tokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., first_token_after_s: _Optional[float] = ..., num_moves: _Optional[int] = ...) -> None: ...
+    num_crashes: int
+    def __init__(self, origin: _Optional[_Union[JournalOrigin, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[_worker_pb2.Tokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., first_token_after_s: _Optional[float] = ..., num_moves: _Optional[int] = ..., num_crashes: _Optional[int] = ...) -> None: ...
 
 class JournalOrigin(_message.Message):
     __slots__ = ("spec", "sampling", "tenant", "weights_revision", "arrival_time_s", "spec_digest", "traceparent")

@@ -72,6 +72,8 @@ class WaitingQueue:
         self._on_change = on_change
         self._on_refused = on_refused
         self._waiters: dict[str, _Waiter] = {}
+        self._suspects: set[str] = set()
+        """Those among them that may have ended a worker: they are in no order, and run apart from the others."""
         self._order = FairOrder()
         self._quotas = Quotas()
         self._swept_at = -_SWEEP_S
@@ -84,8 +86,12 @@ class WaitingQueue:
         return generation_id in self._waiters
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """In the order in which they will run."""
-        return (self._waiters[generation_id].live for generation_id in self._order.in_order())
+        """In the order in which they will run, suspects first."""
+        return (self._waiters[generation_id].live for generation_id in (*self._suspects, *self._order.in_order()))
+
+    @property
+    def has_suspects(self) -> bool:
+        return bool(self._suspects)
 
     def submit(self, live: LiveRequest, time_left_s: float | None) -> bool:
         """False: the request was rejected. `time_left_s`: to its deadline."""
@@ -142,7 +148,7 @@ class WaitingQueue:
     def next(self) -> LiveRequest | None:
         """Removes the next request that workers may be given now. In an overload, late requests are shed."""
         now, found = self._clock(), None
-        while self._waiters and self._can_serve() and not self.is_over:
+        while len(self._order) and self._can_serve() and not self.is_over:
             live = self._waiters[self._order.first()].live
             if self._is_late(live, now):
                 self._shed(live)
@@ -155,6 +161,13 @@ class WaitingQueue:
         self.admission.on_change(now)
         return found
 
+    def next_suspect(self) -> LiveRequest:
+        """Removes the suspect that has sent the most tokens: it is the least likely to end its worker."""
+        first = max(self._suspects, key=lambda i: (self._waiters[i].live.num_tokens, i))
+        live = self.remove(first)
+        assert live is not None
+        return live
+
     def find(self, generation_id: str) -> LiveRequest | None:
         """None: it does not wait here."""
         waiter = self._waiters.get(generation_id)
@@ -166,7 +179,10 @@ class WaitingQueue:
         if waiter is None:
             return None
         waiter.timer.cancel()
-        self._order.remove(generation_id)
+        if generation_id in self._suspects:
+            self._suspects.remove(generation_id)
+        else:
+            self._order.remove(generation_id)
         return waiter.live
 
     def fail(self, generation_id: str, error: BatonError) -> None:
@@ -185,7 +201,9 @@ class WaitingQueue:
         generation_id, tenant, cost = live.key.request_id, live.principal.tenant, live.work.num_output_tokens
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), on_timeout, generation_id)
         self._waiters[generation_id] = _Waiter(live, timer)
-        if live.has_run:
+        if live.retry.is_suspect:
+            self._suspects.add(generation_id)
+        elif live.has_run:
             self._order.add_returned(generation_id, tenant=tenant, cost=cost)
         else:
             weight, priority = live.principal.weight, live.request.priority
@@ -207,6 +225,8 @@ class WaitingQueue:
         error: BatonError = failures.waited_too_long(timeout_s, self.admission.retry_after_s())
         if not self._can_serve():
             error = failures.no_worker()
+        elif live.retry.is_suspect:
+            error = failures.no_worker_to_itself(timeout_s)
         elif live.has_run:
             error = failures.waited_again_too_long(timeout_s)
         self.fail(generation_id, error)

@@ -265,6 +265,8 @@ class Dispatcher:
         effect, charge = live.on_tokens(tokens, now), live.attempt.charge
         if live.first_token_at is not None:
             charge.prefill_done()
+        if live.retry.is_suspect and live.retry.clears(live.num_tokens):
+            self._pump()
         if effect is Effect.OPEN:
             if live.first_token_at == now and self.waiting:
                 self._pump()
@@ -287,6 +289,7 @@ class Dispatcher:
 
     def _pump(self) -> None:
         """Places requests from the head of the queue while there is room, and moves others to where they belong."""
+        self._recovery.place_suspects()
         while (live := self.waiting.next()) is not None:
             placement = self.running.start(live)
             if live.retry.num_attempts == 1:

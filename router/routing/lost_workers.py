@@ -3,6 +3,9 @@
     a worker is lost            each of its requests is placed again; one that may not be retried fails
     a worker stalls             the same while another decode worker is ready; one that may not be retried waits for it
     a worker fails a request    it is placed again where another path can help (`RETRYABLE`), else it fails
+    a worker ends by itself     the requests of its last step are suspects: one after another they run on a decode
+                                worker that is reserved for them, beside none but those that were cleared there;
+                                a suspect that ends that worker, too, fails, and one that goes on is cleared
 
 `router.routing.worker_client` finds that a worker is lost, `router.routing.stalls` that it stalls, and
 `router.routing.retry` chooses where a request goes next, and how often.
@@ -11,14 +14,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from cluster.errors import BatonError, InternalError
 from cluster.pb import worker_pb2
 from router.observe.counters import Counters
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
-from router.routing.fleet import Fleet
+from router.routing.fleet import DECODE, Fleet
 from router.routing.retry import RETRYABLE, AttemptFailure
 from router.routing.running_requests import RunningRequests
 from router.routing.worker_client import WorkerClient
@@ -48,16 +51,60 @@ class RequestRecovery:
         self._demand = demand
         self._clock = clock
         self._on_change = on_change
+        self._tester: WorkerClient | None = None
+        """The decode worker that is reserved for suspects."""
+        self._is_apart = False
+        """It has run none but suspects since it was reserved, or was empty then."""
 
     def on_worker_lost(self, worker: WorkerClient) -> None:
         """Retries every request that a lost worker held."""
+        if worker is self._tester:
+            self._free_tester()
         failure = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
-        for live in self._running.on(worker):
+        residents = self._running.on(worker)
+        blamed = _blamed(worker, residents)
+        for live in residents:
             try:
-                self.retry(live, failure, by=worker)
+                if live in blamed and not live.retry.on_crash(live.num_tokens, is_only_suspect=len(blamed) == 1):
+                    self.fail(live, failures.ends_workers(live.retry.num_crashes_in_all), by=worker)
+                else:
+                    self.retry(live, failure, by=worker)
             except Exception:
                 log.exception("a request of worker %s, which is lost, could not be placed again", worker.worker_id)
                 self.fail_internally(live)
+
+    def place_suspects(self) -> None:
+        """Places the next suspect once the reserved worker is free for it; called whenever that may have changed."""
+        while self._waiting.has_suspects:
+            tester = self._reserve_tester()
+            if tester is None or any(live.retry.is_suspect for live in self._running.on(tester)):
+                return
+            self._running.start_alone(self._waiting.next_suspect(), tester)
+        if self._tester is not None and not any(live.retry.is_suspect for live in self._running.on(self._tester)):
+            self._free_tester()
+
+    def _reserve_tester(self) -> WorkerClient | None:
+        """Reserves a decode worker, at once where one has no request. None: its requests have to end first."""
+        tester = self._tester
+        if tester is not None and (tester.is_draining or tester.role != DECODE or not tester.is_ready):
+            self._free_tester()
+            tester = None
+        if tester is not None and (self._is_apart or not self._running.num_on(tester)):
+            self._is_apart = True
+            return tester
+        candidates = self._fleet.ready(DECODE)
+        empty = next((worker for worker in candidates if not self._running.num_on(worker)), None)
+        if empty is None and (tester is not None or not candidates):
+            return None
+        self._free_tester()
+        self._tester = empty or min(candidates, key=self._running.num_on)
+        self._tester.is_reserved, self._is_apart = True, empty is not None
+        return empty
+
+    def _free_tester(self) -> None:
+        if self._tester is not None:
+            self._tester.is_reserved = False
+        self._tester, self._is_apart = None, False
 
     def on_worker_stalled(self, worker: WorkerClient) -> None:
         """Retries the requests of a worker that seems to stall, while another can take them; else they wait for it."""
@@ -108,3 +155,14 @@ class RequestRecovery:
         self._counters.failed += 1
         self._demand.add_end(self._clock(), is_kept=False)
         live.fail(failures.given_up(error, live.num_tokens), self._clock())
+
+
+def _blamed(worker: WorkerClient, residents: Sequence[LiveRequest]) -> list[LiveRequest]:
+    """Returns the requests that may have ended the worker: those of its last step, or the suspects among them."""
+    if worker.crash is None:
+        return []
+    in_step = [live for live in residents if live.key.request_id in worker.crash.request_ids]
+    blamed = [live for live in in_step if live.retry.is_suspect] or in_step
+    names = ", ".join(live.key.request_id for live in blamed) or "none of this router"
+    log.error("worker %s ended by itself; suspects: %s\n%s", worker.worker_id, names, worker.crash.cause)
+    return blamed

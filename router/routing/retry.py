@@ -6,8 +6,11 @@
     the prefill worker has lost contact with it -> another one, if there is one
 
 The next attempt goes on from the tokens that the last one sent. An attempt that sent any made progress: the count of
-attempts starts over, so that a long output survives more lost workers than a short one, while a request that ends each
-worker in the same place does not.
+attempts starts over, so that a long output survives more lost workers than a short one.
+
+A request in whose step a worker ended by itself (a fatal signal, a failed step) may be the cause: it is a suspect, and
+runs next on a worker where no other request may be the cause (`router.routing.lost_workers`). One that ends that worker
+as well runs no more; one that goes on for some tokens is cleared.
 
 Knows no connection and no clock; a policy chooses among the workers that remain.
 """
@@ -25,6 +28,12 @@ from router.routing.load_tracker import Placement, PlacementKind, RequestLoad
 W = TypeVar("W")
 
 MAX_ATTEMPTS = 3
+MAX_CRASHES = 2
+"""Workers that one request may end: the first among others, the second as the only suspect."""
+MAX_CRASHES_IN_ALL = 4
+"""The same with those that it was cleared of, and those that ended with several suspects."""
+CLEARED_AFTER_TOKENS = 16
+"""A suspect that has sent so many tokens since is cleared: what it was computing when the worker ended is behind it."""
 
 _Failed = worker_pb2.Failed
 RETRYABLE = frozenset(
@@ -64,6 +73,37 @@ class RetryState:
     """Attempts since the last one that sent tokens, itself included."""
     num_tokens: int = 0
     """Tokens that had come when an attempt last failed."""
+    num_crashes: int = 0
+    """Workers that ended by themselves in a step with this request, since it was last cleared."""
+    num_crashes_in_all: int = 0
+    num_tokens_to_clear: int = 0
+    """The suspect is cleared once so many tokens have come."""
+
+    @property
+    def is_suspect(self) -> bool:
+        """It may be what ended a worker."""
+        return self.num_crashes > 0
+
+    def on_crash(self, num_tokens: int, *, is_only_suspect: bool) -> bool:
+        """A worker ended by itself in a step with the request, which had sent `num_tokens`. False: it runs no more."""
+        self.num_crashes += 1
+        self.num_crashes_in_all += 1
+        self.num_tokens_to_clear = num_tokens + CLEARED_AFTER_TOKENS
+        is_convicted = is_only_suspect and self.num_crashes >= MAX_CRASHES
+        return not is_convicted and self.num_crashes_in_all < MAX_CRASHES_IN_ALL
+
+    def restore(self, num_crashes: int, num_tokens: int) -> None:
+        """Takes over what another router knew of a request of which `num_tokens` have come."""
+        if num_crashes:
+            self.num_crashes, self.num_crashes_in_all = min(num_crashes, MAX_CRASHES - 1), num_crashes
+            self.num_tokens_to_clear = num_tokens + CLEARED_AFTER_TOKENS
+
+    def clears(self, num_tokens: int) -> bool:
+        """Whether the suspect is cleared now that `num_tokens` have come."""
+        if not self.is_suspect or num_tokens < self.num_tokens_to_clear:
+            return False
+        self.num_crashes = 0
+        return True
 
     def may_retry(self, num_tokens: int) -> bool:
         """Whether another attempt may follow one that has just failed with `num_tokens` there; call it before `add`."""
@@ -80,6 +120,14 @@ class RetryState:
             self.tried.add((placement.prefill_id, placement.decode_id))
         if failure.unreachable_id is not None:
             self.unreachable_ids.add(failure.unreachable_id)
+
+
+def alone(worker_id: str) -> Placement:
+    """The placement of a suspect, which computes its prompt where it is decoded: it may end one worker, not two."""
+    reason = (
+        f"local prefill on {worker_id}: a worker ended in a step with this request, which runs beside no unknown one"
+    )
+    return Placement(None, worker_id, reason, kind=PlacementKind.RETRIED)
 
 
 def stood_in(placement: Placement) -> Placement:

@@ -17,7 +17,7 @@ from router.queue.admission import Admission
 from router.routing.fleet import PREFILL, Fleet
 from router.routing.load_tracker import Charge, Placement
 from router.routing.policies.interface import Candidates, Policy, RoutingRequest
-from router.routing.retry import AttemptFailure, moved, next_placement, stood_in
+from router.routing.retry import AttemptFailure, alone, moved, next_placement, stood_in
 from router.routing.worker_client import WorkerClient
 from router.stream.request import Attempt, LiveRequest
 
@@ -87,10 +87,14 @@ class RunningRequests:
         live.move(self._clock(), why)
         self._place(live, moved(last.placement, to_id, why, live.to_place.work), is_move=True)
 
+    def start_alone(self, live: LiveRequest, worker: WorkerClient) -> None:
+        """Places a suspect that waited on a worker that is reserved for suspects."""
+        self._place(live, alone(worker.worker_id))
+
     def restart(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None) -> bool:
         """Places a request again after a failed attempt; `by`: the worker that reported the failure.
 
-        False: no decode worker is ready, and the request holds no worker any more.
+        False: no decode worker is ready, or the request is a suspect; it holds no worker any more.
         """
         last = live.attempt
         last.cancel(by=by)
@@ -98,6 +102,8 @@ class RunningRequests:
         self._counters.retried[failure.reason] += 1
         live.retry.add(last.placement, failure)
         live.restart(self._clock(), failure.reason)
+        if live.retry.is_suspect:
+            return False
         prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in self._fleet.candidates())
         choose = partial(self._choose, live.to_place)
         placement = next_placement(live.retry, last.placement, failure, prefill, decode, choose)

@@ -22,6 +22,7 @@ from typing import Any
 import grpc
 
 from cluster import rpc
+from cluster.crash_record import Crash, CrashReader
 from cluster.errors import BatonError, FailedPrecondition
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
@@ -88,6 +89,11 @@ class WorkerClient:
         self._holders = holders
         self.is_suspect = False
         """It seems to stall, and gets nothing new until it reports progress again."""
+        self.is_reserved = False
+        """It runs requests one of which may end it, and gets no others."""
+        self.crash: Crash | None = None
+        """How the last process ended by itself; None: it runs, did not, or nothing is known of that."""
+        self._crash_reader: CrashReader | None = None
         self._callbacks = callbacks
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
@@ -104,8 +110,8 @@ class WorkerClient:
 
     @property
     def can_take_work(self) -> bool:
-        """It is ready, not draining and not suspected to stall."""
-        return self.is_ready and not self.is_draining and not self.is_suspect
+        """It is ready, not draining, not reserved and not suspected to stall."""
+        return self.is_ready and not (self.is_draining or self.is_suspect or self.is_reserved)
 
     @property
     def kv_tokens(self) -> int:
@@ -217,6 +223,7 @@ class WorkerClient:
         self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY
         self.is_suspect = False
+        self.crash, self._crash_reader = None, CrashReader.open(info.crash_record, info.incarnation)
         if self.changed_settings is not None:
             self.send(self.changed_settings)
         log.info("worker %s is ready at %s", self.worker_id, self.address)
@@ -242,6 +249,10 @@ class WorkerClient:
         self._forget_cache()
         self.stats = self.step_cost = None
         self._commands.clear()
+        if self._crash_reader is not None:
+            self.crash = self._crash_reader.read()
+            self._crash_reader.close()
+            self._crash_reader = None
         if was_ready:
             self.state = LOST
             self._callbacks.on_lost(self)

@@ -47,6 +47,11 @@ def worker_lost(worker_id: str) -> Unavailable:
     return Unavailable(f"worker {worker_id} was lost while it ran this request", retry_after_s=RETRY_AFTER_S)
 
 
+def ends_workers(num_workers: int) -> FailedPrecondition:
+    what = f"{num_workers} workers ended by themselves while they computed this request, which may be the cause"
+    return FailedPrecondition(f"{what}; it is not tried again: change it, or have the workers' logs looked at")
+
+
 def worker_stalled(worker_id: str) -> Unavailable:
     return Unavailable(f"worker {worker_id} stalled while it ran this request", retry_after_s=RETRY_AFTER_S)
 
@@ -118,6 +123,13 @@ def waited_too_long(timeout_s: float, retry_after_s: float) -> Overloaded:
     return Overloaded(
         f"no worker was free within {timeout_s:g} s; try again, or allow a longer spec.scheduling.queue_timeout",
         retry_after_s=retry_after_s,
+    )
+
+
+def no_worker_to_itself(timeout_s: float) -> Unavailable:
+    what = "a worker ended while it computed this request, which may be the cause and has to run apart from others"
+    return Unavailable(
+        f"{what}; no decode worker was free for that within {timeout_s:g} s", retry_after_s=RETRY_AFTER_S
     )
 
 

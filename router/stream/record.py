@@ -29,12 +29,14 @@ class Extent:
     """For each sequence."""
     has_ended: tuple[bool, ...]
     has_prompt_logprobs: bool
+    num_crashes: int = 0
+    """Workers that ended by themselves in a step with it."""
 
     @classmethod
     def of(cls, live: LiveRequest) -> Extent:
         ends = tuple(s.end is not None and s.end.finish_reason != _CANCELLED for s in live.sequences)
         has_prompt = live.request.prompt_logprobs is not None and live.output.prompt_logprobs.is_complete
-        return cls(tuple(s.num_tokens for s in live.sequences), ends, has_prompt)
+        return cls(tuple(s.num_tokens for s in live.sequences), ends, has_prompt, live.retry.num_crashes_in_all)
 
     @classmethod
     def nothing(cls, num_sequences: int) -> Extent:
@@ -85,6 +87,8 @@ def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = No
             entry.tokens.append(tokens)
     if now.has_prompt_logprobs and not last.has_prompt_logprobs:
         entry.prompt_logprobs.extend(live.output.prompt_logprobs.take())
+    if now.num_crashes > last.num_crashes:
+        entry.num_crashes = now.num_crashes
     if entry.ByteSize():
         entry.num_cached_tokens, entry.num_moves = live.num_cached_tokens, live.num_moves
         if live.first_token_at is not None:
@@ -111,6 +115,7 @@ def read_record(entries: Sequence[bytes]) -> JournalEntry | None:
             record.prompt_logprobs.extend(entry.prompt_logprobs)
         record.num_cached_tokens = entry.num_cached_tokens or record.num_cached_tokens
         record.num_moves = max(record.num_moves, entry.num_moves)
+        record.num_crashes = max(record.num_crashes, entry.num_crashes)
         if entry.HasField("first_token_after_s"):
             record.first_token_after_s = entry.first_token_after_s
         for tokens in entry.tokens:
@@ -143,5 +148,6 @@ def restore(live: LiveRequest, record: JournalEntry) -> None:
     live.output.prompt_logprobs.restore(record.prompt_logprobs)
     live.num_cached_tokens = record.num_cached_tokens
     live.num_moves = record.num_moves + 1
+    live.retry.restore(record.num_crashes, live.num_tokens)
     if record.HasField("first_token_after_s"):
         live.first_token_at = live.arrived_at + record.first_token_after_s

@@ -78,6 +78,7 @@ class PlainCluster:
         decode: Settings | None = None,
         router: Settings | None = None,
         tls: ClientTls | None = None,
+        worker_program: str = "worker",
         **workers: Any,
     ) -> None:
         self._model_path = str(model_path)
@@ -85,14 +86,16 @@ class PlainCluster:
         self._overrides = {PREFILL: dict(prefill or {}), DECODE: dict(decode or {})}
         self._router_settings = dict(router or {})
         self._tls = tls
+        self.worker_program = worker_program
         self._common = {"threads": 1, "device": "cpu", "dtype": "float32", **workers}
         self.processes: dict[str, Process] = {}
 
     def __enter__(self) -> Self:
         try:
             for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
-                self.processes[worker_id] = Process("worker", self._worker_settings(worker_id, role))
-            flags = [f"{id.split('-')[0]}:{id}={self._ready(id)['address']}" for id in (PREFILL, DECODE)]
+                self.processes[worker_id] = Process(self.worker_program, self.settings_of(worker_id, role))
+            self.addresses = {worker_id: str(self.ready(worker_id)["address"]) for worker_id in (PREFILL, DECODE)}
+            flags = [f"{worker_id.split('-')[0]}:{worker_id}={at}" for worker_id, at in self.addresses.items()]
             given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **PATIENT, **self._router_settings}
             given["workers"] = tuple(flags)
             self._router = RouterSettings.from_values(**given)
@@ -207,16 +210,16 @@ class PlainCluster:
             steps.append(step)
         return steps
 
-    def _worker_settings(self, worker_id: str, role: str) -> str:
+    def settings_of(self, worker_id: str, role: str, **more: Any) -> str:
         return WorkerSettings.from_values(
             worker_id=worker_id,
             role=role,
             model_path=self._model_path,
             step_log=str(self.step_log(worker_id)),
-            **{**self._common, **self._overrides[worker_id]},
+            **{**self._common, **self._overrides[worker_id], **more},
         ).to_json()
 
-    def _ready(self, worker_id: str) -> dict[str, Any]:
+    def ready(self, worker_id: str) -> dict[str, Any]:
         self.processes[worker_id].expect("prepared")
         return self.processes[worker_id].expect("ready")
 
