@@ -36,6 +36,7 @@ CLEAN_EVERY_S = 5.0
 """Interval at which logs that have ended are removed."""
 _BUSY_S = 5.0
 """Another process may hold the file for so long."""
+_AGAIN_S = 0.005
 _PAGE_BYTES = 4096
 _WAL_BYTES = 16 * 1024 * 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -231,6 +232,18 @@ def _opened(file: Path, most_bytes: int) -> sqlite3.Connection:
     with suppress(FileExistsError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
     os.chmod(file, 0o600)
+    until = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            return _connect(file, most_bytes)
+        except sqlite3.OperationalError as error:
+            # Of two that change a new file to WAL at the same moment, one may be refused at once, whatever the timeout.
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
+                raise
+            time.sleep(_AGAIN_S)
+
+
+def _connect(file: Path, most_bytes: int) -> sqlite3.Connection:
     db = sqlite3.connect(file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
     try:
         for pragma in (

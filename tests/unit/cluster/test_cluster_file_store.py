@@ -92,6 +92,16 @@ async def test_what_a_killed_process_had_written_is_there_to_the_last_write(path
     await store.close()
 
 
+async def test_two_stores_may_begin_a_file_at_the_same_moment(tmp_path: Path) -> None:
+    """One of them was told now and then that the database is locked."""
+    for number in range(40):
+        one, two = (FileStore(str(tmp_path / str(number) / "journal.db")) for _ in range(2))
+        first, second = [write("k", 1, is_whole=True)], [write("other", 1, is_whole=True)]
+        assert await asyncio.gather(one.write(first), two.write(second)) == [[Outcome.DONE]] * 2
+        await one.close()
+        await two.close()
+
+
 async def test_two_stores_of_one_file_see_one_another(path: Path) -> None:
     one, two = FileStore(str(path)), FileStore(str(path))
     await asyncio.gather(one.write([write("k", 1, is_whole=True)]), two.write([write("other", 1, is_whole=True)]))
