@@ -39,10 +39,15 @@ async def start(prefill: FakeWorker, decode: FakeWorker) -> worker_pb2.RequestKe
     return key
 
 
-async def flood(decode: FakeWorker, key: worker_pb2.RequestKey, first: int, count: int) -> None:
-    """Tokens one by one, so that the router's task may write each of them."""
+async def flood(
+    decode: FakeWorker, key: worker_pb2.RequestKey, first: int, count: int, num_alternatives: int = 0
+) -> None:
+    """Tokens one by one, so that the router's task may write each of them. Alternatives to each take room, also where
+    many tokens are written together."""
+    top = [pb.TokenAlternative(token_id=i, logprob=-1.25) for i in range(num_alternatives)]
+    logprobs = [pb.TokenLogprob(token_id=3, logprob=-0.5, rank=1, top=top)] if top else []
     for index in range(first, first + count):
-        decode.emit(tokens(key, index, [3]))
+        decode.emit(tokens(key, index, [3], logprobs=logprobs))
         await asyncio.sleep(0)
 
 
@@ -51,10 +56,12 @@ async def test_a_client_that_takes_nothing_is_given_up_and_its_generation_cancel
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
     prefill, decode = pair()
+    output = pb.OutputOptions(token_ids=True, top_logprobs=5)
+    stopping = pb.StoppingCriteria(max_output_tokens=240)
     async with running_router(tmp_path, (prefill, decode), stalled_client_timeout_s=0.3) as router:
-        async with deaf_client(router, stopping=pb.StoppingCriteria(max_output_tokens=240), **fields) as call:
+        async with deaf_client(router, stopping=stopping, output=output, **fields) as call:
             key = await start(prefill, decode)
-            await flood(decode, key, 1, 200)
+            await flood(decode, key, 1, 200, num_alternatives=5)
             assert (await decode.next_cancel()).key == key
             dispatcher = router.server.dispatcher
             assert (dispatcher.num_running, dispatcher.counters.cancelled) == (0, 1)
