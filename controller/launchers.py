@@ -18,7 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.settings import RouterSettings
+from cluster.settings import RouterSettings, WorkerSettings
 from cluster.text import count_of
 from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity
 from controller.plan import CPU_SHARE, WorkerPlan
@@ -142,7 +142,9 @@ class WorkerLauncher:
             raise
 
     def adopt(self, ranks: Sequence[FoundProcess]) -> RunningGroup:
-        """Takes over what a controller before has started, and its place."""
+        """Takes over what a controller before has started, its settings and its place."""
+        settings = (WorkerSettings.from_json(rank.settings) for rank in ranks)
+        self.plan = replace(self.plan, ranks=tuple(replace(each, leader=None) for each in settings))
         self.group, self._epoch = ranks[0].placement_group, ranks[0].identity.epoch
         return _adopted(ranks, self._hosting, self._report)
 

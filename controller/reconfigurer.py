@@ -19,7 +19,7 @@ from cluster.config.checks import check
 from cluster.config.diff import differences, refuse_fixed
 from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
-from controller.change_plan import Step, plan_ratio, ratio_of, wanted_of
+from controller.change_plan import Replace, Step, plan_ratio, ratio_of, wanted_of
 from controller.events import EventKind, EventLog
 from controller.worker_pool import StepFailed, StepRunner
 
@@ -81,8 +81,6 @@ class Reconfigurer:
     ) -> None:
         self.config = config
         self.changing: Plan | None = None
-        self._most_batched_tokens = steps.engine.max_num_batched_tokens
-        """For a step of which workers reserved memory when they started."""
         self._before = config
         self._began_at = 0
         self._steps = steps
@@ -103,8 +101,11 @@ class Reconfigurer:
 
     @property
     def needs_prefill(self) -> bool:
-        """True when requests should wait for a prefill worker; while the last ones leave or the first come, they do
-        not."""
+        """True when requests should wait for a prefill worker; while the last ones leave, the first come, or the only
+        one is replaced, they do not."""
+        steps = () if self.changing is None else self.changing.steps
+        if any(isinstance(step, Replace) and step.role == "prefill" and step.is_last for step in steps):
+            return False
         return all(config.roles.prefill.num_workers > 0 for config in (self._before, self.config))
 
     def with_split(self, prefill: int, decode: int) -> ServingConfig:
@@ -191,23 +192,13 @@ class Reconfigurer:
             raise StaleVersion(f"version {expected} is not current: {self.version} is; look at it and decide again")
         changed = differences(self.config, wanted)
         refuse_fixed(changed)
-        self._check_memory(wanted)
-        members = self._steps.members()
-        targets = wanted_of(wanted, self.config)
+        members = self._steps.members(wanted)
         max_devices = None if self._num_devices is None else self._num_devices()
-        steps = plan_ratio(members, targets, max_devices=max_devices, leaving=leaving)
+        steps = plan_ratio(members, wanted_of(wanted), max_devices=max_devices, leaving=leaving)
         findings = [f"{finding.key}: {finding.what}" for finding in check(wanted)]
         if findings:
             raise FailedPrecondition("; ".join(findings))
         return Plan(origin, tuple(f"{key}: {_shown(value)}" for key, value in changed.items()), steps)
-
-    def _check_memory(self, wanted: ServingConfig) -> None:
-        tokens, most = wanted.engine.max_num_batched_tokens, self._most_batched_tokens
-        if tokens > most:
-            raise FailedPrecondition(
-                f"engine.max_num_batched_tokens: {tokens} is more than the {most} for which workers reserved memory "
-                f"when they started; use {most} at most, or restart `baton serve`"
-            )
 
     def _begin(self, wanted: ServingConfig, plan: Plan) -> None:
         self._before, self.config, self.changing = self.config, wanted, plan

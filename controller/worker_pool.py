@@ -18,7 +18,7 @@ from cluster.errors import NotFound, Unavailable
 from cluster.pb import admin_pb2
 from cluster.text import ROLE_NUMBERS
 from controller.adoption import FoundProcess, SavedWorker
-from controller.change_plan import Flip, Member, Start, Step, Stop
+from controller.change_plan import OTHER, Flip, Member, Replace, Start, Step, Stop
 from controller.plan import WorkerPlan, plan_worker
 from controller.router_link import LOOK_EVERY_S, RouterLinks
 from controller.supervisor import RestartPolicy, RunningProcesses, Supervisor, SupervisorState
@@ -156,16 +156,20 @@ class StepFailed(Exception):
 
 
 class StepRunner:
-    """`engine`: what every worker here is started with, for its device and memory; what has changed since then reaches
-    it over the router."""
+    """`engine`: that of the cluster's first workers: the device and threads that were found for them, and the largest
+    step for which each worker reserves memory at least."""
 
     def __init__(self, pool: WorkerPool, routers: RouterLinks, engine: EngineSection) -> None:
         self._pool = pool
         self._routers = routers
         self.engine = engine
 
-    def members(self) -> list[Member]:
-        return self._pool.members()
+    def members(self, wanted: ServingConfig | None = None) -> list[Member]:
+        """The workers; those are stale which `wanted` would start with other settings."""
+        return [
+            replace(m, is_stale=wanted is not None and self._is_stale(self._pool[m.worker_id].plan, wanted))
+            for m in self._pool.members()
+        ]
 
     def restore(self, workers: Iterable[SavedWorker], config: ServingConfig, *, have_served: bool) -> None:
         """Fills the pool with the workers of the controller before, which are adopted or started afterwards."""
@@ -189,7 +193,9 @@ class StepRunner:
             case Start():
                 await self._start(step, config)
             case Stop():
-                await self._stop(step, config)
+                await self._stop(step.worker_id, config)
+            case Replace():
+                await self._replace(step, config)
 
     async def _flip(self, step: Flip, config: ServingConfig) -> None:
         member = self._pool[step.worker_id]
@@ -216,25 +222,55 @@ class StepRunner:
         await self._pool.remove(step.worker_id, STOP_S)
         raise StepFailed(f"{step.worker_id} did not start: {why}")
 
-    async def _stop(self, step: Stop, config: ServingConfig) -> None:
-        member = self._pool[step.worker_id]
-        await self._can_be_spared(step.worker_id, config)
+    async def _stop(self, worker_id: str, config: ServingConfig) -> None:
+        member = self._pool[worker_id]
+        await self._can_be_spared(worker_id, config)
         member.is_draining = True
         await self._routers.update()
         # After the limit, what is left goes on elsewhere, as from a lost worker.
-        await self._holds(lambda status: _is_empty(status, step.worker_id), config.rebalance.drain_timeout_s)
+        await self._holds(lambda status: _is_empty(status, worker_id), config.rebalance.drain_timeout_s)
         member.is_named = False
         await self._routers.update()
-        await self._pool.remove(step.worker_id, STOP_S)
+        await self._pool.remove(worker_id, STOP_S)
+
+    async def _replace(self, step: Replace, config: ServingConfig) -> None:
+        """A worker whose successor does not come up is started again as it was."""
+        before = self._pool[step.worker_id].plan
+        await self._stop(step.worker_id, config)
+        try:
+            await self._start(Start(step.worker_id, step.role, step.tp_size), config)
+        except StepFailed as error:
+            self._pool.add([before], have_served=True)
+            self._pool[step.worker_id].supervisor.run()
+            is_back = await self._holds(lambda status: _sees(status, step.worker_id, step.role), _FLIP_S)
+            how = "serves with its old settings again" if is_back else "is being started with its old settings again"
+            raise StepFailed(f"{error}; it {how}") from error
 
     def _plan(self, config: ServingConfig, role: RoleName, worker_id: str = "") -> WorkerPlan:
-        return plan_worker(replace(config, engine=self.engine), role, worker_id=worker_id)
+        engine = replace(
+            config.engine,
+            device=self.engine.device,
+            threads=config.engine.threads or self.engine.threads,
+            max_num_batched_tokens=max(config.engine.max_num_batched_tokens, self.engine.max_num_batched_tokens),
+        )
+        return plan_worker(replace(config, engine=engine), role, worker_id=worker_id)
+
+    def _is_stale(self, plan: WorkerPlan, wanted: ServingConfig) -> bool:
+        """A worker takes a smaller step while it runs, and keeps the pool of the role that it was started for."""
+        now = plan.ranks[0]
+        then = self._plan(wanted, "prefill" if now.role == "prefill" else "decode").ranks[0]
+        largest = max(now.engine.max_num_batched_tokens, then.engine.max_num_batched_tokens)
+        engine = replace(then.engine, max_num_batched_tokens=largest)
+        return (now.model, now.engine, now.transfer) != (then.model, engine, then.transfer)
 
     async def _can_be_spared(self, worker_id: str, config: ServingConfig) -> None:
-        """Waits until the worker's role has its minimum without it."""
+        """Waits until the worker's role has its minimum without it, or, if it is its only one, the other role has a
+        worker."""
         member = self._pool[worker_id]
         role = member.plan.role
         least = max(config.role(role).min_workers, 1 if role == "decode" else 0)
+        if least and not any(m is not member and m.plan.role == role and not m.is_draining for m in self._pool):
+            role, least = OTHER[role], 1
         if not member.is_draining:
             await self._until(
                 lambda status: (

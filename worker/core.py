@@ -142,6 +142,7 @@ class Core:
         self._ranks = ranks
         self._vocab_size = vocab_size
         self._settings = settings
+        self._reserved_tokens = settings.engine.max_num_batched_tokens
         self._max_model_len = max_model_len
         self._step_log = step_log
         self._crash_record = crash_record
@@ -298,7 +299,10 @@ class Core:
             case "resync_cache":
                 self._cache_reporter.resync(session)
             case "update_settings":
-                self._settings = self._settings.with_run_time(command.update_settings.json)
+                # While workers are replaced for a larger step, those of before keep the one they have memory for.
+                settings = self._settings.with_run_time(command.update_settings.json)
+                tokens = min(settings.engine.max_num_batched_tokens, self._reserved_tokens)
+                self._settings = settings.with_values(max_num_batched_tokens=tokens)
 
     def _admit(self, waiting: WaitingAdmit) -> None:
         session, admit, has_cache = waiting.session, waiting.admit, self._settings.engine.enable_prefix_cache

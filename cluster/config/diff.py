@@ -6,6 +6,7 @@ Pure: configurations and text in, keys and text out. Keys are dotted paths below
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,8 +19,9 @@ from cluster.config.source import entries, join
 from cluster.errors import FailedPrecondition
 
 
+@functools.cache
 def run_time_keys(section: Any = ServingConfig, path: str = "") -> tuple[str, ...]:
-    """The keys, and sections, that change while the cluster runs; the rest is read at its start."""
+    """The keys, and sections, that running processes take over."""
     found: list[str] = []
     for each in dataclasses.fields(section):
         key, kind = join(path, each.name), kinds_of(section)[each.name].section
@@ -32,6 +34,20 @@ def run_time_keys(section: Any = ServingConfig, path: str = "") -> tuple[str, ..
 
 def is_run_time(key: str) -> bool:
     return any(f"{key}.".startswith(f"{each}.") for each in run_time_keys())
+
+
+@functools.cache
+def rolling_keys(section: Any = ServingConfig, path: str = "", *, is_inside: bool = False) -> tuple[str, ...]:
+    """The keys for which running workers give way to new ones, one at a time."""
+    found: list[str] = []
+    for each in dataclasses.fields(section):
+        key, kind = join(path, each.name), kinds_of(section)[each.name].section
+        is_rolling = (is_inside or "is_rolling" in each.metadata) and "is_fixed" not in each.metadata
+        if kind is not None:
+            found += rolling_keys(kind, key, is_inside=is_rolling)
+        elif is_rolling and not is_run_time(key):
+            found.append(key)
+    return tuple(found)
 
 
 def leaves(section: Any, path: str = "") -> dict[str, Any]:
@@ -51,13 +67,13 @@ def differences(running: ServingConfig, wanted: ServingConfig) -> dict[str, Any]
 
 def refuse_fixed(changed: Iterable[str]) -> None:
     """Raises FailedPrecondition that names the keys which only a restart changes."""
-    fixed = [key for key in changed if not is_run_time(key)]
+    rolling = rolling_keys()
+    fixed = [key for key in changed if not (is_run_time(key) or key in rolling)]
     if fixed:
-        others = run_time_keys()
         raise FailedPrecondition(
             f"{', '.join(fixed)} cannot change while the cluster runs: restart `baton serve` for "
-            f"{'it' if len(fixed) == 1 else 'them'}, or put back what is running; "
-            f"{', '.join(others[:-1])} and {others[-1]} can change at any time"
+            f"{'it' if len(fixed) == 1 else 'them'}, or put back what is running; docs/configuration.md marks the keys "
+            "that can change at any time: run-time ones, and rolling ones, for which workers are replaced"
         )
 
 

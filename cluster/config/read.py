@@ -43,6 +43,11 @@ class Bounds:
 RUN_TIME = {"is_run_time": True}
 """Metadata of a field that may change while the cluster runs, with all below it."""
 
+ROLLING = {"is_rolling": True}
+"""Metadata of a field for which, with all below it, running workers give way to new ones."""
+FIXED = {"is_fixed": True}
+"""Metadata of a field below such a one that only a restart of the cluster changes."""
+
 
 def bounded(
     default: float | None,
@@ -51,10 +56,11 @@ def bounded(
     above: float | None = None,
     at_most: float | None = None,
     is_run_time: bool = False,
+    is_fixed: bool = False,
 ) -> Any:
     """A dataclass field with a default and the limits that a reader checks."""
-    metadata = {"bounds": Bounds(at_least, above, at_most)}
-    return field(default=default, metadata=metadata | RUN_TIME if is_run_time else metadata)
+    marks = (RUN_TIME if is_run_time else {}) | (FIXED if is_fixed else {})
+    return field(default=default, metadata={"bounds": Bounds(at_least, above, at_most), **marks})
 
 
 @dataclass(frozen=True)

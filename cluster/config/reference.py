@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.config.diff import is_run_time
+from cluster.config.diff import is_run_time, rolling_keys
 from cluster.config.read import FieldKind, kinds_of
 from cluster.config.schema import ServingConfig
 from cluster.config.source import join
@@ -27,7 +27,8 @@ Baton reads `metadata.serving` of [cluster.yaml](../cluster.yaml); the rest of t
 `baton config validate cluster.yaml`: it reports every mistake at once, with line and column. Unknown keys are refused.
 `baton config explain cluster.yaml` shows how each worker would share out this machine's memory.
 A key that is left out has the default below; the shipped file spells out all of them. Keys marked *run-time* may change
-while the cluster serves ([rebalance.md](rebalance.md)); the others are read when `baton serve` starts.
+while the cluster serves, and so may those marked *rolling*, for which workers are replaced one at a time
+([rebalance.md](rebalance.md)); the others are read when `baton serve` starts.
 
 This page is made from the schema: `python -m cluster.config.reference > docs/configuration.md`.
 """
@@ -76,7 +77,7 @@ def _keys(section: type, path: str) -> Iterator[KeyInfo]:
             yield from _keys(kind.section, join(path, name))
         else:
             key = join(path, name)
-            mark = " *Run-time.*" if is_run_time(key) else ""
+            mark = " *Run-time.*" if is_run_time(key) else " *Rolling.*" if key in rolling_keys() else ""
             yield KeyInfo(key, _type_text(kind), _default_text(defaults[name]), docs.get(name, "") + mark)
 
 

@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from cluster.config import choices
 from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
-from cluster.config.read import RUN_TIME, bounded
+from cluster.config.read import FIXED, ROLLING, RUN_TIME, bounded
 from cluster.transports import TransportName
 
 RoleName = Literal["prefill", "decode"]
@@ -90,12 +90,12 @@ class PlacementSection:
 class EngineSection:
     """How each worker runs the model."""
 
-    device: choices.DeviceName = "auto"
+    device: choices.DeviceName = field(default="auto", metadata=FIXED)
     """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
     block_size: int = bounded(16, at_least=1, at_most=4096)
     """Tokens of one KV block. On a GPU use a multiple of 256: attention reads such blocks in place, which CUDA graphs
     need; others are gathered first."""
-    kv_cache_dtype: choices.KvCacheDtypeName = "auto"
+    kv_cache_dtype: choices.KvCacheDtypeName = field(default="auto", metadata=FIXED)
     """What the KV pool holds; auto: the type that is computed in; int8, and on GPUs fp8: rounded, with a scale for each
     head of each token, in little more than half of bfloat16's memory. A GPU unpacks such a pool before attention: it
     holds almost twice the tokens, decodes slower, and does without CUDA graphs."""
@@ -105,9 +105,9 @@ class EngineSection:
     memory_utilization: float = bounded(0.9, above=0, at_most=1)
     """Share of the memory that is free when a worker starts that its weights, activations and KV pool may take."""
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)
-    """Most tokens computed in one step; longer prompts are computed in chunks of this. While the cluster runs, no more
-    than at its start, for which workers reserved memory."""
-    max_num_seqs: int = bounded(64, at_least=1, at_most=65_536)
+    """Most tokens computed in one step; longer prompts are computed in chunks of this. For more than at their start,
+    for which they reserved memory, workers are replaced."""
+    max_num_seqs: int = bounded(64, at_least=1, at_most=65_536, is_fixed=True)
     """Most sequences that one worker decodes at a time."""
     enable_prefix_cache: bool = True
     """Keep the KV of finished prompts and reuse it where a later prompt begins the same."""
@@ -121,9 +121,9 @@ class EngineSection:
     enforce_eager: bool = False
     """Launch each operation of a decode step by itself, instead of replaying CUDA graphs captured at the start: starts
     sooner and takes less GPU memory, decodes slower. No difference on a CPU."""
-    grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S)
+    grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S, is_fixed=True)
     """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
-    grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40)
+    grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40, is_fixed=True)
     """Memory for the process that compiles and follows one constraint, beyond what it begins with."""
 
 
@@ -148,11 +148,11 @@ class TransferSection:
     """Pairs with other workers that one worker keeps open; one more closes the idle one that was used longest ago."""
     timeout_s: float = bounded(5.0, above=0, at_most=DAY_S)
     """A chunk that makes no progress for this long fails its request and closes the pair."""
-    heartbeat_s: float = bounded(0.5, above=0, at_most=DAY_S)
+    heartbeat_s: float = bounded(0.5, above=0, at_most=DAY_S, is_fixed=True)
     """Two workers of a pair, and the router and a worker, send one another a sign of life at least this often."""
-    suspect_after_s: float = bounded(1.5, above=0, at_most=DAY_S)
+    suspect_after_s: float = bounded(1.5, above=0, at_most=DAY_S, is_fixed=True)
     """A peer that is silent for this long gets nothing new; must be longer than `heartbeat_s`."""
-    dead_after_s: float = bounded(3.0, above=0, at_most=DAY_S)
+    dead_after_s: float = bounded(3.0, above=0, at_most=DAY_S, is_fixed=True)
     """A peer that is silent for this long is given up: its pair is closed, its requests go elsewhere."""
 
 
@@ -327,9 +327,9 @@ class ServingConfig:
     """How the devices are split."""
     placement: PlacementSection = field(default_factory=PlacementSection)
     """On which nodes."""
-    engine: EngineSection = field(default_factory=EngineSection)
+    engine: EngineSection = field(default_factory=EngineSection, metadata=ROLLING)
     """How each worker runs the model."""
-    transfer: TransferSection = field(default_factory=TransferSection)
+    transfer: TransferSection = field(default_factory=TransferSection, metadata=ROLLING)
     """How KV travels between workers."""
     router: RouterSection = field(default_factory=RouterSection)
     """The public APIs."""

@@ -27,7 +27,7 @@ from router.observe.counters import Counters
 from router.queue.admission import AdmissionRequest
 from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
-from router.routing.fleet import DECODE, Fleet, WorkerAddress
+from router.routing.fleet import Fleet, WorkerAddress
 from router.routing.lost_workers import RequestRecovery
 from router.routing.migration import DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
@@ -217,9 +217,9 @@ class Dispatcher:
 
     def _move_away(self) -> None:
         """Moves requests off workers that should not decode, to where there is room."""
-        others = [] if self.waiting.is_closed else self.fleet.ready(DECODE)
+        others = [] if self.waiting.is_closed else self.fleet.candidates()[1]
         for worker in self.fleet if others else ():
-            why = why_emptied(worker)
+            why = why_emptied(worker) if worker not in others else ""
             residents, num_under_way = residents_of(worker, self.running.on(worker)) if why else ([], 0)
             if residents:
                 rooms = [DecodeRoom.of(other, self.context.loads[other.worker_id]) for other in others]

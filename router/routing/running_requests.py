@@ -143,7 +143,7 @@ class RunningRequests:
         self._fleet.has_served = True
         decode = self._fleet[placement.decode_id]
         prefill = self._fleet[placement.prefill_id] if placement.prefill_id is not None else None
-        if decode.role == PREFILL:
+        if decode.role == PREFILL and not is_move:
             placement = stood_in(placement)
         charge = Charge(self._policy.context.loads, placement, live.to_place.work)
         workers = [decode] if prefill is None else [prefill, decode]

@@ -287,3 +287,30 @@ def test_a_controller_killed_under_streams_is_followed_by_one_that_adopts_what_r
         name: [rank.pid for rank in worker.info.ranks] for name, worker in before.items()
     }
     assert after.router.controller_silent_s < SILENT_S
+
+
+def test_workers_are_replaced_one_at_a_time_under_streams_for_steps_that_they_have_no_memory_for(
+    cluster: Cluster,
+) -> None:
+    list(cluster.admin.follow(cluster.admin.set_roles(1, 1)))
+    before = cluster.status()
+    with Load(cluster) as load:
+        load.wait_for_more(NUM_PROMPTS)
+        since = cluster.last_sequence()
+        cluster.edit("max_num_batched_tokens: 512", "max_num_batched_tokens: 1024")
+        planned = cluster.until_event(since, admin_pb2.ClusterEvent.KIND_PLANNED)
+        assert planned.text.count("start ") == planned.text.count("drain and stop ") == 2
+        cluster.until_event(since, admin_pb2.ClusterEvent.KIND_CHANGED)
+        load.wait_for_more(NUM_PROMPTS)
+        after = cluster.status()
+        assert cluster.roles() == (1, 1)
+        assert not set(before) & set(after), "a worker has stayed"
+        since = cluster.last_sequence()
+        cluster.edit("kv_cache_tokens: 8192", "kv_cache_tokens: 900000000000")
+        failed = cluster.until_event(since, admin_pb2.ClusterEvent.KIND_FAILED)
+        assert "did not start: " in failed.text and "0 of 4 steps are done" in failed.text
+        load.wait_for_more(NUM_PROMPTS)
+    assert load.problems == []
+    assert {name: worker.info.incarnation for name, worker in cluster.status().items()} == {
+        name: worker.info.incarnation for name, worker in after.items()
+    }

@@ -6,6 +6,7 @@ A step is carried out when the test says so (or at once); updates of the routers
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,8 +41,10 @@ class FakeSteps:
         self.broken = ""
         self.num_told = 0
 
-    def members(self) -> list[Member]:
-        return list(self.workers)
+    def members(self, wanted: ServingConfig | None = None) -> list[Member]:
+        """Every worker has been started with the step that `engine` names."""
+        is_stale = wanted is not None and wanted.engine.max_num_batched_tokens > self.engine.max_num_batched_tokens
+        return [replace(worker, is_stale=is_stale) for worker in self.workers]
 
     async def update_routers(self) -> None:
         self.num_told += 1

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.config.diff import differences, refuse_fixed, run_time_keys, set_values
+from cluster.config.diff import differences, is_run_time, refuse_fixed, rolling_keys, run_time_keys, set_values
 from cluster.config.load import load_config, parse_config
 from cluster.errors import FailedPrecondition
 from cluster.settings import WorkerSettings, run_time_json
@@ -20,13 +20,16 @@ FILE = Path(__file__).resolve().parents[3] / "cluster.yaml"
 def test_what_is_not_marked_as_run_time_is_refused_by_name() -> None:
     running = load_config(FILE)
     roles = replace(running.roles, decode=replace(running.roles.decode, devices=3))
-    wanted = replace(running, roles=roles, engine=replace(running.engine, block_size=32))
+    wanted = replace(running, roles=roles, engine=replace(running.engine, block_size=32, device="cuda"))
     changed = differences(running, wanted)
-    assert changed == {"roles.decode.devices": 3, "engine.block_size": 32}
-    with pytest.raises(FailedPrecondition, match=r"^engine.block_size cannot change while the cluster runs: restart"):
+    assert changed == {"roles.decode.devices": 3, "engine.block_size": 32, "engine.device": "cuda"}
+    with pytest.raises(FailedPrecondition, match=r"^engine.device cannot change while the cluster runs: restart"):
         refuse_fixed(changed)
+    refuse_fixed(["engine.block_size", "transfer.num_slots"])
     refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms", "engine.max_num_batched_tokens"])
     assert run_time_keys() == ("roles", "engine.max_num_batched_tokens", "rebalance")
+    assert not {key for key in rolling_keys() if is_run_time(key)}
+    assert {key.partition(".")[0] for key in rolling_keys()} == {"engine", "transfer"}
 
 
 def test_processes_take_over_the_run_time_values_of_the_sections_that_they_have() -> None:

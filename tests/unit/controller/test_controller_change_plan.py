@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,19 @@ from hypothesis import strategies as st
 
 from cluster.config.schema import ROLES, RoleName
 from cluster.errors import FailedPrecondition
-from controller.change_plan import Flip, Member, Start, Step, Stop, Wanted, apply_step, plan_ratio, ratio_of
+from controller.change_plan import (
+    OTHER,
+    Flip,
+    Member,
+    Replace,
+    Start,
+    Step,
+    Stop,
+    Wanted,
+    apply_step,
+    plan_ratio,
+    ratio_of,
+)
 
 
 def fleet(prefill: int, decode: int, tp_size: int = 1) -> list[Member]:
@@ -90,11 +103,58 @@ def test_a_worker_that_drains_counts_for_no_role_and_is_stopped() -> None:
     assert plan_ratio(members, split(1, 1)) == (Stop("decode-1"),)
 
 
-def test_a_role_whose_pool_is_to_be_another_gets_new_workers_one_at_a_time() -> None:
-    wanted: dict[RoleName, Wanted] = {"prefill": Wanted(1), "decode": Wanted(2, min_workers=2, is_reshaped=True)}
-    steps = plan_ratio(fleet(1, 2), wanted)
-    assert {step.worker_id for step in steps if isinstance(step, Stop)} == {"decode-0", "decode-1"}
-    assert {step.worker_id for step in steps if isinstance(step, Start)} == {"decode-2", "decode-3"}
+def stale(members: Sequence[Member], *roles: RoleName) -> list[Member]:
+    return [replace(m, is_stale=m.role in roles) for m in members]
+
+
+def shown(steps: Sequence[Step]) -> list[str]:
+    return [str(step) for step in steps]
+
+
+def test_workers_with_old_settings_give_way_one_at_a_time_to_new_ones_beside_them() -> None:
+    wanted: dict[RoleName, Wanted] = {"prefill": Wanted(1), "decode": Wanted(2, min_workers=2)}
+    for max_devices in (None, 4):
+        assert shown(plan_ratio(stale(fleet(1, 2), "decode"), wanted, max_devices=max_devices)) == [
+            "start decode-2 on 1 device",
+            "drain and stop decode-0",
+            "start decode-3 on 1 device",
+            "drain and stop decode-1",
+        ]
+
+
+def test_where_no_device_is_free_workers_are_replaced_in_their_place_and_each_role_keeps_its_minimum() -> None:
+    assert shown(plan_ratio(stale(fleet(1, 2), "decode"), split(1, 2), max_devices=3)) == [
+        "drain decode-0 and start it with the new settings",
+        "drain decode-1 and start it with the new settings",
+    ]
+
+
+def test_the_other_role_serves_both_while_the_only_worker_of_a_role_is_replaced() -> None:
+    assert shown(plan_ratio(stale(fleet(1, 1), *ROLES), split(1, 1), max_devices=2)) == [
+        "drain prefill-0 and start it with the new settings; decode workers serve both meanwhile",
+        "drain decode-0 and start it with the new settings; prefill workers serve both meanwhile",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("members", "wanted"),
+    [(fleet(0, 1), {"prefill": Wanted(0), "decode": Wanted(1)}), (fleet(2, 2), split(2, 2, least=2))],
+    ids=["nobody stands in", "its role needs it"],
+)
+def test_where_no_worker_can_be_spared_a_change_of_settings_is_refused(
+    members: list[Member], wanted: dict[RoleName, Wanted]
+) -> None:
+    with pytest.raises(FailedPrecondition, match=r"no worker can be stopped first .*min_workers, or free 1 device$"):
+        plan_ratio(stale(members, "decode"), wanted, max_devices=len(members))
+
+
+def test_a_worker_with_old_settings_is_not_flipped() -> None:
+    assert shown(plan_ratio(stale(fleet(1, 2), "decode"), split(2, 1), max_devices=4)) == [
+        "start prefill-1 on 1 device",
+        "drain and stop decode-0",
+        "start decode-2 on 1 device",
+        "drain and stop decode-1",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +186,8 @@ ROLE_NAMES: st.SearchStrategy[RoleName] = st.sampled_from(ROLES)
 @st.composite
 def fleets(draw: st.DrawFn) -> list[Member]:
     """At least one decode worker takes work."""
-    kinds = draw(st.lists(st.tuples(ROLE_NAMES, SIZES, st.booleans(), st.booleans()), max_size=5))
-    first = Member("decode-0", "decode", draw(SIZES))
+    kinds = draw(st.lists(st.tuples(ROLE_NAMES, SIZES, st.booleans(), st.booleans(), st.booleans()), max_size=5))
+    first = Member("decode-0", "decode", draw(SIZES), is_stale=draw(st.booleans()))
     return [first, *(Member(f"w-{n}", *kind) for n, kind in enumerate(kinds))]
 
 
@@ -135,7 +195,7 @@ def fleets(draw: st.DrawFn) -> list[Member]:
 def wants(draw: st.DrawFn) -> dict[RoleName, Wanted]:
     def one(role: RoleName) -> Wanted:
         num_workers = draw(st.integers(int(role == "decode"), 5))
-        return Wanted(num_workers, draw(SIZES), draw(st.integers(0, num_workers)), draw(st.booleans()))
+        return Wanted(num_workers, draw(SIZES), draw(st.integers(0, num_workers)))
 
     return {role: one(role) for role in ROLES}
 
@@ -166,12 +226,16 @@ def test_every_plan_ends_in_what_is_wanted_and_keeps_every_minimum_on_its_way(
         for role, want in wanted.items():
             least = max(want.min_workers, int(role == "decode"))
             assert count(now, role) >= min(least, count(before, role)), f"{step} leaves too few {role} workers"
+            if isinstance(step, Replace) and step.role == role:
+                meanwhile = count(before, role) - 1
+                assert step.is_last == (meanwhile == 0)
+                assert meanwhile >= least or (step.is_last and least == 1 and count(before, OTHER[role]))
         assert limit is None or devices(now) <= limit
         assert len({m.worker_id for m in now}) == len(now)
-    assert not any(m.is_draining for m in now)
+    assert not any(m.is_draining or m.is_stale for m in now)
     for role, want in wanted.items():
         assert [m.tp_size for m in now if m.role == role] == [want.tp_size] * want.num_workers
-    assert plan_ratio(now, {r: Wanted(w.num_workers, w.tp_size, w.min_workers) for r, w in wanted.items()}) == ()
+    assert plan_ratio(now, wanted) == ()
 
 
 @settings(deadline=None)
@@ -183,10 +247,10 @@ def test_as_many_workers_flip_as_can_unless_both_roles_exchange_some(
     can_flip: dict[RoleName, int] = {}
     for role, want in wanted.items():
         other = wanted["decode" if role == "prefill" else "prefill"]
-        own = [m for m in members if m.role == role and not m.is_draining and m.tp_size == want.tp_size]
-        theirs = [m for m in members if m.role != role and not m.is_draining and m.tp_size == want.tp_size]
-        keep = other.num_workers if want.tp_size == other.tp_size and not other.is_reshaped else 0
-        missing = want.num_workers - (0 if want.is_reshaped else min(want.num_workers, len(own)))
+        free = [m for m in members if not (m.is_draining or m.is_stale) and m.tp_size == want.tp_size]
+        own, theirs = ([m for m in free if (m.role == role) is is_own] for is_own in (True, False))
+        keep = other.num_workers if want.tp_size == other.tp_size else 0
+        missing = want.num_workers - min(want.num_workers, len(own))
         can_flip[role] = min(missing, max(0, len(theirs) - keep))
     flips = [step.role for step in plan_ratio(members, wanted) if isinstance(step, Flip)]
     if not all(can_flip.values()):

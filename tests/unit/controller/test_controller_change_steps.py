@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from admin_world import config_of
 
-from cluster.config.schema import EngineSection
+from cluster.config.schema import EngineSection, ServingConfig
 from cluster.pb import admin_pb2, worker_pb2
 from controller import worker_pool as steps_module
-from controller.change_plan import Flip, Start, Stop
+from controller.change_plan import Flip, Replace, Start, Stop
 from controller.plan import WorkerPlan, plan_cluster
 from controller.supervisor import StartFailed, Supervisor, SupervisorState
 from controller.worker_pool import StepFailed, StepRunner, WorkerPool
@@ -47,6 +47,8 @@ class GroupLauncher:
     async def launch(self) -> Group:
         if self.plan.worker_id in self._stage.broken:
             raise StartFailed("no room", is_mistake=True)
+        if self.plan.ranks[0].engine.max_num_batched_tokens == self._stage.too_large:
+            raise StartFailed("out of memory", is_mistake=True)
         group = Group(self.plan)
         self._stage.groups.append(group)
         return group
@@ -94,6 +96,8 @@ class Stage:
         self.groups: list[Group] = []
         self.closed: list[str] = []
         self.broken: set[str] = set()
+        self.too_large: int | None = None
+        """Workers do not start with steps of so many tokens."""
         self.pool = WorkerPool(lambda plan: GroupLauncher(plan, self), self._changed)
         self.pool.add(plan_cluster(self.config, num_gpus=0, num_cores=4).workers)
         self.router = Router(self.pool)
@@ -198,3 +202,63 @@ async def test_a_worker_that_keeps_its_requests_too_long_ends_all_the_same(stage
     stage.router.busy = {"decode-1": 1}
     await stage.steps.carry_out(Stop("decode-1"), config)
     assert {member.worker_id for member in stage.steps.members()} == {"prefill-0", "decode-0"}
+
+
+def with_steps_of(config: ServingConfig, tokens: int) -> ServingConfig:
+    return replace(config, engine=replace(config.engine, max_num_batched_tokens=tokens))
+
+
+def stale(stage: Stage, wanted: ServingConfig) -> set[str]:
+    return {member.worker_id for member in stage.steps.members(wanted) if member.is_stale}
+
+
+async def test_workers_are_stale_where_they_would_be_started_with_other_settings(stage: Stage) -> None:
+    config, everybody = stage.config, {"prefill-0", "decode-0", "decode-1"}
+    assert stale(stage, config) == set()
+    assert stale(stage, with_steps_of(config, 512)) == set(), "they take that up as they run"
+    assert stale(stage, with_steps_of(config, 4096)) == everybody
+    assert stale(stage, replace(config, engine=replace(config.engine, block_size=32))) == everybody
+    assert stale(stage, replace(config, transfer=replace(config.transfer, num_slots=2))) == everybody
+    roles = replace(config.roles, decode=replace(config.roles.decode, kv_cache_tokens=512))
+    assert stale(stage, replace(config, roles=roles)) == {"decode-0", "decode-1"}
+
+
+async def test_a_flipped_worker_keeps_the_pool_that_it_has(stage: Stage) -> None:
+    config = config_of(2, 1)
+    wanted = replace(config, roles=replace(config.roles, prefill=replace(config.roles.prefill, block_size=32)))
+    await stage.steps.carry_out(Flip("decode-1", "prefill"), wanted)
+    assert stale(stage, wanted) == {"prefill-0"}
+
+
+async def test_a_replaced_worker_drains_and_comes_back_with_the_new_settings(stage: Stage) -> None:
+    stage.router.busy = {"decode-1": 2}
+    wanted = with_steps_of(stage.config, 4096)
+    replacing = asyncio.create_task(stage.steps.carry_out(Replace("decode-1", "decode", 1), wanted))
+    while not stage.router.told or not stage.router.last()["decode-1"][1]:
+        await asyncio.sleep(0)
+    old = next(g for g in stage.groups if g.plan.worker_id == "decode-1")
+    assert not old.is_stopped
+    stage.router.busy = {}
+    await replacing
+    assert old.is_stopped
+    assert stage.router.last()["decode-1"] == (worker_pb2.ROLE_DECODE, False)
+    assert stage.groups[-1].plan.ranks[0].engine.max_num_batched_tokens == 4096
+    assert stale(stage, wanted) == {"prefill-0", "decode-0"}
+
+
+async def test_a_worker_whose_successor_does_not_start_comes_back_as_it_was(stage: Stage) -> None:
+    stage.too_large = 4096
+    with pytest.raises(StepFailed, match=r"^decode-1 did not start: out of memory; it serves with its old settings"):
+        await stage.steps.carry_out(Replace("decode-1", "decode", 1), with_steps_of(stage.config, 4096))
+    assert stage.router.last()["decode-1"] == (worker_pb2.ROLE_DECODE, False)
+    assert stale(stage, stage.config) == set()
+
+
+async def test_the_only_worker_of_a_role_is_not_replaced_before_the_other_role_has_one(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_module, "_FLIP_S", 0.01)
+    stage.router.blind = {"decode-0", "decode-1"}
+    with pytest.raises(StepFailed, match="prefill-0 cannot be spared: fewer than 1 other decode workers are ready"):
+        await stage.steps.carry_out(Replace("prefill-0", "prefill", 1), stage.config)
+    assert stage.router.last()["prefill-0"] == (worker_pb2.ROLE_PREFILL, False)

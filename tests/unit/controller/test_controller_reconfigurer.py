@@ -94,17 +94,48 @@ async def test_one_change_at_a_time_and_the_other_is_named() -> None:
     assert stage.split() == (2, 2)
 
 
-async def test_steps_may_become_smaller_while_the_cluster_runs_but_not_larger_than_memory_was_reserved_for() -> None:
-    stage = ReconfigurerStage()
+async def test_steps_become_smaller_as_workers_run_and_larger_than_they_have_memory_for_with_others() -> None:
+    stage = ReconfigurerStage(config_of(1, 1))
     engine = stage.reconfigurer.config.engine
-    smaller = replace(stage.reconfigurer.config, engine=replace(engine, max_num_batched_tokens=512))
-    stage.reconfigurer.propose(smaller, "a test")
+
+    def with_steps_of(tokens: int) -> ServingConfig:
+        return replace(stage.reconfigurer.config, engine=replace(engine, max_num_batched_tokens=tokens))
+
+    assert stage.reconfigurer.propose(with_steps_of(512), "a test").plan.steps == ()
     await stage.reconfigurer.settled()
-    stage.reconfigurer.propose(replace(smaller, engine=engine), "back")
+    assert stage.reconfigurer.propose(with_steps_of(2048), "back").plan.steps == ()
     await stage.reconfigurer.settled()
-    larger = replace(stage.reconfigurer.config, engine=replace(engine, max_num_batched_tokens=4096))
-    with pytest.raises(FailedPrecondition, match=r"max_num_batched_tokens: 4096 is more than the 2048 for which"):
-        stage.reconfigurer.propose(larger, "a test")
+    answer = stage.reconfigurer.propose(with_steps_of(4096), "a test", dry_run=True)
+    assert [str(step) for step in answer.plan.steps] == [
+        "start prefill-1 on 1 device",
+        "drain and stop prefill-0",
+        "start decode-1 on 1 device",
+        "drain and stop decode-0",
+    ]
+
+
+async def test_requests_do_not_wait_for_the_only_prefill_worker_while_it_is_replaced() -> None:
+    stage = ReconfigurerStage(config_of(1, 1), max_devices=2)
+    stage.steps.gate.clear()
+    engine = replace(stage.reconfigurer.config.engine, max_num_batched_tokens=4096)
+    assert stage.reconfigurer.needs_prefill
+    stage.reconfigurer.propose(replace(stage.reconfigurer.config, engine=engine), "a test")
+    assert not stage.reconfigurer.needs_prefill
+    stage.steps.gate.set()
+    await stage.reconfigurer.settled()
+    assert stage.reconfigurer.needs_prefill
+
+
+async def test_a_new_worker_that_does_not_come_up_stops_the_change_and_the_old_configuration_stays() -> None:
+    stage = ReconfigurerStage(config_of(1, 2))
+    before = stage.reconfigurer.config
+    stage.steps.broken = "start decode-2 on 1 device"
+    engine = replace(before.engine, max_num_batched_tokens=4096)
+    stage.reconfigurer.propose(replace(before, engine=engine), "a test")
+    await stage.reconfigurer.settled()
+    assert stage.reconfigurer.config == before
+    assert stage.split() == (1, 2)
+    assert stage.told[-1].text == "a test: decode-2 did not; 2 of 6 steps are done, and they stay"
 
 
 async def test_a_key_that_only_a_restart_changes_is_refused_by_name() -> None:

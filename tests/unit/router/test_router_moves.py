@@ -143,8 +143,8 @@ def test_without_room_elsewhere_residents_finish_where_they_are() -> None:
         for others in ([], ["d1"]):
             router = WiredRouter(clock, ["p0", "d0", *others])
             client, key = decoding(router)
-            if others:
-                info = router.workers["d1"].info
+            for other in ("p0", *others):
+                info = router.workers[other].info
                 assert info is not None
                 info.num_blocks = 1
             router.name(["p0", "d0", *others], draining=["d0"])
@@ -153,6 +153,26 @@ def test_without_room_elsewhere_residents_finish_where_they_are() -> None:
             client.take()
             assert client.texts == ["abc"] and router.dispatcher.counters.moved == 0
             router.check_idle()
+
+    run(scenario)
+
+
+def test_residents_of_the_only_decode_worker_go_on_at_a_prefill_worker_while_it_drains() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client, _ = decoding(router)
+        router.name(["p0", "d0"], draining=["d0"])
+        d0, p0 = router.workers["d0"], router.workers["p0"]
+        prompt, reserve = admit_of(d0), admit_of(p0)
+        assert (prompt.role, reserve.role) == (worker_pb2.ROLE_PREFILL, worker_pb2.ROLE_DECODE)
+        again = prompt.key
+        d0.emit(phase(again, PREFILL), phase(again, TRANSFER))
+        p0.emit(phase(again, DECODE), logged(again, 2, "c", finish_reason=LENGTH))
+        client.take()
+        assert client.texts == ["abc"] and client.completed is not None
+        assert client.completed.timing.placement == "moved from d0 to p0: the worker drains"
+        assert router.workers["p0"].take_admits() == [], "it was moved off the worker that stands in"
+        router.check_idle()
 
     run(scenario)
 

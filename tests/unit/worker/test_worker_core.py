@@ -144,6 +144,16 @@ def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.Mon
     assert budgets == [(16, 0.007)]
 
 
+def test_a_worker_takes_no_larger_steps_than_it_has_reserved_memory_for() -> None:
+    """Those that run keep theirs while workers for larger steps come up one by one."""
+    core, _, router = make_core()
+    reserved = core._settings.engine.max_num_batched_tokens
+    for asked, taken in ((reserved * 2, reserved), (16, 16), (reserved * 2, reserved)):
+        changed = json.dumps({"engine": {"max_num_batched_tokens": asked}})
+        core.command(router, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
+        assert core._settings.engine.max_num_batched_tokens == taken
+
+
 def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_their_tokens() -> None:
     core, ranks, router = make_core()
     gone = admit(core, router, "gone")
