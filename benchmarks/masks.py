@@ -1,9 +1,11 @@
 """What constrained rows add to a decode step: masks computed on the engine's thread, against masks asked for ahead.
 
     python -m benchmarks.masks [--threads 1] [--rounds 400]
+    python -m benchmarks.masks --vocab-size 128000      # random tokens, and a GPU's step: the processor waits for it
 
 The arms take turns, step by step: no constraint, llguidance between step and sampler, and Baton's own way, in which
-processes compute the masks beside the step. Both constrained arms must choose the same tokens.
+processes compute the masks beside the step. Both constrained arms must choose the same tokens. With `--vocab-size` it
+is the time of the engine's thread alone, beside a step of 5 ms in which it sleeps.
 """
 
 from __future__ import annotations
@@ -11,15 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import string
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
@@ -31,6 +36,7 @@ from engine.tp import SingleGroup
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "tiny-shakespeare"
 VOCAB_SIZE, EOS, BLOCK_SIZE, FIRST_ROUNDS = 1024, 0, 16, 50
+STEP_S = 0.005
 
 
 class InlineConstraint:
@@ -46,7 +52,7 @@ class InlineConstraint:
         assert matcher.consume_tokens(list(output[num_read:])), matcher.get_error()
         self._matchers[index] = matcher, len(output)
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, count=VOCAB_SIZE, bitorder="little").view(np.bool_)
+        allowed = np.unpackbits(bits, count=self._vocabulary.vocab_size, bitorder="little").view(np.bool_)
         allowed[self._vocabulary.eos_tokens] = False
         if matcher.is_accepting():
             allowed[list(ends)] = True
@@ -93,6 +99,54 @@ class Arm:
                 self.outputs[i], self._indices[i] = [], self._indices[i] + 1
 
 
+def random_tokenizer(vocab_size: int) -> str:
+    """A tokenizer.json whose tokens are bytes and random words of up to 8 letters, half of them after a space."""
+    random, alphabet = Random(1), sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {piece: i for i, piece in enumerate(["<|end|>", *alphabet])}
+    while len(vocabulary) < vocab_size:
+        word = "".join(random.choices(string.ascii_letters, k=random.randint(2, 8)))
+        vocabulary.setdefault(random.choice(("", "\u0120")) + word, len(vocabulary))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return str(tokenizer.to_str())
+
+
+def measure_thread(batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer) -> str:
+    """The time of the engine's thread, in two arms that choose the same tokens."""
+    grammars = [grammar(0 if is_shared else i) for i in range(batch)]
+    ahead = [constrainer.new(text) for text in grammars]
+    inline = [InlineConstraint(vocabulary, text) for text in grammars]
+    outputs: list[list[int]] = [[] for _ in grammars]
+    taken: dict[str, list[float]] = {"inline": [], "ahead": []}
+    random = Random(2)
+    for _ in range(rounds):
+        began = time.perf_counter()
+        for constraint, output in zip(ahead, outputs, strict=True):
+            constraint.ask(0, output)
+        for constraint in ahead:
+            constraint.flush()
+        asked_s = time.perf_counter() - began
+        time.sleep(STEP_S)
+        began = time.perf_counter()
+        masks = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(ahead, outputs, strict=True)]
+        taken["ahead"].append(asked_s + time.perf_counter() - began)
+        time.sleep(STEP_S)
+        began = time.perf_counter()
+        same = [constraint.allowed(0, output, [EOS]) for constraint, output in zip(inline, outputs, strict=True)]
+        taken["inline"].append(time.perf_counter() - began)
+        for output, mask, other in zip(outputs, masks, same, strict=True):
+            assert (mask == other).all()
+            choices = mask.nonzero()[0]
+            output.append(int(choices[random.randrange(len(choices))]))
+            if output[-1] == EOS:
+                raise AssertionError("an object ended: use fewer rounds")
+    medians = ", ".join(f"{name} {1000 * statistics.median(seconds):.2f} ms" for name, seconds in taken.items())
+    ratio = statistics.median(a / b for a, b in zip(taken["ahead"], taken["inline"], strict=True))
+    return f"{batch} rows, {'one grammar' if is_shared else 'a grammar each'}: {medians}; ahead/inline {ratio:.2f}"
+
+
 def measure(batch: int, is_shared: bool, rounds: int, constrainer: Constrainer, vocabulary: LLTokenizer) -> str:
     grammars = [grammar(0 if is_shared else i) for i in range(batch)]
     blocks = BlockManager(batch * 8, BLOCK_SIZE)
@@ -119,14 +173,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--vocab-size", type=int)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    vocabulary = LLTokenizer((MODEL / "tokenizer.json").read_text("utf-8"), n_vocab=VOCAB_SIZE)
-    constrainer = Constrainer.from_folder(MODEL, VOCAB_SIZE)
-    assert constrainer is not None
+    size, definition, run = VOCAB_SIZE, (MODEL / "tokenizer.json").read_text("utf-8"), measure
+    if given.vocab_size is not None:
+        size, definition, run = given.vocab_size, random_tokenizer(given.vocab_size), measure_thread
+    vocabulary, constrainer = LLTokenizer(definition, n_vocab=size), Constrainer(lambda: definition, size)
     for batch in (8, 32):
         for is_shared in (True, False):
-            print(measure(batch, is_shared, given.rounds, constrainer, vocabulary), flush=True)
+            print(run(batch, is_shared, given.rounds, constrainer, vocabulary), flush=True)
     constrainer.close()
 
 

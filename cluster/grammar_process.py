@@ -64,7 +64,8 @@ _PARENT_GONE = 1
 def main(control: socket.socket) -> None:
     """Forks a process for each request on the socket, reports how each ended, and returns when the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's; the parent ends this process
-    Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this ends before what serves
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")  # where memory runs out, this ends before what serves
     hello, fds, _, _ = socket.recv_fds(control, CONTROL_BYTES, 1)
     (vocab_size,) = HELLO.unpack(hello)
     with open(fds[0], encoding="utf-8") as file:
@@ -168,6 +169,8 @@ def follow(data: socket.socket, mask_fds: list[int], vocabulary: LLTokenizer) ->
     frame = receive_frame(data)
     memory_bytes, niceness, kind_bytes = COMPILE.unpack_from(frame)
     os.nice(niceness)
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts the thread that has just asked
     kind, text = (part.decode() for part in (frame[COMPILE.size :][:kind_bytes], frame[COMPILE.size + kind_bytes :]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     size_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
