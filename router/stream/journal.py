@@ -29,7 +29,7 @@ E = TypeVar("E", bound=Hashable)
 
 MOST_IN_BATCH = 64
 MOST_BATCH_BYTES = 1 << 20
-SPACING_S = 0.01
+SPACING_S = 0.02
 """Least time from the begin of one batch to that of the next: many streams share the cost of a batch."""
 REFRESH_S = 5.0
 _CANCELLED_OWNER = "cancelled"
