@@ -39,7 +39,7 @@ from engine.model_runner import ModelRunner
 from engine.native.decode_step import DecodeStep
 from engine.quantization.fp8 import Fp8Matrix
 from engine.quantization.integers import QuantizedMatrix
-from engine.quantization.matrix import TiledMatrix
+from engine.quantization.interface import TiledMatrix
 from engine.quantization.plain import TorchMatrix
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler

@@ -25,7 +25,7 @@ from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elem
 from engine.native import Native
 from engine.native.structures import INT4_ZEROS
 from engine.quantization.integers import multiplies_quantized, stored_bytes
-from engine.quantization.matrix import weight_formats
+from engine.quantization.interface import weight_formats
 from engine.quantization.plain import keeps_plain
 from engine.step_input import StepInput
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.native import Native
-from engine.quantization.matrix import make_matrix
+from engine.quantization.interface import make_matrix
 
 _TERA, _GIGA = 1e12, 1e9
 _ROUNDS_S = 0.04

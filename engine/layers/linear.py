@@ -20,7 +20,7 @@ from engine.checkpoint import Checkpoint, TensorSlice
 from engine.layers.ops import Ops, TorchOps
 from engine.native import Native
 from engine.quantization.integers import make_quantized
-from engine.quantization.matrix import Matrix, make_matrix
+from engine.quantization.interface import Matrix, make_matrix
 from engine.quantization.packed import Packing, keep_codes, read_codes
 from engine.tp import TPGroup
 

@@ -20,7 +20,7 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import Decoder, DecoderLayer
 from engine.native import DECODE_PAGES, Native
 from engine.native.structures import DecodeBatch, DecodeModel, Layer, NativeMatrix
-from engine.quantization.matrix import TiledMatrix
+from engine.quantization.interface import TiledMatrix
 from engine.step_input import StepInput, is_decode
 
 FEATURES = frozenset({"attention_bias", "attention_output_bias", "mlp_bias", "qk_norm", "layer_windows"})

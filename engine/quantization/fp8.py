@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.native import Native
-from engine.quantization.matrix import Matrix, WeightFormat
+from engine.quantization.interface import Matrix, WeightFormat
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _CAPABILITY = (8, 9)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.native import Native
 from engine.native.structures import INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
-from engine.quantization.matrix import Matrix, TiledMatrix, WeightFormat
+from engine.quantization.interface import Matrix, TiledMatrix, WeightFormat
 
 _GROUP = 32
 """Inputs that share a scale in int4."""

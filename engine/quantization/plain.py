@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.native import Native
 from engine.native.structures import BF16, TILE, Tiles
-from engine.quantization.matrix import Matrix, TiledMatrix, WeightFormat
+from engine.quantization.interface import Matrix, TiledMatrix, WeightFormat
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""

@@ -17,7 +17,7 @@ from engine.attention.registry import choose_attention
 from engine.kv.pool import decode, encode
 from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
 from engine.quantization.integers import quantize
-from engine.quantization.matrix import make_matrix
+from engine.quantization.interface import make_matrix
 from engine.step_input import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")

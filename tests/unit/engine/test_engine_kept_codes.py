@@ -17,7 +17,7 @@ from engine.checkpoint import TensorSlice
 from engine.layers.linear import Loader
 from engine.model_cost import WeightForm, layers_multiplied_bytes, weight_bytes
 from engine.native import native
-from engine.quantization.matrix import Matrix
+from engine.quantization.interface import Matrix
 from engine.quantization.packed import Codes, keep_codes, read_codes
 from engine.tp import TPGroup
 from worker.loading import resolve

@@ -8,7 +8,7 @@ import torch
 from engine.native import native
 from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
 from engine.quantization.integers import Quantized, keep, make_quantized, quantize
-from engine.quantization.matrix import TiledMatrix, make_matrix, weight_formats
+from engine.quantization.interface import TiledMatrix, make_matrix, weight_formats
 from engine.quantization.plain import TorchMatrix, multiplies_plain
 
 KERNELS, WHY_NOT = native()

@@ -15,7 +15,7 @@ from engine.memory import available_bytes, resolve_device, resolve_dtype, resolv
 from engine.model_cost import WeightForm, kv_bytes_per_token, weight_bytes
 from engine.models.config import ModelConfig
 from engine.native import native
-from engine.quantization.matrix import weight_formats
+from engine.quantization.interface import weight_formats
 
 PLAIN = WeightForm("float32")
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32

@@ -13,7 +13,7 @@ from engine.attention.registry import ATTENTION_BACKENDS
 from engine.kv.pool import KV_CACHE_DTYPES
 from engine.layers.ops import KERNELS_NAMES
 from engine.models.config import DTYPES
-from engine.quantization.matrix import weight_formats
+from engine.quantization.interface import weight_formats
 from engine.sampling.params import SamplingParams
 
 
