@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
+from cluster.config.diff import is_run_time, leaves
 from cluster.config.schema import EngineSection, RoleName, ServingConfig
 from cluster.errors import NotFound, Unavailable
 from cluster.pb import admin_pb2
+from cluster.settings import WorkerSettings
 from cluster.text import ROLE_NUMBERS
 from controller.adoption import FoundProcess, SavedWorker
 from controller.change_plan import OTHER, Flip, Member, Replace, Start, Step, Stop
@@ -256,12 +258,13 @@ class StepRunner:
         return plan_worker(replace(config, engine=engine), role, worker_id=worker_id)
 
     def _is_stale(self, plan: WorkerPlan, wanted: ServingConfig) -> bool:
-        """A worker takes a smaller step while it runs, and keeps the pool of the role that it was started for."""
+        """A worker takes over what changes at run time, but no larger step than it has reserved memory for, and keeps
+        the pool of the role that it was started for."""
         now = plan.ranks[0]
         then = self._plan(wanted, "prefill" if now.role == "prefill" else "decode").ranks[0]
-        largest = max(now.engine.max_num_batched_tokens, then.engine.max_num_batched_tokens)
-        engine = replace(then.engine, max_num_batched_tokens=largest)
-        return (now.model, now.engine, now.transfer) != (then.model, engine, then.transfer)
+        if then.engine.max_num_batched_tokens > now.engine.max_num_batched_tokens:
+            return True
+        return _fixed_values(now) != _fixed_values(then)
 
     async def _can_be_spared(self, worker_id: str, config: ServingConfig) -> None:
         """Waits until the worker's role has its minimum without it, or, if it is its only one, the other role has a
@@ -295,6 +298,13 @@ class StepRunner:
                     await asyncio.sleep(LOOK_EVERY_S)
         except TimeoutError:
             return False
+
+
+def _fixed_values(rank: WorkerSettings) -> dict[str, Any]:
+    """What a worker of these settings keeps for its life, by key."""
+    sections = {"model": rank.model, "engine": rank.engine, "transfer": rank.transfer}
+    values = {key: value for path, section in sections.items() for key, value in leaves(section, path).items()}
+    return {key: value for key, value in values.items() if not is_run_time(key)}
 
 
 def _sees(status: Status, worker_id: str, role: RoleName) -> bool:
