@@ -175,7 +175,7 @@ class GrammarProcess:
             send_frame(self._data, head + name + text.encode())
             reply = receive_frame(self._data)
         except TimeoutError:
-            raise GrammarTooSlow(f"it takes more than {limits.compile_s:g} s to compile; make it simpler") from None
+            raise GrammarTooSlow(f"it takes more than {limits.compile_s:g} s to compile; simplify it") from None
         except (OSError, EOFError):
             raise self._end("compiling") from None
         status, self.pid = COMPILED.unpack_from(reply)
@@ -286,8 +286,8 @@ class GrammarProcess:
         code = os.waitstatus_to_exitcode(status)
         if code in (OUT_OF_MEMORY, -signal.SIGABRT):
             mib = self._limits.memory_bytes >> 20
-            return GrammarFailed(f"{doing} it takes more than {mib} MiB of memory; make it simpler")
+            return GrammarFailed(f"{doing} it takes more than {mib} MiB of memory; simplify it")
         if code in (0, -signal.SIGKILL, -signal.SIGTERM):
             return GrammarLost("the process of the grammar was ended")
         name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return GrammarFailed(f"{doing} it crashed the compiler ({name}); make it simpler")
+        return GrammarFailed(f"{doing} it crashed the compiler ({name}); simplify it")

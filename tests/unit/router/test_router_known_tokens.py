@@ -59,8 +59,9 @@ def test_who_moves_brings_what_it_has_and_computes_nothing_again() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0"])
         client = decoding(router)
-        router.name(["p0", "d0", "d1"], draining=["d0"])
+        router.name(["p0", "d0", "d1"])
         router.workers["d1"].open()
+        router.name(["p0", "d0", "d1"], draining=["d0"])
         assert router.dispatcher.counters.moved == 1
         num_known = len(client.live.request.prompt_token_ids) + len(LONG)
         loads = router.dispatcher.context.loads

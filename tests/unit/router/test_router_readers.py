@@ -41,7 +41,7 @@ def test_a_replaced_reader_wakes_from_its_pause_at_once() -> None:
         live = live_request()
         first = asyncio.create_task(live.output.pause(60.0))
         await steps(1)
-        live.rewind(0, new_detokenizers(), is_streaming=True)
+        live.rewind([0], new_detokenizers(), is_streaming=True)
         second = asyncio.create_task(live.output.pause(0.05))
         await steps(3)
         assert first.done() and not second.done()
@@ -68,7 +68,7 @@ def test_a_replaced_reader_takes_no_wake_up_from_its_successor() -> None:
         live = live_request()
         first = asyncio.create_task(live.output.wait())
         await steps(1)
-        live.rewind(0, new_detokenizers(), is_streaming=True)
+        live.rewind([0], new_detokenizers(), is_streaming=True)
         await live.output.wait()
         live.cancel(1.0, "by the test")  # before the first one has run again
         await first
