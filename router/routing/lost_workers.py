@@ -60,7 +60,8 @@ class RequestRecovery:
         """Retries every request that a lost worker held."""
         if worker is self._tester:
             self._free_tester()
-        failure = AttemptFailure("WORKER_LOST", failures.worker_lost(worker.worker_id), worker.worker_id)
+        error, is_crash = failures.worker_lost(worker.worker_id), worker.crash is not None
+        failure = AttemptFailure("WORKER_LOST", error, worker.worker_id, is_crash=is_crash)
         residents = self._running.on(worker)
         blamed = _blamed(worker, residents)
         for live in residents:
@@ -128,7 +129,8 @@ class RequestRecovery:
 
     def retry(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None = None) -> None:
         """After a failed attempt: places the request again where that can help, else fails it."""
-        if not live.retry.may_retry(live.num_tokens) or self._waiting.is_closed:
+        may_retry = live.retry.may_retry(live.num_tokens) or failure.is_crash
+        if not may_retry or self._waiting.is_closed:
             self.fail(live, failure.error, by=by)
             return
         log.warning("%s is placed again: %s", live.key.request_id, failure.error.message)

@@ -59,6 +59,9 @@ class AttemptFailure:
     """The worker that is gone. None: all are there, and only the connection between two failed."""
     unreachable_id: str | None = None
     """The decode worker that the prefill worker cannot reach: it is lost, or the connection to it."""
+    is_crash: bool = False
+    """The worker ended by itself. `RetryState.on_crash` counts that for the requests which may be the cause; it is no
+    failed attempt of anybody's."""
 
 
 @dataclass
@@ -115,7 +118,7 @@ class RetryState:
 
     def add(self, placement: Placement, failure: AttemptFailure) -> None:
         """Records a failed attempt. A lost decode worker says nothing against the prefill worker."""
-        self.num_attempts += 1
+        self.num_attempts += not failure.is_crash
         if placement.prefill_id is not None and failure.lost_id != placement.decode_id:
             self.tried.add((placement.prefill_id, placement.decode_id))
         if failure.unreachable_id is not None:

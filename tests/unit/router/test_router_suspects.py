@@ -97,6 +97,20 @@ def test_workers_that_were_killed_from_outside_do_not_count() -> None:
     run(scenario)
 
 
+def test_a_request_that_waits_on_workers_which_others_end_is_not_failed_for_that() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        cause, waiting = router.submit(max_output_tokens=LONG), router.submit(max_output_tokens=LONG)
+        d0 = router.workers["d0"]
+        for _ in range(8):
+            crash(d0, [cause])
+            d0.open()
+        assert isinstance(cause.live.error, FailedPrecondition)
+        assert not waiting.live.is_over and not waiting.live.retry.is_suspect
+
+    run(scenario)
+
+
 def test_suspects_run_one_after_another_and_only_the_cause_fails() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0"])
