@@ -188,7 +188,7 @@ def test_a_controller_that_hangs_is_told_and_a_router_that_is_killed_is_followed
 ) -> None:
     tab = open_tab(cluster.http)
     tab.until("!document.getElementById('all').hidden && !document.getElementById('split').disabled")
-    controller = next(p for p in cluster.serve.descendants() if "ray::Controller" in " ".join(p.cmdline()))
+    controller = next(p for p in cluster.serve.descendants() if "ray::HostedController" in " ".join(p.cmdline()))
     controller.suspend()
     try:
         tab.until("document.getElementById('split-why').innerText.includes('does not answer')")
