@@ -59,7 +59,7 @@ def silent_s(router: RouterStatus) -> float | None:
 
 
 def no_controller(silent_s: float) -> str:
-    """What it means that the controller is silent for so long."""
+    """Says what it means that the controller is silent for so long."""
     return (
         f"no controller for {silent_s:.0f} s: requests are served, but nothing that ends is started again and nothing "
         "can be changed until it is back"

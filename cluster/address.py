@@ -30,8 +30,7 @@ def is_loopback(host: str) -> bool:
 
 
 def network_of(host: str) -> bytes:
-    """Who an address belongs to, as far as it says: an IPv4 address, or the /64 of an IPv6 address. What is no address
-    belongs to itself."""
+    """Returns the party that an address stands for: an IPv4 address, the /64 of an IPv6 one, other text as it is."""
     try:
         address = ipaddress.ip_address(host.removeprefix("[").removesuffix("]").partition("%")[0])
     except ValueError:

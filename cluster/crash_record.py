@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<8s32sI")
 
 
 class CrashRecord:
-    """Of this process; used by the engine thread."""
+    """The record of this process, written by its engine thread."""
 
     def __init__(self, incarnation: str) -> None:
         self._fd = os.memfd_create("baton-crash-record")

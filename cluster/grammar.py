@@ -245,7 +245,7 @@ class GrammarProcess:
             self.close()
 
     def _send(self, payload: bytes) -> None:
-        """What cannot be sent is noticed where the answer is missing."""
+        """Sends a request; a failure shows where the answer is missing."""
         with contextlib.suppress(OSError):
             send_frame(self._data, payload)
 

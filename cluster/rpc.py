@@ -62,7 +62,7 @@ ChannelOptions = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What the clients of a public server may hold."""
+    """Bounds on what the clients of a public server hold."""
 
     max_connections: int
     """Beyond these, gRPC closes a new one."""

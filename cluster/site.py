@@ -32,7 +32,7 @@ class OwnSite:
         return cls(frozenset(name.lower() for name in names), is_protected and not names)
 
     def check(self, host: str | None, origin: str | None) -> None:
-        """Of one request; both are headers, None where there is none. Raises PermissionDenied."""
+        """Checks one request by its two headers, None where there is none. Raises PermissionDenied."""
         if host is not None and not self._is_own(_name_of(host)):
             raise PermissionDenied(
                 f"{host[:_LONGEST_SHOWN]!r} is no name of this server; call it by a numeric address or as localhost, "

@@ -85,7 +85,7 @@ class Store(Protocol):
 
     @property
     def outlives_process(self) -> bool:
-        """What is stored is there when the process that wrote it has died."""
+        """Whether values are still there when the process that wrote them has died."""
         ...
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:

@@ -81,7 +81,7 @@ class Adoption:
 
     @property
     def newest_version(self) -> int:
-        """Of the configurations by which the kept processes were started; 0 without any."""
+        """The newest configuration by which a kept process was started; 0 without any."""
         return max((ranks[0].identity.config_version for ranks in self.kept.values()), default=0)
 
 
@@ -111,7 +111,7 @@ class SavedWorker:
 
 @dataclass(frozen=True)
 class SavedCluster(JsonSettings):
-    """What a controller saves for the next one, after each change of it."""
+    """The state that a controller saves for the next one, after each change."""
 
     config: ServingConfig
     """As last applied."""
@@ -135,7 +135,7 @@ class SavedCluster(JsonSettings):
 
     @classmethod
     def first(cls, config: ServingConfig, plan: ClusterPlan, now: float) -> Self:
-        """What the first controller of a cluster begins with."""
+        """Makes the state with which the first controller of a cluster begins."""
         first = plan.workers[0].ranks[0].engine
         engine = dataclasses.replace(config.engine, device=first.device, threads=first.threads)
         workers = tuple(SavedWorker(worker.worker_id, worker.role) for worker in plan.workers)
@@ -148,7 +148,7 @@ class SavedCluster(JsonSettings):
         return dataclasses.replace(super().from_json(json.dumps(values)), workers=workers)
 
     def next_life(self, now: float) -> Self:
-        """What the next controller begins with."""
+        """Makes the state with which the next controller begins."""
         is_early = 0.0 <= now - self.began_at < STEADY_S
         deaths = self.num_early_deaths + 1 if is_early else 0
         return dataclasses.replace(self, life=self.life + 1, num_early_deaths=deaths, began_at=now)

@@ -78,7 +78,7 @@ class Process:
         return NodePlacement(host=ray.util.get_node_ip_address(), pid=os.getpid())
 
     async def describe(self) -> FoundProcess:
-        """Who this is, for a controller that did not make it."""
+        """Identifies this process to a controller that did not make it."""
         return FoundProcess(
             self._identity,
             await self.locate(),

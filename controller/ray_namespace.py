@@ -98,7 +98,7 @@ class RayNamespace:
         return len(names)
 
     def load(self) -> SavedCluster | None:
-        """What the controller before has saved; None: nothing, or it cannot be read."""
+        """Reads the state that the controller before has saved; None: there is none, or it cannot be read."""
         text = internal_kv._internal_kv_get(_KEY, namespace=self.name)
         if not text:
             return None

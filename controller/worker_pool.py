@@ -301,7 +301,7 @@ class StepRunner:
 
 
 def _fixed_values(rank: WorkerSettings) -> dict[str, Any]:
-    """What a worker of these settings keeps for its life, by key."""
+    """Values that a worker of these settings keeps for its life, by key."""
     sections = {"model": rank.model, "engine": rank.engine, "transfer": rank.transfer}
     values = {key: value for path, section in sections.items() for key, value in leaves(section, path).items()}
     return {key: value for key, value in values.items() if not is_run_time(key)}

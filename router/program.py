@@ -240,7 +240,7 @@ class RouterServer:
         return rpc.format_address(self._reachable_host if host == self._settings.router.host else host, port)
 
     def _connection_limits(self) -> ConnectionLimits:
-        """Those of the settings, as far as this process may open files."""
+        """Takes the limits of the settings, as far as this process may open files."""
         wanted, may_open = self._settings.router, raise_file_limit()
         most = min(wanted.max_connections, max(1, (may_open - _OWN_FILES) // 2))
         if most < wanted.max_connections:

@@ -151,7 +151,7 @@ def accept(listener: socket.socket, tls: InternalTls | None = None) -> RankConne
 
 
 def hello(connection: RankConnection, token: str = "") -> rank_pb2.RankHello:
-    """Who that peer is; from then on reading waits for as long as it takes. Raises Unavailable, and closes the
+    """Reads who that peer is; from then on reading waits for as long as it takes. Raises Unavailable, and closes the
     connection, for one that is silent for HELLO_S or not of the cluster."""
     try:
         said = read_frame(connection, rank_pb2.RankReply, _MAX_HELLO_BYTES).hello

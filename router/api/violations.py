@@ -15,7 +15,7 @@ _LONGEST_NUMBER = 24
 
 
 class Violations:
-    """What is wrong with one message, at most MOST_FOUND; field paths begin with `prefix`."""
+    """Collects the mistakes in one message, at most MOST_FOUND; field paths begin with `prefix`."""
 
     def __init__(self, prefix: str = "") -> None:
         self._prefix = prefix

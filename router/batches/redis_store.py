@@ -247,7 +247,7 @@ class RedisBatchStore:
         return found
 
     async def _free(self, ids: Sequence[bytes]) -> list[tuple[str, str]]:
-        """Those of these batches that nobody seems to hold, each with its tenant; empty: its record is lost."""
+        """Finds those of these batches that nobody seems to hold, each with its tenant; empty: its record is lost."""
         pipeline = self._client.pipeline(transaction=False)
         pipeline.time()
         for batch_id in map(bytes.decode, ids):

@@ -156,7 +156,7 @@ ORPHAN_S = 3600.0
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """What one tenant may keep in a store. Results of batches count, and are never refused."""
+    """Bounds on what one tenant keeps in a store. Results of batches count, and are never refused."""
 
     most_bytes: int
     """Of its files."""
@@ -181,7 +181,7 @@ class StoredRecord:
 
     @property
     def size_bytes(self) -> int:
-        """Of a file; 0 of a batch."""
+        """Size of a file; 0 for a batch."""
         return 0 if self.kind == "batch" else int(json.loads(self.data, strict=False).get("size_bytes", 0))
 
 

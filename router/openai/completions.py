@@ -197,7 +197,7 @@ class Chunks:
 
     @property
     def event_id(self) -> str:
-        """What the client has with the last chunk."""
+        """Names how far the client has come with the last chunk."""
         return str(StreamPosition(self._head["id"], self._form.created, self._choices, self.has_usage))
 
     def of(self, event: pb.GenerateStreamResponse, prompt: int) -> Iterable[dict[str, Any]]:
