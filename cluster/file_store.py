@@ -1,32 +1,22 @@
 """The store in a file of SQLite, which the routers of one machine share: logs that outlive the process that wrote them.
 
-    a batch of writes -> one transaction of a few statements, each for the whole batch, on the store's own thread
+    a batch of writes -> one transaction of a few statements, each for the whole batch
 
-The file is written ahead (WAL) and never synced: what was committed survives every process, but not a loss of power, so
-a file of an earlier boot is emptied. It is bounded in records and bytes, a log ends `ttl_s` after its last write, and
-only its owner can read it, as it holds prompts. The file is opened at the first call, and again after a failure or when
-somebody has removed it. Knows no time limit: the guard has that.
+The file (`cluster.sqlite_file`) is never synced: what was committed survives every process, but not a loss of power, so
+a file of an earlier boot is emptied. It is bounded in records and bytes, and a log ends `ttl_s` after its last write.
+Knows no time limit: the guard has that.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
 
-from cluster.state import Claim, Log, Outcome, StoreAway, Write, judge
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
+from cluster.sqlite_file import SqliteFile, remove_file
+from cluster.state import Claim, Log, Outcome, Write, judge
 
 MOST_RECORDS = 16_384
 """Logs in the file; one more is refused (FULL)."""
@@ -34,9 +24,6 @@ MOST_BYTES = 512 * 1024 * 1024
 """Size of the file from which on no log is begun; SQLite refuses every write at twice that."""
 CLEAN_EVERY_S = 5.0
 """Interval at which logs that have ended are removed."""
-_BUSY_S = 5.0
-"""Another process may hold the file for so long."""
-_AGAIN_S = 0.005
 _PAGE_BYTES = 4096
 _WAL_BYTES = 16 * 1024 * 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -87,17 +74,14 @@ class FileStore:
         most_records: int = MOST_RECORDS,
         most_bytes: int = MOST_BYTES,
     ) -> None:
-        self._path = Path(path).expanduser()
         self._clock = clock
         self._most_records = most_records
         self._most_bytes = most_bytes
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
-        self._connection: sqlite3.Connection | None = None
-        self._inode = 0
+        self._file = SqliteFile(path, self._prepare, name=f"the journal {path}", is_disposable=True)
         self._cleaned_at = -CLEAN_EVERY_S
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:
-        return await self._run(lambda db: self._write(db, writes))
+        return await self._file.run(lambda db: self._write(db, writes))
 
     async def read(self, key: str) -> Log | None:
         def work(db: sqlite3.Connection) -> Log | None:
@@ -108,29 +92,27 @@ class FileStore:
             rows = db.execute("SELECT data FROM entries WHERE key = ? ORDER BY epoch, number", (key,)).fetchall()
             return Log(Claim(row[0], row[1]), row[2], tuple(bytes(data) for (data,) in rows))
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def take(self, key: str, held: Claim, wanted: Claim, ttl_s: float) -> bool:
         now = self._clock()
         values = (wanted.owner, wanted.epoch, now + ttl_s, key, held.owner, held.epoch, now)
         query = f"UPDATE logs SET owner = ?, epoch = ?, number = 0, ends_at = ? WHERE {_CLAIMED} AND ends_at > ?"
-        return await self._run(lambda db: db.execute(query, values).rowcount == 1)
+        return await self._file.run(lambda db: db.execute(query, values).rowcount == 1)
 
     async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
         values = [(key, claim.owner, claim.epoch) for key, claim in keys]
-        await self._run(lambda db: db.executemany(f"DELETE FROM logs WHERE {_CLAIMED}", values))
+        await self._file.run(lambda db: db.executemany(f"DELETE FROM logs WHERE {_CLAIMED}", values))
 
     async def probe(self) -> None:
-        await self._run(self._clean)
+        await self._file.run(self._clean)
 
     async def reset(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._disconnect)
+        await self._file.reset()
 
     async def close(self) -> None:
         """A second one does nothing."""
-        with suppress(RuntimeError):  # the thread has ended
-            await self.reset()
-        self._thread.shutdown(wait=False)
+        await self._file.close()
 
     def _write(self, db: sqlite3.Connection, writes: Sequence[Write]) -> list[Outcome]:
         now = self._clock()
@@ -181,85 +163,22 @@ class FileStore:
         self._cleaned_at = self._clock()
         db.execute("DELETE FROM logs WHERE ends_at <= ?", (self._cleaned_at,))
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """In one transaction. One that was begun ends, also where nobody waits for it any more."""
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
-        except RuntimeError as error:
-            raise StoreAway("the store is closed") from error
-
-    def _in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        try:
-            db = self._connected()
-            db.execute("BEGIN IMMEDIATE")
-            with db:
-                return work(db)
-        except (sqlite3.Error, OSError) as error:
-            self._disconnect()
-            if type(error) is sqlite3.DatabaseError:  # it is no database, or not whole: not merely locked or full
-                log.warning("the journal %s cannot be read and is begun anew: %s", self._path, error)
-                remove(self._path)
-            raise StoreAway(f"{self._path} cannot be used: {type(error).__name__}: {error}") from error
-
-    def _connected(self) -> sqlite3.Connection:
-        """The connection to the file that is there now."""
-        if self._connection is not None:
-            with suppress(FileNotFoundError):
-                if os.stat(self._path).st_ino == self._inode:
-                    return self._connection
-            self._disconnect()
-        self._connection = _opened(self._path, 2 * self._most_bytes)
-        self._inode = os.stat(self._path).st_ino
-        return self._connection
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            with suppress(sqlite3.Error):
-                self._connection.close()
-            self._connection = None
-
-
-def remove(path: str | Path) -> None:
-    """Removes a journal at its cluster's end. Whoever still has it open begins another one."""
-    file = Path(path).expanduser()
-    for suffix in ("", "-wal", "-shm"):
-        file.with_name(file.name + suffix).unlink(missing_ok=True)
-
-
-def _opened(file: Path, most_bytes: int) -> sqlite3.Connection:
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Never opened but by SQLite once it is there: to close it would release the locks that this process has on it.
-    with suppress(FileExistsError):
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    os.chmod(file, 0o600)
-    until = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            return _connect(file, most_bytes)
-        except sqlite3.OperationalError as error:
-            # Of two that change a new file to WAL at the same moment, one may be refused at once, whatever the timeout.
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() >= until:
-                raise
-            time.sleep(_AGAIN_S)
-
-
-def _connect(file: Path, most_bytes: int) -> sqlite3.Connection:
-    db = sqlite3.connect(file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    try:
+    def _prepare(self, db: sqlite3.Connection) -> None:
         for pragma in (
             f"page_size = {_PAGE_BYTES}",
             "journal_mode = WAL",
             "synchronous = OFF",
             f"journal_size_limit = {_WAL_BYTES}",
-            f"max_page_count = {most_bytes // _PAGE_BYTES}",
+            f"max_page_count = {2 * self._most_bytes // _PAGE_BYTES}",
         ):
             db.execute(f"PRAGMA {pragma}").close()
         db.executescript(_SCHEMA)
         _empty_after_boot(db)
-    except sqlite3.Error:
-        db.close()
-        raise
-    return db
+
+
+def remove(path: str | Path) -> None:
+    """Removes a journal at its cluster's end. Whoever still has it open begins another one."""
+    remove_file(Path(path).expanduser())
 
 
 def _empty_after_boot(db: sqlite3.Connection) -> None:

@@ -1,30 +1,14 @@
-"""The batch store in a file of SQLite, which several routers of one machine may share; or in memory.
-
-The journal is written ahead (WAL): what was committed survives the process, and readers do not wait for a writer. All
-calls run on one thread of the store's own. The file is opened at the first call, and again after a failure; it is
-readable by its owner only, as it holds prompts.
-"""
+"""The batch store in a file of SQLite, which several routers of one machine may share; or in memory."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
-from typing import TypeVar
 
-from cluster.state import StoreAway
+from cluster.sqlite_file import SqliteFile
 from router.batches.store import ORPHAN_S, BatchClaim, Kind, LineAnswer, StoredRecord, TenantLimits
 
-T = TypeVar("T")
-
-_BUSY_S = 5.0
-"""Another process may hold the file for so long."""
-_IN_MEMORY = ":memory:"
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS records (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, record_id TEXT NOT NULL UNIQUE, tenant TEXT NOT NULL,
@@ -51,11 +35,8 @@ class SqliteStore:
     """`path` None: in memory. `~` in it is the home directory of the process."""
 
     def __init__(self, path: str | None, clock: Callable[[], float] = time.time) -> None:
-        self._path = path
         self._clock = clock
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._connection: sqlite3.Connection | None = None
-        self._is_closed = False
+        self._file = SqliteFile(path, _prepare, name="the file of batches")
 
     async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -64,7 +45,7 @@ class SqliteStore:
             _add(db, record)
             return True
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def reserve(self, record: StoredRecord, limits: TenantLimits) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -73,11 +54,11 @@ class SqliteStore:
             _add(db, record)
             return True
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def find(self, kind: Kind, tenant: str, record_id: str) -> StoredRecord | None:
         query = f"SELECT {_RECORD} FROM records WHERE kind = ? AND tenant = ? AND record_id = ?"
-        rows = await self._run(lambda db: db.execute(query, (kind, tenant, record_id)).fetchall())
+        rows = await self._file.run(lambda db: db.execute(query, (kind, tenant, record_id)).fetchall())
         return StoredRecord(*rows[0]) if rows else None
 
     async def page(
@@ -96,7 +77,7 @@ class SqliteStore:
             query = f"SELECT {_RECORD} FROM records WHERE {where} ORDER BY seq {order} LIMIT ?"
             return [StoredRecord(*row) for row in db.execute(query, (*values, limit))]
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def replace(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
         where = "record_id = ? AND tenant = ? AND version = ?"
@@ -104,7 +85,7 @@ class SqliteStore:
         if claim is not None:
             where, values = f"{where} AND {_HELD}", [*values, claim.batch_id, claim.owner, claim.epoch]
         query = f"UPDATE records SET data = ?, ends_at = ?, version = version + 1 WHERE {where}"
-        return await self._run(lambda db: db.execute(query, values).rowcount == 1)
+        return await self._file.run(lambda db: db.execute(query, values).rowcount == 1)
 
     async def remove(self, kind: Kind, tenant: str, record_id: str) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -114,7 +95,7 @@ class SqliteStore:
                 db.execute("DELETE FROM pieces WHERE file_id = ?", (record_id,))
             return is_gone
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def ended(self, now: float, limit: int) -> Sequence[StoredRecord]:
         query = f"SELECT {_RECORD} FROM records WHERE ends_at <= ? LIMIT ?"
@@ -124,7 +105,7 @@ class SqliteStore:
             db.execute(orphans, (now - ORPHAN_S,))
             return [StoredRecord(*row) for row in db.execute(query, (now, limit))]
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def put_piece(self, file_id: str, number: int, data: bytes, claim: BatchClaim | None = None) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -133,11 +114,11 @@ class SqliteStore:
             db.execute("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?)", (file_id, number, data, self._clock()))
             return True
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def piece(self, file_id: str, number: int) -> bytes | None:
         query = "SELECT data FROM pieces WHERE file_id = ? AND number = ?"
-        row = await self._run(lambda db: db.execute(query, (file_id, number)).fetchone())
+        row = await self._file.run(lambda db: db.execute(query, (file_id, number)).fetchone())
         return None if row is None else bytes(row[0])
 
     async def claim(
@@ -160,7 +141,7 @@ class SqliteStore:
             db.execute(held, (owner, claim.epoch, now + ttl_s, claim.batch_id))
             return claim, record
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
         return await self._hold_until(claim, self._clock() + ttl_s)
@@ -177,15 +158,15 @@ class SqliteStore:
             db.execute("INSERT OR IGNORE INTO begun_lines VALUES (?, ?, ?)", values)
             return True
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def end_lines(self, claim: BatchClaim, number: int | None = None) -> None:
         query = "DELETE FROM begun_lines WHERE batch_id = ? AND epoch = ? AND number = COALESCE(?, number)"
-        await self._run(lambda db: db.execute(query, (claim.batch_id, claim.epoch, number)))
+        await self._file.run(lambda db: db.execute(query, (claim.batch_id, claim.epoch, number)))
 
     async def lost_lines(self, claim: BatchClaim) -> Mapping[int, int]:
         query = "SELECT number, COUNT(*) FROM begun_lines WHERE batch_id = ? AND epoch < ? GROUP BY number"
-        return dict(await self._run(lambda db: db.execute(query, (claim.batch_id, claim.epoch)).fetchall()))
+        return dict(await self._file.run(lambda db: db.execute(query, (claim.batch_id, claim.epoch)).fetchall()))
 
     async def close_batch(self, claim: BatchClaim) -> None:
         def work(db: sqlite3.Connection) -> None:
@@ -194,7 +175,7 @@ class SqliteStore:
                 db.execute("DELETE FROM answers WHERE batch_id = ?", (claim.batch_id,))
                 db.execute("DELETE FROM begun_lines WHERE batch_id = ?", (claim.batch_id,))
 
-        await self._run(work)
+        await self._file.run(work)
 
     async def answer(self, claim: BatchClaim, answer: LineAnswer) -> bool:
         def work(db: sqlite3.Connection) -> bool:
@@ -205,16 +186,16 @@ class SqliteStore:
             db.execute("DELETE FROM begun_lines WHERE batch_id = ? AND number = ?", (claim.batch_id, answer.number))
             return True
 
-        return await self._run(work)
+        return await self._file.run(work)
 
     async def counts(self, batch_id: str) -> tuple[int, int]:
         query = "SELECT COALESCE(SUM(is_good), 0), COUNT(*) FROM answers WHERE batch_id = ?"
-        good, both = await self._run(lambda db: db.execute(query, (batch_id,)).fetchone())
+        good, both = await self._file.run(lambda db: db.execute(query, (batch_id,)).fetchone())
         return good, both - good
 
     async def answered(self, batch_id: str) -> frozenset[int]:
         query = "SELECT number FROM answers WHERE batch_id = ?"
-        return frozenset(row[0] for row in await self._run(lambda db: db.execute(query, (batch_id,)).fetchall()))
+        return frozenset(row[0] for row in await self._file.run(lambda db: db.execute(query, (batch_id,)).fetchall()))
 
     async def answers(self, batch_id: str, numbers: Sequence[int]) -> list[LineAnswer]:
         if not numbers:
@@ -223,44 +204,17 @@ class SqliteStore:
             "SELECT number, is_good, data FROM answers WHERE batch_id = ? AND number BETWEEN ? AND ? ORDER BY number"
         )
         wanted, bounds = frozenset(numbers), (batch_id, min(numbers), max(numbers))
-        rows = await self._run(lambda db: db.execute(query, bounds).fetchall())
+        rows = await self._file.run(lambda db: db.execute(query, bounds).fetchall())
         return [LineAnswer(number, bool(is_good), bytes(data)) for number, is_good, data in rows if number in wanted]
 
     async def close(self) -> None:
         """A second one does nothing."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-
-        def end() -> None:
-            if self._connection is not None:
-                self._connection.close()
-
-        await asyncio.get_running_loop().run_in_executor(self._thread, end)
-        self._thread.shutdown()
+        await self._file.close()
 
     async def _hold_until(self, claim: BatchClaim, until: float) -> bool:
         query = "UPDATE open_batches SET held_until = ? WHERE batch_id = ? AND owner = ? AND epoch = ?"
         values = (until, claim.batch_id, claim.owner, claim.epoch)
-        return await self._run(lambda db: db.execute(query, values).rowcount == 1)
-
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """In one transaction. One that was begun ends, also where nobody waits for it any more."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._in_transaction, work)
-
-    def _in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        try:
-            if self._connection is None:
-                self._connection = _opened(self._path)
-            db = self._connection
-            db.execute("BEGIN IMMEDIATE")
-            with db:
-                return work(db)
-        except (sqlite3.Error, OSError) as error:
-            if self._connection is not None and self._path is not None:
-                self._connection.close()
-                self._connection = None
-            raise StoreAway(f"the file of batches cannot be used: {type(error).__name__}: {error}") from error
+        return await self._file.run(lambda db: db.execute(query, values).rowcount == 1)
 
 
 def _is_held(db: sqlite3.Connection, claim: BatchClaim | None) -> bool:
@@ -292,20 +246,7 @@ def _has_room(db: sqlite3.Connection, record: StoredRecord, limits: TenantLimits
     return bool(num < limits.most_files and num_bytes + record.size_bytes <= limits.most_bytes)
 
 
-def _opened(path: str | None) -> sqlite3.Connection:
-    if path is None:
-        connection = sqlite3.connect(_IN_MEMORY, isolation_level=None, check_same_thread=False)
-        connection.executescript(_SCHEMA)
-        return connection
-    file = Path(path).expanduser()
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
-    connection = sqlite3.connect(file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-    try:
-        with closing(connection.execute("PRAGMA journal_mode = WAL")):
-            connection.execute("PRAGMA synchronous = NORMAL")
-        connection.executescript(_SCHEMA)
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection
+def _prepare(db: sqlite3.Connection) -> None:
+    for pragma in ("journal_mode = WAL", "synchronous = NORMAL"):
+        db.execute(f"PRAGMA {pragma}").close()
+    db.executescript(_SCHEMA)
