@@ -21,7 +21,7 @@ from cluster.grammar import GrammarLimits, GrammarLost, GrammarProcesses, Gramma
 from cluster.pb import generation_pb2 as pb
 from router.api.call import Principal
 from router.api.grammar_bounds import check_bounds
-from router.api.violations import Violations
+from router.api.violations import Violations, shortened
 from router.queue.quota import Exceeded, TokenBucket
 
 MOST_CHOICES = 1024
@@ -153,10 +153,5 @@ def read_constraint(params: pb.SamplingParams, try_grammar: TryGrammar, wrong: V
     try:
         return try_grammar(kind, text)
     except ValueError as error:
-        wrong.add(field, f"cannot be followed: {_shorten(str(error))}")
+        wrong.add(field, f"cannot be followed: {shortened(' '.join(str(error).split()), _LONGEST_PROBLEM)}")
         return ""
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LONGEST_PROBLEM else line[:_LONGEST_PROBLEM] + "…"

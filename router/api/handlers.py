@@ -25,9 +25,10 @@ from google.protobuf.message import DecodeError, Message
 from cluster import rpc
 from cluster.address import network_of
 from cluster.auth import Gate
-from cluster.errors import BatonError, FieldViolation, InternalError, Overloaded
+from cluster.errors import BatonError, FieldViolation, Overloaded
 from router.api.call import Call, ClientStalled, principal_of
 from router.api.violations import MOST_FOUND, invalid
+from router.stream.failures import router_failed
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ def _guarded(
             failure = error
         except Exception:
             log.exception("%s failed", name)
-            failure = InternalError("the router failed on this request; its log says why")
+            failure = router_failed()
         if not isinstance(failure, ClientStalled):
             await rpc.abort(context, failure)
         with contextlib.suppress(TimeoutError):  # gRPC keeps the status for when the client reads

@@ -13,6 +13,7 @@ from typing import Any
 from cluster.errors import CheckpointError, ConfigError, FieldViolation, NotFound
 from cluster.pb import generation_pb2 as pb
 from router.api.sampling import default_sampling, model_defaults
+from router.api.violations import shortened
 
 MOST_SEQUENCES = 16
 """Largest `n` of a request, however many sequences a worker can hold."""
@@ -55,9 +56,8 @@ class ServedModel:
     def check_name(self, path: str, name: str) -> None:
         """An empty name means the served model. Raises NotFound for any other than its own."""
         if name and name != self.name:
-            shown = name if len(name) <= 100 else name[:100] + "…"
             raise NotFound(
-                f"model {shown!r} is not served here; this router serves {self.name!r}",
+                f"model {shortened(name)!r} is not served here; this router serves {self.name!r}",
                 violations=(FieldViolation(path, f"must be empty or {self.name!r}"),),
             )
 

@@ -55,8 +55,12 @@ class Violations:
 
 def shown(number: float) -> str:
     """The number as an error names it: one of thousands of digits is cut."""
-    text = str(number) if isinstance(number, int) else f"{number:g}"
-    return text if len(text) <= _LONGEST_NUMBER else text[:_LONGEST_NUMBER] + "…"
+    return shortened(str(number) if isinstance(number, int) else f"{number:g}", _LONGEST_NUMBER)
+
+
+def shortened(text: str, most: int = 100) -> str:
+    """A client's text as an error repeats it: cut after `most` characters."""
+    return text if len(text) <= most else text[:most] + "…"
 
 
 def invalid(violations: tuple[FieldViolation, ...]) -> InvalidRequest:

@@ -18,10 +18,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from cluster.errors import BatonError, FieldViolation, InternalError, NotFound, OutOfRange
+from cluster.errors import BatonError, FieldViolation, NotFound, OutOfRange
 from cluster.pb import generation_pb2 as pb
 from router.api.call import INLINE_BYTES, MOST_PRIORITY, Call, ClientStalled, Principal, run_aside
-from router.api.violations import invalid
+from router.api.violations import invalid, shortened
 from router.batches.lines import Line, LineResult
 from router.batches.store import Batch
 from router.openai import specs
@@ -29,6 +29,7 @@ from router.openai.bodies import ChatBody, CompletionBody
 from router.openai.completions import ChoicePosition, Chunks, Form, StreamPosition, TokenBytes
 from router.openai.errors import failure_of
 from router.openai.http import checked, failed, log, too_large
+from router.stream.failures import router_failed
 
 RESUME, LAST_EVENT = "Baton-Resume", "Last-Event-ID"
 """Headers of a stream that may be resumed, and of the call that does so."""
@@ -174,9 +175,8 @@ def _event(data: Mapping[str, Any], event_id: str = "") -> bytes:
 
 
 def unknown_event(event_id: str) -> NotFound:
-    shown = event_id if len(event_id) <= 100 else event_id[:100] + "…"
     what = "names no event of a stream that can be resumed"
-    return NotFound(f"{LAST_EVENT} {shown!r} {what}", violations=(FieldViolation(LAST_EVENT, what),))
+    return NotFound(f"{LAST_EVENT} {shortened(event_id)!r} {what}", violations=(FieldViolation(LAST_EVENT, what),))
 
 
 async def _together(
@@ -206,7 +206,7 @@ def _first_of(failures: BaseExceptionGroup[BaseException]) -> BaseException:
     if isinstance(found, BatonError | ClientDisconnect | asyncio.CancelledError):
         return found
     log.error("a call over HTTP failed", exc_info=found)
-    return InternalError("the router failed on this request; its log says why")
+    return router_failed()
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -245,7 +245,7 @@ class LineAnswerer:
             return LineResult(failure.status, failure.body, retry_after_s, is_refusal)
         except Exception:
             log.exception("a line of a batch failed")
-            failure = failure_of(InternalError("the router failed on this request; its log says why"))
+            failure = failure_of(router_failed())
             return LineResult(failure.status, failure.body)
 
     async def _whole(self, batch: Batch, line: Line, request_id: str) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cluster.errors import BatonError, FieldViolation, InternalError, InvalidRequest, OutOfRange, PermissionDenied
+from cluster.errors import BatonError, FieldViolation, InvalidRequest, OutOfRange, PermissionDenied
 from cluster.site import OwnSite
 from router.api.call import LONGEST_NAME
 from router.api.violations import MOST_FOUND, invalid, shown
 from router.openai.bodies import MOST_LEVELS, read_json
 from router.openai.errors import HttpFailure, failure_of
+from router.stream.failures import router_failed
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ def guarded(handle: Handler, names: Mapping[str, str] | None = None) -> Handler:
             return failed(HttpFailure(408, "timeout", "the body did not come in time; send it at once"), request_id)
         except Exception:
             log.exception("%s failed", request.url.path)
-            return failed(failure_of(InternalError("the router failed on this request; its log says why")), request_id)
+            return failed(failure_of(router_failed()), request_id)
         if isinstance(answer, Response):
             answer.headers["x-request-id"] = request_id
         return answer

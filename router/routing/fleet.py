@@ -53,9 +53,9 @@ class Fleet:
         needs_prefill: bool = True,
     ) -> None:
         self.tls: ClientTls | None = None
+        """Used to connect to workers that are named from now on, as `token` is."""
         self.token = ""
-        """What workers want to be shown; empty: nothing."""
-        """Used to connect to workers that are named from now on."""
+        """The token that workers ask for; empty: none."""
         self.needs_prefill = needs_prefill
         self.has_served = False
         """A request has run on this router."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from cluster.errors import BatonError, InternalError
+from cluster.errors import BatonError
 from cluster.pb import worker_pb2
 from router.observe.counters import Counters
 from router.queue.waiting_queue import WaitingQueue
@@ -147,7 +147,7 @@ class RequestRecovery:
 
     def fail_internally(self, live: LiveRequest) -> None:
         """After an error of the router's own, wherever that left the request. One that waits goes on waiting."""
-        error = InternalError("the router failed on this request; its log says why")
+        error = failures.router_failed()
         if self._running.get(live.key.request_id) is not None:
             self.fail(live, error)
         elif not live.is_over and live.key.request_id not in self._waiting:

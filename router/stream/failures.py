@@ -43,6 +43,11 @@ def error_of(failed: worker_pb2.Failed, worker_id: str) -> BatonError:
     return kind(f"worker {worker_id}: {failed.message}", retry_after_s=retry_after_s)
 
 
+def router_failed() -> InternalError:
+    """After a fault of the router's own, which is logged where it is caught."""
+    return InternalError("the router failed on this request; its log says why")
+
+
 def worker_lost(worker_id: str) -> Unavailable:
     return Unavailable(f"worker {worker_id} was lost while it ran this request", retry_after_s=RETRY_AFTER_S)
 

@@ -32,7 +32,7 @@ from cluster.pb.generation_pb2 import GenerateStreamResponse, GenerationSpec
 from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
 from cluster.state import Claim, Store, StoreAway
 from router.api.call import Principal
-from router.api.violations import invalid
+from router.api.violations import invalid, shortened
 from router.observe.counters import Counters
 from router.stream.client_stream import StreamReader
 from router.stream.detokenizer import Detokenizer
@@ -302,10 +302,9 @@ class Resumables:
 
 
 def _unknown(generation_id: str) -> BatonError:
-    shown = generation_id if len(generation_id) <= 100 else generation_id[:100] + "…"
     return NotFound(
-        f"generation {shown!r} is not known, or not any more; one can be resumed if its first call set spec.resume, "
-        "for as long as the router keeps it",
+        f"generation {shortened(generation_id)!r} is not known, or not any more; one can be resumed if its first call "
+        "set spec.resume, for as long as the router keeps it",
         violations=(FieldViolation("spec.resume.generation_id", "names no generation that can be resumed"),),
     )
 
