@@ -83,19 +83,10 @@ class GrammarProcesses:
 
         Raises GrammarFailed; GrammarLost when its process was ended from outside twice.
         """
-        for is_last in (False, True):
-            process = None
-            try:
-                process = GrammarProcess(self._running(), self)
-                process.compile(text, kind)
-                return process
-            except GrammarLost:
-                if is_last:
-                    raise
-            finally:
-                if process is not None and not process.is_compiled:
-                    process.close()
-        raise AssertionError
+        try:
+            return self._compiled(text, kind)
+        except GrammarLost:
+            return self._compiled(text, kind)
 
     def num_live(self) -> int:
         """Processes that follow a grammar."""
@@ -109,6 +100,15 @@ class GrammarProcesses:
             if self._forker is not None:
                 self._forker.close()
             self._forker = None
+
+    def _compiled(self, text: str, kind: str) -> GrammarProcess:
+        process = GrammarProcess(self._running(), self)
+        try:
+            process.compile(text, kind)
+        except BaseException:
+            process.close()
+            raise
+        return process
 
     def _running(self) -> GrammarForker:
         with self._lock:
@@ -140,7 +140,6 @@ class GrammarProcess:
         """Tokens that the library takes for the end of any output."""
         self.forker_pid = forker.pid
         self.pid = 0
-        self.is_compiled = False
         self.grammar = ""
         """The library's own text, where the process made it of something else."""
         self._stride = row_bytes(owner.vocab_size)
@@ -182,7 +181,7 @@ class GrammarProcess:
         text = reply[COMPILED.size :].decode(errors="replace")
         if status != GOOD:
             raise GrammarFailed(text)
-        self.grammar, self.is_compiled = text, True
+        self.grammar = text
         self._data.settimeout(limits.follow_s)
 
     def new_key(self) -> int:

@@ -143,7 +143,8 @@ class _Forker:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             for each in (self._control, self._woken, self._waker):
                 each.close()
-            follow(socket.socket(fileno=fds[0]), fds[1:], self._vocabulary)
+            data_fd, mask_fd = fds
+            follow(socket.socket(fileno=data_fd), mask_fd, self._vocabulary)
             code = 0
         except MemoryError:
             code = OUT_OF_MEMORY
@@ -164,7 +165,7 @@ class _Forker:
                 self._control.send(CONTROL.pack(FORK, number, status))
 
 
-def follow(data: socket.socket, mask_fds: list[int], vocabulary: LLTokenizer) -> None:
+def follow(data: socket.socket, mask_fd: int, vocabulary: LLTokenizer) -> None:
     """Compiles one grammar and answers what may follow tokens until the socket closes."""
     frame = receive_frame(data)
     memory_bytes, niceness, kind_bytes = COMPILE.unpack_from(frame)
@@ -184,7 +185,7 @@ def follow(data: socket.socket, mask_fds: list[int], vocabulary: LLTokenizer) ->
         send_frame(data, COMPILED.pack(BAD, os.getpid()) + str(error).encode(errors="replace"))
         return
     send_frame(data, COMPILED.pack(GOOD, os.getpid()) + (b"" if kind == "grammar" else grammar.encode()))
-    with mmap.mmap(mask_fds[0], 0) if mask_fds else mmap.mmap(-1, 1) as masks:
+    with mmap.mmap(mask_fd, 0) as masks:
         _Follower(data, masks, start, row_bytes(vocabulary.vocab_size)).run()
 
 

@@ -25,8 +25,6 @@ COMPILED = struct.Struct("<cI")
 GOOD, BAD = b"G", b"B"
 ASK, DROP = ord("A"), ord("D")
 ANSWER = struct.Struct("<?H")
-
-
 KEY = struct.Struct("<Q")
 ROW = struct.Struct("<QIII")
 """Key, slot of the mask, tokens that were read before, new tokens; these follow."""
