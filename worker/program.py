@@ -199,7 +199,7 @@ class Leader(_Rank):
         while len(sockets) < settings.tp_size - 1:
             self._report(f"waiting for ranks: {len(sockets) + 1} of {settings.tp_size}")
             try:
-                self._listener.settimeout(max(0.0, give_up_at - time.monotonic()) or 0.001)
+                self._listener.settimeout(max(0.001, give_up_at - time.monotonic()))
                 sock = accept(self._listener, self._tls)
                 said = hello(sock, settings.cluster_token)
             except Unavailable as error:
