@@ -58,8 +58,10 @@ def silent_s(router: RouterStatus) -> float | None:
     return router.controller_silent_s if router.HasField("controller_silent_s") else None
 
 
-def no_controller(silent_s: float) -> str:
-    """Says what it means that the controller is silent for so long."""
+def no_controller(silent_s: float | None) -> str:
+    """Returns the consequences of a controller that has been silent for so long; empty while it is there."""
+    if silent_s is None or silent_s <= SILENT_S:
+        return ""
     return (
         f"no controller for {silent_s:.0f} s: requests are served, but nothing that ends is started again and nothing "
         "can be changed until it is back"
@@ -122,8 +124,8 @@ def _print_table(described: dict[str, Any]) -> None:
         f"{router['finished']} finished, {router['cancelled']} cancelled, {router['failed']} failed, "
         f"{router['rejected']} rejected"
     )
-    if router["controller_silent_s"] is not None and router["controller_silent_s"] > SILENT_S:
-        console.print(no_controller(router["controller_silent_s"]))
+    if problem := no_controller(router["controller_silent_s"]):
+        console.print(problem)
     if not described["workers"]:
         console.print("no workers")
         return

@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cli.status import SILENT_S, no_controller, silent_s
+from cli.status import no_controller, silent_s
 from cluster.pb import admin_pb2, worker_pb2
 from cluster.text import format_bytes, role_name, state_name
 
@@ -94,9 +94,8 @@ def _head(seen: Seen) -> Text:
     text = Text(f"{status.model} at {status.router_address}, up {_age(router.uptime_s)}, {split}")
     if status.config_version:
         text.append(f", configuration {status.config_version}")
-    silent = silent_s(router)
-    if silent is not None and silent > SILENT_S:
-        text.append(f"\n{no_controller(silent)}", style="red")
+    if problem := no_controller(silent_s(router)):
+        text.append(f"\n{problem}", style="red")
     if seen.problem:
         text.append(f"\nno answer, this is how it was: {seen.problem}", style="red")
     return text
