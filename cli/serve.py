@@ -22,7 +22,7 @@ import typer
 
 from cli.common import outcome
 from cli.config import default_config
-from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error
+from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error, parse_address
 from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
 from cluster.program import ExitCode, Signals
 
@@ -352,7 +352,7 @@ class _View:
     def _banner(self, address: str) -> None:
         from cluster.config.load import describe_config
 
-        port = int(address.rpartition(":")[2])
+        _, port = parse_address(address)
         serving = replace(self._serving, router=replace(self._serving.router, port=port))
         if self._status is not None:
             self._status.stop()

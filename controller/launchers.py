@@ -18,6 +18,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from cluster.address import parse_address
 from cluster.settings import RouterSettings, WorkerSettings
 from cluster.text import count_of
 from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity
@@ -270,9 +271,11 @@ class RouterLauncher:
         return running
 
     def _keep_ports(self, card: Mapping[str, Any]) -> None:
-        self._settings = self._settings.with_values(port=_port_of(card["address"]))
+        _, port = parse_address(card["address"])
+        self._settings = self._settings.with_values(port=port)
         if card.get("http_address"):
-            self._settings = self._settings.with_values(http_port=_port_of(card["http_address"]))
+            _, http_port = parse_address(card["http_address"])
+            self._settings = self._settings.with_values(http_port=http_port)
 
 
 def _adopted(found: Sequence[FoundProcess], hosting: Hosting, report: Callable[[str], None]) -> RunningGroup:
@@ -294,7 +297,3 @@ async def _located(
     except asyncio.CancelledError:
         locating.cancel()
         raise
-
-
-def _port_of(address: str) -> int:
-    return int(address.rpartition(":")[2])

@@ -10,17 +10,16 @@ import asyncio
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 from prometheus_client import CollectorRegistry
 
 from cluster.address import parse_address
-from cluster.auth import Gate, KeyFile
+from cluster.auth import Gate, KeyFile, KeyRing
 from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import ConfigError
 from cluster.metrics_page import MetricsPage, serve_beside
-from cluster.tls import InternalTls, public_tls_of
+from cluster.tls import InternalTls, ServerTls, public_tls_of
 from cluster.token import leave_token, token_file
 from controller.admin_service import ADMIN, AdminBackend, start_admin
 
@@ -54,6 +53,11 @@ class Listeners:
         """The AdminService's, for routers."""
 
     @property
+    def port(self) -> int:
+        """The AdminService's, for operators; only after `open`."""
+        return parse_address(self.address)[1]
+
+    @property
     def metrics_address(self) -> str:
         return "" if self._metrics_page is None else self._metrics_page.address
 
@@ -62,56 +66,60 @@ class Listeners:
         Raises ConfigError."""
         config = self._config
         file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
-        inside = None if self._tls is None else self._tls.server
-        to_workers = None if self._tls is None else self._tls.client
-        of_workers: dict[str, Any] = {"to_workers": to_workers, "worker_token": self._token}
-        inner = AdminSection(port=0)
-        if self._node_host and (inside is not None or config.admin.insecure):
-            inner = AdminSection(self._node_host, port=0, insecure=config.admin.insecure)
+        ring = None if file is None else file.ring
         is_known = config.tls.client_ca is not None or config.admin.insecure
         asked = "" if is_known else self._token
-        ring, outer = None if file is None else file.ring, replace(config.admin, port=port or config.admin.port)
+        outer = replace(config.admin, port=port or config.admin.port)
         give_up_at = asyncio.get_running_loop().time() + (_PORT_S if port else 0.0)
         while True:
             try:
-                server, self.address = await start_admin(
-                    outer, self._backend, ring, public_tls_of(config.tls), token=asked, **of_workers
-                )
+                self.address = await self._listen(outer, ring, public_tls_of(config.tls), asked)
                 break
             except ConfigError:
                 if asyncio.get_running_loop().time() >= give_up_at:
                     raise
                 await asyncio.sleep(_RETRY_S)
-        self._admins.append(server)
         if asked and ring is None:
             self._leave_token(asked)
-        server, self.inner_address = await start_admin(
-            inner, self._backend, ring, inside, token=self._token, **of_workers
-        )
-        self._admins.append(server)
+        inside = None if self._tls is None else self._tls.server
+        inner = AdminSection(port=0)
+        if self._node_host and (inside is not None or config.admin.insecure):
+            inner = AdminSection(self._node_host, port=0, insecure=config.admin.insecure)
+        self.inner_address = await self._listen(inner, ring, inside, self._token)
         if file is not None:
             self._keys = asyncio.create_task(file.follow(), name="keys")
         if config.metrics.controller:
-            # With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`.
-            admin, page = config.admin, None if self._tls is None else self._tls.page
-            gate = Gate(ring, {ADMIN: "admin"}, ())
-            self._metrics_page = serve_beside(
-                registry,
-                admin.host,
-                0,
-                insecure=admin.insecure,
-                tls=page,
-                check_key=lambda metadata: gate.check(metadata, ADMIN),
-                allowed_hosts=config.router.allowed_hosts,
-            )
+            self._metrics_page = self._serve_metrics(registry, ring)
+
+    async def _listen(self, section: AdminSection, ring: KeyRing | None, tls: ServerTls | None, token: str) -> str:
+        """Starts an AdminService; returns its address. Raises ConfigError."""
+        to_workers = None if self._tls is None else self._tls.client
+        server, address = await start_admin(
+            section, self._backend, ring, tls, token=token, to_workers=to_workers, worker_token=self._token
+        )
+        self._admins.append(server)
+        return address
+
+    def _serve_metrics(self, registry: CollectorRegistry, ring: KeyRing | None) -> MetricsPage:
+        """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
+        gate = Gate(ring, {ADMIN: "admin"}, ())
+        return serve_beside(
+            registry,
+            self._config.admin.host,
+            0,
+            insecure=self._config.admin.insecure,
+            tls=None if self._tls is None else self._tls.page,
+            check_key=lambda metadata: gate.check(metadata, ADMIN),
+            allowed_hosts=self._config.router.allowed_hosts,
+        )
 
     def _leave_token(self, token: str) -> None:
-        _, port = parse_address(self.address)
+        file = token_file(self.port)
         try:
-            leave_token(port, token)
-            self._left = token_file(port)
+            leave_token(self.port, token)
+            self._left = file
         except OSError as error:
-            logger.warning("commands do not find the token of this cluster: %s: %s", token_file(port), error.strerror)
+            logger.warning("commands do not find the token of this cluster: %s: %s", file, error.strerror)
 
     async def close(self) -> None:
         if self._left is not None:

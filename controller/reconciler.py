@@ -168,7 +168,7 @@ class Controller:
             config=self.reconfigurer.config,
             version=self.reconfigurer.version,
             num_devices_asked=self.reconfigurer.num_named,
-            admin_port=int(self._listeners.address.rpartition(":")[2]),
+            admin_port=self._listeners.port,
             has_served=self._has_served,
             workers=tuple(SavedWorker(m.plan.worker_id, m.plan.role, m.is_draining) for m in self.pool),
         )
