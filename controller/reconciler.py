@@ -70,12 +70,13 @@ class Controller:
         self, saved: SavedCluster, plan: ClusterPlan, programs: Programs, file: ConfigFile | None, hosting: Hosting
     ) -> None:
         die_with_parent()
-        config = saved.config
+        config, report = saved.config, self._reporter("controller")
         self.saved = saved
         self._has_served = saved.has_served
         numbers_before = (saved.life - 1) * _NUMBERS_OF_A_LIFE
         self._progress = ProgressLog(numbers_before)
-        self._takeover = Takeover(hosting, self._reporter("controller"))
+        send_logs_to(report, "controller", config.log_dir)
+        self._takeover = Takeover(hosting, report)
         self._changed = asyncio.Event()
         self._has_begun = False
         self._is_announced = False
@@ -83,14 +84,10 @@ class Controller:
         self._file = file
         self._watch: ConfigWatch | None = None
         if file is not None and file.is_own:
-            self._watch = ConfigWatch(
-                file, self._apply_file, lambda why: self.reconfigurer.refuse(self.config_path, why)
-            )
+            self._watch = ConfigWatch(file, self._apply_file, self._refuse_file)
         self._drain_s = plan.router.drain_timeout_s
         self._journal = plan.journal
-        namespace = hosting.namespace
-        send_logs_to(self._reporter("controller"), "controller", config.log_dir)
-        self._places = RouterPlaces(namespace, plan.num_routers, are_spread=plan.are_routers_spread)
+        self._places = RouterPlaces(hosting.namespace, plan.num_routers, are_spread=plan.are_routers_spread)
         self._router_launchers = {
             name: RouterLauncher(name, settings, programs.router, self._reporter(name), number, self._places, hosting)
             for number, (name, settings) in enumerate(plan.named_routers())
@@ -100,12 +97,10 @@ class Controller:
             for name, launcher in self._router_launchers.items()
         ]
         self._capacity = Capacity(
-            namespace, lambda: steps.next_worker(self.reconfigurer.config).bundles, plan.workers[0].labels
+            hosting.namespace, lambda: steps.next_worker(self.reconfigurer.config).bundles, plan.workers[0].labels
         )
         self.pool = WorkerPool(
-            lambda worker: WorkerLauncher(
-                worker, programs.worker, self._reporter(worker.worker_id), self._capacity, hosting
-            ),
+            lambda w: WorkerLauncher(w, programs.worker, self._reporter(w.worker_id), self._capacity, hosting),
             self._on_change,
         )
         tls = internal_tls_of(config.internal_tls)
@@ -118,12 +113,7 @@ class Controller:
         num_devices = num_gpus if saved.engine.device == "cuda" else None
         self.reconfigurer = Reconfigurer(config, steps, self.events, num_devices, num_named=saved.num_devices_asked)
         self._rebalancer = Rebalancer(
-            self._measure,
-            self._split,
-            self._move,
-            self._capacity.ask,
-            self._capacity.give_back,
-            lambda why: self.events.add(EventKind.AUTO, f"mode auto: {why}"),
+            self._measure, self._split, self._move, self._capacity.ask, self._capacity.give_back, self._report_auto
         )
         node_host = ray.util.get_node_ip_address() if plan.are_routers_spread else ""
         self._listeners = Listeners(self, config, tls, node_host, hosting.token)
@@ -388,3 +378,6 @@ class Controller:
         self.reconfigurer.propose(
             wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version, is_auto=True
         )
+
+    def _report_auto(self, why: str) -> None:
+        self.events.add(EventKind.AUTO, f"mode auto: {why}")
