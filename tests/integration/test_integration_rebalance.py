@@ -183,6 +183,7 @@ def test_flushed_prefix_caches_serve_nothing_that_was_computed_before(cluster: C
 
 
 def test_a_change_that_is_tried_stale_or_impossible_changes_nothing(cluster: Cluster) -> None:
+    list(cluster.admin.follow(cluster.admin.set_roles(2, 2)))
     text, roles = cluster.file.read_text(encoding="utf-8"), cluster.roles()
     version = cluster.admin.cluster().version
     assert version > 1
