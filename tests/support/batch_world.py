@@ -5,19 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import openai
 import pytest
+from router_harness import Router
+from waiting import Changes
 
 from router.batches.idle import IdleCapacity
 from router.batches.lines import Line, LineResult
 from router.batches.runner import BatchRunner
-from router.batches.store import CANCELLING, Batch, BatchStore, StoredFile, StoredRecord
+from router.batches.sqlite_store import SqliteStore
+from router.batches.store import CANCELLING, Batch, StoredFile, StoredRecord
 from router.queue.admission import Admission
+
+T = TypeVar("T")
 
 ENDPOINT = "/v1/completions"
 OK = LineResult(
@@ -26,11 +33,33 @@ OK = LineResult(
 LEASE_S = 0.3
 
 
+class WatchedStore(SqliteStore):
+    """Tells of whatever is written. Made in the event loop of the test."""
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__(path, lambda: time.time() + self.ahead_s)
+        self.changes = Changes()
+        self.ahead_s = 0.0
+        """Its clock is ahead of the real one by so much: claims end the sooner."""
+        self._loop = asyncio.get_running_loop()
+        self._num_written = 0
+
+    def _in_transaction(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        result = super()._in_transaction(work)
+        num_written = 0 if self._connection is None else self._connection.total_changes
+        if num_written != self._num_written:
+            self._num_written = num_written
+            self._loop.call_soon_threadsafe(self.changes.tell)
+        return result
+
+
 class World:
     """A store, and what was asked of its runners."""
 
-    def __init__(self, store: BatchStore) -> None:
+    def __init__(self, store: WatchedStore) -> None:
         self.store = store
+        self.changes = store.changes
+        """Told, too, when a line begins."""
         self.most = 4
         self.runs: Counter[str] = Counter()
         self.counts: Counter[str] = Counter()
@@ -39,7 +68,8 @@ class World:
         self._freed = asyncio.Event()
         self.replies: dict[str, list[LineResult]] = {}
         self.began = asyncio.Event()
-        self.num_at_once = 0
+        self.num_running = 0
+        self.most_at_once = 0
 
     def runner(self, **given: Any) -> BatchRunner:
         idle = IdleCapacity(lambda num_running: num_running < self.most)
@@ -59,11 +89,16 @@ class World:
         prompt = line.body["prompt"]
         self.runs[prompt] += 1
         self.began.set()
-        self.num_at_once = max(self.num_at_once, len(self.holds))
-        while prompt in self.holds:
-            self._freed.clear()
-            await self._freed.wait()
-        await asyncio.sleep(0)
+        self.num_running += 1
+        self.most_at_once = max(self.most_at_once, self.num_running)
+        self.changes.tell()
+        try:
+            while prompt in self.holds:
+                self._freed.clear()
+                await self._freed.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.num_running -= 1
         return self.replies[prompt].pop(0) if self.replies.get(prompt) else OK
 
     def free(self, *prompts: str) -> None:
@@ -95,10 +130,27 @@ class World:
         return Batch.from_json(record.data)
 
     async def until(self, condition: Callable[[Batch], bool], *where: str) -> Batch:
-        async with asyncio.timeout(20):
-            while not condition(batch := await self.batch(*where)):
-                await asyncio.sleep(0.005)
-        return batch
+        async def look() -> Batch | None:
+            batch = await self.batch(*where)
+            return batch if condition(batch) else None
+
+        found = await self.changes.until(look)
+        assert found is not None
+        return found
+
+    async def until_answered(self, is_enough: Callable[[frozenset[int]], bool]) -> None:
+        """`is_enough` gets the numbers of the lines of batch_1 that have an answer."""
+
+        async def look() -> bool:
+            return is_enough(await self.store.answered("batch_1"))
+
+        await self.changes.until(look)
+
+    async def until_let_go(self, runner: BatchRunner) -> None:
+        """Until the runner works no more on what it holds."""
+        work = [task for task in runner._tasks if task.get_name().startswith("batch ")]
+        await asyncio.wait_for(asyncio.gather(*work, return_exceptions=True), 20)
+        assert not runner._held
 
     async def over(self, *where: str) -> Batch:
         """`where`: id and tenant."""
@@ -137,3 +189,15 @@ async def until_refused(admission: Admission, times: int) -> None:
         async with asyncio.timeout(20):
             for _ in range(times):
                 await refused.acquire()
+
+
+async def until_status(router: Router, client: openai.AsyncOpenAI, batch_id: str, *wanted: str) -> Any:
+    """The batch in one of these statuses, of a router whose store is a `WatchedStore`."""
+
+    async def look() -> Any:
+        batch = await client.batches.retrieve(batch_id)
+        return batch if batch.status in wanted else None
+
+    store = router.server._http._batch_store
+    assert isinstance(store, WatchedStore)
+    return await store.changes.until(look)

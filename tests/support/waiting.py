@@ -1,15 +1,53 @@
-"""For tests of what nobody tells: they look again and again."""
+"""Waits of tests: for an event where there is one, and for what nobody tells they look again and again."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import psutil
+import pytest
 
 T = TypeVar("T")
+
+
+class Changes:
+    """Lets tests of one event loop wait for a state that others bring about and `tell` of."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def tell(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def until(self, look: Callable[[], T | Awaitable[T]], limit_s: float = 20.0) -> T:
+        """The first thing seen that is true: it is looked for now, and after each change."""
+        async with asyncio.timeout(limit_s):
+            while True:
+                change, seen = self._next, look()
+                found: Any = await seen if inspect.isawaitable(seen) else seen
+                if found:
+                    return found  # type: ignore[no-any-return]
+                await change.wait()
+
+
+async def until_after(owner: Any, method: str, condition: Callable[[], object], limit_s: float = 20.0) -> None:
+    """Until the condition holds, which only calls of this method of `owner` can bring about."""
+    call, calls = getattr(owner, method), Changes()
+
+    def told(*arguments: Any) -> Any:
+        result = call(*arguments)
+        calls.tell()
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, told)
+        await calls.until(condition, limit_s)
 
 
 def until(look: Callable[[], T | None], what: str, limit_s: float, every_s: float = 0.5) -> T:

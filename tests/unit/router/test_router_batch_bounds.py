@@ -11,8 +11,10 @@ from typing import Any
 import http_door
 import openai
 import pytest
+from batch_world import WatchedStore, until_status
 from http_door import chat, sdk
 
+from router import http_server
 from router.openai import files
 
 ENDPOINT = "/v1/chat/completions"
@@ -25,6 +27,7 @@ serving = functools.partial(http_door.serving, max_file_bytes=FILE_BYTES)
 
 async def test_a_tenant_may_have_so_many_open_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_OPEN_BATCHES", 2)
+    monkeypatch.setattr(http_server, "SqliteStore", WatchedStore)
     async with serving(tmp_path, ()) as (router, _), sdk(router) as client:
         file = await client.files.create(file=("a.jsonl", LINE), purpose="batch")
         made = [await client.batches.create(input_file_id=file.id, **GIVEN) for _ in range(2)]
@@ -32,9 +35,7 @@ async def test_a_tenant_may_have_so_many_open_batches(tmp_path: Path, monkeypatc
             await client.batches.create(input_file_id=file.id, **GIVEN)
         assert refused.value.code == "too_many_batches"
         await client.batches.cancel(made[0].id)
-        async with asyncio.timeout(20):
-            while (await client.batches.retrieve(made[0].id)).status != "cancelled":
-                await asyncio.sleep(0.01)
+        await until_status(router, client, made[0].id, "cancelled")
         assert (await client.batches.create(input_file_id=file.id, **GIVEN)).id
 
 

@@ -11,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_world import ENDPOINT, OK, World
+from batch_world import ENDPOINT, LEASE_S, OK, WatchedStore, World
 
 from cluster.state import StoreAway
 from router.batches.lines import LineResult, write_results
 from router.batches.runner import MOST_FAILURES, MOST_OF_A_TENANT, BatchRunner
-from router.batches.sqlite_store import SqliteStore
 from router.batches.store import Batch, BatchClaim, LineAnswer, StoredRecord
 
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    store = SqliteStore(str(tmp_path / "b.db"))
+    store = WatchedStore(str(tmp_path / "b.db"))
     yield World(store)
     await store.close()
 
@@ -32,6 +31,7 @@ async def test_a_batch_ends_with_each_line_answered_in_its_order(world: World) -
     await world.add("a", "b", "c")
     async with world.running():
         batch = await world.over()
+        await world.until_answered(lambda numbers: not numbers)  # they are dropped once the batch is over
     assert (batch.status, batch.total, batch.completed, batch.failed) == ("completed", 3, 2, 1)
     good, bad = await world.lines(batch.output_file_id), await world.lines(batch.error_file_id)
     assert [line["custom_id"] for line in good] == ["c-a", "c-c"] and good[0]["error"] is None
@@ -83,20 +83,23 @@ async def test_no_more_lines_run_than_there_is_capacity_for_and_batches_take_tur
     world.most, world.holds = 2, {*first, *second}
     await world.add(*first, batch_id="batch_1", tenant="acme")
     await world.add(*second, batch_id="batch_2", tenant="other")
+
+    def two_running() -> list[str]:
+        running = [prompt for prompt in world.runs if prompt in world.holds]
+        assert len(running) <= 2
+        return running if len(running) == 2 else []
+
     async with world.running():
         seen: list[str] = []
-        async with asyncio.timeout(20):
-            while len(seen) < 20:
-                await asyncio.sleep(0.001)
-                running = [prompt for prompt in world.runs if prompt in world.holds]
-                assert len(running) <= 2
-                if len(running) == 2:
-                    seen.append(running[0][0])
-                    world.free(running[0])
+        while len(seen) < 20:
+            running = await world.changes.until(two_running)
+            seen.append(running[0][0])
+            world.free(running[0])
         assert abs(seen.count("a") - seen.count("b")) <= 4
         world.free()
         assert (await world.over("batch_1")).completed == 30
         assert (await world.over("batch_2", "other")).completed == 30
+    assert world.most_at_once == 2
 
 
 async def test_who_is_refused_leaves_the_place_to_others_meanwhile(world: World) -> None:
@@ -126,9 +129,7 @@ async def test_a_cancelled_batch_tells_what_was_answered_and_what_was_not(world:
     world.holds = {"b"}
     await world.add("a", "b")
     async with world.running() as runner:
-        async with asyncio.timeout(20):
-            while await world.store.answered("batch_1") != {1}:
-                await asyncio.sleep(0.005)
+        await world.until_answered(lambda numbers: numbers == {1})
         await world.cancel()
         runner.wake("batch_1")
         batch = await world.over()
@@ -170,9 +171,7 @@ async def test_what_was_answered_before_the_time_was_over_is_told(world: World) 
     world.holds = {"b"}
     await world.add("a", "b", "c")
     async with world.running():
-        async with asyncio.timeout(20):
-            while await world.store.answered("batch_1") != {1, 3}:
-                await asyncio.sleep(0.005)
+        await world.until_answered(lambda numbers: numbers == {1, 3})
     record = await world.store.find("batch", "acme", "batch_1")
     assert record is not None
     past = replace(Batch.from_json(record.data), expires_at=int(time.time()) - 1)
@@ -198,9 +197,7 @@ async def test_another_router_goes_on_from_the_answers_of_one_that_died(world: W
     await world.add(*prompts)
     dead = world.runner()
     dead.start()
-    async with asyncio.timeout(20):
-        while len(await world.store.answered("batch_1")) < 6:
-            await asyncio.sleep(0.005)
+    await world.until_answered(lambda numbers: len(numbers) >= 6)
     for task in list(dead._tasks):  # nothing is given back
         task.cancel()
     world.free()
@@ -223,17 +220,13 @@ async def test_a_line_with_which_two_routers_are_lost_is_answered_with_that_and_
     await world.add(*prompts)
     first = world.runner()
     first.start()
-    async with asyncio.timeout(20):
-        while sum(world.runs.values()) < len(prompts):
-            await asyncio.sleep(0.005)
+    await world.changes.until(lambda: sum(world.runs.values()) >= len(prompts))
     lose(first)
     world.holds = {"poison"}
     second = world.runner()
     second.start()
-    async with asyncio.timeout(20):
-        while world.runs["poison"] < 2:
-            await asyncio.sleep(0.005)
-        assert await world.store.answered("batch_1") <= {1}, "it is computed beside no other line"
+    await world.changes.until(lambda: world.runs["poison"] >= 2)
+    assert await world.store.answered("batch_1") <= {1}, "it is computed beside no other line"
     lose(second)
     async with world.running():
         batch = await world.over()
@@ -249,9 +242,7 @@ async def test_lines_of_a_router_that_lives_do_not_count_as_lost(world: World) -
     await world.add("a")
     for number in range(1, 4):
         async with world.running(lease_s=60.0):
-            async with asyncio.timeout(20):
-                while world.runs["a"] < number:
-                    await asyncio.sleep(0.005)
+            await world.changes.until(lambda number=number: world.runs["a"] >= number)  # type: ignore[misc]
     world.free()
     world.replies["a"] = [LineResult(429, {}, 1e-6, is_refusal=True)] * 3
     async with world.running():
@@ -266,14 +257,12 @@ async def test_one_that_stands_still_and_comes_back_changes_nothing(world: World
         await world.began.wait()
         world.store.renew = _never  # type: ignore[method-assign]  # it hears nothing of the store for a while
         claim = next(iter(slow._held.values())).claim
-        async with asyncio.timeout(20):
-            while (found := await world.store.claim("other", 60.0)) is None:
-                await asyncio.sleep(0.01)
+        world.store.ahead_s = 2 * LEASE_S
+        found = await world.store.claim("other", 60.0)
+        assert found is not None
         assert await world.store.answer(found[0], LineAnswer(1, True, b"theirs"))
         world.free()
-        async with asyncio.timeout(20):
-            while slow._held:
-                await asyncio.sleep(0.01)
+        await world.until_let_go(slow)
         assert claim.epoch < found[0].epoch
         assert [each.data for each in await world.store.answers("batch_1", [1])] == [b"theirs"]
 
@@ -292,19 +281,16 @@ async def test_one_that_stood_still_while_it_wrote_the_result_spoils_nothing(wor
     async with world.running() as slow:
         await world.until(lambda batch: batch.status == "finalizing")
         world.store.renew = _never  # type: ignore[method-assign]
-        found = None
-        async with asyncio.timeout(20):
-            while found is None:
-                found = await world.store.claim("other", 60.0)
+        world.store.ahead_s = 2 * LEASE_S
+        found = await world.store.claim("other", 60.0)
+        assert found is not None
         world.store.answers = read  # type: ignore[method-assign]
         other = Batch.from_json(found[1].data)
         over = await write_results(world.store, found[0], other, 1000, time.time())
         assert await world.store.replace(replace(found[1], data=over.to_json()), found[0])
         await world.store.close_batch(found[0])
         goes_on.set()
-        async with asyncio.timeout(20):
-            while slow._held:
-                await asyncio.sleep(0.01)
+        await world.until_let_go(slow)
     batch = await world.batch()
     assert (batch.status, batch.completed, batch.failed) == ("completed", 1, 1)
     assert [line["custom_id"] for line in await world.lines(batch.output_file_id)] == ["c-a"]
@@ -320,16 +306,14 @@ async def test_a_stop_gives_a_batch_back_at_once(world: World) -> None:
     world.holds = {"b"}
     await world.add("a", "b")
     async with world.running(lease_s=60.0):
-        async with asyncio.timeout(20):
-            while await world.store.answered("batch_1") != {1} or not world.runs["b"]:
-                await asyncio.sleep(0.005)
+        await world.until_answered(lambda numbers: numbers == {1} and world.runs["b"] > 0)
     world.free()
     async with world.running(lease_s=60.0):
         assert (await world.over()).completed == 2
     assert world.runs == {"a": 1, "b": 2}
 
 
-class Flaky(SqliteStore):
+class Flaky(WatchedStore):
     """Away for as long as it is set to be."""
 
     is_away = False
@@ -352,9 +336,7 @@ async def test_answers_wait_for_a_store_that_is_away_for_a_moment(tmp_path: Path
     await world.add("a", "b")
     async with world.running():
         await world.until(lambda batch: batch.status == "in_progress")
-        async with asyncio.timeout(20):
-            while len(world.runs) < 2:
-                await asyncio.sleep(0.005)
+        await world.changes.until(lambda: len(world.runs) >= 2)
         store.is_away = True
         world.free()
         await asyncio.wait_for(store.refused.wait(), 20)
@@ -367,10 +349,12 @@ async def test_answers_wait_for_a_store_that_is_away_for_a_moment(tmp_path: Path
 async def test_what_has_ended_long_ago_is_swept_away(world: World) -> None:
     await world.store.add(StoredRecord("file", "file-old", "acme", b"{}", time.time() - 1))
     await world.store.put_piece("file-old", 0, b"x")
+
+    async def is_gone() -> bool:
+        return await world.store.find("file", "acme", "file-old") is None
+
     async with world.running():
-        async with asyncio.timeout(20):
-            while await world.store.find("file", "acme", "file-old") is not None:
-                await asyncio.sleep(0.005)
+        await world.changes.until(is_gone)
     assert await world.store.piece("file-old", 0) is None
 
 

@@ -13,14 +13,15 @@ from typing import Any
 import http_door
 import openai
 import pytest
-from batch_world import until_refused
+from batch_world import WatchedStore, until_refused, until_status
 from fake_worker import pair
 from http_door import sdk
-from router_harness import ids
+from router_harness import Router, ids
 
 from cluster.api_keys import ApiKey, digest_of, render_keys
 from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
+from router import http_server
 from router.api.call import ANYONE, Call
 from router.batches.lines import Line
 from router.batches.store import Batch
@@ -35,6 +36,11 @@ GIVEN: dict[str, Any] = {"endpoint": ENDPOINT, "completion_window": "24h"}
 serving = functools.partial(http_door.serving, max_file_bytes=FILE_BYTES)
 
 
+@pytest.fixture(autouse=True)
+def watch_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "SqliteStore", WatchedStore)
+
+
 def request(custom_id: str, url: str = ENDPOINT, **body: Any) -> dict[str, Any]:
     given = {"model": "model", "messages": [{"role": "user", "content": custom_id}]} | body
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": given}
@@ -44,16 +50,8 @@ def jsonl(*lines: object) -> tuple[str, bytes]:
     return "input.jsonl", "\n".join(map(json.dumps, lines)).encode()
 
 
-async def over(client: openai.AsyncOpenAI, batch_id: str) -> Any:
-    async with asyncio.timeout(20):
-        while (batch := await client.batches.retrieve(batch_id)).status in (
-            "validating",
-            "in_progress",
-            "finalizing",
-            "cancelling",
-        ):
-            await asyncio.sleep(0.01)
-    return batch
+async def over(router: Router, client: openai.AsyncOpenAI, batch_id: str) -> Any:
+    return await until_status(router, client, batch_id, "completed", "failed", "expired", "cancelled")
 
 
 async def results(client: openai.AsyncOpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -70,7 +68,7 @@ async def test_lines_are_answered_as_calls_would_be_and_run_behind_them(tmp_path
         assert (file.purpose, file.filename, file.status) == ("batch", "input.jsonl", "processed")
         reply = await client.batches.create(input_file_id=file.id, metadata={"a": "b"}, **GIVEN)
         assert reply.status == "validating" and reply.expires_at == reply.created_at + 24 * 3600
-        batch = await over(client, reply.id)
+        batch = await over(router, client, reply.id)
         assert (batch.status, batch.metadata, batch.endpoint) == ("completed", {"a": "b"}, ENDPOINT)
         counts = batch.request_counts
         assert (counts.total, counts.completed, counts.failed) == (6, 1, 5)
@@ -94,7 +92,7 @@ async def test_a_batch_of_text_completions(tmp_path: Path) -> None:
         lines = [line | {"body": {"model": "model", "prompt": ["a", "b"]}}]
         file = await client.files.create(file=jsonl(*lines), purpose="batch")
         reply = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-        batch = await over(client, reply.id)
+        batch = await over(router, client, reply.id)
         answer = (await results(client, batch.output_file_id))[0]["response"]["body"]
         assert [choice["text"] for choice in answer["choices"]] == ["x", "x"]
         assert batch.usage is not None and batch.usage.total_tokens == answer["usage"]["total_tokens"] == 4
@@ -104,7 +102,7 @@ async def test_a_bad_file_is_told_line_by_line(tmp_path: Path) -> None:
     async with serving(tmp_path, ()) as (router, _), sdk(router) as client:
         lines = [request("a"), request("a"), request("b", url="/v1/completions"), []]
         file = await client.files.create(file=jsonl(*lines), purpose="batch")
-        batch = await over(client, (await client.batches.create(input_file_id=file.id, **GIVEN)).id)
+        batch = await over(router, client, (await client.batches.create(input_file_id=file.id, **GIVEN)).id)
         assert batch.status == "failed" and batch.failed_at is not None
         found = [(error.line, error.code, error.param) for error in batch.errors.data]
         assert found == [
@@ -122,9 +120,7 @@ async def test_interactive_traffic_goes_first_and_refusals_for_load_are_tried_ag
         await prefill.next_admit()
         file = await client.files.create(file=jsonl(request("1"), request("2")), purpose="batch")
         reply = await client.batches.create(input_file_id=file.id, **GIVEN)
-        async with asyncio.timeout(20):
-            while (await client.batches.retrieve(reply.id)).status != "in_progress":
-                await asyncio.sleep(0.01)
+        await until_status(router, client, reply.id, "in_progress")
         await until_refused(router.server.dispatcher.admission, 4)
         assert router.server.dispatcher.num_queued == 0 and router.server.dispatcher.num_running == 1
         first.cancel()
@@ -132,7 +128,7 @@ async def test_interactive_traffic_goes_first_and_refusals_for_load_are_tried_ag
         assert router.server.dispatcher.num_running == 1
         cancelled = await client.batches.cancel(reply.id)
         assert cancelled.status == "cancelling" and cancelled.cancelling_at is not None
-        batch = await over(client, reply.id)
+        batch = await over(router, client, reply.id)
         assert batch.status == "cancelled" and batch.cancelled_at is not None and batch.output_file_id is None
         left = await results(client, batch.error_file_id)
         assert {line["error"]["code"] for line in left} == {"batch_cancelled"} and len(left) == 2
@@ -168,7 +164,7 @@ async def test_a_file_that_a_batch_needs_is_not_deleted(tmp_path: Path) -> None:
         with pytest.raises(openai.ConflictError, match=f"is the input of {batch.id}"):
             await client.files.delete(file.id)
         await client.batches.cancel(batch.id)
-        await over(client, batch.id)
+        await over(router, client, batch.id)
         assert (await client.files.delete(file.id)).deleted
 
 
@@ -304,7 +300,7 @@ async def test_each_tenant_has_its_own(tmp_path: Path) -> None:
     async with serving(tmp_path, workers, keys_file=str(tmp_path / "keys.yaml")) as (router, http):
         async with sdk(router, "baton-a") as mine, sdk(router, "baton-b") as ours, sdk(router, "baton-c") as theirs:
             file = await mine.files.create(file=jsonl(request("1")), purpose="batch")
-            batch = await over(mine, (await mine.batches.create(input_file_id=file.id, **GIVEN)).id)
+            batch = await over(router, mine, (await mine.batches.create(input_file_id=file.id, **GIVEN)).id)
             assert batch.status == "completed" and (await ours.batches.retrieve(batch.id)).id == batch.id
             assert [each.id async for each in ours.files.list()] == [batch.output_file_id, file.id]
             assert [each.id async for each in theirs.files.list()] == []
@@ -338,7 +334,7 @@ async def test_lines_of_a_key_that_was_revoked_are_not_run(tmp_path: Path) -> No
         assert router.server.keys is not None
         router.server.keys.replace(KEYS[1:])
         first.cancel()
-        batch = await over(ours, reply.id)
+        batch = await over(router, ours, reply.id)
         answer = (await results(ours, batch.error_file_id))[0]["response"]
         assert (batch.status, answer["status_code"]) == ("completed", 401)
         assert "not known here any more" in answer["body"]["error"]["message"]
