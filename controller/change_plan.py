@@ -113,8 +113,7 @@ def plan_ratio(
     """
     _check(members, wanted, max_devices, leaving)
     todo = _assign(members, wanted, leaving)
-    least = {role: _least(role, want) for role, want in wanted.items()}
-    floors = least
+    floors = least = _least_of(wanted)
     if any(m.is_stale for m in members):  # one that ends before its successor has come up cannot stay if that fails
         floors = {role: max(least[role], want.num_workers) for role, want in wanted.items()}
     beside = list(todo.with_fewer_flips())
@@ -157,16 +156,16 @@ def _count(members: Sequence[Member], role: RoleName) -> int:
     return sum(m.role == role and not m.is_draining for m in members)
 
 
-def _least(role: RoleName, want: Wanted) -> int:
-    return max(want.min_workers, 1 if role == "decode" else 0)
+def _least_of(wanted: Mapping[RoleName, Wanted]) -> dict[RoleName, int]:
+    return {role: max(want.min_workers, 1 if role == "decode" else 0) for role, want in wanted.items()}
 
 
 def _check(
     members: Sequence[Member], wanted: Mapping[RoleName, Wanted], max_devices: int | None, leaving: Collection[str]
 ) -> None:
     total = sum(want.num_workers for want in wanted.values())
-    for role, want in wanted.items():
-        least = _least(role, want)
+    for role, least in _least_of(wanted).items():
+        want = wanted[role]
         if want.num_workers < least:
             why = f"roles.{role}.min_workers is {want.min_workers}"
             if want.min_workers < least:
@@ -331,7 +330,7 @@ def _too_narrow(
     """Why no order is possible: only devices can be missing, since workers may leave once all have started."""
     assert max_devices is not None
     enough = max_devices + 1
-    floors = {role: _least(role, want) for role, want in wanted.items()}
+    floors = _least_of(wanted)
     while all(_order(members, kept, wanted, enough, floors) is None for kept in todo.with_fewer_flips()):
         enough += 1
     is_rolling = any(m.is_stale for m in members)
