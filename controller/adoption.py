@@ -1,4 +1,4 @@
-"""What a controller that begins anew takes over from the one before it. Pure and without Ray.
+"""Decides what a controller that begins anew takes over from the one before it. Pure and without Ray.
 
 Each process says who it is and whether it serves (`FoundProcess`); what it cannot know, the configuration as last
 applied and the role of each worker, its controller has saved (`SavedCluster`). `choose` decides which processes are
@@ -116,7 +116,7 @@ class SavedCluster(JsonSettings):
     config: ServingConfig
     """As last applied."""
     engine: EngineSection
-    """What every worker here was started with."""
+    """Engine settings that every worker here was started with."""
     version: int = 1
     num_devices_asked: int = 0
     """Devices of both roles that an operator last asked for."""
@@ -129,7 +129,7 @@ class SavedCluster(JsonSettings):
     num_early_deaths: int = 0
     """Controllers before this one, in a row, that died soon after they began."""
     token: str = ""
-    """What the cluster's processes show one another."""
+    """Secret that the cluster's processes show one another."""
     began_at: float = 0.0
     """When this controller began, in seconds of the wall clock."""
 
@@ -155,7 +155,7 @@ class SavedCluster(JsonSettings):
 
     @property
     def delay_s(self) -> float:
-        """How long that one waits first, so that one which dies again and again leaves the processor to the others."""
+        """How long this controller waits first, so that one which dies again and again leaves others the processor."""
         if self.num_early_deaths <= 1:
             return 0.0
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self.num_early_deaths - 2, 30))

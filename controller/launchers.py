@@ -195,7 +195,7 @@ class RouterPlaces:
         self._namespace = namespace
         self._num_routers = num_routers
         self.group: PlacementGroup | None = None
-        """Of nodes for all of them; None: there is none yet, or they are with the controller."""
+        """Has a node for each of them; None: there is none yet, or they are with the controller."""
 
     def strategy(self, number: int) -> Strategy:
         """For that router, each time it starts."""

@@ -1,4 +1,4 @@
-"""What the controller listens on: the AdminService for operators, one for the routers, and a page of metrics.
+"""The controller's servers: the AdminService for operators, one for the routers, and a page of metrics.
 
 The routers' pages pass on to the second what an operator asks for there; it is for those of this node alone where
 strangers could reach it.
@@ -62,8 +62,8 @@ class Listeners:
         return "" if self._metrics_page is None else self._metrics_page.address
 
     async def open(self, registry: CollectorRegistry, port: int = 0) -> None:
-        """With the router's keys and certificate. `port`: the one that the controller before had; 0: there was none.
-        Raises ConfigError."""
+        """Listens with the router's keys and certificate. `port`: the one that the controller before had; 0: there was
+        none. Raises ConfigError."""
         config = self._config
         file = None if config.auth.keys_file is None else KeyFile(config.auth.keys_file)
         ring = None if file is None else file.ring
@@ -101,7 +101,7 @@ class Listeners:
         return address
 
     def _serve_metrics(self, registry: CollectorRegistry, ring: KeyRing | None) -> MetricsPage:
-        """With the TLS of the cluster's inside, as workers serve theirs; without it on loopback, unless `insecure`."""
+        """Uses the TLS of the cluster's inside, as workers do for theirs; without it on loopback, unless `insecure`."""
         gate = Gate(ring, {ADMIN: "admin"}, ())
         return serve_beside(
             registry,

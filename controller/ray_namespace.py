@@ -1,5 +1,5 @@
-"""What Ray holds of one cluster: its processes and placement groups, which outlive the controller that made them, and
-what that controller saved for the next one.
+"""One cluster's part of Ray: its processes and placement groups, which outlive the controller that made them, and what
+that controller saved for the next one.
 
 All of it is found by the cluster's name: actors live in Ray's namespace of that name, placement groups have it in front
 of theirs, and the saved state is the value of one key in Ray's own store, which lasts as long as Ray does.
@@ -36,7 +36,7 @@ it."""
 
 
 def new_name() -> str:
-    """For a cluster that ends with the command that started it."""
+    """Returns a name for a cluster that ends with the command that started it."""
     return f"{DETACHED}-{secrets.token_hex(4)}"
 
 

@@ -1,4 +1,4 @@
-"""What passes from one controller to the next: processes that serve, and what their controller has saved.
+"""Hands a cluster from one controller to the next: processes that serve, and what their controller has saved.
 
 The new controller first takes over what it wants of the processes that answer, and ends the others; only then does it
 name the workers to the routers. From then on it saves, after each change, what its own successor must know.
