@@ -318,19 +318,24 @@ class Flaky(WatchedStore):
 
     is_away = False
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(where)
         self.refused = asyncio.Event()
+        run = self._file.run
 
-    async def _run(self, work: Any) -> Any:
-        if self.is_away:
-            self.refused.set()
-            raise StoreAway("it is away")
-        return await super()._run(work)
+        async def run_unless_away(work: Any) -> Any:
+            if self.is_away:
+                self.refused.set()
+                raise StoreAway("it is away")
+            return await run(work)
+
+        monkeypatch.setattr(self._file, "run", run_unless_away)
 
 
-async def test_answers_wait_for_a_store_that_is_away_for_a_moment(tmp_path: Path) -> None:
-    store = Flaky(str(tmp_path / "b.db"))
+async def test_answers_wait_for_a_store_that_is_away_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Flaky(str(tmp_path / "b.db"), monkeypatch)
     world = World(store)
     world.holds = {"a"}
     await world.add("a", "b")
