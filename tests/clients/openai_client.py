@@ -131,7 +131,7 @@ def batch(base_url: str, model: str) -> Told:
         begun = api.batches.create(input_file_id=file.id, endpoint=url, completion_window="24h")
         until = time.monotonic() + TIMEOUT_S
         while (found := api.batches.retrieve(begun.id)).status not in IS_OVER and time.monotonic() < until:
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)  # the API tells nobody that a batch is over
         if found.output_file_id is None:
             return {"status": found.status}
         answer = json.loads(api.files.content(found.output_file_id).text)["response"]["body"]

@@ -20,6 +20,7 @@ from doctored import ask, the_problem, the_warning, write_config
 from fake_worker import FakeWorker
 from router_harness import Router, running_router
 from scripted_router import baton
+from waiting import until_after
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.api_keys import ApiKey, digest_of, render_keys
@@ -198,9 +199,7 @@ async def tell(router: Router, worker: FakeWorker, **info: object) -> None:
     told = worker_pb2.WorkerInfo(worker_id=worker.worker_id, incarnation=worker.incarnation, role=worker.role, **info)  # type: ignore[arg-type]
     worker.emit(worker_pb2.Event(info=told))
     client = next(w for w in router.server.dispatcher.fleet if w.worker_id == worker.worker_id)
-    async with asyncio.timeout(20):
-        while client.info != told:
-            await asyncio.sleep(0.01)
+    await until_after(client, "_on_info", lambda: client.info == told)
 
 
 async def test_a_clock_that_is_ahead_and_weights_that_differ_are_named(tmp_path: Path, late_page: str) -> None:

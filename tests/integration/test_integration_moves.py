@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from cluster_fixture import BUNDLED_MODEL, HAND_OVER, PATIENT, single_process, token_spec
 from router_harness import Router
+from waiting import Changes, until_after
 from workers import Worker, running
 
 from cluster import rpc
@@ -25,6 +26,7 @@ from router.routing.fleet import WorkerAddress
 Disturb = Callable[[Dispatcher, Sequence[Worker]], Awaitable[None]]
 
 NUM_TOKENS = 500
+LIMIT_S = 120.0
 LOGPROBS_AGREE_TO = 1e-3
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -54,7 +56,8 @@ def params_of(kind: str) -> SamplingParams:
 class Told:
     """What one client has been told, each token once and in order."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, changes: Changes) -> None:
+        self.changes = changes
         self.tokens: list[list[int]] = [[] for _ in range(n)]
         self.logprobs: list[list[float]] = [[] for _ in range(n)]
         self.timing = pb.Timing()
@@ -66,14 +69,9 @@ class Told:
                 assert event.delta.first_token_index == len(tokens)
                 tokens.extend(event.delta.token_ids)
                 self.logprobs[event.delta.index].extend(entry.logprob for entry in event.delta.logprobs)
+                self.changes.tell()
             elif event.HasField("completed"):
                 self.timing = event.completed.timing
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(120):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def name(dispatcher: Dispatcher, workers: Iterable[Worker], draining: str) -> None:
@@ -109,13 +107,14 @@ def run_all(disturb: Disturb, **of_second: Any) -> list[Told]:
     prompts = [random.Random(seed).choices(range(4, 1000), k=30 + 17 * seed) for seed in range(len(KINDS))]
     specs = [spec_of(kind, prompt) for kind, prompt in zip(KINDS, prompts, strict=True)]
     expected = single_process(prompts, [params_of(kind) for kind in KINDS])
-    told = [Told(params_of(kind).n) for kind in KINDS]
+    changes = Changes()
+    told = [Told(params_of(kind).n, changes) for kind in KINDS]
 
     async def scenario(workers: Sequence[Worker]) -> None:
         async with serving(workers) as router:
             name(router.server.dispatcher, workers, draining="decode-1")
             calls = [asyncio.create_task(t.read(router, s)) for t, s in zip(told, specs, strict=True)]
-            await until(lambda: all(len(tokens) > 8 for t in told for tokens in t.tokens))
+            await changes.until(lambda: all(len(tokens) > 8 for t in told for tokens in t.tokens), LIMIT_S)
             await disturb(router.server.dispatcher, workers)
             await asyncio.gather(*calls)
 
@@ -145,7 +144,12 @@ def test_requests_that_move_to_and_fro_while_they_decode_get_the_undisturbed_tok
         for count, draining in ((1, "decode-0"), (2, "decode-1")):
             name(dispatcher, workers, draining)
             wanted = count * len(KINDS)
-            await until(lambda wanted=wanted: dispatcher.counters.moved >= wanted)
+            await until_after(
+                dispatcher.running,
+                "move",
+                lambda wanted=wanted: dispatcher.counters.moved >= wanted,
+                LIMIT_S,
+            )
         assert not dispatcher.counters.retried
 
     for told in run_all(to_and_fro, tp_size=tp_size, block_size=block_size):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -265,15 +264,13 @@ def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_sa
         assert admin.cluster().version == 2
     # One that Ray has given up is followed by the next `baton serve --detach`.
     cluster._kill(cluster.controller)
-    while find_controller() is not None:
-        time.sleep(0.05)
+    until(lambda: find_controller() is None, "Ray has given up the name of the controller", WAIT_S, 0.05)
     cluster = Cluster(file.load(), tmp_path / "logs", file, is_detached=True)
     assert cluster.until_text("change", "it has adopted").text.endswith("it has adopted decode-0, prefill-0, router")
     assert cluster.status() == before
     pids = [pid for group in before.values() for pid in group["pids"]]
     cluster._kill(cluster.controller)
-    while find_controller() is not None:
-        time.sleep(0.05)
+    until(lambda: find_controller() is None, "Ray has given up the name of the controller", WAIT_S, 0.05)
     assert end_abandoned(), "what is left can be ended without a controller, too"
     until(lambda: not [pid for pid in pids if is_running(pid)], "the processes have ended", WAIT_S)
     assert not end_abandoned()

@@ -137,7 +137,7 @@ class End(handoff_pb2_grpc.HandoffServiceServicer):
     async def _beat(self) -> None:
         before = time.monotonic()
         while True:
-            await asyncio.sleep(self.timing.tick_s)
+            await asyncio.sleep(self.timing.tick_s)  # heartbeats and silence are measured in real time
             now = time.monotonic()
             if self.is_beating:
                 self.streams.tick(now - before)

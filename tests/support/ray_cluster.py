@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import grpc
 import psutil
-from waiting import is_running
+from waiting import is_running, until
 
 from cluster.config.schema import (
     AdminSection,
@@ -92,12 +91,13 @@ class Cluster:
         """Also of a controller that is just being started again."""
         from ray.exceptions import ActorUnavailableError, RayActorError
 
-        for _ in range(100):
+        def look() -> Any:
             try:
                 return self._get(self.controller.progress.remote(self._last), timeout=WAIT_S)
             except (ActorUnavailableError, RayActorError):
-                time.sleep(0.1)
-        raise AssertionError("the controller does not answer")
+                return None
+
+        return until(look, "the controller answers", WAIT_S, 0.1)
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Without why an earlier life ended, which is forgotten with the controller."""

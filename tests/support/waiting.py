@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import os
+import select
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -62,6 +65,19 @@ def until(look: Callable[[], T | None], what: str, limit_s: float, every_s: floa
 def wait_stopped(pid: int) -> None:
     """Until the process stands still, as SIGSTOP has it."""
     until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, f"process {pid} stands still", 10.0, 0.001)
+
+
+def wait_ended(*pids: int, limit_s: float = 20.0) -> None:
+    """Until these processes have ended, whoever's they are."""
+    end = time.monotonic() + limit_s
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            process = os.pidfd_open(pid)
+            try:
+                ended, _, _ = select.select([process], [], [], max(0.0, end - time.monotonic()))
+                assert ended, f"process {pid} has not ended within {limit_s:g} s"
+            finally:
+                os.close(process)
 
 
 def is_running(pid: int) -> bool:

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from cluster_fixture import BUNDLED_MODEL, WAIT_S
+from cluster_fixture import BUNDLED_MODEL
+from waiting import wait_ended
 
 from cluster.grammar import GrammarFailed, GrammarLimits, GrammarLost, GrammarProcess, GrammarProcesses
 from cluster.grammar_protocol import MOST_ROWS
@@ -38,13 +38,6 @@ def mask(process: GrammarProcess, *tokens: int) -> bytes:
     row = process.ask(process.new_key(), 0, tokens)
     assert row is not None
     return process.answer(row)
-
-
-def wait_gone(*pids: int) -> None:
-    until = time.monotonic() + WAIT_S
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < until, f"still there: {pids}"
-        time.sleep(0.01)
 
 
 def test_a_grammar_that_crashes_the_compiler_fails_alone(processes: GrammarProcesses) -> None:
@@ -89,7 +82,7 @@ def test_the_process_that_forks_is_started_again() -> None:
         process = processes.compile("ab", "regex")
         before, forker_pid = mask(process), process.forker_pid
         os.kill(forker_pid, signal.SIGKILL)
-        wait_gone(process.pid)
+        wait_ended(process.pid)
         with pytest.raises(GrammarLost):
             mask(process)
         again = processes.compile("ab", "regex")
@@ -105,12 +98,12 @@ def test_more_rows_than_are_kept_are_refused_until_some_are_collected(processes:
 
 
 CHILD = """
-import os, sys, time
+import os, signal, sys
 from cluster.grammar import GrammarProcesses
 processes = GrammarProcesses(open(sys.argv[1]).read, 1024)
 process = processes.compile("ab", "regex")
 print(process.pid, process.forker_pid, flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 
@@ -121,11 +114,11 @@ def test_processes_end_with_the_one_that_started_them_however_it_ends() -> None:
         pids = [int(word) for word in parent.stdout.readline().split()]
         parent.kill()
     assert len(pids) == 2
-    wait_gone(*pids)
+    wait_ended(*pids)
 
 
 def test_a_grammar_that_nobody_holds_has_no_process(processes: GrammarProcesses) -> None:
     process = processes.compile("ab", "regex")
     pid = process.pid
     del process
-    wait_gone(pid)
+    wait_ended(pid)

@@ -208,14 +208,14 @@ class ThreadedStore(MemoryStore):
     """Its answer comes from a thread, whatever the loop does."""
 
     async def probe(self) -> None:
-        await asyncio.to_thread(time.sleep, 0.01)
+        await asyncio.to_thread(time.sleep, 0.01)  # longer than the first turn of the loop
 
 
 async def test_a_loop_that_stands_still_does_not_take_the_store_for_gone() -> None:
     guard = Guard(ThreadedStore(), timeout_s=0.1)
     call = asyncio.create_task(guard.probe())
     await asyncio.sleep(0)
-    time.sleep(0.5)
+    time.sleep(0.5)  # the loop stands still for longer than a call may take
     await call
     assert not guard.is_away
     await guard.close()

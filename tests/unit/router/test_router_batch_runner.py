@@ -242,7 +242,7 @@ async def test_lines_of_a_router_that_lives_do_not_count_as_lost(world: World) -
     await world.add("a")
     for number in range(1, 4):
         async with world.running(lease_s=60.0):
-            await world.changes.until(lambda number=number: world.runs["a"] >= number)  # type: ignore[misc]
+            await world.changes.until(lambda number=number: world.runs["a"] >= number)
     world.free()
     world.replies["a"] = [LineResult(429, {}, 1e-6, is_refusal=True)] * 3
     async with world.running():

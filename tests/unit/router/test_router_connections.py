@@ -92,7 +92,7 @@ async def test_the_head_of_a_second_request_has_the_same_time(tmp_path: Path) ->
         for _ in range(2):
             client.writer.write(GET)
             assert await client.answer() == 200
-        await asyncio.sleep(2 * STALLED_S)  # between requests a connection may be silent for longer
+        await asyncio.sleep(2 * STALLED_S)  # the silence: between requests a connection may be silent for longer
         client.writer.write(GET + HEAD)
         assert await client.answer() == 200
         assert b"HTTP/1.1 408 " in await client.trickle()
@@ -121,7 +121,7 @@ async def test_a_body_that_comes_at_a_fair_rate_may_take_longer(tmp_path: Path) 
         begun = asyncio.get_running_loop().time()
         for at in range(0, len(body), 3000):
             client.writer.write(body[at : at + 3000])
-            await asyncio.sleep(STALLED_S / 6)
+            await asyncio.sleep(STALLED_S / 6)  # the rate is what is looked at
         assert asyncio.get_running_loop().time() - begun > STALLED_S
         assert await client.answer() == 200
 

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from http_door import serving
 from router_harness import Router, ids, refusal, running_router, text_of, text_spec
 from scripted_router import baton
+from waiting import until_after
 
 from cluster.api_keys import ApiKey, KeyQuota, digest_of, render_keys
 from cluster.auth import KeyFile, KeyRing
@@ -200,9 +201,9 @@ async def test_a_stream_that_runs_outlives_its_key(tmp_path: Path, file: Path) -
         running = asyncio.ensure_future(router.stream(text_spec(), metadata=bearer(ALICE)))
         admit = await workers[1].next_admit()
         replace(file, render_keys(KEYS[1:]))
-        async with asyncio.timeout(20):
-            while router.server.keys is not None and router.server.keys.find(ALICE) is not None:
-                await asyncio.sleep(0.01)
+        keys = router.server.keys
+        assert keys is not None
+        await until_after(keys, "replace", lambda: keys.find(ALICE) is None)
         assert script is not None
         script(workers[1], admit)
         assert text_of(await running) == "fine"

@@ -12,6 +12,7 @@ from author import ALONE, Author, Reading, again, resumable
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from router_harness import Router, ids, refusal, running_router
+from waiting import until_after
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.errors import Aborted, Cancelled, FailedPrecondition, NotFound, Unavailable
@@ -78,7 +79,7 @@ class SlowStore(MemoryStore):
     outlives_process = True
 
     async def write(self, writes: Sequence[Write]) -> list[Outcome]:
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(0.4)  # the time that its answer takes is what is looked at
         return await super().write(writes)
 
 
@@ -161,12 +162,13 @@ async def test_a_stream_says_when_it_would_end_with_its_router_and_when_not_any_
         first = Reading.start(router, resumable(stopping=pb.StoppingCriteria(max_output_tokens=len(text))))
         await first.until_tokens(1)
         assert first.resumable == [False]
+        guard = router.server.generation.resumables._journal._store
         store.is_refusing = False
+        await until_after(guard, "on_back", lambda: not guard.is_away)
         count = 1
         while first.resumable == [False]:
             author.allow(count := count + 1)
             await first.until_tokens(count)
-            await asyncio.sleep(0.02)  # the store is looked for now and then
         store.is_refusing = True
         author.allow(count + 1)
         await first.until_tokens(count + 1)

@@ -13,6 +13,7 @@ from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, failed, p
 from hypothesis import given
 from hypothesis import strategies as st
 from router_harness import Router, begin, ids, kinds, refusal, rest, running_router, text_of, text_spec
+from waiting import until_after
 
 from cluster.errors import DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.lifecycle import RequestKey
@@ -306,7 +307,6 @@ async def test_a_silent_worker_is_suspected_then_lost_and_found_again(tmp_path: 
         assert not again.expect_handoff
         decode.emit(phase(again.key, DECODE), tokens(again.key, 0, ids("a"), finish_reason=LENGTH))
         assert text_of(await call) == "a"
-        while client.is_ready:
-            await asyncio.sleep(0.05)
+        await until_after(client, "_lose", lambda: not client.is_ready)
         prefill.is_silent = False
         await router.until_serving()
