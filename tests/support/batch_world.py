@@ -17,10 +17,11 @@ import pytest
 from router_harness import Router
 from waiting import Changes
 
+from cluster.sqlite_file import SqliteFile
 from router.batches.idle import IdleCapacity
 from router.batches.lines import Line, LineResult
 from router.batches.runner import BatchRunner
-from router.batches.sqlite_store import SqliteStore
+from router.batches.sqlite_store import SqliteStore, _prepare
 from router.batches.store import CANCELLING, Batch, StoredFile, StoredRecord
 from router.queue.admission import Admission
 
@@ -33,14 +34,12 @@ OK = LineResult(
 LEASE_S = 0.3
 
 
-class WatchedStore(SqliteStore):
+class WatchedFile(SqliteFile):
     """Tells of whatever is written. Made in the event loop of the test."""
 
     def __init__(self, path: str | None) -> None:
-        super().__init__(path, lambda: time.time() + self.ahead_s)
+        super().__init__(path, _prepare, name="the file of batches")
         self.changes = Changes()
-        self.ahead_s = 0.0
-        """Its clock is ahead of the real one by so much: claims end the sooner."""
         self._loop = asyncio.get_running_loop()
         self._num_written = 0
 
@@ -51,6 +50,17 @@ class WatchedStore(SqliteStore):
             self._num_written = num_written
             self._loop.call_soon_threadsafe(self.changes.tell)
         return result
+
+
+class WatchedStore(SqliteStore):
+    """Made in the event loop of the test."""
+
+    def __init__(self, path: str | None) -> None:
+        super().__init__(path, lambda: time.time() + self.ahead_s)
+        self._file = file = WatchedFile(path)
+        self.changes = file.changes
+        self.ahead_s = 0.0
+        """Its clock is ahead of the real one by so much: claims end the sooner."""
 
 
 class World:
