@@ -1,5 +1,5 @@
-"""Addresses as text: which of them cannot leave the machine, how a host and a port are joined and split, and whether a
-port is free.
+"""Addresses as text: which of them cannot leave the machine, how a host and a port are joined and split, whether a port
+is free, and how much each network holds.
 
 Apart from `cluster.rpc` so that reading a configuration loads no gRPC.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections import Counter
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """Where a router of this machine serves gRPC, unless configured otherwise."""
@@ -37,6 +38,26 @@ def network_of(host: str) -> bytes:
         return host.encode()
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).packed[:8]
+
+
+class PlacesPerNetwork:
+    """Counts what each network holds at one time. `most`: of one network; None: any number."""
+
+    def __init__(self, most: int | None) -> None:
+        self.most = most
+        self._num_taken = Counter[bytes]()
+
+    def take(self, network: bytes) -> bool:
+        """Returns False where the network has as many as it may."""
+        if self.most is not None and self._num_taken[network] >= self.most:
+            return False
+        self._num_taken[network] += 1
+        return True
+
+    def give_back(self, network: bytes) -> None:
+        self._num_taken[network] -= 1
+        if not self._num_taken[network]:
+            del self._num_taken[network]
 
 
 def format_address(host: str, port: int) -> str:

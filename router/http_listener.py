@@ -14,7 +14,6 @@ import functools
 import json
 import logging
 import socket
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -25,7 +24,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cluster.address import format_address, network_of
+from cluster.address import PlacesPerNetwork, format_address, network_of
 from cluster.errors import ConfigError
 from cluster.tls import ServerTls, require_tls
 from router.openai.errors import HttpFailure
@@ -170,7 +169,7 @@ class _Listener(socket.socket):
         self._limits = limits
         self._refusal = refusal
         self._num_open = 0
-        self._num_of = Counter[bytes]()
+        self._places = PlacesPerNetwork(limits.most_of_address)
         self._num_in_row = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -186,27 +185,22 @@ class _Listener(socket.socket):
             except BlockingIOError:
                 self._num_in_row = 0
                 raise
-            of = network_of(address[0])
-            if self._has_room(of):
+            network = network_of(address[0])
+            if self._num_open < self._limits.most and self._places.take(network):
                 self._num_open += 1
-                self._num_of[of] += 1
-                return _Accepted(accepted, functools.partial(self._forget, of)), address
-            with accepted, contextlib.suppress(OSError):
-                accepted.setblocking(False)
-                accepted.send(self._refusal)
-                accepted.shutdown(socket.SHUT_WR)
-                accepted.recv(_SEND_BYTES)  # with bytes that nobody has read, closing would take the answer back
+                return _Accepted(accepted, functools.partial(self._forget, network)), address
+            self._refuse(accepted)
 
-    def _has_room(self, of: bytes) -> bool:
-        limits = self._limits
-        is_free = limits.most_of_address is None or self._num_of[of] < limits.most_of_address
-        return is_free and self._num_open < limits.most
+    def _refuse(self, accepted: socket.socket) -> None:
+        with accepted, contextlib.suppress(OSError):
+            accepted.setblocking(False)
+            accepted.send(self._refusal)
+            accepted.shutdown(socket.SHUT_WR)
+            accepted.recv(_SEND_BYTES)  # with bytes that nobody has read, closing would take the answer back
 
-    def _forget(self, of: bytes) -> None:
+    def _forget(self, network: bytes) -> None:
         self._num_open -= 1
-        self._num_of[of] -= 1
-        if not self._num_of[of]:
-            del self._num_of[of]
+        self._places.give_back(network)
 
 
 class _Accepted(socket.socket):

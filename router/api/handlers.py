@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +22,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescri
 from google.protobuf.message import DecodeError, Message
 
 from cluster import rpc
-from cluster.address import network_of
+from cluster.address import PlacesPerNetwork, network_of
 from cluster.auth import Gate
 from cluster.errors import BatonError, FieldViolation, Overloaded
 from router.api.call import Call, ClientStalled, principal_of
@@ -47,26 +46,19 @@ class CallsPerAddress:
     """Bounds the calls that one address has at one time, however many connections it makes. `most` None: not."""
 
     def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._num_of = Counter[bytes]()
+        self._places = PlacesPerNetwork(most)
 
     @contextlib.contextmanager
     def one_of(self, peer: str) -> Iterator[None]:
         """Around one call; `peer` as gRPC names it: ipv4:HOST:PORT. Raises Overloaded."""
-        if self._most is None:
-            yield
-            return
-        of = network_of(unquote(peer.partition(":")[2].rpartition(":")[0]))
-        if self._num_of[of] >= self._most:
-            what = f"this address has {self._most} calls, and may have no more at one time"
+        network = network_of(unquote(peer.partition(":")[2].rpartition(":")[0]))
+        if not self._places.take(network):
+            what = f"this address has {self._places.most} calls, and may have no more at one time"
             raise Overloaded(f"{what} (router.max_connections_per_address)", retry_after_s=_RETRY_AFTER_S)
-        self._num_of[of] += 1
         try:
             yield
         finally:
-            self._num_of[of] -= 1
-            if not self._num_of[of]:
-                del self._num_of[of]
+            self._places.give_back(network)
 
 
 def service_handler(
