@@ -259,23 +259,26 @@ class RedisBatchStore:
         return [(batch_id, (tenant or b"").decode()) for batch_id, tenant, until in pairs if int(until or 0) <= now_ms]
 
     async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
-        return bool(await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, round(1000 * ttl_s)))
+        return bool(await self._run(_HOLD, *_held(claim), round(1000 * ttl_s)))
 
     async def release(self, claim: BatchClaim) -> None:
         await self.end_lines(claim)
-        await self._run(_HOLD, claim.batch_id, claim.owner, claim.epoch, 0)
+        await self._run(_HOLD, *_held(claim), 0)
 
     async def begin_line(self, claim: BatchClaim, number: int) -> bool:
-        return bool(await self._run(_BEGIN, claim.batch_id, claim.owner, claim.epoch, number))
+        return bool(await self._run(_BEGIN, *_held(claim), number))
 
     async def end_lines(self, claim: BatchClaim, number: int | None = None) -> None:
-        numbers = [line for line, epoch in await self._begun(claim) if epoch == claim.epoch and number in (None, line)]
+        numbers = [number] if number is not None else await self._running(claim)
         if numbers:
             lines = [f"{line}:{claim.epoch}" for line in numbers]
             await ask(lambda: self._client.srem(f"{self._prefix}begun:{claim.batch_id}", *lines))
 
     async def lost_lines(self, claim: BatchClaim) -> Mapping[int, int]:
         return Counter(line for line, epoch in await self._begun(claim) if epoch < claim.epoch)
+
+    async def _running(self, claim: BatchClaim) -> list[int]:
+        return [line for line, epoch in await self._begun(claim) if epoch == claim.epoch]
 
     async def _begun(self, claim: BatchClaim) -> list[tuple[int, int]]:
         """Lines that were begun and have not ended, each with the epoch of the claim."""
@@ -284,11 +287,11 @@ class RedisBatchStore:
         return [(int(line), int(epoch)) for line, epoch in pairs]
 
     async def close_batch(self, claim: BatchClaim) -> None:
-        await self._run(_CLOSE, claim.batch_id, claim.owner, claim.epoch)
+        await self._run(_CLOSE, *_held(claim))
 
     async def answer(self, claim: BatchClaim, answer: LineAnswer) -> bool:
         values = (answer.number, int(answer.is_good), answer.data)
-        return bool(await self._run(_ANSWER, claim.batch_id, claim.owner, claim.epoch, *values))
+        return bool(await self._run(_ANSWER, *_held(claim), *values))
 
     async def counts(self, batch_id: str) -> tuple[int, int]:
         key = f"{self._prefix}claim:{batch_id}"

@@ -214,8 +214,7 @@ class BatchRunner:
         """Renews the claim, and checks whether the batch was cancelled. Raises ClaimLost."""
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            if not await self._store_call(lambda: self._store.renew(held.claim, self._lease_s)):
-                raise ClaimLost
+            await self._store_held(lambda: self._store.renew(held.claim, self._lease_s))
             record = await self._store_call(
                 lambda: self._store.find("batch", held.record.tenant, held.record.record_id)
             )
@@ -303,16 +302,14 @@ class BatchRunner:
         else:
             tried = await self._until_answered(held, line, request_id, is_alone=num_lost_routers > 0)
             answer = answer_line(line, request_id, tried.status, tried.body)
-        if not await self._store_call(lambda: self._store.answer(held.claim, answer)):
-            raise ClaimLost
+        await self._store_held(lambda: self._store.answer(held.claim, answer))
         self._counts["completed" if answer.is_good else "failed"] += 1
 
     async def _until_answered(self, held: ClaimedBatch, line: Line, request_id: str, *, is_alone: bool) -> LineResult:
         batch, num_tries, num_failures = held.batch, 0, 0
         while True:
             async with self._idle.place(batch.tenant, is_alone=is_alone):
-                if not await self._store_call(lambda: self._store.begin_line(held.claim, line.number)):
-                    raise ClaimLost
+                await self._store_held(lambda: self._store.begin_line(held.claim, line.number))
                 tried = await self._answer(batch, line, request_id)
             num_tries, num_failures = num_tries + 1, num_failures + (not tried.is_refusal)
             if tried.retry_after_s is None or num_failures >= MOST_FAILURES:
@@ -353,6 +350,11 @@ class BatchRunner:
         is_new = record.version != held.record.version
         held.record, held.batch = record, Batch.from_json(record.data)
         return is_new
+
+    async def _store_held(self, call: Callable[[], Awaitable[bool]]) -> None:
+        """Raises ClaimLost where the store refuses, as another router has the batch."""
+        if not await self._store_call(call):
+            raise ClaimLost
 
     async def _store_call(self, call: Callable[[], Awaitable[T]]) -> T:
         """Retries while the store is away for a moment: an answer was paid for, and one that comes late is fenced."""
