@@ -63,10 +63,7 @@ def validate(
     _output(spec.output, sampling, len(token_ids), wrong)
     queue_timeout_s = _queue_timeout(spec.scheduling, wrong)
     wrong.number("scheduling.priority", spec.scheduling.priority, -MOST_PRIORITY, MOST_PRIORITY)
-    names = ("request_id", spec.request_id), ("cache.cache_salt", spec.cache.cache_salt)
-    for field, text in (*names, ("scheduling.session_id", spec.scheduling.session_id)):
-        if len(text) > LONGEST_NAME:
-            wrong.add(field, f"must be at most {LONGEST_NAME} characters long (got {len(text)})")
+    _names(spec, wrong)
     if wrong.found:
         raise invalid(wrong.found + too_long.found)
     if too_long.found:
@@ -225,6 +222,16 @@ def most_prompt_logprobs(num_prompt_tokens: int) -> int:
     A TokenLogprob takes at most 23 bytes, and 13 more for each alternative.
     """
     return max(-1, (LARGEST_STARTED_BYTES // max(1, num_prompt_tokens) - 23) // 13)
+
+
+def _names(spec: generation_pb2.GenerationSpec, wrong: Violations) -> None:
+    for field, text in (
+        ("request_id", spec.request_id),
+        ("cache.cache_salt", spec.cache.cache_salt),
+        ("scheduling.session_id", spec.scheduling.session_id),
+    ):
+        if len(text) > LONGEST_NAME:
+            wrong.add(field, f"must be at most {LONGEST_NAME} characters long (got {len(text)})")
 
 
 def _queue_timeout(scheduling: generation_pb2.SchedulingOptions, wrong: Violations) -> float | None:

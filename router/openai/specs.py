@@ -60,8 +60,8 @@ def completion_specs(body: CompletionBody, request_id: str) -> list[pb.Generatio
     if body.logprobs is not None:
         _whole(spec.output, "top_logprobs", "logprobs", body.logprobs, _UINT32, wrong)
     for number, prompt in enumerate(prompts):
-        if not isinstance(prompt, str) and not all(token_id in _UINT32 for token_id in prompt):
-            wrong.add(f"prompt[{number}]", "token ids must be from 0 to the vocabulary's size")
+        if not isinstance(prompt, str):
+            _check_ids(prompt, f"prompt[{number}]", wrong)
     wrong.raise_if_any()
     return [_with_prompt(spec, prompt) for prompt in prompts]
 
@@ -115,8 +115,7 @@ def tokenize_request(body: TokenizeBody) -> pb.TokenizeRequest:
 
 def detokenize_request(body: DetokenizeBody) -> pb.DetokenizeRequest:
     wrong = Violations()
-    if not all(token_id in _UINT32 for token_id in body.tokens):
-        wrong.add("tokens", "token ids must be from 0 to the vocabulary's size")
+    _check_ids(body.tokens, "tokens", wrong)
     wrong.raise_if_any()
     return pb.DetokenizeRequest(model=body.model, token_ids=body.tokens)
 
@@ -162,16 +161,22 @@ def _common(
     _whole(stopping, "min_output_tokens", "min_tokens", body.min_tokens, _UINT32, wrong)
     stopping.stop.extend([body.stop] if isinstance(body.stop, str) else body.stop or ())
     stopping.include_stop_in_output, stopping.ignore_eos = body.include_stop_str_in_output, body.ignore_eos
-    if all(token_id in _UINT32 for token_id in body.stop_token_ids or ()):
+    if _check_ids(body.stop_token_ids or (), "stop_token_ids", wrong):
         stopping.stop_token_ids.extend(body.stop_token_ids or ())
-    else:
-        wrong.add("stop_token_ids", "token ids must be from 0 to the vocabulary's size")
     _bias(sampling, body.logit_bias or {}, wrong)
     if body.structured_outputs is not None:
         _structure(sampling, body.structured_outputs, wrong)
     spec.cache.cache_salt, spec.scheduling.session_id = body.cache_salt or "", body.session_id or ""
     _whole(spec.scheduling, "priority", "priority", body.priority, _INT32, wrong)
     return spec
+
+
+def _check_ids(ids: Sequence[int], name: str, wrong: Violations) -> bool:
+    """Whether each fits into the 32 bits of its field; `router.api.validate` knows the vocabulary."""
+    do_fit = all(token_id in _UINT32 for token_id in ids)
+    if not do_fit:
+        wrong.add(name, "token ids must be from 0 to the vocabulary's size")
+    return do_fit
 
 
 def _whole(message: Any, field: str, name: str, value: int | None, values: range, wrong: Violations) -> None:
