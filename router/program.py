@@ -100,29 +100,13 @@ class RouterServer:
         self._gate = Gate(self.keys, _SCOPES, (HEALTH.full_name,))
         self._fleet_changed = asyncio.Event()
         self.dispatcher = Dispatcher(settings, self._fleet_changed.set)
-        self.metrics = RouterMetrics(
-            self.dispatcher.counters,
-            self.dispatcher.fleet,
-            lambda: self.dispatcher.num_queued,
-            lambda: self.dispatcher.num_running,
-        )
-        self._activity = Activity()
-        self.dispatcher.observers += [self.metrics, self._activity]
-        self.dispatcher.running.on_decision = self.metrics.decided
         self.dispatcher.fleet.tls = None if self._internal_tls is None else self._internal_tls.client
         self.dispatcher.fleet.token = settings.cluster_token
+        self._activity = Activity()
+        self.metrics = self._observe()
         self._control = ControlService(self.dispatcher, settings)
         self._traces = open_traces(settings, self.metrics.trace_spans) if traces is None else traces
-        self.generation = GenerationService(
-            self._model,
-            self._tokenizer,
-            self.dispatcher,
-            self._executor,
-            MessageRate(settings.router.stream_messages_per_s),
-            _open_store(settings.state) if store is None else store,
-            self._traces,
-            settings,
-        )
+        self.generation = self._new_generation(_open_store(settings.state) if store is None else store)
         self._models = ModelService(
             self._model,
             self._tokenizer,
@@ -130,8 +114,39 @@ class RouterServer:
             lambda: self.dispatcher.fleet.weights_revision,
             self.dispatcher.waiting,
         )
-        self._http = HttpServer(
-            settings,
+        self._http = self._new_http()
+        self._health = HealthService(_HEALTH_NAMES)
+        self._servers: list[grpc.aio.Server] = []
+        self._metrics_page: MetricsPage | None = None
+        self._controller: ControllerLink | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def _observe(self) -> RouterMetrics:
+        """Makes the metrics, which follow every request as the activity does."""
+        dispatcher = self.dispatcher
+        metrics = RouterMetrics(
+            dispatcher.counters, dispatcher.fleet, lambda: dispatcher.num_queued, lambda: dispatcher.num_running
+        )
+        dispatcher.observers += [metrics, self._activity]
+        dispatcher.running.on_decision = metrics.decided
+        return metrics
+
+    def _new_generation(self, store: Store) -> GenerationService:
+        return GenerationService(
+            self._model,
+            self._tokenizer,
+            self.dispatcher,
+            self._executor,
+            MessageRate(self._settings.router.stream_messages_per_s),
+            store,
+            self._traces,
+            self._settings,
+        )
+
+    def _new_http(self) -> HttpServer:
+        is_protected = self.keys is not None or self._tls is not None
+        return HttpServer(
+            self._settings,
             self._gate,
             self._tls,
             self.dispatcher,
@@ -140,13 +155,8 @@ class RouterServer:
             self._models,
             self.generation.Generate,
             self.generation.GenerateStream,
-            OwnSite.of(settings.router.allowed_hosts, is_protected=self.keys is not None or self._tls is not None),
+            OwnSite.of(self._settings.router.allowed_hosts, is_protected=is_protected),
         )
-        self._health = HealthService(_HEALTH_NAMES)
-        self._servers: list[grpc.aio.Server] = []
-        self._metrics_page: MetricsPage | None = None
-        self._controller: ControllerLink | None = None
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> tuple[str, str]:
         """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
