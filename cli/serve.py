@@ -23,7 +23,7 @@ import typer
 from cli.common import outcome
 from cli.config import default_config
 from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error, parse_address
-from cluster.errors import BatonError, ConfigError, InvalidRequest, NotReachable
+from cluster.errors import BatonError, ConfigError, IncompatibleProtocol, InvalidRequest, NotReachable
 from cluster.program import ExitCode, Signals
 
 if TYPE_CHECKING:
@@ -184,24 +184,27 @@ class _Session:
                 yield
 
     def _serve(self) -> None:
-        from controller.detached import end_controller, find_controller
+        from controller.detached import end_controller, find_controller, leave_running
         from controller.ray_namespace import DETACHED, new_name
 
         name = DETACHED if self._is_detached else new_name()
         running = find_controller() if self._is_detached else None
-        if running is not None:
-            self._join(running)
-            return
         try:
-            controller = self._start(name)
+            controller = running or self._start(name)
         except ValueError:
             # Ray raises it if another `baton serve --detach` has started a controller meanwhile.
-            self._join(find_controller())
-            return
+            controller = running = find_controller()
+        goes_on = running is not None
         try:
-            self._follow(controller)
+            (self._follow if running is None else self._join)(controller)
+        except IncompatibleProtocol:
+            goes_on = True
+            leave_running(controller, name)  # it manages nothing
+            if running is None:
+                raise
+            self._serve()  # this build may understand what runs
         finally:
-            if not (self._is_detached and self._view.is_serving):
+            if not (goes_on or (self._is_detached and self._view.is_serving)):
                 self._has_ended = True
                 self._view.stopping()
                 end_controller(controller, name, _END_S)
@@ -263,6 +266,8 @@ class _Session:
                 news = None
                 time.sleep(_POLL_S)
             for event in news.events if news is not None else ():
+                if event.kind == "refused" and self._is_detached:
+                    raise IncompatibleProtocol(event.text)
                 self._view.show(event)
                 if event.kind == "failed":
                     raise (ConfigError if event.is_mistake else BatonError)(f"{event.who}: {event.text}")
@@ -322,6 +327,8 @@ class _View:
 
     def show(self, event: ProgressEvent) -> None:
         match event.kind:
+            case "refused":
+                self._console.print(event.text)
             case "progress" if self.is_serving:
                 self._console.print(f"{event.who}: {event.text}")
             case "progress":

@@ -35,6 +35,7 @@ def describe(status: GetStatusResponse) -> dict[str, Any]:
     return {
         "model": status.model,
         "config_version": status.config_version or None,
+        "protocol": status.protocol or None,
         "router": {
             "address": status.router_address,
             "pid": router.pid,
@@ -76,6 +77,8 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
         "worker_id": worker.worker_id or info.worker_id,
         "address": worker.address,
         "state": state_name(worker),
+        "protocol": info.protocol or None,
+        "refusal": worker.refusal or None,
         "role": role_name(worker.role) or "unknown",
         "is_draining": worker.is_draining,
         "requests_on_it": worker.num_requests,
@@ -135,6 +138,9 @@ def _print_table(described: dict[str, Any]) -> None:
     for worker in described["workers"]:
         table.add_row(*_row(worker))
     console.print(table)
+    for worker in described["workers"]:
+        if worker["refusal"]:
+            console.print(f"{worker['worker_id']} is not used: {worker['refusal']}")
 
 
 def _row(worker: dict[str, Any]) -> list[str]:

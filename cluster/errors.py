@@ -8,6 +8,7 @@
     ├── PermissionDenied      PERMISSION_DENIED    the API key does not have the scope
     ├── NotFound              NOT_FOUND            no such model or generation
     ├── FailedPrecondition    FAILED_PRECONDITION  the model cannot do this (no chat template, say)
+    │   └── IncompatibleProtocol                   two processes of a cluster speak no common version of its protocol
     ├── Overloaded            RESOURCE_EXHAUSTED   the queue is full; retry after `retry_after_s`
     ├── QuotaExceeded         RESOURCE_EXHAUSTED   the API key has used what it may; violations name the limit
     ├── Unavailable           UNAVAILABLE          a worker was lost or none is ready; retry after `retry_after_s`
@@ -86,6 +87,10 @@ class NotFound(BatonError):
 class FailedPrecondition(BatonError):
     grpc_code = "FAILED_PRECONDITION"
     reason = "FAILED_PRECONDITION"
+
+
+class IncompatibleProtocol(FailedPrecondition):
+    reason = "INCOMPATIBLE_PROTOCOL"
 
 
 class Overloaded(BatonError):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import logging
 import os
 import types
 import typing
@@ -30,12 +32,15 @@ from cluster.config.schema import (
     TransferSection,
 )
 
+log = logging.getLogger(__name__)
+
 TOKEN_VARIABLE = "BATON_CLUSTER_TOKEN"
 """Environment variable with the token of the cluster, for a process or a command that is started by hand."""
 
 
 class JsonSettings:
-    """JSON round trip for a frozen dataclass and the sections in it; an unknown key is a TypeError that names it.
+    """JSON round trip for a frozen dataclass and the sections in it. From another process an unknown key is left out,
+    since that may be a later build; everywhere else it is a TypeError that names it.
 
     A value of a section has a short name: its own where no other section has it (`max_num_seqs`), and always with the
     section's in front (`model_path`, `tls_cert`).
@@ -43,7 +48,7 @@ class JsonSettings:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        settings: Self = _build(cls, json.loads(text))
+        settings: Self = _build(cls, _known(cls, json.loads(text)))
         return settings
 
     def to_json(self) -> str:
@@ -55,8 +60,8 @@ class JsonSettings:
 
     def with_run_time(self, text: str) -> Self:
         """A copy with the values that `run_time_json` made, as far as it has their sections."""
-        values = {name: section for name, section in json.loads(text).items() if hasattr(self, name)}
-        return self.with_values(**values)
+        sections = {name: section for name, section in json.loads(text).items() if hasattr(self, name)}
+        return self.with_values(**_known(type(self), sections))
 
     @classmethod
     def from_values(cls, **values: Any) -> Self:
@@ -228,6 +233,25 @@ def _put(kind: type[Any], whole: dict[str, Any], values: Mapping[str, Any]) -> d
         is_part = isinstance(value, Mapping) and isinstance(inside.get(last), dict)
         inside[last] = {**inside[last], **value} if is_part else value
     return whole
+
+
+def _known(kind: type[Any], values: Mapping[str, Any], of: str = "") -> dict[str, Any]:
+    """The values that the dataclass and its sections have fields for."""
+    hints, known = typing.get_type_hints(kind), {}
+    for name, value in values.items():
+        if name not in kind.__dataclass_fields__:
+            _report_unknown(f"{of}{name}")
+        elif isinstance(value, Mapping) and dataclasses.is_dataclass(hints[name]):
+            known[name] = _known(typing.cast(type[Any], hints[name]), value, f"{of}{name}.")
+        else:
+            known[name] = value
+    return known
+
+
+@functools.cache
+def _report_unknown(key: str) -> None:
+    """Once: run-time settings come again and again."""
+    log.warning("the setting %s is not known to this build and has no effect: it is of another one", key)
 
 
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 The file is written ahead (WAL): what was committed survives the process, and readers do not wait for a writer. It is
 opened at the first call, and again after a failure or when somebody has removed it. Only its owner can read it, as it
-holds prompts. Knows no table.
+holds prompts. It keeps the version of the protocol to which its tables belong, and processes that do not speak that
+leave it alone. Knows no table.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from cluster import protocol
+from cluster.errors import IncompatibleProtocol
+from cluster.protocol import check_protocol
 from cluster.state import StoreAway
 
 log = logging.getLogger(__name__)
@@ -124,7 +128,15 @@ class SqliteFile:
     def _connect(self, file: Path | str) -> sqlite3.Connection:
         db = sqlite3.connect(file, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         try:
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version:
+                check_protocol(self._name, f"{version}-{version}", "this process")
             self._prepare(db)
+            if not version:
+                db.execute(f"PRAGMA user_version = {protocol.OLDEST}").close()
+        except IncompatibleProtocol as error:
+            db.close()
+            raise StoreAway(f"{error.message}; the file is left as it is") from error
         except sqlite3.Error:
             db.close()
             raise

@@ -20,9 +20,10 @@ from cluster.auth import Gate, KeyRing
 from cluster.config.schema import AdminSection, ServingConfig
 from cluster.errors import BatonError, ConfigError, InternalError, InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.protocol import ProtocolGate, inside_metadata, spoken
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import ClientTls, ServerTls
-from cluster.token import token_gates, token_metadata
+from cluster.token import token_gates
 from controller.events import ClusterEvent, EventLog
 from controller.reconfigurer import Plan, ProposalResult, Reconfigurer, SaveConfig
 from controller.supervisor import Supervisor
@@ -94,6 +95,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             auto=backend.auto,
             metrics_address=backend.metrics_address,
             events=map(event_message, backend.events.newest(_NUM_EVENTS)),
+            protocol=spoken(),
         )
 
     async def SetRoles(self, request: admin_pb2.SetRolesRequest, context: Context) -> admin_pb2.ChangeResponse:
@@ -167,7 +169,8 @@ async def start_admin(
     opens it to everybody beyond loopback. `to_workers`, `worker_token`: for calls that are passed on to workers.
     """
     scopes: dict[str, Scope] = {ADMIN: "admin", _WORKER_CONTROL.full_name: "admin"}
-    interceptors = token_gates(token, "the controller") if keys is None else (Gate(keys, scopes, ()),)
+    who_may = token_gates(token, "the controller") if keys is None else (Gate(keys, scopes, ()),)
+    interceptors = (*who_may, ProtocolGate("the controller", may_be_silent=True))
     server, port = rpc.create_server(
         section.host, section.port, insecure=section.insecure, tls=tls, interceptors=interceptors
     )
@@ -194,7 +197,7 @@ def _pass_on(
                 on_worker = channel.unary_unary(
                     f"/{_WORKER_CONTROL.full_name}/{method.name}", asked.SerializeToString, answered.FromString
                 )
-                return await on_worker(request, timeout=_WORKER_CALL_S, metadata=token_metadata(token))
+                return await on_worker(request, timeout=_WORKER_CALL_S, metadata=inside_metadata(token))
         except grpc.RpcError as error:
             failure = rpc.from_rpc_error(error)
             if isinstance(failure, NotReachable):

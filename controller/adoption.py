@@ -1,5 +1,8 @@
 """Decides what a controller that begins anew takes over from the one before it. Pure and without Ray.
 
+What processes say of themselves crosses from one build of Baton to another: these classes are only added to, with
+defaults.
+
 Each process says who it is and whether it serves (`FoundProcess`); what it cannot know, the configuration as last
 applied and the role of each worker, its controller has saved (`SavedCluster`). `choose` decides which processes are
 kept: a worker whose ranks all serve, in the same life. What is left over is ended: ranks of a start that was
@@ -17,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from cluster.config.schema import EngineSection, RoleName, ServingConfig
+from cluster.protocol import check_protocol, spoken
 from cluster.settings import JsonSettings
 from controller.plan import ClusterPlan
 
@@ -52,6 +56,8 @@ class NodePlacement:
     host: str
     """Address at which the node's other processes and nodes reach this one."""
     pid: int
+    protocol: str = ""
+    """Versions of the protocol that the process speaks; empty: it is older than the handshake."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,10 @@ class Adoption:
 
 
 def choose(wanted: Mapping[str, int], found: Sequence[FoundProcess]) -> Adoption:
-    """`wanted`: the groups that there should be, with the number of their processes."""
+    """`wanted`: the groups that there should be, with the number of their processes. Raises IncompatibleProtocol where
+    this controller does not understand one of those found: to end it would end what it serves."""
+    for process in found:
+        check_protocol(process.identity.name, process.placement.protocol, "this controller")
     lives: dict[tuple[str, int], list[FoundProcess]] = defaultdict(list)
     for process in found:
         lives[process.identity.group, process.identity.epoch].append(process)
@@ -132,6 +141,8 @@ class SavedCluster(JsonSettings):
     """Secret that the cluster's processes show one another."""
     began_at: float = 0.0
     """When this controller began, in seconds of the wall clock."""
+    protocol: str = ""
+    """Versions of the protocol that it speaks; empty: it is older than the handshake."""
 
     @classmethod
     def first(cls, config: ServingConfig, plan: ClusterPlan, now: float) -> Self:
@@ -139,12 +150,16 @@ class SavedCluster(JsonSettings):
         first = plan.workers[0].ranks[0].engine
         engine = dataclasses.replace(config.engine, device=first.device, threads=first.threads)
         workers = tuple(SavedWorker(worker.worker_id, worker.role) for worker in plan.workers)
-        return cls(config, engine, workers=workers, began_at=now, token=secrets.token_hex(32))
+        return cls(config, engine, workers=workers, began_at=now, token=secrets.token_hex(32), protocol=spoken())
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        """What a later version has added is left out. Raises IncompatibleProtocol, or TypeError by name."""
         values = json.loads(text)
-        workers = tuple(SavedWorker(**worker) for worker in values.pop("workers", ()))
+        check_protocol("the controller before", values.get("protocol", ""), "this controller")
+        names = {each.name for each in dataclasses.fields(SavedWorker)}
+        found = ({name: worker[name] for name in names & worker.keys()} for worker in values.pop("workers", ()))
+        workers = tuple(SavedWorker(**worker) for worker in found)
         return dataclasses.replace(super().from_json(json.dumps(values)), workers=workers)
 
     def next_life(self, now: float) -> Self:

@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config.schema import ServingConfig
+from cluster.errors import IncompatibleProtocol
 from controller.adoption import SavedCluster
 from controller.config_file import ConfigFile
 from controller.plan import CPU_SHARE, ClusterPlan
@@ -37,14 +38,18 @@ class HostedController(Controller):
     ) -> None:
         context = ray.get_runtime_context()
         is_again, namespace = context.was_current_actor_reconstructed, RayNamespace(name)
-        saved = SavedCluster.first(config, plan, time.time())
+        saved, refusal = SavedCluster.first(config, plan, time.time()), None
         if is_again or namespace.process_names():
-            saved = (namespace.load() or saved).next_life(time.time())
-        # At once, so that a controller which dies while it begins is counted, and the next one has its token.
-        namespace.save(saved)
+            try:
+                saved = (namespace.load() or saved).next_life(time.time())
+            except IncompatibleProtocol as error:
+                saved, refusal = saved.next_life(time.time()), error
+        if refusal is None:
+            # At once, so that a controller which dies while it begins is counted, and the next one has its token.
+            namespace.save(saved)
         owner = None if name == DETACHED else context.current_actor
         hosting = Hosting(namespace, config.log_dir, lambda: self.events.version, owner, saved.token)
-        super().__init__(saved, plan, programs, file, hosting)
+        super().__init__(saved, plan, programs, file, hosting, refusal)
         if is_again:
             self._tasks.append(asyncio.get_running_loop().create_task(self._begin_again(), name="begin again"))
 
@@ -100,8 +105,13 @@ def end_controller(controller: Any, name: str, timeout_s: float) -> None:
                 break
             except ActorUnavailableError:
                 time.sleep(_LOOK_S)
-    ray.kill(controller)
+    leave_running(controller, name)
     RayNamespace(name).kill_all()
+
+
+def leave_running(controller: Any, name: str) -> None:
+    """Ends the controller and nothing else. Returns when Ray has its name for another one."""
+    ray.kill(controller)
     give_up_at = time.monotonic() + _GONE_S
     while name == DETACHED and find_controller() == controller and time.monotonic() < give_up_at:
         time.sleep(_LOOK_S)

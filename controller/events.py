@@ -96,14 +96,15 @@ class EventLog(_Numbered):
             await self._wait_beyond(sequence)
 
 
-ProgressKind = Literal["progress", "ready", "lost", "failed", "admin", "http", "serving", "change"]
-ONCE: frozenset[ProgressKind] = frozenset({"failed", "admin", "http", "serving"})
+ProgressKind = Literal["progress", "ready", "lost", "failed", "refused", "admin", "http", "serving", "change"]
+ONCE: frozenset[ProgressKind] = frozenset({"failed", "refused", "admin", "http", "serving"})
 
 
 @dataclass(frozen=True)
 class ProgressEvent:
     """A line that an operator wants to see. `admin`, `http` (addresses of these) and then `serving` (every worker and
-    the router are up; the router's address) come once."""
+    the router are up; the router's address) come once. `refused`: the controller leaves alone what runs, which speaks
+    another protocol; nothing comes after it."""
 
     kind: ProgressKind
     who: str

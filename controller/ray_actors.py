@@ -24,8 +24,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cluster.errors import BatonError, CheckpointError, ConfigError
+from cluster.errors import BatonError, CheckpointError, ConfigError, IncompatibleProtocol
 from cluster.program import Program, import_behind
+from cluster.protocol import check_protocol, spoken
 from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity
 from controller.events import ProgressBatch, ProgressEvent, ProgressKind, ProgressLog
 from controller.ray_namespace import RayNamespace
@@ -75,7 +76,7 @@ class Process:
         send_logs_to(self._report, identity.name, log_dir)
 
     async def locate(self) -> NodePlacement:
-        return NodePlacement(host=ray.util.get_node_ip_address(), pid=os.getpid())
+        return NodePlacement(ray.util.get_node_ip_address(), os.getpid(), spoken())
 
     async def describe(self) -> FoundProcess:
         """Identifies this process to a controller that did not make it."""
@@ -237,9 +238,14 @@ class HostedProcess:
             self._hold(found.placement)
 
     async def locate(self) -> NodePlacement:
-        """Returns where Ray placed it; waits until there is room."""
+        """Returns where Ray placed it; waits until there is room. Raises StartFailed for one that this controller does
+        not understand, before it is given settings."""
         place: NodePlacement = await self._ask(self._actor.locate.remote())
         self._hold(place)
+        try:
+            check_protocol(self.name, place.protocol, "this controller")
+        except IncompatibleProtocol as error:
+            raise StartFailed(error.message, is_mistake=True) from error
         return place
 
     async def prepare(self, settings_json: str) -> str:

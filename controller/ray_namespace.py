@@ -98,7 +98,8 @@ class RayNamespace:
         return len(names)
 
     def load(self) -> SavedCluster | None:
-        """Reads the state that the controller before has saved; None: there is none, or it cannot be read."""
+        """Reads the state that the controller before has saved; None: there is none, or it cannot be read. Raises
+        IncompatibleProtocol."""
         text = internal_kv._internal_kv_get(_KEY, namespace=self.name)
         if not text:
             return None

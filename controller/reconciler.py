@@ -23,9 +23,10 @@ from typing import Any
 import ray
 
 from cluster.config.schema import ServingConfig
-from cluster.errors import BatonError, ConfigError
+from cluster.errors import BatonError, ConfigError, IncompatibleProtocol
 from cluster.file_store import remove as remove_journal
 from cluster.pb import admin_pb2
+from cluster.protocol import spoken
 from cluster.settings import run_time_json
 from cluster.tls import internal_tls_of
 from controller.adoption import Adoption, SavedCluster, SavedWorker
@@ -50,6 +51,7 @@ _REBALANCE_S = 1.0
 _NAME_AGAIN_S = 2.0
 _LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
+_LEFT_ALONE = "what runs serves on without a controller, until `baton serve` of its version takes it over"
 _NUMBERS_OF_A_LIFE = 1_000_000
 """Events that a controller may number before the first one of the next controller."""
 
@@ -64,10 +66,17 @@ class Programs:
 
 class Controller:
     """`run` once; `progress` for as long as someone listens; `shutdown` at the end. `saved`: what the controller before
-    has left, or what the first one begins with; `plan`: the routers and how the workers are placed."""
+    has left, or what the first one begins with; `plan`: the routers and how the workers are placed. `refusal`: why the
+    state that was left is not understood here; it touches nothing then."""
 
     def __init__(
-        self, saved: SavedCluster, plan: ClusterPlan, programs: Programs, file: ConfigFile | None, hosting: Hosting
+        self,
+        saved: SavedCluster,
+        plan: ClusterPlan,
+        programs: Programs,
+        file: ConfigFile | None,
+        hosting: Hosting,
+        refusal: IncompatibleProtocol | None = None,
     ) -> None:
         die_with_parent()
         config, report = saved.config, self._reporter("controller")
@@ -76,7 +85,7 @@ class Controller:
         numbers_before = (saved.life - 1) * _NUMBERS_OF_A_LIFE
         self._progress = ProgressLog(numbers_before)
         send_logs_to(report, "controller", config.log_dir)
-        self._takeover = Takeover(hosting, report)
+        self._takeover = Takeover(hosting, report, refusal)
         self._changed = asyncio.Event()
         self._has_begun = False
         self._is_announced = False
@@ -125,7 +134,12 @@ class Controller:
             return
         self._has_begun = True
         if self.saved.life > 1:
-            self._go_on(await self._takeover.adopt(self.pool, self.routers, self._router_launchers))
+            try:
+                self._go_on(await self._takeover.adopt(self.pool, self.routers, self._router_launchers))
+            except IncompatibleProtocol as error:
+                logger.error("%s", error.message)
+                self._progress.add(ProgressEvent("refused", "controller", f"{error.message}; {_LEFT_ALONE}"))
+                return
         try:
             registry = ControllerMetrics(self.events, self._rebalancer, self._workers_by_state).registry
             await self._listeners.open(registry, self.saved.admin_port)
@@ -155,6 +169,7 @@ class Controller:
     def _to_save(self) -> SavedCluster:
         return replace(
             self.saved,
+            protocol=spoken(),
             config=self.reconfigurer.config,
             version=self.reconfigurer.version,
             num_devices_asked=self.reconfigurer.num_named,

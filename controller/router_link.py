@@ -14,9 +14,9 @@ import grpc
 
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
+from cluster.protocol import inside_metadata
 from cluster.rpc import create_channel
 from cluster.tls import ClientTls
-from cluster.token import token_metadata
 from controller.supervisor import Supervisor, SupervisorState
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class RouterLink:
         self._router = router
         self._compose = compose
         self._tls = tls
-        self._token = token_metadata(token)
+        self._metadata = inside_metadata(token)
         self._updating = asyncio.Lock()
         self._channels: dict[str, tuple[tuple[int, str], grpc.aio.Channel]] = {}
 
@@ -61,7 +61,7 @@ class RouterLink:
                 return False
             try:
                 control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
-                await control.SetWorkers(self._compose(), timeout=CALL_S, metadata=self._token)
+                await control.SetWorkers(self._compose(), timeout=CALL_S, metadata=self._metadata)
             except _RETRIED as error:
                 logger.info("the router did not get its workers: %s", error)
                 return False
@@ -74,7 +74,7 @@ class RouterLink:
         try:
             stub = admin_pb2_grpc.StatusServiceStub(await self._channel("control_address"))
             answer: admin_pb2.GetStatusResponse = await stub.GetStatus(
-                admin_pb2.GetStatusRequest(), timeout=CALL_S, metadata=self._token
+                admin_pb2.GetStatusRequest(), timeout=CALL_S, metadata=self._metadata
             )
             return answer
         except _RETRIED as error:
@@ -87,7 +87,7 @@ class RouterLink:
             return []
         try:
             control = admin_pb2_grpc.ControlServiceStub(await self._channel("control_address"))
-            return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S, metadata=self._token)]
+            return [await control.GetDemand(admin_pb2.GetDemandRequest(), timeout=CALL_S, metadata=self._metadata)]
         except _RETRIED as error:
             logger.info("the router does not report its demand: %s", error)
             return []

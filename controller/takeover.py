@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from cluster.errors import IncompatibleProtocol
 from controller.adoption import Adoption, SavedCluster, choose
 from controller.launchers import RouterLauncher
 from controller.ray_actors import Hosting
@@ -22,9 +23,13 @@ _RETRY_S = 1.0
 
 
 class Takeover:
-    """`changed` after each change; `keep_saved` runs for as long as the controller does."""
+    """`changed` after each change; `keep_saved` runs for as long as the controller does. `refusal`: why what the
+    controller before has saved is not understood."""
 
-    def __init__(self, hosting: Hosting, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, hosting: Hosting, report: Callable[[str], None], refusal: IncompatibleProtocol | None = None
+    ) -> None:
+        self._refusal = refusal
         self._hosting = hosting
         self._report = report
         self._unsaved = asyncio.Event()
@@ -36,7 +41,10 @@ class Takeover:
     async def adopt(
         self, pool: WorkerPool, routers: Sequence[Supervisor], launchers: Mapping[str, RouterLauncher]
     ) -> Adoption:
-        """Takes over what serves of these workers and routers, and ends what else there is."""
+        """Takes over what serves of these workers and routers, and ends what else there is. Raises
+        IncompatibleProtocol, before anything is touched."""
+        if self._refusal is not None:
+            raise self._refusal
         namespace = self._hosting.namespace
         sizes = {member.worker_id: member.tp_size for member in pool.members()} | dict.fromkeys(launchers, 1)
         adoption = choose(sizes, await namespace.found())

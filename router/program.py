@@ -29,11 +29,11 @@ from cluster.metrics import LabelledCounter
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
 from cluster.program import Report, raise_file_limit
+from cluster.protocol import inside_gates
 from cluster.settings import RouterSettings
 from cluster.site import OwnSite
 from cluster.state import MemoryStore, Store
 from cluster.tls import internal_tls_of, public_tls_of
-from cluster.token import token_gates
 from router.api.control_service import ControlService, StatusService
 from router.api.handlers import CallsPerAddress, service_handler
 from router.api.health import HEALTH, HealthService, reflection_handler
@@ -181,7 +181,7 @@ class RouterServer:
             insecure=settings.router.insecure,
             tls=None if self._internal_tls is None else self._internal_tls.server,
             max_message_bytes=rpc.INTERNAL_MESSAGE_BYTES,
-            interceptors=token_gates(settings.cluster_token, "a router's control port"),
+            interceptors=inside_gates(settings.cluster_token, "the router"),
         )
         self._servers.append(control)
         address = rpc.format_address(self._reachable_host, port)

@@ -17,9 +17,10 @@ from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS
 from cluster.errors import DeadlineExceeded, InvalidRequest, NotReachable, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 from cluster.pb import generation_pb2 as pb
+from cluster.protocol import check_protocol, inside_metadata
 from cluster.rpc import create_blocking_channel, from_rpc_error
 from cluster.tls import ClientTls
-from cluster.token import find_token, token_metadata
+from cluster.token import find_token
 from tools.generation_stream import ResumingStream
 
 _ENDS = (admin_pb2.ClusterEvent.KIND_CHANGED, admin_pb2.ClusterEvent.KIND_FAILED)
@@ -213,7 +214,9 @@ class BatonClient(ClientConnection):
         return list(self._call(self._generation.ListModels, pb.ListModelsRequest()).models)
 
     def status(self) -> admin_pb2.GetStatusResponse:
+        """Raises IncompatibleProtocol for a router that this program would misunderstand."""
         response: admin_pb2.GetStatusResponse = self._call(self._admin.GetStatus, admin_pb2.GetStatusRequest())
+        check_protocol(f"the router at {self.address}", response.protocol, "this program")
         return response
 
     def activity(self, since: admin_pb2.GetActivityRequest | None = None) -> admin_pb2.GetActivityResponse:
@@ -241,12 +244,14 @@ class AdminClient(ClientConnection):
         call_s: float = 30.0,
     ) -> None:
         super().__init__(address, api_key=api_key, tls=tls, call_s=call_s)
-        self._metadata = (*self._metadata, *token_metadata(find_token(address)))
+        self._metadata = (*self._metadata, *inside_metadata(find_token(address)))
         self._admin: Any = admin_pb2_grpc.AdminServiceStub(self._channel)
         self._workers: Any = admin_pb2_grpc.WorkerControlServiceStub(self._channel)
 
     def cluster(self) -> admin_pb2.GetClusterResponse:
+        """Raises IncompatibleProtocol for a controller that this program would misunderstand."""
         response: admin_pb2.GetClusterResponse = self._call(self._admin.GetCluster, admin_pb2.GetClusterRequest())
+        check_protocol(f"the controller at {self.address}", response.protocol, "this program")
         return response
 
     def set_roles(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -22,8 +22,8 @@ from cluster.errors import BatonError, FailedPrecondition, InvalidRequest, Unava
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
+from cluster.protocol import check_protocol, inside_metadata, spoken
 from cluster.tls import ClientTls
-from cluster.token import token_metadata
 from cluster.transports import pick
 from kv_transfer.layout import KvLayout, check_compatible, check_wire_format
 from worker.handoff_connection import HandoffConnection
@@ -51,6 +51,8 @@ class Handshake:
     host_id: str
     transfer: TransferSection
     """`wire_format`, `chunk_tokens` and `num_slots` of this worker."""
+    protocol: str = field(default_factory=spoken)
+    """The versions that this worker speaks."""
 
     def hello(self, epoch: str) -> handoff_pb2.SenderHello:
         """The first message of this worker as a sender."""
@@ -64,13 +66,15 @@ class Handshake:
             wire_format=self.transfer.wire_format,
             chunk_tokens=self.transfer.chunk_tokens,
             num_slots=self.transfer.num_slots,
+            protocol=self.protocol,
         )
 
     def answer(self, hello: handoff_pb2.SenderHello) -> handoff_pb2.ReceiverHello:
         """The first message of this worker as a receiver: what both sides will use.
 
-        Raises LayoutMismatch and FailedPrecondition, naming both sides.
+        Raises IncompatibleProtocol, LayoutMismatch and FailedPrecondition, naming both sides.
         """
+        self._check_protocol(hello.worker_id, hello.protocol)
         check_compatible(KvLayout.from_proto(hello.layout), self.layout)
         check_wire_format(hello.wire_format, self.transfer.wire_format)
         transport, reason = pick(tuple(hello.transports), self.transports, is_same_host=hello.host_id == self.host_id)
@@ -89,10 +93,12 @@ class Handshake:
             chunk_tokens=chunk_tokens,
             num_slots=num_slots,
             wire_format=self.transfer.wire_format,
+            protocol=self.protocol,
         )
 
     def check(self, answer: handoff_pb2.ReceiverHello) -> None:
-        """Checks, as the sender, what was answered. Raises LayoutMismatch and FailedPrecondition."""
+        """Checks, as the sender, what was answered. Raises as `answer` does."""
+        self._check_protocol(answer.worker_id, answer.protocol)
         check_compatible(self.layout, KvLayout.from_proto(answer.layout))
         check_wire_format(self.transfer.wire_format, answer.wire_format)
         own = self.transfer
@@ -101,6 +107,9 @@ class Handshake:
             given = f"{answer.transport!r} with {answer.num_slots} slots of {answer.chunk_tokens} tokens"
             asked = f"{', '.join(self.transports)} with {own.num_slots} slots of {own.chunk_tokens} tokens"
             raise FailedPrecondition(f"{answer.worker_id} answered {given}, where {self.worker_id} offered {asked}")
+
+    def _check_protocol(self, peer_id: str, speaks: str) -> None:
+        check_protocol(f"worker {peer_id}", speaks, f"worker {self.worker_id}", self.protocol)
 
 
 class HandoffStreams:
@@ -159,7 +168,7 @@ class HandoffStreams:
     async def _converse(
         self, connection: HandoffConnection, stub: handoff_pb2_grpc.HandoffServiceStub, incarnation: str
     ) -> None:
-        call = stub.Connect(connection.outbound(), metadata=token_metadata(self._token))
+        call = stub.Connect(connection.outbound(), metadata=inside_metadata(self._token))
         first = await call.read()
         if first is EOF or first.WhichOneof("message") != "hello":
             raise BatonError("the decode worker did not answer with hello")

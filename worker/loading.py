@@ -14,6 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # expor
 
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
+from cluster.protocol import spoken
 from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
@@ -220,6 +221,7 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
         host=socket.gethostname(),
         device=device,
         token=settings.cluster_token,
+        protocol=spoken(),
     )
 
 

@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 
 from cluster.crash_record import CrashRecord
-from cluster.errors import BatonError, Cancelled, InternalError, Unavailable
+from cluster.errors import BatonError, Cancelled, IncompatibleProtocol, InternalError, Unavailable
 from cluster.failure_detector import FailureTimeouts
 from cluster.grammar import GrammarLimits
 from cluster.metrics_page import MetricsPage
 from cluster.pb import rank_pb2, worker_pb2
 from cluster.program import Program, Report
+from cluster.protocol import check_protocol, spoken
 from cluster.settings import WorkerSettings
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import internal_tls_of
@@ -120,7 +121,7 @@ class Leader(_Rank):
         self._crash_record.follow_signals()
         check_memory(resolved.demand)
         self._store, store_address = serve_store(settings.host)
-        start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address)
+        start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address, protocol=spoken())
         followers, hellos = self._gather_ranks(start)
         loaded = load_rank(resolved, start, self._report)
         plan = loaded.plan
@@ -212,6 +213,11 @@ class Leader(_Rank):
                 raise Cancelled("stopped while waiting for its ranks") from error
             if said.tp_rank in hellos or not 0 < said.tp_rank < settings.tp_size:
                 raise InternalError(f"a process connected as tensor-parallel rank {said.tp_rank} twice or out of range")
+            try:
+                check_protocol(f"rank {said.tp_rank} of worker {settings.worker_id}", said.protocol, "its rank 0")
+            except IncompatibleProtocol:
+                write_frame(sock, rank_pb2.RankCommand(start=start))  # from which that rank learns why
+                raise
             hellos[said.tp_rank], sockets[said.tp_rank] = said, sock
         self._listener.close()
         ordered = [sockets[rank] for rank in sorted(sockets)]
@@ -267,6 +273,7 @@ class Leader(_Rank):
             dtype=self._resolved.dtype,
             metrics_address=metrics_address,
             crash_record=self._crash_record.path,
+            protocol=spoken(),
         )
 
     def _run_engine(self) -> None:
@@ -309,6 +316,8 @@ class Follower(_Rank):
         sock = self._sock = connect(settings.leader, RENDEZVOUS_TIMEOUT_S, internal_tls_of(settings.internal_tls))
         write_frame(sock, rank_pb2.RankReply(hello=rank_hello(settings, self._resolved.device)))
         command = read_frame(sock, rank_pb2.RankCommand)
+        own = f"its rank {settings.tp_rank}"
+        check_protocol(f"rank 0 of worker {settings.worker_id}", command.start.protocol, own)
         loaded = load_rank(self._resolved, command.start, self._report)
         self._executor = RankExecutor(loaded.runner, loaded.transfer_engine, self._reply)
         threading.Thread(target=self._compute, name="engine", daemon=True).start()

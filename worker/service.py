@@ -24,8 +24,8 @@ from cluster import rpc
 from cluster.errors import BatonError, NotFound, Unavailable
 from cluster.failure_detector import TICKS_PER_HEARTBEAT, FailureTimeouts
 from cluster.pb import admin_pb2, admin_pb2_grpc, handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
+from cluster.protocol import inside_gates
 from cluster.tls import InternalTls
-from cluster.token import token_gates
 from worker.core import Core
 from worker.handoff_streams import HandoffStreams
 from worker.reporter import RouterSession
@@ -156,7 +156,8 @@ class WorkerService(
     async def _start(self, host: str, port: int, insecure: bool) -> int:
         limit = rpc.INTERNAL_MESSAGE_BYTES
         tls = None if self._tls is None else self._tls.server
-        gates = token_gates(self._token, "a worker", (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,))
+        open_services = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)
+        gates = inside_gates(self._token, f"worker {self._info.worker_id}", open_services)
         self._server, bound = rpc.create_server(
             host, port, max_message_bytes=limit, insecure=insecure, tls=tls, interceptors=gates
         )

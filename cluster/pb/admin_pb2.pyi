@@ -13,21 +13,23 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("model", "router_address", "workers", "router", "config_version")
+    __slots__ = ("model", "router_address", "workers", "router", "config_version", "protocol")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ROUTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     ROUTER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     model: str
     router_address: str
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     router: RouterStatus
     config_version: int
-    def __init__(self, model: _Optional[str] = ..., router_address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., config_version: _Optional[int] = ...) -> None: ...
+    protocol: str
+    def __init__(self, model: _Optional[str] = ..., router_address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., config_version: _Optional[int] = ..., protocol: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("address", "state", "info", "stats", "worker_id", "role", "is_draining", "num_requests")
+    __slots__ = ("address", "state", "info", "stats", "worker_id", "role", "is_draining", "num_requests", "refusal")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStatus.State]
@@ -46,6 +48,7 @@ class WorkerStatus(_message.Message):
     ROLE_FIELD_NUMBER: _ClassVar[int]
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: WorkerStatus.State
     info: _worker_pb2.WorkerInfo
@@ -54,7 +57,8 @@ class WorkerStatus(_message.Message):
     role: _worker_pb2.Role
     is_draining: bool
     num_requests: int
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., num_requests: _Optional[int] = ...) -> None: ...
+    refusal: str
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., num_requests: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("num_queued", "max_queued", "num_running", "num_finished", "num_cancelled", "num_failed", "num_rejected", "pid", "uptime_s", "metrics_address", "num_orphaned", "controller_silent_s")
@@ -315,7 +319,7 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto", "metrics_address", "events")
+    __slots__ = ("version", "num_prefill", "num_decode", "processes", "router", "changing", "last_sequence", "config_file", "auto", "metrics_address", "events", "protocol")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILL_FIELD_NUMBER: _ClassVar[int]
     NUM_DECODE_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +331,7 @@ class GetClusterResponse(_message.Message):
     AUTO_FIELD_NUMBER: _ClassVar[int]
     METRICS_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     version: int
     num_prefill: int
     num_decode: int
@@ -338,7 +343,8 @@ class GetClusterResponse(_message.Message):
     auto: Auto
     metrics_address: str
     events: _containers.RepeatedCompositeFieldContainer[ClusterEvent]
-    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ..., metrics_address: _Optional[str] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ...) -> None: ...
+    protocol: str
+    def __init__(self, version: _Optional[int] = ..., num_prefill: _Optional[int] = ..., num_decode: _Optional[int] = ..., processes: _Optional[_Iterable[_Union[ProcessStatus, _Mapping]]] = ..., router: _Optional[_Union[GetStatusResponse, _Mapping]] = ..., changing: _Optional[_Union[Plan, _Mapping]] = ..., last_sequence: _Optional[int] = ..., config_file: _Optional[str] = ..., auto: _Optional[_Union[Auto, _Mapping]] = ..., metrics_address: _Optional[str] = ..., events: _Optional[_Iterable[_Union[ClusterEvent, _Mapping]]] = ..., protocol: _Optional[str] = ...) -> None: ...
 
 class Auto(_message.Message):
     __slots__ = ("why", "gain", "num_moves")

@@ -26,7 +26,7 @@ class KvLayout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., tp_size: _Optional[int] = ..., block_size: _Optional[int] = ..., model: _Optional[str] = ...) -> None: ...
 
 class SenderHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "transports", "host_id", "wire_format", "chunk_tokens", "num_slots")
+    __slots__ = ("worker_id", "incarnation", "layout", "pair_epoch", "transports", "host_id", "wire_format", "chunk_tokens", "num_slots", "protocol")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,7 @@ class SenderHello(_message.Message):
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     layout: KvLayout
@@ -45,10 +46,11 @@ class SenderHello(_message.Message):
     wire_format: str
     chunk_tokens: int
     num_slots: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pair_epoch: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., wire_format: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ...) -> None: ...
+    protocol: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., pair_epoch: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., wire_format: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ..., protocol: _Optional[str] = ...) -> None: ...
 
 class ReceiverHello(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "layout", "store_address", "transport", "transport_reason", "chunk_tokens", "num_slots", "wire_format")
+    __slots__ = ("worker_id", "incarnation", "layout", "store_address", "transport", "transport_reason", "chunk_tokens", "num_slots", "wire_format", "protocol")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +60,7 @@ class ReceiverHello(_message.Message):
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
     WIRE_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     layout: KvLayout
@@ -67,7 +70,8 @@ class ReceiverHello(_message.Message):
     chunk_tokens: int
     num_slots: int
     wire_format: str
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., store_address: _Optional[str] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ..., wire_format: _Optional[str] = ...) -> None: ...
+    protocol: str
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., store_address: _Optional[str] = ..., transport: _Optional[str] = ..., transport_reason: _Optional[str] = ..., chunk_tokens: _Optional[int] = ..., num_slots: _Optional[int] = ..., wire_format: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...
 
 class SenderMessage(_message.Message):
     __slots__ = ("number", "hello", "open", "offer", "commit", "abort", "alive")

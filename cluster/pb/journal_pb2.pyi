@@ -27,7 +27,7 @@ class JournalEntry(_message.Message):
     def __init__(self, origin: _Optional[_Union[JournalOrigin, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[_worker_pb2.Tokens, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., num_cached_tokens: _Optional[int] = ..., first_token_after_s: _Optional[float] = ..., num_moves: _Optional[int] = ..., num_crashes: _Optional[int] = ...) -> None: ...
 
 class JournalOrigin(_message.Message):
-    __slots__ = ("spec", "sampling", "tenant", "weights_revision", "arrival_time_s", "spec_digest", "traceparent")
+    __slots__ = ("spec", "sampling", "tenant", "weights_revision", "arrival_time_s", "spec_digest", "traceparent", "protocol")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +35,7 @@ class JournalOrigin(_message.Message):
     ARRIVAL_TIME_S_FIELD_NUMBER: _ClassVar[int]
     SPEC_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     spec: _generation_pb2.GenerationSpec
     sampling: _worker_pb2.Sampling
     tenant: str
@@ -42,4 +43,5 @@ class JournalOrigin(_message.Message):
     arrival_time_s: float
     spec_digest: bytes
     traceparent: str
-    def __init__(self, spec: _Optional[_Union[_generation_pb2.GenerationSpec, _Mapping]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., weights_revision: _Optional[str] = ..., arrival_time_s: _Optional[float] = ..., spec_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    protocol: str
+    def __init__(self, spec: _Optional[_Union[_generation_pb2.GenerationSpec, _Mapping]] = ..., sampling: _Optional[_Union[_worker_pb2.Sampling, _Mapping]] = ..., tenant: _Optional[str] = ..., weights_revision: _Optional[str] = ..., arrival_time_s: _Optional[float] = ..., spec_digest: _Optional[bytes] = ..., traceparent: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...

@@ -31,12 +31,14 @@ class RankCommand(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("incarnation", "store_address")
+    __slots__ = ("incarnation", "store_address", "protocol")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     store_address: str
-    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ...) -> None: ...
+    protocol: str
+    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...
 
 class OpenPair(_message.Message):
     __slots__ = ("pair_epoch", "is_sender", "remote", "agreed")
@@ -103,15 +105,17 @@ class RankReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., size_bytes: _Optional[int] = ..., hello: _Optional[_Union[RankHello, _Mapping]] = ..., error_kind: _Optional[_Union[RankReply.Kind, str]] = ...) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("tp_rank", "pid", "host", "device", "token")
+    __slots__ = ("tp_rank", "pid", "host", "device", "token", "protocol")
     TP_RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     tp_rank: int
     pid: int
     host: str
     device: str
     token: str
-    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
+    protocol: str
+    def __init__(self, tp_rank: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., token: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...

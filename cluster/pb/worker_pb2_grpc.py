@@ -50,6 +50,8 @@ class WorkerServiceServicer(object):
         """The first event is WorkerInfo, the first CacheEvents a snapshot. An empty batch is sent when there was nothing to tell
         for a heartbeat interval.
         When the stream breaks, the worker cancels what that stream admitted.
+        The router says in the metadata what it speaks; each side refuses the other by name where they have no version in
+        common (cluster/protocol.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -11,6 +11,7 @@ import os
 import time
 
 from cluster.pb import admin_pb2
+from cluster.protocol import spoken
 from cluster.settings import RouterSettings
 from cluster.step_cost import usual_by_role
 from router.api.call import Call
@@ -52,6 +53,7 @@ class StatusService:
             workers=[self._worker_status(worker) for worker in self._dispatcher.fleet],
             router=self._router_status(),
             config_version=self._control.config_version,
+            protocol=spoken(),
         )
 
     async def GetActivity(self, request: admin_pb2.GetActivityRequest, call: Call) -> admin_pb2.GetActivityResponse:
@@ -92,6 +94,7 @@ class StatusService:
             role=worker.role,
             is_draining=worker.is_draining,
             num_requests=self._dispatcher.num_requests(worker),
+            refusal=worker.refusal,
         )
 
     def _router_status(self) -> admin_pb2.RouterStatus:

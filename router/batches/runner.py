@@ -104,6 +104,8 @@ class BatchRunner:
         self._lease_s = lease_s
         self._owner = secrets.token_hex(12)
         self._held: dict[str, ClaimedBatch] = {}
+        self._unreadable: set[str] = set()
+        """Open batches that only routers of another version can go on with."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
         self._is_away = False
@@ -164,10 +166,15 @@ class BatchRunner:
         while len(self._held) < MOST_BATCHES:
             held_of = Counter(held.batch.tenant for held in self._held.values())
             enough = [tenant for tenant, number in held_of.items() if number >= MOST_OF_A_TENANT]
-            found = await self._store.claim(self._owner, self._lease_s, but_of=enough, but=list(self._held))
+            but = [*self._held, *self._unreadable]
+            found = await self._store.claim(self._owner, self._lease_s, but_of=enough, but=but)
             if found is None:
                 return
             claim, record = found
+            if not record.is_readable:
+                self._unreadable.add(claim.batch_id)
+                await self._store.release(claim)
+                continue
             held = ClaimedBatch(claim, record, Batch.from_json(record.data), asyncio.Event())
             self._held[claim.batch_id] = held
             self._begin(self._hold(held), f"batch {claim.batch_id}")
@@ -345,7 +352,7 @@ class BatchRunner:
     async def _reload(self, held: ClaimedBatch) -> bool:
         """Returns False where nobody has changed the record. Raises ClaimLost when it does not exist any more."""
         record = await self._store.find("batch", held.record.tenant, held.record.record_id)
-        if record is None:
+        if record is None or not record.is_readable:
             raise ClaimLost
         is_new = record.version != held.record.version
         held.record, held.batch = record, Batch.from_json(record.data)

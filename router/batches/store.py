@@ -5,7 +5,8 @@
          \\-> failed, cancelling
 
 Everything is JSON in the store: a router of another version reads it, so fields are added with defaults, and never
-change their meaning. Records are replaced only by a writer that knows their present version.
+change their meaning. A record whose writer speaks no version of this router's protocol is not found here, and left as
+it is. Records are replaced only by a writer that knows their present version.
 
 A batch that is open is worked on by the router that holds its claim. A claim ends when it is not renewed in time; the
 next one has a higher epoch, and a write with an older one is refused: that is how each line gets one answer, however
@@ -14,15 +15,22 @@ many routers there are and whenever they die. An expired claim still holds while
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, Literal, Protocol, Self
 
+from cluster.errors import IncompatibleProtocol
+from cluster.protocol import check_protocol, spoken
+
 DAY_S = 24 * 3600
 KEPT_S = 30 * DAY_S
 """How long a file is kept unless its owner says otherwise, and the record of a batch after its end."""
+
+log = logging.getLogger(__name__)
 
 PIECE_BYTES = 2**20
 FilePurpose = Literal["batch", "batch_output"]
@@ -58,7 +66,8 @@ class _Json:
         return cls(**{name: value for name, value in values.items() if name in cls.__dataclass_fields__})  # type: ignore[attr-defined]
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), ensure_ascii=False).encode()  # type: ignore[call-overload]
+        values = {**asdict(self), "protocol": spoken()}  # type: ignore[call-overload]
+        return json.dumps(values, ensure_ascii=False).encode()
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,22 @@ class StoredRecord:
         """Size of a file; 0 for a batch."""
         return 0 if self.kind == "batch" else int(json.loads(self.data, strict=False).get("size_bytes", 0))
 
+    @property
+    def is_readable(self) -> bool:
+        """False, with a warning for the first such record, where another version of the protocol is needed."""
+        try:
+            speaks = str(json.loads(self.data, strict=False).get("protocol", ""))
+            check_protocol("the router that wrote it", speaks, "this router")
+        except IncompatibleProtocol as error:
+            _report_unreadable(error.message)
+            return False
+        return True
+
+
+@functools.cache
+def _report_unreadable(why: str) -> None:
+    log.warning("records of files and batches are not read, and left as they are: %s", why)
+
 
 @dataclass(frozen=True)
 class BatchClaim:
@@ -304,7 +329,7 @@ class InputGone(Exception):
 async def pieces_of(store: BatchStore, tenant: str, file_id: str) -> AsyncIterator[bytes]:
     """The bytes of a file. Raises InputGone."""
     record = await store.find("file", tenant, file_id)
-    if record is None:
+    if record is None or not record.is_readable:
         raise InputGone
     for number in range(StoredFile.from_json(record.data).num_pieces):
         piece = await store.piece(file_id, number)

@@ -16,8 +16,8 @@ from cluster import rpc
 from cluster.auth import HEADER
 from cluster.errors import BatonError, DeadlineExceeded, FailedPrecondition, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
+from cluster.protocol import inside_metadata
 from cluster.tls import ClientTls
-from cluster.token import token_metadata
 
 _LOOK_S = 1.0
 """The page shows that the controller does not answer rather than wait for it."""
@@ -33,7 +33,7 @@ class ControllerLink:
 
     def __init__(self, admin_address: Callable[[], str], tls: ClientTls | None, token: str = "") -> None:
         """`admin_address` returns the controller's, empty: there is none. `tls`, `token`: the cluster's own, if any."""
-        self._token = token_metadata(token)
+        self._inside = inside_metadata(token)
         self._admin_address = admin_address
         self._tls = tls
         self._address = ""
@@ -83,7 +83,7 @@ class ControllerLink:
 
     def _shown(self, headers: Headers) -> Headers:
         """The caller's own key, and that this is a router of the cluster."""
-        return (*((name, value) for name, value in headers if name == HEADER), *self._token)
+        return (*((name, value) for name, value in headers if name == HEADER), *self._inside)
 
     async def _stub(self) -> Any:
         address = self._admin_address()

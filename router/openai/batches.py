@@ -108,7 +108,7 @@ class BatchRoutes:
         """Keeps a file that would expire before its batch ends. Raises NotFound."""
         while file.expires_at < until:
             record = await self._store.find("file", principal.tenant, file.file_id)
-            if record is None:
+            if record is None or not record.is_readable:
                 raise no_such_file(file.file_id)
             file = replace(StoredFile.from_json(record.data), expires_at=until)
             if await self._store.replace(replace(record, data=file.to_json(), ends_at=until)):
@@ -141,7 +141,7 @@ class BatchRoutes:
         """Raises NotFound."""
         batch_id: str = request.path_params["batch_id"]
         record = await self._store.find("batch", self._principal_of(request).tenant, batch_id)
-        if record is None:
+        if record is None or not record.is_readable:
             raise NotFound(f"there is no batch {batch_id[:64]!r}; it ended long ago, or is another tenant's")
         return record
 

@@ -180,9 +180,13 @@ class FileRoutes:
     async def _open_batch_of(self, file: StoredFile) -> str | None:
         """The id of a batch that is not over and reads this file."""
         records = await self._store.page("batch", file.tenant, after=None, limit=MOST_KEPT_BATCHES, is_ascending=False)
-        batches = [Batch.from_json(record.data) for record in records or ()]
-        using = (b.batch_id for b in batches if not b.is_over and b.input_file_id == file.file_id)
-        return next(using, None)
+        for record in records or ():
+            batch = Batch.from_json(record.data) if record.is_readable else None
+            if batch is None and file.file_id.encode() in record.data:
+                return record.record_id
+            if batch is not None and not batch.is_over and batch.input_file_id == file.file_id:
+                return batch.batch_id
+        return None
 
 
 def limits_of_tenant(most_file_bytes: int) -> TenantLimits:
@@ -281,7 +285,7 @@ def _retriable(handle: Handler) -> Handler:
 async def find_file(store: BatchStore, principal: Principal, file_id: str) -> StoredFile:
     """Raises NotFound."""
     record = await store.find("file", principal.tenant, file_id)
-    file = None if record is None else StoredFile.from_json(record.data)
+    file = StoredFile.from_json(record.data) if record is not None and record.is_readable else None
     if file is None or _is_over(file):
         raise no_such_file(file_id)
     return file
@@ -299,10 +303,16 @@ async def page_of(
     store: BatchStore, kind: Kind, tenant: str, after: str | None, limit: int, *, is_ascending: bool
 ) -> list[StoredRecord]:
     """One record more than the limit where there are more. Raises InvalidRequest."""
-    records = await store.page(kind, tenant, after=after, limit=limit + 1, is_ascending=is_ascending)
-    if records is None:
-        raise invalid((FieldViolation("after", "is no id of this list; begin without it"),))
-    return records
+    found: list[StoredRecord] = []
+    while len(found) <= limit:
+        records = await store.page(kind, tenant, after=after, limit=limit + 1, is_ascending=is_ascending)
+        if records is None:
+            raise invalid((FieldViolation("after", "is no id of this list; begin without it"),))
+        found += [record for record in records if record.is_readable]
+        if len(records) <= limit:
+            break
+        after = records[-1].record_id
+    return found[: limit + 1]
 
 
 def page_answer(answers: list[Any], limit: int) -> Page[Any]:

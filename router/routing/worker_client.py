@@ -26,9 +26,9 @@ from cluster.crash_record import Crash, CrashReader
 from cluster.errors import BatonError, FailedPrecondition
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import admin_pb2, worker_pb2, worker_pb2_grpc
+from cluster.protocol import check_protocol, inside_metadata
 from cluster.step_cost import StepCost
 from cluster.tls import ClientTls
-from cluster.token import token_metadata
 from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,8 @@ class WorkerClient:
         self.crash: Crash | None = None
         """How the last process ended by itself; None: it runs, did not, or nothing is known of that."""
         self._crash_reader: CrashReader | None = None
+        self.refusal = ""
+        """Why no session can be had with it that another attempt would change; empty: nothing is known of that."""
         self._callbacks = callbacks
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
@@ -152,6 +154,9 @@ class WorkerClient:
                     log.info("worker %s ended its session", self.worker_id)
                 except grpc.aio.AioRpcError as error:
                     log.info("session with worker %s broke: %s", self.worker_id, error.code().name)
+                    self._note_refusal(rpc.from_rpc_error(error))
+                except FailedPrecondition as error:
+                    self._note_refusal(error)
                 except BatonError as error:
                     log.warning("session refused: %s", error)
                 except Exception:
@@ -159,12 +164,20 @@ class WorkerClient:
                 finally:
                     was_ready = self._lose()
                 backoff_s = FIRST_BACKOFF_S if was_ready else min(LONGEST_BACKOFF_S, backoff_s * 2)
+                if self.refusal:
+                    backoff_s = LONGEST_BACKOFF_S
                 await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+
+    def _note_refusal(self, error: BatonError) -> None:
+        """Keeps, and reports once, why it and this router cannot work together. Other errors may pass."""
+        if isinstance(error, FailedPrecondition) and error.message != self.refusal:
+            self.refusal = error.message
+            log.warning("no session with worker %s at %s: %s", self.worker_id, self.address, self.refusal)
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
         """Returns when the stream ends; raises AioRpcError when it breaks."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
-        call: Any = stub.Session(wait_for_ready=True, metadata=token_metadata(self._token))
+        call: Any = stub.Session(wait_for_ready=True, metadata=inside_metadata(self._token))
         helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch(call))]
         try:
             async for batch in call:
@@ -218,7 +231,8 @@ class WorkerClient:
     def _on_info(self, info: worker_pb2.WorkerInfo) -> None:
         if info.worker_id != self.worker_id:
             raise FailedPrecondition(f"{self.address} is worker {info.worker_id!r}, not {self.worker_id!r}")
-        self.info = info
+        check_protocol(f"worker {self.worker_id}", info.protocol, "this router")
+        self.info, self.refusal = info, ""
         self._forget_cache()
         self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY

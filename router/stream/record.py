@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.pb.journal_pb2 import JournalEntry, JournalOrigin
+from cluster.protocol import check_protocol, spoken
 from router.stream.journal import Source
 from router.stream.request import LiveRequest
 
@@ -62,6 +63,7 @@ def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_re
         arrival_time_s=live.arrival_time_s,
         spec_digest=digest_of(spec),
         traceparent=live.traceparent,
+        protocol=spoken(),
     )
     origin.spec.ClearField("resume")
     origin.spec.token_ids.ids[:] = live.request.prompt_token_ids
@@ -95,18 +97,21 @@ def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = No
             entry.first_token_after_s = live.first_token_at - live.arrived_at
     if since is None:
         entry.origin.CopyFrom(origin)
+        entry.origin.protocol = spoken()  # of one taken over from another router: who writes it now
         entry.num_moves = live.num_moves
     return entry
 
 
 def read_record(entries: Sequence[bytes]) -> JournalEntry | None:
-    """Adds up the entries of a generation to a whole one. None when they are not a record."""
+    """Adds up the entries of a generation to a whole one. None when they are not a record. Raises IncompatibleProtocol
+    for one whose writer speaks no version of this router's."""
     try:
         parsed = [JournalEntry.FromString(data) for data in entries]
     except DecodeError:
         return None
     if not parsed or not parsed[0].HasField("origin"):
         return None
+    check_protocol("the router that wrote it", parsed[0].origin.protocol, "this router")
     record = JournalEntry(origin=parsed[0].origin)
     known = [record.tokens.add(sequence_index=index) for index in range(record.origin.sampling.params.n)]
     for entry in parsed:

@@ -23,6 +23,7 @@ from cluster.errors import (
     BatonError,
     FailedPrecondition,
     FieldViolation,
+    IncompatibleProtocol,
     NotFound,
     OutOfRange,
     Unavailable,
@@ -111,6 +112,8 @@ class Resumables:
         self._kept: dict[str, _Kept] = {}
         self._unread: dict[str, OrderedDict[str, None]] = {}
         """Generations without a reader by tenant, each in the order in which their clients left."""
+        self._unreadable = ""
+        """Why a record was not read, as last reported."""
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """One call at a time takes a generation from the journal."""
 
@@ -203,9 +206,14 @@ class Resumables:
         found = await self._journal.find(generation_id)
         if found is None:
             return None
-        record = read_record(found.entries)
-        if record is None:
-            log.warning("the record of %s cannot be read", generation_id)
+        try:
+            record = read_record(found.entries)
+            why = "" if record is not None else f"{generation_id} is not a record of Baton"
+        except IncompatibleProtocol as error:
+            record, why = None, error.message
+        if why and why != self._unreadable:  # clients ask again and again
+            self._unreadable = why
+            log.warning("a record in the journal is not read, and left as it is: %s", why)
         return None if record is None or record.origin.tenant != principal.tenant else (record, found.claim)
 
     def _resume_here(self, call: _Resume, kept: _Kept) -> StreamReader:

@@ -74,6 +74,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.incarnation = uuid.uuid4().hex
         self.admits: list[worker_pb2.Admit] = []
         self.cancels: list[worker_pb2.Cancel] = []
+        self.protocol = ""
+        """Versions that it says it speaks."""
+        self.num_sessions = 0
         self.is_silent = False
         """Says nothing but what is emitted, as a stopped process says nothing at all."""
         self._heard: asyncio.Queue[worker_pb2.Command] = asyncio.Queue()
@@ -113,7 +116,10 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Session(self, request_iterator: AsyncIterator[worker_pb2.Command], context: Any) -> AsyncIterator[Any]:
         session: asyncio.Queue[worker_pb2.EventBatch] = asyncio.Queue()
-        info = worker_pb2.WorkerInfo(worker_id=self.worker_id, incarnation=self.incarnation, role=self.role)
+        self.num_sessions += 1
+        info = worker_pb2.WorkerInfo(
+            worker_id=self.worker_id, incarnation=self.incarnation, role=self.role, protocol=self.protocol
+        )
         session.put_nowait(worker_pb2.EventBatch(events=[worker_pb2.Event(info=info)]))
         self._sessions.add(session)
         reader = asyncio.create_task(self._listen(request_iterator))

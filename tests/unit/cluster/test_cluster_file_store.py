@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -15,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster import file_store
+from cluster import file_store, protocol
 from cluster.file_store import FileStore, remove
 from cluster.state import Claim, Log, MemoryStore, Outcome, Store, StoreAway, Write
 
@@ -90,6 +92,36 @@ async def test_what_a_killed_process_had_written_is_there_to_the_last_write(path
             assert list(log.entries) == [n.to_bytes(4) * 16 for n in range(1, log.number + 1)]
         assert await store.take(f"{name}-0", Claim(name, 1), Claim("next", 2), TTL_S), "its lock was left behind"
     await store.close()
+
+
+def version_of(path: Path, version: int | None = None) -> int:
+    """The version of the protocol that a file is marked with, which is changed if another is given."""
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        if version is not None:
+            db.execute(f"PRAGMA user_version = {version}").close()
+        return int(db.execute("PRAGMA user_version").fetchone()[0])
+
+
+async def test_a_file_of_another_protocol_is_refused_by_name_and_left_as_it_is(path: Path) -> None:
+    store = FileStore(str(path))
+    await store.write([write("k", 1, is_whole=True)])
+    await store.close()
+    assert version_of(path) == protocol.OLDEST
+    version_of(path, protocol.VERSION + 1)
+    before = path.read_bytes()
+    store = FileStore(str(path))
+    for _ in range(2):
+        with pytest.raises(
+            StoreAway, match=r"journal.db speaks protocol 2; this process speaks 1: .*; the file is left"
+        ):
+            await store.read("k")
+    await store.close()
+    assert path.read_bytes() == before
+    version_of(path, 0)  # from before files were marked
+    store = FileStore(str(path))
+    assert await store.read("k") == Log(A, 1, (b"x",))
+    await store.close()
+    assert version_of(path) == protocol.OLDEST
 
 
 async def test_two_stores_may_begin_a_file_at_the_same_moment(tmp_path: Path) -> None:

@@ -49,9 +49,19 @@ def test_a_name_that_two_sections_have_needs_that_of_the_section() -> None:
 
 def test_an_unknown_key_is_refused_by_name() -> None:
     with pytest.raises(TypeError, match="worker_idd"):
-        WorkerSettings.from_json('{"worker_idd": "x", "role": "prefill", "model": {"path": "m"}}')
+        WorkerSettings.from_values(worker_idd="x", role="prefill", model={"path": "m"})
     with pytest.raises(TypeError, match="pathh"):
-        WorkerSettings.from_json('{"worker_id": "x", "role": "prefill", "model": {"pathh": "m"}}')
+        WorkerSettings.from_values(worker_id="x", role="prefill", model={"pathh": "m"})
+
+
+def test_keys_of_a_later_build_are_left_out_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    given = json.loads(WORKER.to_json()) | {"of_later": 1}
+    given["engine"]["later_key"] = {"x": 2}
+    assert WorkerSettings.from_json(json.dumps(given)) == WorkerSettings.from_json(json.dumps(given)) == WORKER
+    changed = json.dumps({"slo": {"ttft_ms": 250.0, "later_slo": 1}, "a_section": {"x": 1}})
+    assert WORKER.with_run_time(changed).slo.ttft_ms == 250.0
+    named = [record.args for record in caplog.records]
+    assert sorted(map(str, named)) == ["('engine.later_key',)", "('of_later',)", "('slo.later_slo',)"]
 
 
 def test_a_required_key_that_is_missing_is_refused_by_name() -> None:

@@ -9,6 +9,7 @@ import pytest
 from admin_world import FILE, config_of
 
 from cluster.config.schema import EngineSection
+from cluster.errors import IncompatibleProtocol
 from controller.adoption import (
     STEADY_S,
     FoundProcess,
@@ -22,9 +23,12 @@ from controller.config_file import ConfigFile
 from controller.plan import plan_cluster
 
 
-def process(group: str, rank: int = 0, size: int = 1, epoch: int = 1, *, serves: bool = True) -> FoundProcess:
+def process(
+    group: str, rank: int = 0, size: int = 1, epoch: int = 1, *, serves: bool = True, protocol: str = ""
+) -> FoundProcess:
     identity = ProcessIdentity(group, rank, size, epoch, config_version=epoch)
-    return FoundProcess(identity, NodePlacement("127.0.0.1", 1), "{}", '{"address": "a"}' if serves else "")
+    placement = NodePlacement("127.0.0.1", 1, protocol)
+    return FoundProcess(identity, placement, "{}", '{"address": "a"}' if serves else "")
 
 
 WANTED = {"router": 1, "prefill-0": 1, "decode-0": 2}
@@ -105,10 +109,31 @@ def test_the_first_controller_begins_with_its_plan() -> None:
     assert (first.life, first.version, first.has_served) == (1, 1, False)
 
 
-def test_a_saved_state_of_another_version_is_a_type_error_by_name() -> None:
-    values = SavedCluster(config_of(), EngineSection()).as_dict() | {"later_key": 1}
-    with pytest.raises(TypeError, match="later_key"):
+def test_of_a_state_that_a_later_controller_has_saved_what_is_known_here_is_read() -> None:
+    saved = SavedCluster(config_of(), EngineSection(), workers=(SavedWorker("prefill-0", "prefill"),), protocol="1-2")
+    values = saved.as_dict() | {"later_key": 1}
+    values["workers"][0]["later_key"] = 2
+    assert SavedCluster.from_json(json.dumps(values)) == saved
+
+
+def test_a_saved_state_that_is_not_understood_is_refused_by_name() -> None:
+    values = SavedCluster(config_of(), EngineSection(), protocol="2-3").as_dict()
+    with pytest.raises(IncompatibleProtocol, match="the controller before speaks protocol 2 to 3; this controller sp"):
         SavedCluster.from_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("protocol", ["", "1-1", "1-4"])
+def test_a_process_of_the_next_version_is_kept_where_both_speak_one(protocol: str) -> None:
+    found = process("prefill-0", protocol=protocol)
+    assert choose(WANTED, [found]).kept == {"prefill-0": (found,)}
+
+
+def test_nothing_is_chosen_where_one_process_speaks_another_protocol() -> None:
+    """What is not chosen would be ended, and serves."""
+    found = [process("prefill-0"), process("decode-0", 1, 2, protocol="2-3")]
+    why = "decode-0 rank 1 speaks protocol 2 to 3; this controller speaks 1: upgrade this controller first"
+    with pytest.raises(IncompatibleProtocol, match=why):
+        choose(WANTED, found)
 
 
 def test_a_controller_that_dies_again_and_again_begins_at_growing_intervals() -> None:

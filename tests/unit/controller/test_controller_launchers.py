@@ -20,6 +20,7 @@ from controller import worker_pool as change_steps
 from controller.adoption import NodePlacement
 from controller.change_plan import Start
 from controller.plan import WorkerPlan, plan_worker
+from controller.supervisor import StartFailed
 from controller.worker_pool import StepFailed, StepRunner, WorkerPool
 
 if TYPE_CHECKING:
@@ -106,6 +107,46 @@ def hosting() -> Hosting:
 
 
 START = Start("decode-3", "decode", 1)
+
+
+class Actor:
+    """A process's actor that answers `locate`, and never has news."""
+
+    def __init__(self, protocol: str) -> None:
+        self.place = NodePlacement("elsewhere", 1, protocol)
+        self.locate = self.news = self
+
+    async def remote(self, after: int | None = None) -> NodePlacement:
+        if after is not None:
+            await asyncio.Event().wait()
+        return self.place
+
+
+@pytest.mark.parametrize("protocol", ["", "1-1", "1-2"])
+async def test_a_process_that_speaks_a_version_of_ours_is_started(
+    protocol: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (await located(protocol, monkeypatch)).protocol == protocol
+
+
+async def test_a_process_of_another_protocol_is_refused_by_name_before_it_gets_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    why = "decode-3 speaks protocol 2 to 3; this controller speaks 1: upgrade this controller first"
+    with pytest.raises(StartFailed, match=why) as refused:
+        await located("2-3", monkeypatch)
+    assert refused.value.is_mistake, "it is not tried again and again"
+
+
+async def located(protocol: str, monkeypatch: pytest.MonkeyPatch) -> NodePlacement:
+    from controller import ray_actors
+
+    monkeypatch.setattr(ray_actors.ray.util, "get_node_ip_address", lambda: "here")
+    process = ray_actors.HostedProcess(Actor(protocol), "decode-3", lambda line: None)
+    try:
+        return await process.locate()
+    finally:
+        process._ended.cancel()
 
 
 async def test_a_worker_that_ray_cannot_place_is_taken_back_and_the_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:

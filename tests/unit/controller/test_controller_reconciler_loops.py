@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from admin_world import FILE
 
+from cluster.errors import IncompatibleProtocol
 from cluster.pb import admin_pb2
-from controller.adoption import SavedCluster
+from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity, SavedCluster
 from controller.config_file import ConfigFile
 from controller.plan import plan_cluster
 
@@ -90,6 +91,49 @@ async def test_a_fault_while_the_file_is_looked_at_does_not_end_the_watch(contro
     watch.look = look
     task = asyncio.create_task(controller._look_at_file(watch))
     await until(lambda: watch.num_looks > 2, task)
+
+
+async def test_a_controller_touches_nothing_of_what_speaks_another_protocol(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from controller import ray_actors, ray_namespace
+
+    def touch(*_: object, **__: object) -> None:
+        raise AssertionError("a process was ended, adopted or started")
+
+    async def found(_: object) -> tuple[FoundProcess, ...]:
+        names = {"prefill-0": "1-2", "decode-0": "2-3"}
+        return tuple(
+            FoundProcess(ProcessIdentity(name), NodePlacement("127.0.0.1", 1, speaks), card="{}")
+            for name, speaks in names.items()
+        )
+
+    monkeypatch.setattr(ray_namespace.RayNamespace, "found", found)
+    monkeypatch.setattr(ray_namespace.RayNamespace, "save", touch)
+    monkeypatch.setattr(ray_actors.Hosting, "adopt", touch)
+    monkeypatch.setattr(ray_actors.Hosting, "start", touch)
+    controller.saved = controller.saved.next_life(1.0)
+    await controller.run()
+    (event,) = (await controller.progress()).events
+    why = "decode-0 speaks protocol 2 to 3; this controller speaks 1: upgrade this controller first"
+    assert (event.kind, event.who) == ("refused", "controller")
+    assert (
+        event.text
+        == f"{why}; what runs serves on without a controller, until `baton serve` of its version takes it over"
+    )
+    assert not controller._tasks and not controller._listeners.address
+    assert [record.getMessage() for record in caplog.records] == [why]
+
+
+async def test_a_state_that_is_not_understood_is_refused_before_anybody_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from controller.takeover import Takeover
+
+    nobody: Any = None
+    refusal = IncompatibleProtocol("the controller before speaks protocol 3; this controller speaks 1")
+    with pytest.raises(IncompatibleProtocol, match="the controller before"):
+        await Takeover(nobody, nobody, refusal).adopt(nobody, nobody, nobody)
 
 
 async def test_a_router_that_has_just_gone_is_not_announced_as_serving(controller: Controller) -> None:

@@ -13,10 +13,11 @@ import pytest
 from admin_desk import FakeBackend
 from scripted_router import baton
 
-from cluster import rpc
+from cluster import protocol, rpc
 from cluster.config.schema import AdminSection
-from cluster.errors import NotFound, NotServed, Unavailable
+from cluster.errors import IncompatibleProtocol, NotFound, NotServed, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc
+from controller import admin_service
 from controller.admin_service import start_admin
 from controller.plan import plan_cluster
 from tools.client import AdminClient
@@ -91,6 +92,28 @@ def flush(desk: Desk, worker_id: str) -> int:
 
 def test_a_call_reaches_the_worker_that_it_names_and_its_answer_comes_back(desk: Desk) -> None:
     assert [flush(desk, "prefill-0"), flush(desk, "prefill-0")] == [7, 0]
+
+
+def test_a_program_and_a_controller_of_two_protocols_refuse_each_other_by_name(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as later:
+        later.setattr(protocol, "VERSION", 3)
+        later.setattr(protocol, "OLDEST", 2)
+        client = AdminClient(desk.backend.address)
+    with client, pytest.raises(IncompatibleProtocol) as refused:
+        client.set_roles(1, 1, dry_run=True)
+    assert (
+        refused.value.message
+        == "the controller speaks protocol 1; its caller speaks 2 to 3: upgrade the controller first"
+    )
+    with AdminClient(desk.backend.address) as client:
+        assert client.cluster().protocol == protocol.spoken()
+        monkeypatch.setattr(admin_service, "spoken", lambda: "2-3")
+        with pytest.raises(IncompatibleProtocol) as refused:
+            client.cluster()
+    where = f"the controller at {desk.backend.address}"
+    assert refused.value.message == f"{where} speaks protocol 2 to 3; this program speaks 1: upgrade this program first"
 
 
 def test_the_error_of_a_worker_is_the_callers(desk: Desk) -> None:

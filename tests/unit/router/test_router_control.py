@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_worker import pair
+from fake_worker import FakeWorker, pair
 from grpc_health.v1 import health_pb2
-from router_harness import Router, running_router
+from router_harness import Router, ids, running_router, text_of, text_spec
 
 from cluster import rpc
+from cluster.errors import IncompatibleProtocol
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
+from router.routing import worker_client
 
 pytestmark = pytest.mark.asyncio
 
@@ -55,6 +59,62 @@ async def test_a_flipped_worker_keeps_its_session_and_shows_its_role_of_now(tmp_
         ready = admin_pb2.WorkerStatus.STATE_READY
         assert roles == {prefill.worker_id: (DECODE, PREFILL, ready), decode.worker_id: (PREFILL, DECODE, ready)}
         assert list(router.server.dispatcher.fleet) == sessions
+
+
+async def test_a_worker_of_another_protocol_is_refused_by_name_and_the_others_serve(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_client, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(worker_client, "LONGEST_BACKOFF_S", 0.2)
+    prefill, decode = pair(lambda _: [ids("yes")])
+    later = FakeWorker("decode-1", DECODE)
+    prefill.protocol, decode.protocol, later.protocol = "", "1-2", "2-3"
+    await later.start()
+    why = "worker decode-1 speaks protocol 2 to 3; this router speaks 1: upgrade this router first"
+    async with running_router(tmp_path, (prefill, decode)) as router, control_of(router) as control:
+        workers = named(router)
+        workers.append(admin_pb2.WorkerAddress(worker_id="decode-1", address=later.address, role=DECODE))
+        began_at = time.monotonic()
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
+        async with asyncio.timeout(20):
+            while later.num_sessions < 4:
+                await asyncio.sleep(0.01)
+        assert time.monotonic() - began_at > 3 * 0.5 * 0.2, "it was asked again and again without a pause"
+        seen = {worker.worker_id: worker for worker in (await status(router)).workers}
+        assert seen["decode-1"].refusal == why and not seen["decode-1"].HasField("info")
+        assert seen["decode-1"].state == admin_pb2.WorkerStatus.STATE_CONNECTING
+        assert [seen[name].refusal for name in ("prefill-0", "decode-0")] == ["", ""]
+        assert seen["decode-0"].info.protocol == "1-2"
+        assert text_of(await router.stream(text_spec())) == "yes"
+        later.protocol = "1-3"  # it was replaced
+        await router.until_all_ready()
+        assert not any(worker.refusal for worker in (await status(router)).workers)
+    await later.stop()
+    warnings = [record.getMessage() for record in caplog.records if "decode-1" in record.getMessage()]
+    assert [line for line in warnings if why in line] == [f"no session with worker decode-1 at {later.address}: {why}"]
+
+
+async def test_a_worker_that_refuses_the_session_is_named_with_its_reason(tmp_path: Path) -> None:
+    why = "worker decode-0 speaks protocol 3; its caller speaks 1: upgrade its caller first"
+    prefill, decode = pair()
+
+    async def refuse(_: object, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
+        await rpc.abort(context, IncompatibleProtocol(why))
+        yield worker_pb2.EventBatch()
+
+    decode.Session = refuse  # type: ignore[method-assign, assignment]
+    await prefill.start()
+    await decode.start()
+    async with running_router(tmp_path) as router, control_of(router) as control:
+        named = admin_pb2.WorkerAddress
+        workers = [named(worker_id=w.worker_id, address=w.address, role=w.role) for w in (prefill, decode)]
+        await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
+        async with asyncio.timeout(20):
+            while not (refusals := [w.refusal for w in (await status(router)).workers if w.refusal]):
+                await asyncio.sleep(0.01)
+    assert refusals == [why]
+    for worker in (prefill, decode):
+        await worker.stop()
 
 
 async def test_a_router_that_needs_no_prefill_any_more_serves_from_decode_workers_alone(tmp_path: Path) -> None:

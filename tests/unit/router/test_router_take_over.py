@@ -10,10 +10,11 @@ from router_harness import EOS, MAX_MODEL_LEN, TOKENIZER, VOCAB_SIZE, ids
 from wired_router import ManualClock, WiredRouter, logged, run
 
 from cluster.api_keys import KeyQuota
-from cluster.errors import Aborted
+from cluster.errors import Aborted, NotFound
 from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb.journal_pb2 import JournalEntry
+from cluster.protocol import spoken
 from cluster.state import Claim, MemoryStore, Write
 from router.api.call import ANYONE, Principal
 from router.api.chat import ChatTemplate
@@ -33,6 +34,7 @@ SPEC = pb.GenerationSpec(
     text="hello", sampling=pb.SamplingParams(seed=1), stopping=pb.StoppingCriteria(max_output_tokens=16)
 )
 GENERATION_ID = "gen-" + 24 * "0"
+ASK = pb.GenerationSpec(resume=pb.ResumeFrom(generation_id=GENERATION_ID))
 
 
 def live_request(
@@ -88,11 +90,12 @@ def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
     return Resumables(store, hooks, window_s=30.0)
 
 
-async def leave_behind(store: MemoryStore, text: str = "") -> None:
-    """A record of a router that is gone, with what it has sent."""
+async def leave_behind(store: MemoryStore, text: str = "", protocol: str = "1-1") -> None:
+    """A record of a router that is gone, with what it has sent. `protocol`: the versions that it spoke."""
     live = live_request(0.0)
     live.on_tokens(logged(live.key.to_proto(), 0, text).tokens, 0.0)
     data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
+    data.origin.protocol = protocol
     await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
 
 
@@ -121,6 +124,47 @@ def test_two_calls_that_resume_at_once_start_it_once_and_one_reads_it() -> None:
         await here.stop()
 
     run(scenario)
+
+
+@pytest.mark.parametrize("protocol", ["", "1-1", "1-2"])
+def test_a_record_of_a_router_that_speaks_a_version_of_ours_is_taken_over_and_becomes_ours(protocol: str) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router, store = WiredRouter(clock, ["d0"], needs_prefill=False), MemoryStore()
+        await leave_behind(store, "ab", protocol)
+        here = resumables(router.dispatcher, store)
+        here.start()
+        reader = await here.resume(ASK, ANYONE, is_streaming=True)
+        await here.before_send(reader, reader.take())
+        found = await store.read(GENERATION_ID)
+        assert found is not None and found.claim.epoch == 2
+        assert JournalEntry.FromString(found.entries[0]).origin.protocol == spoken()
+        router.dispatcher.cancel(GENERATION_ID, "by the test")
+        await here.stop()
+
+    run(scenario)
+
+
+def test_a_record_of_another_protocol_is_not_found_left_as_it_is_and_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router, store = WiredRouter(clock, ["d0"], needs_prefill=False), MemoryStore()
+        await leave_behind(store, "ab", "2-3")
+        before = await store.read(GENERATION_ID)
+        here = resumables(router.dispatcher, store)
+        here.start()
+        for _ in range(2):
+            with pytest.raises(NotFound):
+                await here.resume(ASK, ANYONE, is_streaming=True)
+        assert not await here.cancel(GENERATION_ID, ANYONE, "by the test")
+        await here.stop()
+        assert await store.read(GENERATION_ID) == before
+        assert router.dispatcher.num_running == 0
+
+    run(scenario)
+    why = "the router that wrote it speaks protocol 2 to 3; this router speaks 1: upgrade this router first"
+    warned = [record.getMessage() for record in caplog.records if record.name == "router.stream.resume"]
+    assert warned == [f"a record in the journal is not read, and left as it is: {why}"]
 
 
 class Counted:

@@ -22,6 +22,7 @@ import pytest
 from connection_harness import LAYOUT, SOON_S, TIMING, End, abort, handshake, relayed, two_ends
 
 from cluster import rpc
+from cluster.errors import IncompatibleProtocol
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import handoff_pb2, handoff_pb2_grpc
 
@@ -57,6 +58,34 @@ async def test_both_sides_learn_what_was_agreed() -> None:
         assert (greeting.worker_id, greeting.transport, greeting.wire_format) == ("d", "gloo", "native")
         assert (greeting.chunk_tokens, greeting.num_slots) == (64, 4)
         assert "shm" in greeting.transport_reason
+
+
+@pytest.mark.parametrize(("sender", "receiver"), [("1-2", "1-1"), ("1-1", "1-2"), ("", "1-2"), ("2-3", "3-9")])
+async def test_two_versions_that_have_one_protocol_in_common_connect(sender: str, receiver: str) -> None:
+    ends = two_ends(sender=handshake("p", protocol=sender), receiver=handshake("d", protocol=receiver))
+    async with ends as (p, d, address):
+        await opened(p, d, address)
+
+
+@pytest.mark.parametrize(("sender", "receiver", "older"), [("2-3", "1-1", "d"), ("1-2", "3-3", "p"), ("", "2-2", "p")])
+async def test_a_worker_of_another_protocol_is_refused_by_name_for_good(sender: str, receiver: str, older: str) -> None:
+    ends = two_ends(sender=handshake("p", protocol=sender), receiver=handshake("d", protocol=receiver))
+    async with ends as (p, d, address):
+        p.open("e", address, d.handshake.incarnation)
+        _, why, is_final = await p.wait_until_said("ended")
+        assert is_final and why.startswith("worker p speaks protocol ")
+        assert why.endswith(f": upgrade worker {older} first")
+        assert not d.said("called")
+
+
+async def test_a_receiver_of_another_protocol_that_does_not_say_no_is_refused_by_the_sender() -> None:
+    """One from before the handshake was made looks at no version."""
+    own = handshake("p", protocol="2-2")
+    answer = handshake("d", protocol="2-2").answer(own.hello("e"))
+    own.check(answer)
+    answer.protocol = ""
+    with pytest.raises(IncompatibleProtocol, match="worker d speaks protocol 1; worker p speaks 2: upgrade worker d f"):
+        own.check(answer)
 
 
 async def test_messages_arrive_in_order_in_both_directions() -> None:

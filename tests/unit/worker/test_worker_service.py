@@ -16,6 +16,7 @@ from waiting import until
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from cluster.protocol import HEADER
 from engine.kv.block_manager import BlockAccountingError
 from worker.handoff_streams import HandoffStreams
 from worker.service import SpeakingLoop, WorkerService
@@ -58,11 +59,12 @@ class FakeCore:
 class Router:
     """One session of a router."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, metadata: tuple[tuple[str, str], ...] = ()) -> None:
+        self.address = address
         self.channel = rpc.create_blocking_channel(address)
         self.commands: queue.SimpleQueue[worker_pb2.Command | None] = queue.SimpleQueue()
         stub = worker_pb2_grpc.WorkerServiceStub(self.channel)
-        self.batches = stub.Session(iter(self.commands.get, None), timeout=SOON_S)
+        self.batches = stub.Session(iter(self.commands.get, None), timeout=SOON_S, metadata=metadata)
 
     def close(self) -> None:
         self.batches.cancel()
@@ -107,6 +109,24 @@ def test_a_session_with_nothing_to_tell_says_so(served: tuple[FakeCore, WorkerSe
     session([stats(2)])
     told = next(batch for batch in router.batches if batch.events)
     assert told.events == [stats(2)]
+
+
+def test_a_router_of_another_protocol_is_refused_by_name_and_the_others_go_on(
+    served: tuple[FakeCore, WorkerService, Router],
+) -> None:
+    core, _, router = served
+    (session, _) = core.expect("session_opened")
+    foreign = Router(router.address, ((HEADER, "2-3"),))
+    with pytest.raises(grpc.RpcError) as refused:
+        next(foreign.batches)
+    why = "worker d speaks protocol 1; its caller speaks 2 to 3: upgrade worker d first"
+    assert (refused.value.code(), refused.value.details()) == (grpc.StatusCode.FAILED_PRECONDITION, why)
+    session([stats(1)])
+    assert next(router.batches).events == [stats(1)]
+    next_one = Router(router.address, ((HEADER, "1-2"),))
+    core.expect("session_opened")
+    for closed in (foreign, next_one):
+        closed.close()
 
 
 def test_the_engine_thread_is_told_of_every_heartbeat(served: tuple[FakeCore, WorkerService, Router]) -> None:
