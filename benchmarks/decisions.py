@@ -40,6 +40,7 @@ class _Worker:
     kv_tokens: int
     index: PrefixIndex
     max_num_seqs: int = 0
+    weights_revision: str = ""
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         return self.index.num_cached_tokens(prompt)

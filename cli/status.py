@@ -69,6 +69,18 @@ def no_controller(silent_s: float | None) -> str:
     )
 
 
+def different_weights(described: dict[str, Any]) -> str:
+    """Returns which workers have which weights; empty while all have the same."""
+    by_revision: dict[str, list[str]] = {}
+    for worker in described["workers"]:
+        if worker["weights_revision"]:
+            by_revision.setdefault(worker["weights_revision"], []).append(worker["worker_id"])
+    if len(by_revision) < 2:
+        return ""
+    parts = "; ".join(f"{', '.join(ids)}: {revision}" for revision, ids in by_revision.items())
+    return f"workers have different weights, and share no request with the others: {parts}"
+
+
 def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
     from cluster.text import role_name, state_name
 
@@ -87,6 +99,7 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
         "ranks": [
             {"tp_rank": rank.tp_rank, "pid": rank.pid, "host": rank.host, "device": rank.device} for rank in info.ranks
         ],
+        "weights_revision": info.weights_revision,
         "dtype": info.dtype,
         "transport": info.transport,
         "metrics_address": info.metrics_address or None,
@@ -127,8 +140,9 @@ def _print_table(described: dict[str, Any]) -> None:
         f"{router['finished']} finished, {router['cancelled']} cancelled, {router['failed']} failed, "
         f"{router['rejected']} rejected"
     )
-    if problem := no_controller(router["controller_silent_s"]):
-        console.print(problem)
+    for remark in (no_controller(router["controller_silent_s"]), different_weights(described)):
+        if remark:
+            console.print(remark)
     if not described["workers"]:
         console.print("no workers")
         return

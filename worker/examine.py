@@ -34,7 +34,7 @@ from engine.layers.ops import choose_native
 from engine.memory import resolve_device, resolve_dtype
 from engine.models.config import ModelConfig
 from kv_transfer.transports.selection import supported
-from worker.loading import expect_memory, resolve, weights_revision
+from worker.loading import checkpoint_digest, expect_memory, resolve
 
 Part = dict[str, Any]
 DEFAULT_MEAN_TOKENS = 1024
@@ -109,7 +109,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
             "num_files": len(files),
             "num_tensors": checkpoint.num_tensors,
             "size_bytes": sizes,
-            "revision": weights_revision(folder),
+            "revision": checkpoint_digest(folder),
         }
 
 

@@ -45,6 +45,8 @@ from kv_transfer.transports.interface import connect_store
 from kv_transfer.transports.selection import supported
 
 RENDEZVOUS_TIMEOUT_S = 120.0
+_WHOLE_BYTES = 8 << 20
+_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 NOT_STARTED = "measured when a worker starts"
 
 
@@ -62,6 +64,7 @@ class Resolved:
     transports: tuple[str, ...]
     """Transports that this worker can use, best first."""
     weights_revision: str
+    """Names the weights as they are served: the checkpoint's digest, the type, and what they are rounded to."""
 
     @property
     def digest(self) -> str:
@@ -110,7 +113,6 @@ class Resolved:
 
     @property
     def layout(self) -> KvLayout:
-        rounded = "" if self.settings.model.quantization == "none" else f"+{self.settings.model.quantization}"
         return KvLayout(
             num_layers=self.config.num_hidden_layers,
             num_kv_heads=self.config.num_key_value_heads,
@@ -118,7 +120,7 @@ class Resolved:
             dtype=self.kv_dtype,
             tp_size=self.settings.tp_size,
             block_size=self.settings.engine.block_size,
-            model=f"{self.model}@{self.weights_revision}{rounded}",
+            model=f"{self.model}@{self.weights_revision}",
         )
 
 
@@ -127,6 +129,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
     device = resolve_device(settings.engine.device)
     config = ModelConfig.from_folder(settings.model.path)
     dtype = resolve_dtype(config, settings.model.dtype, device)
+    rounded = [settings.model.quantization] if settings.model.quantization != "none" else []
     return Resolved(
         settings=settings,
         config=config,
@@ -136,7 +139,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
         kv_dtype=resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, device),
         max_model_len=resolve_max_model_len(config, settings.model.max_model_len),
         transports=supported(device, settings.transfer.transport),
-        weights_revision=weights_revision(Path(settings.model.path)),
+        weights_revision="+".join((checkpoint_digest(Path(settings.model.path)), dtype, *rounded)),
     )
 
 
@@ -225,12 +228,20 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
     )
 
 
-def weights_revision(folder: Path) -> str:
-    """Names the weights: config, and name, size and first megabyte (header and some tensors) of each file."""
+def checkpoint_digest(folder: Path) -> str:
+    """Names the weights of a folder: its config, and of each file name, size, the first 8 MiB and samples of the rest.
+
+    Samples are evenly spaced, so that a file costs at most a few hundred short reads whatever its size: a checkpoint
+    that was trained further has another digest, and one with a few numbers changed by hand may not.
+    """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
         with file.open("rb") as weights:
-            digest.update(f"{file.name}:{file.stat().st_size}".encode() + weights.read(1 << 20))
+            digest.update(f"{file.name}:{size}".encode() + weights.read(_WHOLE_BYTES))
+            for begin in range(_WHOLE_BYTES, size, max(_SAMPLE_BYTES, size // _NUM_SAMPLES)):
+                weights.seek(begin)
+                digest.update(weights.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 

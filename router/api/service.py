@@ -77,7 +77,7 @@ class GenerationService:
             dispatcher.cancel,
             self._revive,
             lambda live: self._new_detokenizers(live.request),
-            lambda: dispatcher.fleet.weights_revision,
+            dispatcher.fleet.has_lost,
             dispatcher.counters,
         )
         self.resumables = Resumables(store, hooks, window_s=of_router.resume_window_s)

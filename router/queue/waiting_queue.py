@@ -49,13 +49,15 @@ class _QuotaMeter(RequestObserver):
 
 
 class WaitingQueue:
-    """`on_change` is called when a request has left by itself, `on_refused` for each that will not run."""
+    """`has_worker(revision)`: a worker with these weights may get the rest of an output that began with them.
+    `on_change` is called when a request has left by itself, `on_refused` for each that will not run."""
 
     def __init__(
         self,
         context: RoutingContext,
         ready: Callable[[worker_pb2.Role], Candidates],
         can_serve: Callable[[], bool],
+        has_worker: Callable[[str], bool],
         counters: Counters,
         clock: Callable[[], float],
         on_change: Callable[[], None],
@@ -67,6 +69,7 @@ class WaitingQueue:
         """No waiting request will run."""
         self._context = context
         self._can_serve = can_serve
+        self._has_worker = has_worker
         self._counters = counters
         self._clock = clock
         self._on_change = on_change
@@ -74,6 +77,8 @@ class WaitingQueue:
         self._waiters: dict[str, _Waiter] = {}
         self._suspects: set[str] = set()
         """Those among them that may have ended a worker: they are in no order, and run apart from the others."""
+        self._aside: set[str] = set()
+        """Those that go on with weights which no ready worker has: they are in no order, and in nobody's way."""
         self._order = FairOrder()
         self._quotas = Quotas()
         self._swept_at = -_SWEEP_S
@@ -86,12 +91,14 @@ class WaitingQueue:
         return generation_id in self._waiters
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """In the order in which they will run, suspects first."""
-        return (self._waiters[generation_id].live for generation_id in (*self._suspects, *self._order.in_order()))
+        """In the order in which they will run, suspects first, and last those for which there is no worker."""
+        ids = (*self._suspects, *self._order.in_order(), *self._aside)
+        return (self._waiters[generation_id].live for generation_id in ids)
 
     @property
-    def has_suspects(self) -> bool:
-        return bool(self._suspects)
+    def apart(self) -> list[LiveRequest]:
+        """The requests that wait in no order: suspects, and those for whose weights there is no worker."""
+        return [self._waiters[generation_id].live for generation_id in (*self._suspects, *self._aside)]
 
     def submit(self, live: LiveRequest, time_left_s: float | None) -> bool:
         """False: the request was rejected. `time_left_s`: to its deadline."""
@@ -148,10 +155,14 @@ class WaitingQueue:
     def next(self) -> LiveRequest | None:
         """Removes the next request that workers may be given now. In an overload, late requests are shed."""
         now, found = self._clock(), None
+        self._look_aside()
         while len(self._order) and self._can_serve() and not self.is_over:
             live = self._waiters[self._order.first()].live
             if self._is_late(live, now):
                 self._shed(live)
+            elif not self._has_worker_for(live):
+                self._order.remove(live.key.request_id)
+                self._aside.add(live.key.request_id)
             elif self.admission.has_room(live.work, now):
                 self._waiters.pop(self._order.serve()).timer.cancel()
                 found = live
@@ -161,12 +172,10 @@ class WaitingQueue:
         self.admission.on_change(now)
         return found
 
-    def next_suspect(self) -> LiveRequest:
-        """Removes the suspect that has sent the most tokens: it is the least likely to end its worker."""
-        first = max(self._suspects, key=lambda i: (self._waiters[i].live.num_tokens, i))
-        live = self.remove(first)
-        assert live is not None
-        return live
+    def first_suspect(self, may_run: Callable[[LiveRequest], bool]) -> LiveRequest | None:
+        """The suspect that may run and has sent the most tokens: it is the least likely to end its worker."""
+        suspects = [live for generation_id in self._suspects if may_run(live := self._waiters[generation_id].live)]
+        return max(suspects, key=lambda live: (live.num_tokens, live.key.request_id), default=None)
 
     def find(self, generation_id: str) -> LiveRequest | None:
         """None: it does not wait here."""
@@ -181,6 +190,8 @@ class WaitingQueue:
         waiter.timer.cancel()
         if generation_id in self._suspects:
             self._suspects.remove(generation_id)
+        elif generation_id in self._aside:
+            self._aside.remove(generation_id)
         else:
             self._order.remove(generation_id)
         return waiter.live
@@ -196,11 +207,25 @@ class WaitingQueue:
             self._reject(live, "waited", error)
         self._on_change()
 
+    def _has_worker_for(self, live: LiveRequest) -> bool:
+        return not live.weights_revision or self._has_worker(live.weights_revision)
+
+    def _look_aside(self) -> None:
+        """Puts those back at the head for which there is a worker now."""
+        for live in [self._waiters[generation_id].live for generation_id in self._aside]:
+            if self._has_worker_for(live):
+                self._aside.remove(live.key.request_id)
+                self._put_in_order(live)
+
     def _add(self, live: LiveRequest, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
         """In its order; at the head if it has run before."""
-        generation_id, tenant, cost = live.key.request_id, live.principal.tenant, live.work.num_output_tokens
+        generation_id = live.key.request_id
         timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), on_timeout, generation_id)
         self._waiters[generation_id] = _Waiter(live, timer)
+        self._put_in_order(live)
+
+    def _put_in_order(self, live: LiveRequest) -> None:
+        generation_id, tenant, cost = live.key.request_id, live.principal.tenant, live.work.num_output_tokens
         if live.retry.is_suspect:
             self._suspects.add(generation_id)
         elif live.has_run:
@@ -227,6 +252,8 @@ class WaitingQueue:
             error = failures.no_worker()
         elif live.retry.is_suspect:
             error = failures.no_worker_to_itself(timeout_s)
+        elif not self._has_worker_for(live):
+            error = failures.weights_lost(live.weights_revision)
         elif live.has_run:
             error = failures.waited_again_too_long(timeout_s)
         self.fail(generation_id, error)

@@ -68,6 +68,7 @@ class Dispatcher:
             self.context,
             self.fleet.ready,
             lambda: self.fleet.can_serve,
+            lambda revision: bool(self.fleet.candidates(revision)[1]),
             self.counters,
             clock,
             self._pump,
@@ -216,10 +217,12 @@ class Dispatcher:
         )
 
     def _move_away(self) -> None:
-        """Moves requests off workers that should not decode, to where there is room."""
-        others = [] if self.waiting.is_closed else self.fleet.candidates()[1]
-        for worker in self.fleet if others else ():
-            why = why_emptied(worker) if worker not in others else ""
+        """Moves requests off workers that should not decode, to where there is room and the weights are the same."""
+        ready = [] if self.waiting.is_closed else [worker for worker in self.fleet if worker.is_ready]
+        by_revision = {revision: self.fleet.candidates(revision)[1] for revision in {w.weights_revision for w in ready}}
+        for worker in ready:
+            others = by_revision[worker.weights_revision]
+            why = why_emptied(worker) if others and worker not in others else ""
             residents, num_under_way = residents_of(worker, self.running.on(worker)) if why else ([], 0)
             if residents:
                 rooms = [DecodeRoom.of(other, self.context.loads[other.worker_id]) for other in others]
@@ -297,6 +300,7 @@ class Dispatcher:
                 prompt, cached = work.num_prompt_tokens, placement.num_cached_tokens
                 most = sampling.stopping.max_output_tokens
                 self._demand.add_placement(self.clock(), prompt, cached, sampling.params.n, most)
+        self._recovery.fail_without_weights()
         self._move_away()
         if self._next_heartbeat is None and (self.waiting or self.running):
             self._next_heartbeat = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._send_heartbeats)

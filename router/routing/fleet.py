@@ -79,14 +79,24 @@ class Fleet:
         """Workers that may get new work of a role."""
         return [w for w in self._workers.values() if w.role == role and w.can_take_work]
 
-    def candidates(self) -> tuple[list[WorkerClient], list[WorkerClient]]:
-        """(Prefill, decode): workers that may get new work of each kind now.
+    def candidates(self, revision: str = "") -> tuple[list[WorkerClient], list[WorkerClient]]:
+        """(Prefill, decode): workers that may get new work of each kind now; only those with weights of this
+        `revision`, unless it is empty.
 
         A role is a label: while no decode worker is ready, prefill workers do both; but not before a request has run
         here, because the decode workers of a starting cluster are still to come.
         """
         prefill, decode = self.ready(PREFILL), self.ready(DECODE)
-        return (prefill, decode) if decode or not self.has_served else ([], prefill)
+        is_starting = not (self.has_served or decode)
+        if revision:
+            prefill, decode = ([w for w in group if w.weights_revision == revision] for group in (prefill, decode))
+        return (prefill, decode) if decode or is_starting else ([], prefill)
+
+    def has_lost(self, revision: str) -> bool:
+        """No worker has these weights any more or may yet turn out to have them, and others are ready. Never true of
+        the empty revision."""
+        may_have = any(worker.info is None or worker.weights_revision == revision for worker in self)
+        return bool(revision) and not may_have and any(worker.is_ready for worker in self)
 
     @property
     def can_serve(self) -> bool:
@@ -97,8 +107,8 @@ class Fleet:
 
     @property
     def weights_revision(self) -> str:
-        """The revision that the workers report; empty while none has connected."""
-        return next((worker.info.weights_revision for worker in self if worker.info is not None), "")
+        """The revision that the workers report, one of them while they change; empty while none has connected."""
+        return next((worker.weights_revision for worker in self if worker.weights_revision), "")
 
     def set_workers(self, addresses: Iterable[WorkerAddress]) -> None:
         """Makes these the complete set. A worker whose address stays keeps its session, whatever its role becomes."""

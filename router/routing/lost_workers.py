@@ -76,24 +76,45 @@ class RequestRecovery:
 
     def place_suspects(self) -> None:
         """Places the next suspect once the reserved worker is free for it; called whenever that may have changed."""
-        while self._waiting.has_suspects:
-            tester = self._reserve_tester()
-            if tester is None or any(live.retry.is_suspect for live in self._running.on(tester)):
+        while not self._is_testing and (live := self._waiting.first_suspect(self._may_test)) is not None:
+            tester = self._reserve_tester(live.weights_revision)
+            if tester is None:
                 return
-            self._running.start_alone(self._waiting.next_suspect(), tester)
-        if self._tester is not None and not any(live.retry.is_suspect for live in self._running.on(self._tester)):
+            self._waiting.remove(live.key.request_id)
+            self._running.start_alone(live, tester)
+        if not self._is_testing:
             self._free_tester()
 
-    def _reserve_tester(self) -> WorkerClient | None:
-        """Reserves a decode worker, at once where one has no request. None: its requests have to end first."""
+    @property
+    def _is_testing(self) -> bool:
+        """A suspect runs."""
+        return self._tester is not None and any(live.retry.is_suspect for live in self._running.on(self._tester))
+
+    def _may_test(self, live: LiveRequest) -> bool:
+        """A decode worker is there with the weights that the suspect's output began with."""
+        reserved = [] if self._tester is None else [self._tester]
+        workers = [*reserved, *self._fleet.ready(DECODE)]
+        return any(_has_weights(worker, live.weights_revision) for worker in workers)
+
+    def fail_without_weights(self) -> None:
+        """Fails waiting requests whose output began with weights that no worker has any more."""
+        for live in self._waiting.apart:
+            if self._fleet.has_lost(live.weights_revision) and live.key.request_id in self._waiting:
+                self._waiting.fail(live.key.request_id, failures.weights_lost(live.weights_revision))
+
+    def _reserve_tester(self, revision: str) -> WorkerClient | None:
+        """Reserves a decode worker with these weights (empty: any), at once where one has no request. None: its
+        requests have to end first."""
         tester = self._tester
-        if tester is not None and (tester.is_draining or tester.role != DECODE or not tester.is_ready):
+        if tester is not None and not (
+            tester.is_ready and not tester.is_draining and tester.role == DECODE and _has_weights(tester, revision)
+        ):
             self._free_tester()
             tester = None
         if tester is not None and (self._is_apart or not self._running.num_on(tester)):
             self._is_apart = True
             return tester
-        candidates = self._fleet.ready(DECODE)
+        candidates = [worker for worker in self._fleet.ready(DECODE) if _has_weights(worker, revision)]
         empty = next((worker for worker in candidates if not self._running.num_on(worker)), None)
         if empty is None and (tester is not None or not candidates):
             return None
@@ -110,8 +131,8 @@ class RequestRecovery:
     def on_worker_stalled(self, worker: WorkerClient) -> None:
         """Retries the requests of a worker that seems to stall, while another can take them; else they wait for it."""
         for live in self._running.on(worker):
-            if not self._fleet.candidates()[1]:
-                return
+            if not self._fleet.candidates(live.weights_revision)[1]:
+                continue
             if live.retry.may_retry(live.num_tokens):  # else it would fail elsewhere, and may yet go well here
                 error = failures.worker_stalled(worker.worker_id)
                 self.retry(live, AttemptFailure("STALLED", error, worker.worker_id))
@@ -157,6 +178,11 @@ class RequestRecovery:
         self._counters.failed += 1
         self._demand.add_end(self._clock(), is_kept=False)
         live.fail(failures.given_up(error, live.num_tokens), self._clock())
+
+
+def _has_weights(worker: WorkerClient, revision: str) -> bool:
+    """`revision` empty: any will do."""
+    return revision in ("", worker.weights_revision)
 
 
 def _blamed(worker: WorkerClient, residents: Sequence[LiveRequest]) -> list[LiveRequest]:

@@ -74,7 +74,7 @@ class RunningRequests:
 
     def start(self, live: LiveRequest) -> Placement:
         """Places a request that waited, and returns where."""
-        placement = self._choose(live.to_place, *self._fleet.candidates())
+        placement = self._choose(live.to_place, *self._fleet.candidates(live.weights_revision))
         self._place(live, placement)
         return placement
 
@@ -104,7 +104,8 @@ class RunningRequests:
         live.restart(self._clock(), failure.reason)
         if live.retry.is_suspect:
             return False
-        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in self._fleet.candidates())
+        candidates = self._fleet.candidates(live.weights_revision)
+        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in candidates)
         choose = partial(self._choose, live.to_place)
         placement = next_placement(live.retry, last.placement, failure, prefill, decode, choose)
         if placement is not None:
@@ -149,6 +150,7 @@ class RunningRequests:
         workers = [decode] if prefill is None else [prefill, decode]
         attempt = Attempt(live.key, placement, self._clock(), charge, prefill, workers, is_move)
         live.place(attempt)
+        live.placed_revision = decode.weights_revision
         self._counters.placements[placement.kind] += 1
         self._policy.on_placed(live.to_place, placement)
         self._running[live.key.request_id] = live

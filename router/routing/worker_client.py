@@ -81,6 +81,8 @@ class WorkerClient:
         """Sent first on each session; None: the worker keeps the settings that it was started with."""
         self.state: State = CONNECTING
         self.info: worker_pb2.WorkerInfo | None = None
+        self.weights_revision = ""
+        """Names the weights that it serves, or did when it was ready last; empty: not known."""
         self.stats: worker_pb2.WorkerStats | None = None
         self.prefix_index: PrefixIndex | None = None
         """None while the worker is not ready."""
@@ -232,7 +234,7 @@ class WorkerClient:
         if info.worker_id != self.worker_id:
             raise FailedPrecondition(f"{self.address} is worker {info.worker_id!r}, not {self.worker_id!r}")
         check_protocol(f"worker {self.worker_id}", info.protocol, "this router")
-        self.info, self.refusal = info, ""
+        self.info, self.refusal, self.weights_revision = info, "", info.weights_revision
         self._forget_cache()
         self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY

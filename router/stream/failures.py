@@ -22,6 +22,13 @@ from cluster.pb import worker_pb2
 RETRY_AFTER_S = 1.0
 """Time in which a lost worker is usually replaced, or a queue moves."""
 
+
+class WeightsLost(FailedPrecondition):
+    """The output began with weights that no worker serves any more."""
+
+    reason = "WEIGHTS_LOST"
+
+
 _Failed = worker_pb2.Failed
 _KINDS: dict[worker_pb2.Failed.Reason, type[BatonError]] = {
     _Failed.REASON_PEER_LOST: Unavailable,
@@ -55,6 +62,11 @@ def worker_lost(worker_id: str) -> Unavailable:
 def ends_workers(num_workers: int) -> FailedPrecondition:
     what = f"{num_workers} workers ended by themselves while they computed this request, which may be the cause"
     return FailedPrecondition(f"{what}; it is not tried again: change it, or have the workers' logs looked at")
+
+
+def weights_lost(revision: str) -> WeightsLost:
+    what = f"its output began with weights of revision {revision}, and no worker serves these any more"
+    return WeightsLost(f"{what}: other weights would go on differently; ask anew")
 
 
 def worker_stalled(worker_id: str) -> Unavailable:

@@ -32,12 +32,14 @@ class Extent:
     has_prompt_logprobs: bool
     num_crashes: int = 0
     """Workers that ended by themselves in a step with it."""
+    weights_revision: str = ""
 
     @classmethod
     def of(cls, live: LiveRequest) -> Extent:
         ends = tuple(s.end is not None and s.end.finish_reason != _CANCELLED for s in live.sequences)
         has_prompt = live.request.prompt_logprobs is not None and live.output.prompt_logprobs.is_complete
-        return cls(tuple(s.num_tokens for s in live.sequences), ends, has_prompt, live.retry.num_crashes_in_all)
+        num_tokens = tuple(s.num_tokens for s in live.sequences)
+        return cls(num_tokens, ends, has_prompt, live.retry.num_crashes_in_all, live.weights_revision)
 
     @classmethod
     def nothing(cls, num_sequences: int) -> Extent:
@@ -53,13 +55,12 @@ def digest_of(spec: generation_pb2.GenerationSpec) -> bytes:
     return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
 
 
-def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec, weights_revision: str) -> JournalOrigin:
+def origin_of(live: LiveRequest, spec: generation_pb2.GenerationSpec) -> JournalOrigin:
     """The first part of a record. `spec`: as the client sent it."""
     origin = JournalOrigin(
         spec=spec,
         sampling=live.request.sampling,
         tenant=live.principal.tenant,
-        weights_revision=weights_revision,
         arrival_time_s=live.arrival_time_s,
         spec_digest=digest_of(spec),
         traceparent=live.traceparent,
@@ -91,6 +92,8 @@ def entry_of(live: LiveRequest, origin: JournalOrigin, since: Extent | None = No
         entry.prompt_logprobs.extend(live.output.prompt_logprobs.take())
     if now.num_crashes > last.num_crashes:
         entry.num_crashes = now.num_crashes
+    if now.weights_revision != last.weights_revision:
+        entry.weights_revision = now.weights_revision
     if entry.ByteSize():
         entry.num_cached_tokens, entry.num_moves = live.num_cached_tokens, live.num_moves
         if live.first_token_at is not None:
@@ -121,6 +124,7 @@ def read_record(entries: Sequence[bytes]) -> JournalEntry | None:
         record.num_cached_tokens = entry.num_cached_tokens or record.num_cached_tokens
         record.num_moves = max(record.num_moves, entry.num_moves)
         record.num_crashes = max(record.num_crashes, entry.num_crashes)
+        record.weights_revision = entry.weights_revision or record.weights_revision
         if entry.HasField("first_token_after_s"):
             record.first_token_after_s = entry.first_token_after_s
         for tokens in entry.tokens:
@@ -153,6 +157,7 @@ def restore(live: LiveRequest, record: JournalEntry) -> None:
     live.output.prompt_logprobs.restore(record.prompt_logprobs)
     live.num_cached_tokens = record.num_cached_tokens
     live.num_moves = record.num_moves + 1
+    live.placed_revision = record.weights_revision
     live.retry.restore(record.num_crashes, live.num_tokens)
     if record.HasField("first_token_after_s"):
         live.first_token_at = live.arrived_at + record.first_token_after_s

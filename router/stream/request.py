@@ -129,6 +129,8 @@ class LiveRequest:
         self.output = OutputBuffer(sequences, prompt_logprobs, is_streaming=is_streaming)
         self.attempts: list[Attempt] = []
         """In the order of their placement; empty while the request has only waited."""
+        self.placed_revision = ""
+        """Names the weights of the workers that it was placed on last; empty: it was not, or they are not known."""
         self.retry = RetryState()
         self.error: BatonError | None = None
         self.queue_position = 0
@@ -179,6 +181,13 @@ class LiveRequest:
             return False
         num_prefilled = self.attempt.num_prefilled_outputs
         return all(sequence.num_tokens > num_prefilled for sequence in self.sequences)
+
+    @property
+    def weights_revision(self) -> str:
+        """Names the weights from which all of its output has to come; empty: there is no output, or they are not
+        known."""
+        has_prompt_logprobs = self.request.prompt_logprobs is not None and self.output.prompt_logprobs.is_complete
+        return self.placed_revision if has_prompt_logprobs or self.num_tokens else ""
 
     @property
     def exposed_s(self) -> float:

@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 from cluster.errors import (
     Aborted,
     BatonError,
-    FailedPrecondition,
     FieldViolation,
     IncompatibleProtocol,
     NotFound,
@@ -37,7 +36,7 @@ from router.api.violations import invalid, shortened
 from router.observe.counters import Counters
 from router.stream.client_stream import StreamReader
 from router.stream.detokenizer import Detokenizer
-from router.stream.failures import RETRY_AFTER_S
+from router.stream.failures import RETRY_AFTER_S, weights_lost
 from router.stream.journal import Journal
 from router.stream.record import Extent, digest_of, entry_of, origin_of, read_record, restore, source_of
 from router.stream.request import LiveRequest
@@ -64,8 +63,8 @@ class ResumeHooks:
     """(key of the first attempt, record, principal, first token of each sequence that the client wants, is it
     streaming): makes the request of a record, still without its tokens."""
     new_detokenizers: Callable[[LiveRequest], Sequence[Detokenizer]]
-    weights_revision: Callable[[], str]
-    """The revision that workers serve; empty while it is not known."""
+    has_lost_weights: Callable[[str], bool]
+    """(revision): no worker has these weights any more."""
     counters: Counters
 
 
@@ -129,7 +128,7 @@ class Resumables:
 
     def keep(self, live: LiveRequest, spec: GenerationSpec) -> StreamReader:
         """Keeps a new generation that may be resumed."""
-        return self._add(live, origin_of(live, spec, self._hooks.weights_revision()), epoch=1)
+        return self._add(live, origin_of(live, spec), epoch=1)
 
     async def before_send(self, reader: StreamReader, events: Sequence[GenerateStreamResponse]) -> None:
         """Waits until the events that the reader took are in the journal; the first says so where that has changed.
@@ -242,9 +241,10 @@ class Resumables:
             raise _unknown(call.generation_id)
         record, claim = found
         _check_spec(call.spec, record.origin)
-        self._check_weights(record.origin)
         live = self._revive(call, record, claim.epoch + 1)
         _check_indexes(live, call.indexes(record.origin))
+        if not live.is_complete and self._hooks.has_lost_weights(live.weights_revision):
+            raise weights_lost(live.weights_revision)
         epoch = await self._journal.take(call.generation_id, claim)
         return None if epoch is None else self._adopt(live, record, epoch)
 
@@ -302,11 +302,6 @@ class Resumables:
             kept.reader.replace()
         why = "by CancelGeneration" if is_cancelled else "another router has taken it over"
         self._hooks.cancel(generation_id, why)
-
-    def _check_weights(self, origin: JournalOrigin) -> None:
-        here = self._hooks.weights_revision()
-        if here and origin.weights_revision and here != origin.weights_revision:
-            raise FailedPrecondition("the model's weights have changed since this generation began; ask anew")
 
 
 def _unknown(generation_id: str) -> BatonError:

@@ -100,6 +100,10 @@ class Reading:
     def start(cls, router: Router, spec: pb.GenerationSpec) -> Reading:
         return cls(router.generation.GenerateStream(pb.GenerateStreamRequest(spec=spec)))
 
+    async def until_started(self) -> None:
+        while not self.generation_id:
+            self._note(await self.call.read())
+
     async def until_tokens(self, count: int) -> None:
         """Of all sequences together, at least."""
         while sum(map(len, self.tokens.values())) < count:

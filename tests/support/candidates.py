@@ -20,6 +20,7 @@ class FakeCandidate:
     kv_tokens: int = 1_000_000
     max_num_seqs: int = 0
     cached: int = 0
+    weights_revision: str = ""
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         return self.cached

@@ -6,10 +6,12 @@ initial values: attention is sharp, biases and norms are not trivial, so that a 
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 320
 EOS_TOKEN_ID = 0
@@ -64,6 +66,19 @@ def make_checkpoint(
     _randomize(model, seed)
     model.save_pretrained(target, max_shard_size=shard_size)
     _make_tokenizer().save(str(target / "tokenizer.json"))
+    return target
+
+
+def make_revision(folder: Path, target: Path, seed: int = 1) -> Path:
+    """Copies a checkpoint into `target`, with each weight a little different, and returns that."""
+    shutil.copytree(folder, target)
+    generator = torch.Generator().manual_seed(seed)
+    for file in sorted(target.glob("*.safetensors")):
+        tensors = {}
+        for name, tensor in load_file(file).items():
+            factor = 1 + 0.1 * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = (tensor.float() * factor).to(tensor.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
     return target
 
 

@@ -34,6 +34,8 @@ class Story:
     """The tokens that were known."""
     written: list[list[int]]
     """Those and what the model wrote, as far as it came."""
+    revision: str = ""
+    """The weights of both."""
 
     def has(self, index: int, told: list[int]) -> bool:
         """A client of this attempt may have been told this."""
@@ -83,9 +85,9 @@ class ModelWorker:
         self._inbox: deque[worker_pb2.Command] = deque()
         self._outbox: deque[worker_pb2.Event] = deque()
 
-    def open(self) -> None:
+    def open(self, weights_revision: str = "") -> None:
         """A new life."""
-        self.wire.open()
+        self.wire.open(weights_revision=weights_revision)
         assert self.wire.info is not None
         self.incarnation = self.wire.info.incarnation
 
@@ -153,8 +155,12 @@ class ModelWorker:
         given: list[list[int]] = [[] for _ in range(n)]
         for known in admit.known_tokens:
             given[known.sequence_index] += known.token_ids
-        story = self._stories.setdefault(key, Story(given, [[] for _ in range(n)]))
+        story = self._stories.setdefault(key, Story(given, [[] for _ in range(n)], self.wire.weights_revision))
         assert story.given == given, f"the workers of {key} were told different things"
+        assert story.revision == self.wire.weights_revision, f"the workers of {key} have different weights"
+        earlier = [RequestKey(key.request_id, attempt) for attempt in range(key.attempt - 1, 0, -1)]
+        before = next((self._stories[k] for k in earlier if k in self._stories), story)
+        assert not any(given) or before.revision == story.revision, f"{key} goes on with other weights"
         self.tasks[key] = Task(admit, story, open=set(range(n)))
 
     def _cancel(self, cancel: worker_pb2.Cancel) -> None:

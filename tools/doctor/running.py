@@ -62,12 +62,12 @@ def versions(subject: Subject) -> Iterator[Finding]:
         revisions.setdefault(f"{info.model}@{info.weights_revision}", []).append(worker_id)
     if len(revisions) > 1:
         split = "; ".join(f"{', '.join(ids)}: {name}" for name, ids in revisions.items())
-        remedy = "put the same model folder on every machine, and restart the workers that have another"
+        remedy = "wait if they are being changed; else put one model folder on every machine, and restart the others"
         yield problem(f"workers serve different weights: {split}", remedy)
     elif revisions:
         yield ok(f"{next(iter(revisions))} on {count_of(len(infos), 'worker')}")
     ours = subject.machine("checkpoint") if subject.config is not None else None
-    theirs = {info.weights_revision for info in infos.values()}
+    theirs = {info.weights_revision.partition("+")[0] for info in infos.values()}  # without type and rounding
     if (
         ours
         and "found" in ours

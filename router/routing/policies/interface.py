@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -69,6 +69,11 @@ class Candidate(Protocol):
     def worker_id(self) -> str: ...
 
     @property
+    def weights_revision(self) -> str:
+        """Names the weights that it serves: the workers of one request have the same."""
+        ...
+
+    @property
     def step_cost(self) -> StepCost | None:
         """Cost of its steps as it has measured them; None: not yet."""
         ...
@@ -99,7 +104,7 @@ class Policy(ABC):
 
     @abstractmethod
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
-        """There is at least one decode worker. Without a prefill worker, decode computes the prompt."""
+        """There is at least one decode worker. Where no prefill worker has its weights, it computes the prompt."""
 
     def on_handoff(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:  # noqa: B027 (optional)
         """A hand-off is complete; it kept the client waiting `exposed_s` longer for the second token."""
@@ -109,6 +114,20 @@ class Policy(ABC):
 
     def on_worker_lost(self, worker_id: str) -> None:  # noqa: B027 (optional)
         """A worker is gone, and its cache with it."""
+
+
+def by_revision(prefill: Candidates, decode: Candidates) -> Iterator[tuple[Candidates, Candidates]]:
+    """Yields the workers of both roles for each revision of the weights that a decode worker has."""
+    for revision in sorted({d.weights_revision for d in decode}):
+        yield (
+            [p for p in prefill if p.weights_revision == revision],
+            [d for d in decode if d.weights_revision == revision],
+        )
+
+
+def with_weights_of(worker: Candidate, others: Candidates) -> Candidates:
+    """Returns those that may share a request with the worker."""
+    return [other for other in others if other.weights_revision == worker.weights_revision]
 
 
 def local(
@@ -134,14 +153,15 @@ def disaggregated(
 
 
 def least_loaded(loads: LoadTracker, prefill: Candidates, decode: Candidates) -> Placement:
-    """The prefill worker with fewest prompt tokens to compute and the decode worker with fewest sequences, then ids."""
+    """The decode worker with fewest sequences and the prefill worker with fewest prompt tokens to compute, then ids."""
 
-    def decode_load(worker_id: str) -> tuple[int, int, str]:
-        load = loads[worker_id]
-        return load.sequences.num_sequences, load.num_tokens, worker_id
+    def decode_load(worker: Candidate) -> tuple[int, int, str]:
+        load = loads[worker.worker_id]
+        return load.sequences.num_sequences, load.num_tokens, worker.worker_id
 
-    decode_id = min((d.worker_id for d in decode), key=decode_load)
-    if not prefill:
-        return local(decode_id)
-    prefill_id = min((p.worker_id for p in prefill), key=lambda i: (loads[i].prompts.num_prompt_tokens, i))
-    return disaggregated(prefill_id, decode_id, "least work")
+    chosen = min(decode, key=decode_load)
+    prefill_ids = [p.worker_id for p in with_weights_of(chosen, prefill)]
+    if not prefill_ids:
+        return local(chosen.worker_id)
+    prefill_id = min(prefill_ids, key=lambda i: (loads[i].prompts.num_prompt_tokens, i))
+    return disaggregated(prefill_id, chosen.worker_id, "least work")

@@ -11,7 +11,8 @@ or when every prefill worker is busy: beside running sequences a prompt gets the
 delay that it adds to each of them is added to its own completion. A session returns to the workers of its last turn
 where that finishes as soon as elsewhere, or nearly.
 What a worker has not learned yet is taken from the others; while no worker has learned anything, the least loaded are
-chosen. The workers of a role are ranked apart and the best of each are paired, so a choice looks at each worker once.
+chosen. The workers of a role are ranked apart and the best of each are paired, so a choice looks at each worker once;
+where workers have different weights, this is done for each revision of them, and the best pair of all wins.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from router.routing.policies.interface import (
     RoutingContext,
     RoutingRequest,
     SessionKey,
+    by_revision,
     disaggregated,
     least_loaded,
     local,
@@ -150,16 +152,22 @@ class Predicted(Policy):
         costs = self._costs_of([*prefill, *decode])
         if not costs:
             return least_loaded(self._loads, prefill, decode)
-        prefills = [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefill]
         num_tokens = self.context.lengths.expected(request.work.most_output)
-        decodes = [self._weigh_decode(d, costs[d.worker_id], request, num_tokens) for d in decode]
-        here = list(self._local_options(request, prefills, decodes))
-        chosen = best = min([*self._handed_options(prefills, decodes, None), *here])
+        groups = [
+            (
+                [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefills],
+                [self._weigh_decode(d, costs[d.worker_id], request, num_tokens) for d in decodes],
+            )
+            for prefills, decodes in by_revision(prefill, decode)
+        ]
+        here = [o for group in groups for o in self._local_options(request, *group)]
+        chosen = best = min([*(o for group in groups for o in self._handed_options(*group, None)), *here])
         home = self._sessions.home_of(request.session)
         if home is not None and not best.is_home(home):
-            nearly = [o for o in (*self._handed_options(prefills, decodes, home), *here) if o.is_nearly(best)]
+            handed = (o for group in groups for o in self._handed_options(*group, home))
+            nearly = [o for o in (*handed, *here) if o.is_nearly(best)]
             chosen = min(nearly, key=lambda o: (not o.is_home(home), o.decode_id != home.decode_id, o), default=best)
-        return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefills))
+        return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefill))
 
     def _handed_options(
         self, prefills: list[_Prefill], decodes: list[_Decode], home: Placement | None
@@ -205,8 +213,9 @@ class Predicted(Policy):
         if not option.is_local:
             present = option.num_present_tokens
             return disaggregated(p.worker_id, option.decode_id, when, p.num_cached_tokens, kind, present)
-        if not has_prefill:
-            return local(p.worker_id, num_cached_tokens=p.num_cached_tokens, kind=kind)
+        if option.kind is PlacementKind.LOCAL_NO_PREFILL:
+            why = "no prefill worker has its weights" if has_prefill else "there is no prefill worker"
+            return local(p.worker_id, why, p.num_cached_tokens, kind)
         return local(p.worker_id, when, p.num_cached_tokens, kind)
 
     def _weigh_prefill(

@@ -5,14 +5,22 @@ from __future__ import annotations
 import random
 
 from router.routing.load_tracker import Placement
-from router.routing.policies.interface import Candidates, Policy, RoutingRequest, disaggregated, local
+from router.routing.policies.interface import (
+    Candidates,
+    Policy,
+    RoutingRequest,
+    disaggregated,
+    local,
+    with_weights_of,
+)
 
 
 class Random(Policy):
     """Keeps no state."""
 
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
-        decode_id = random.choice(decode).worker_id
+        chosen = random.choice(decode)
+        prefill = with_weights_of(chosen, prefill)
         if not prefill:
-            return local(decode_id)
-        return disaggregated(random.choice(prefill).worker_id, decode_id, "at random")
+            return local(chosen.worker_id)
+        return disaggregated(random.choice(prefill).worker_id, chosen.worker_id, "at random")

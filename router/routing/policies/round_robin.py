@@ -13,6 +13,7 @@ from router.routing.policies.interface import (
     RoutingRequest,
     disaggregated,
     local,
+    with_weights_of,
 )
 
 
@@ -24,13 +25,15 @@ class RoundRobin(Policy):
         self._last_prefill = self._last_decode = ""
 
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
-        self._last_decode = _next(self._last_decode, decode)
+        chosen = _next(self._last_decode, decode)
+        self._last_decode = chosen.worker_id
+        prefill = with_weights_of(chosen, prefill)
         if not prefill:
             return local(self._last_decode)
-        self._last_prefill = _next(self._last_prefill, prefill)
+        self._last_prefill = _next(self._last_prefill, prefill).worker_id
         return disaggregated(self._last_prefill, self._last_decode, "in turn")
 
 
-def _next(last: str, candidates: Sequence[Candidate]) -> str:
-    ids = sorted(c.worker_id for c in candidates)
-    return next((i for i in ids if i > last), ids[0])
+def _next(last: str, candidates: Sequence[Candidate]) -> Candidate:
+    in_order = sorted(candidates, key=lambda c: c.worker_id)
+    return next((c for c in in_order if c.worker_id > last), in_order[0])

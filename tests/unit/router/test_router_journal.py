@@ -236,16 +236,36 @@ async def test_a_cancelled_generation_is_nobodys(tmp_path: Path, make_store: Cal
 async def test_other_weights_do_not_go_on(tmp_path: Path) -> None:
     author, store = Author("hello", limit=2), MemoryStore()
     async with two_routers(tmp_path, author, lambda: store) as (one, two):
-        for router, revision in ((one, "a"), (two, "b")):
-            (worker,) = router.server.dispatcher.fleet
-            assert worker.info is not None
-            worker.info.weights_revision = revision
+        serve_weights(one, "a"), serve_weights(two, "b")
         first = Reading.start(one, resumable())
         await first.until_tokens(2)
         resumed = Reading.start(two, again(first.generation_id, 0))
-        assert isinstance(await refusal(resumed.to_the_end()), FailedPrecondition)
+        error = await refusal(resumed.to_the_end())
+        assert isinstance(error, FailedPrecondition) and "weights of revision a" in error.message
         author.finish()
         assert (await first.to_the_end()).texts == {0: "hello"}, "a refused resume disturbed it"
+        whole = await Reading.start(two, again(first.generation_id, 0)).to_the_end()
+        assert whole.texts == {0: "hello"}, "what is complete needs no weights"
+
+
+async def test_before_its_first_token_a_generation_goes_on_with_any_weights(tmp_path: Path) -> None:
+    author, store = Author("hello", limit=0), MemoryStore()
+    async with two_routers(tmp_path, author, lambda: store) as (one, two):
+        serve_weights(one, "a"), serve_weights(two, "b")
+        first = Reading.start(one, resumable())
+        await author.worker.next_admit()
+        await first.until_started()
+        resumed = Reading.start(two, again(first.generation_id, 0))
+        await author.worker.next_admit()
+        author.finish()
+        assert (await resumed.to_the_end()).texts == {0: "hello"}
+        assert isinstance(await refusal(first.to_the_end()), Aborted)
+
+
+def serve_weights(router: Router, revision: str) -> None:
+    """Has a router take its worker for one of these weights."""
+    for worker in router.server.dispatcher.fleet:
+        worker.weights_revision = revision
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -50,10 +50,12 @@ Step = tuple[str, int]
 class World:
     """One router, its workers and its clients. Every choice is a number from the test."""
 
-    def __init__(self, clock: ManualClock, seen: Counter[str]) -> None:
+    def __init__(self, clock: ManualClock, seen: Counter[str], revisions: Sequence[str] = ()) -> None:
+        """`revisions`: weights of which each life of a worker has one; none: they are not known."""
         self.clock = clock
         self.seen = seen
         self.number = 0
+        self.revisions = revisions
         self.router = WiredRouter(clock, WORKER_IDS, max_running_requests=3)
         self.stories: dict[RequestKey, Story] = {}
         self.workers: dict[str, ModelWorker] = {}
@@ -64,6 +66,9 @@ class World:
         for worker in self.workers.values():
             assert worker.wire.info is not None
             worker.incarnation = worker.wire.info.incarnation
+            if revisions:
+                worker.die()
+        self._open_all()
 
     def pick(self, below: int) -> int:
         """Spreads one drawn number over as many choices as are asked for."""
@@ -207,12 +212,12 @@ class World:
     def _open_all(self) -> None:
         for worker_id, wire in self.router.workers.items():
             if not wire.is_ready:
-                self.workers[worker_id].open()
+                self.workers[worker_id].open(self.revisions[self.pick(len(self.revisions))] if self.revisions else "")
 
 
-def play(steps: Sequence[Step], seen: Counter[str]) -> None:
+def play(steps: Sequence[Step], seen: Counter[str], revisions: Sequence[str] = ()) -> None:
     async def scenario(clock: ManualClock) -> None:
-        world = World(clock, seen)
+        world = World(clock, seen, revisions)
         for action, number in steps:
             await world.act(action, number)
         await world.settle()
@@ -236,3 +241,9 @@ STEPS = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2**16)), min
 @given(STEPS)
 def test_whatever_fails_each_request_ends_once_and_nothing_is_left(steps: list[Step]) -> None:
     play(steps, Counter())
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(STEPS)
+def test_whatever_fails_no_output_comes_from_two_weights(steps: list[Step]) -> None:
+    play(steps, Counter(), ("a", "b"))

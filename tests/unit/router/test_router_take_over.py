@@ -84,7 +84,7 @@ def resumables(dispatcher: Dispatcher, store: MemoryStore) -> Resumables:
         dispatcher.cancel,
         revive,
         lambda live: [BYTES.new_detokenizer(live.request.prompt_token_ids)],
-        lambda: dispatcher.fleet.weights_revision,
+        dispatcher.fleet.has_lost,
         dispatcher.counters,
     )
     return Resumables(store, hooks, window_s=30.0)
@@ -94,7 +94,7 @@ async def leave_behind(store: MemoryStore, text: str = "", protocol: str = "1-1"
     """A record of a router that is gone, with what it has sent. `protocol`: the versions that it spoke."""
     live = live_request(0.0)
     live.on_tokens(logged(live.key.to_proto(), 0, text).tokens, 0.0)
-    data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString()), ""))
+    data = entry_of(live, origin_of(live, pb.GenerationSpec.FromString(SPEC.SerializeToString())))
     data.origin.protocol = protocol
     await store.write([Write(GENERATION_ID, Claim("gone", 1), 1, data.SerializeToString(), True, 60.0)])
 
