@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
 from controller.change_plan import Replace, Step, plan_ratio, ratio_of, wanted_of
 from controller.events import EventKind, EventLog
+from controller.model_change import refuse_other_model
 from controller.worker_pool import StepFailed, StepRunner
 
 logger = logging.getLogger(__name__)
@@ -192,13 +193,14 @@ class Reconfigurer:
             raise StaleVersion(f"version {expected} is not current: {self.version} is; look at it and decide again")
         changed = differences(self.config, wanted)
         refuse_fixed(changed)
+        refuse_other_model(self.config.model, wanted.model)
         members = self._steps.members(wanted)
         max_devices = None if self._num_devices is None else self._num_devices()
         steps = plan_ratio(members, wanted_of(wanted), max_devices=max_devices, leaving=leaving)
         findings = [f"{finding.key}: {finding.what}" for finding in check(wanted)]
         if findings:
             raise FailedPrecondition("; ".join(findings))
-        return Plan(origin, tuple(f"{key}: {_shown(value)}" for key, value in changed.items()), steps)
+        return Plan(origin, tuple(_described(changed, wanted)), steps)
 
     def _begin(self, wanted: ServingConfig, plan: Plan) -> None:
         self._before, self.config, self.changing = self.config, wanted, plan
@@ -261,6 +263,15 @@ def _fits(config: ServingConfig, name: RoleName) -> bool:
     """Its devices make whole workers, and enough of them."""
     role = config.role(name)
     return role.devices % role.tensor_parallel == 0 and role.num_workers >= role.min_workers
+
+
+def _described(changed: dict[str, Any], wanted: ServingConfig) -> Iterator[str]:
+    """The changed keys, and what that means for outputs that are under way."""
+    for key, value in changed.items():
+        yield f"{key}: {_shown(value)}"
+    if any(key.startswith("model.") for key in changed):
+        limit = f"rebalance.drain_timeout_s, {wanted.rebalance.drain_timeout_s:g} s"
+        yield f"outputs end with the weights that they began with; those that take longer ({limit}) fail"
 
 
 def _shown(value: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -109,4 +110,6 @@ def _plain(value: Any) -> str:
     """The value in YAML's spelling."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    is_plain = not isinstance(value, str) or yaml.safe_load(text) == value
+    return text if is_plain else json.dumps(value)

@@ -27,9 +27,9 @@ class ModelSection:
 
     path: str
     """Hugging Face folder with config.json, *.safetensors and tokenizer.json; a relative path starts at the folder of
-    this file."""
+    this file. While the cluster runs it may change to one that differs in its weights only."""
     name: str | None = None
-    """Name that clients use; null: the folder's name."""
+    """Name that clients use; null: the folder's name. Clients go on using the one with which the cluster began."""
     dtype: choices.DtypeName = "auto"
     """Type of the weights and of the KV cache while serving; auto: the checkpoint's own."""
     quantization: choices.QuantizationName = "none"
@@ -39,7 +39,7 @@ class ModelSection:
     that multiply in it (compute capability 8.9 and newer), which round activations too. Layers that an AWQ or GPTQ
     checkpoint has in 4 bits stay so with int4, and with none where dtype is bfloat16 and Baton's own kernels multiply
     it, as far as a rank's share of them has whole groups of 32 inputs; otherwise they are decoded first."""
-    max_model_len: int | None = bounded(None, at_least=1, at_most=2**24)
+    max_model_len: int | None = bounded(None, at_least=1, at_most=2**24, is_fixed=True)
     """Most tokens of prompt and output together; null: the checkpoint's max_position_embeddings."""
 
 
@@ -321,7 +321,7 @@ class MetricsSection:
 class ServingConfig:
     """Everything under `metadata.serving`."""
 
-    model: ModelSection
+    model: ModelSection = field(metadata=ROLLING)
     """The checkpoint that is served."""
     roles: RolesSection = field(default_factory=RolesSection, metadata=RUN_TIME)
     """How the devices are split."""

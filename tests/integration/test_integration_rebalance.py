@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import httpx2 as httpx
 import psutil
 import pytest
-from cluster_fixture import token_spec
+from checkpoints import make_revision
+from cluster_fixture import BUNDLED_MODEL, single_process, token_spec
 from prometheus_client.parser import text_string_to_metric_families
 from serve_process import ROOT, Serve
 from steady_load import SteadyLoad
@@ -20,6 +21,7 @@ from waiting import is_running
 from cli.status import SILENT_S
 from cluster.errors import FailedPrecondition
 from cluster.pb import admin_pb2, generation_pb2
+from engine.sampling.params import SamplingParams
 from tools.client import AdminClient, BatonClient
 
 WAIT_S = 60.0
@@ -100,15 +102,19 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 class Load(SteadyLoad):
     """Each prompt over and over, one thread for each, until it is left; what came of every request is held against
-    the output without any change."""
+    the outputs of each revision of the weights. `outputs`: None for those of the cluster as it is now."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, outputs: Sequence[Sequence[list[int]]] | None = None) -> None:
         super().__init__(NUM_PROMPTS)
         self._client = cluster.client
-        self.reference = [self._run(prompt) for prompt in PROMPTS]
+        self._outputs = [[self._run(prompt) for prompt in PROMPTS]] if outputs is None else outputs
+        self.revisions_seen: set[int] = set()
 
     def ask(self, number: int) -> str:
-        return "" if self._run(PROMPTS[number]) == self.reference[number] else "the output changed"
+        output = self._run(PROMPTS[number])
+        of = [revision for revision, outputs in enumerate(self._outputs) if outputs[number] == output]
+        self.revisions_seen.update(of)
+        return "" if of else "the output changed"
 
     def _run(self, prompt: list[int]) -> list[int]:
         tokens: list[int] = []
@@ -312,6 +318,45 @@ def test_workers_are_replaced_one_at_a_time_under_streams_for_steps_that_they_ha
         assert "did not start: " in failed.text and "0 of 4 steps are done" in failed.text
         load.wait_for_more(NUM_PROMPTS)
     assert load.problems == []
-    assert {name: worker.info.incarnation for name, worker in cluster.status().items()} == {
-        name: worker.info.incarnation for name, worker in after.items()
-    }
+    assert incarnations(cluster.status()) == incarnations(after)
+    cluster.edit("kv_cache_tokens: 900000000000", "kv_cache_tokens: 8192")
+
+
+def incarnations(workers: dict[str, admin_pb2.WorkerStatus]) -> dict[str, str]:
+    """One for each life of a worker."""
+    return {worker_id: worker.info.incarnation for worker_id, worker in workers.items()}
+
+
+def test_weights_change_worker_by_worker_under_streams_and_each_output_has_one_revision(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    revised = make_revision(BUNDLED_MODEL, tmp_path / "tiny-shakespeare")
+    params = [SamplingParams(temperature=0.0, max_output_tokens=TOKENS)] * NUM_PROMPTS
+    outputs = [
+        [list(completion.token_ids) for (completion,) in single_process(PROMPTS, params, folder)]
+        for folder in (BUNDLED_MODEL, revised)
+    ]
+    assert all(one != other for one, other in zip(*outputs, strict=True))
+    list(cluster.admin.follow(cluster.admin.set_roles(1, 1)))
+    (before,) = {worker.info.weights_revision for worker in cluster.status().values()}
+    with Load(cluster, outputs) as load:
+        load.wait_for_more(NUM_PROMPTS)
+        since = cluster.last_sequence()
+        cluster.edit("path: models/tiny-shakespeare", f"path: {revised}")
+        planned = cluster.until_event(since, admin_pb2.ClusterEvent.KIND_PLANNED)
+        assert f"model.path: {revised}; outputs end with the weights that they began with" in planned.text
+        assert planned.text.count("start ") == planned.text.count("drain and stop ") == 2
+        cluster.until_event(since, admin_pb2.ClusterEvent.KIND_CHANGED)
+        load.wait_for_more(NUM_PROMPTS)
+        workers = cluster.status()
+        (after,) = {worker.info.weights_revision for worker in workers.values()}
+        broken = shutil.copytree(revised, tmp_path / "broken" / "tiny-shakespeare")
+        (broken / "model.safetensors").write_bytes(b"no weights")
+        since = cluster.last_sequence()
+        cluster.edit(f"path: {revised}", f"path: {broken}")
+        failed = cluster.until_event(since, admin_pb2.ClusterEvent.KIND_FAILED)
+        assert "did not start: " in failed.text and "0 of 4 steps are done" in failed.text
+        load.wait_for_more(NUM_PROMPTS)
+    assert load.problems == []
+    assert load.revisions_seen == {0, 1} and before != after
+    assert incarnations(cluster.status()) == incarnations(workers)

@@ -140,8 +140,8 @@ async def test_a_new_worker_that_does_not_come_up_stops_the_change_and_the_old_c
 
 async def test_a_key_that_only_a_restart_changes_is_refused_by_name() -> None:
     stage = ReconfigurerStage()
-    model = replace(stage.reconfigurer.config.model, path="models/other")
-    with pytest.raises(FailedPrecondition, match=r"model\.path cannot change while the cluster runs: restart"):
+    model = replace(stage.reconfigurer.config.model, max_model_len=512)
+    with pytest.raises(FailedPrecondition, match=r"model\.max_model_len cannot change while the cluster runs: restart"):
         stage.reconfigurer.propose(replace(stage.reconfigurer.with_split(3, 1), model=model), "a test")
     assert (stage.split(), stage.reconfigurer.version) == ((1, 3), 1)
 
