@@ -1,9 +1,9 @@
 """A worker's gRPC server on an asyncio loop of its own (the speaking loop), between routers, peers and engine.
 
 Decides nothing: every message received is posted to the engine thread, everything sent is queued to its stream. Streams
-end when their client goes; the core then cancels what they brought. The loop sends heartbeats whatever the engine does,
-finds silent peers, and has the engine thread look at its deadlines. A worker is as alive as its ranks: while one of
-them is silent, every stream is closed and none is accepted.
+end when their client goes or can no longer be read; the core then cancels what they brought. The loop sends heartbeats
+whatever the engine does, finds silent peers, and has the engine thread look at its deadlines. A worker is as alive as
+its ranks: while one of them is silent, every stream is closed and none is accepted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from cluster.protocol import inside_gates
 from cluster.tls import InternalTls
 from worker.core import Core
 from worker.handoff_streams import HandoffStreams
-from worker.reporter import RouterSession
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +217,7 @@ class WorkerService(
         session = self._sessions[name] = _Session(self._loop)
         send = session.send
         self._post(self._core.session_opened, send, self._info)
-        reader = asyncio.create_task(self._read_commands(send, request_iterator))
+        reader = asyncio.create_task(self._read_commands(session, request_iterator))
         try:
             while (batch := await session.next()) is not None:
                 yield batch
@@ -227,9 +226,15 @@ class WorkerService(
             del self._sessions[name]
             self._post(self._core.session_closed, send)
 
-    async def _read_commands(self, session: RouterSession, commands: AsyncIterator[worker_pb2.Command]) -> None:
-        async for command in commands:
-            self._post(self._core.command, session, command)
+    async def _read_commands(self, session: _Session, commands: AsyncIterator[worker_pb2.Command]) -> None:
+        """Ends the session when no more can be read of it: signs of life would keep its router waiting."""
+        send = session.send
+        try:
+            async for command in commands:
+                self._post(self._core.command, send, command)
+        except Exception:  # whatever gRPC makes of bytes that are no command
+            logger.exception("the commands of a router cannot be read any more: its session ends")
+            session.put(None)
 
     async def Connect(
         self,

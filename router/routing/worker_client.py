@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -106,7 +107,8 @@ class WorkerClient:
             heartbeat_s=HEARTBEAT_S, suspect_after_s=dead_after_s, dead_after_s=dead_after_s
         )
         self._detector = FailureDetector(self._timeouts)
-        self._is_silent = False
+        self._why_ended = ""
+        """Why this side ended the stream; empty: it did not."""
 
     @property
     def is_ready(self) -> bool:
@@ -177,41 +179,52 @@ class WorkerClient:
             log.warning("no session with worker %s at %s: %s", self.worker_id, self.address, self.refusal)
 
     async def _session(self, channel: grpc.aio.Channel) -> None:
-        """Returns when the stream ends; raises AioRpcError when it breaks."""
+        """Returns when the stream ends; raises AioRpcError when it breaks. It ends with whatever serves it here."""
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         call: Any = stub.Session(wait_for_ready=True, metadata=inside_metadata(self._token))
-        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch(call))]
+        self._why_ended = ""
+        helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._watch())]
+        for helper in helpers:
+            helper.add_done_callback(partial(self._end, call))
         try:
             async for batch in call:
                 self._detector.heard()
                 self._read(batch)
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if not self._is_silent or task is None or task.cancelling():
+            if not self._why_ended or task is None or task.cancelling():
                 raise
-            log.warning("worker %s has been silent for %.1f s: taken as lost", self.worker_id, self._detector.silence_s)
+            log.warning("worker %s is taken as lost: %s", self.worker_id, self._why_ended)
         finally:
             for helper in helpers:
                 helper.cancel()
             call.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
 
-    async def _watch(self, call: Any) -> None:
-        """Cancels the call when a ready worker falls silent; before its info has come, it may take its time."""
+    async def _watch(self) -> None:
+        """Returns when a ready worker falls silent; before its info has come, it may take its time."""
         self._detector.heard()
-        self._is_silent = False
         last = time.monotonic()
         while True:
             await asyncio.sleep(self._timeouts.tick_s)
             now = time.monotonic()
             if self._detector.tick(now - last) is Liveness.DEAD and self.is_ready:
-                self._is_silent = True
-                call.cancel()
                 return
             last = now
 
+    def _end(self, call: Any, helper: asyncio.Task[None]) -> None:
+        """Ends the stream with the task that wrote to it or watched it. One that broke is over, and says why itself."""
+        if helper.cancelled():
+            return
+        error = helper.exception()
+        if error is None:
+            self._why_ended = f"it has been silent for {self._detector.silence_s:.1f} s"
+        else:
+            self._why_ended = f"its session failed: {type(error).__name__}: {error}"
+        call.cancel()
+
     async def _write(self, call: Any) -> None:
-        """Raises when the stream breaks; the reader sees the same break and reports it."""
+        """Raises when the stream breaks, or a command cannot be sent."""
         while True:
             await self._has_commands.wait()
             self._has_commands.clear()

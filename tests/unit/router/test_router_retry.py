@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -310,3 +311,32 @@ async def test_a_silent_worker_is_suspected_then_lost_and_found_again(tmp_path: 
         await until_after(client, "_lose", lambda: not client.is_ready)
         prefill.is_silent = False
         await router.until_serving()
+
+
+class FailsOnce(deque[worker_pb2.Command]):
+    """A fault in what writes commands."""
+
+    has_failed = False
+
+    def popleft(self) -> worker_pb2.Command:
+        if not self.has_failed:
+            self.has_failed = True
+            raise ValueError("a fault of the writer")
+        return super().popleft()
+
+
+async def test_a_worker_to_which_commands_cannot_be_sent_is_lost_and_found_again(tmp_path: Path) -> None:
+    """Its signs of life go on meanwhile."""
+    workers = prefill, decode = fleet_of(1)
+    async with running_router(tmp_path, workers) as router:
+        call = asyncio.ensure_future(router.stream(text_spec()))
+        key = (await prefill.next_admit()).key
+        client = router.server.dispatcher.fleet["prefill-0"]
+        client._commands = FailsOnce()
+        client.send(worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+        again = await decode.next_admit()
+        while RequestKey.of(again.key) == RequestKey.of(key):
+            again = await decode.next_admit()
+        decode.emit(phase(again.key, DECODE), tokens(again.key, 0, ids("a"), finish_reason=LENGTH))
+        assert text_of(await call) == "a"
+        await router.until_all_ready()

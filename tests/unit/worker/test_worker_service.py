@@ -148,6 +148,26 @@ def test_commands_and_the_end_of_a_session_reach_the_engine_thread(
     assert core.expect("session_closed") == (session,)
 
 
+def test_a_session_ends_with_its_reader(
+    served: tuple[FakeCore, WorkerService, Router], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signs of life from a worker that hears nothing any more would keep its router waiting for ever."""
+    core, service, router = served
+    (session, _) = core.expect("session_opened")
+
+    def fail(handler: Any, *arguments: Any) -> None:
+        if handler == "command":
+            raise ValueError("a fault in the reader")
+        core.post(handler, *arguments)
+
+    monkeypatch.setattr(service, "_post", fail)
+    session([stats(1)])
+    router.commands.put(worker_pb2.Command(resync_cache=worker_pb2.ResyncCache()))
+    told = [event for batch in router.batches for event in batch.events]
+    assert told == [stats(1)], "what was told before is sent"
+    assert core.expect("session_closed") == (session,)
+
+
 def test_a_worker_that_stops_ends_its_sessions_with_all_that_was_told(
     served: tuple[FakeCore, WorkerService, Router],
 ) -> None:
