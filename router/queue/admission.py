@@ -37,6 +37,8 @@ _MOST_PROMPTS = 0.5
 _MORE_SEQUENCES = 2
 """Sequences beyond each decode worker's batch: their prompts are computed by when a place is free."""
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.25, 60.0
+_RETRY_SHARE, _LEAST_RETRIES = 0.2, 4
+"""Share of all requests that may be computed again at one time, and how many always may."""
 _SPARE_SHARE, _SPARE_UP_TO = 0.5, 0.875
 """Share of the decode workers that batches may take, and up to which total load they may add to it."""
 
@@ -165,6 +167,18 @@ class Admission:
         is_free = any(not self._context.loads[worker.worker_id].num_prompts for worker in self._prompt_workers())
         return is_free or self._prompts_s(NO_STEP) <= _MOST_PROMPTS * self._context.objectives.ttft_s
 
+    def may_retry(self) -> bool:
+        """Whether workers may be given one more request that ran before, to compute it again.
+
+        A few always may. More are a share of all requests, and leave time for the prompts of others.
+        """
+        num_retries = self._context.loads.num_retries
+        if num_retries < _LEAST_RETRIES:
+            return True
+        if num_retries >= _RETRY_SHARE * (len(self._in_flight) + len(self._order)):
+            return False
+        return self._prompts_s(NO_STEP) <= _MOST_PROMPTS * self._context.objectives.ttft_s
+
     def on_arrival(self, work: RequestLoad, now: float) -> None:
         """A request arrived; call it before `refusal`."""
         self.overload.add_arrival(now, work.num_output_tokens)
@@ -186,8 +200,9 @@ class Admission:
 
     def on_change(self, now: float) -> None:
         """The queue or the set of running requests has changed."""
-        self.overload.set_queue(now, is_empty=not self._order)
-        self._in_flight.set_pressure(now, is_pressed=bool(self._order) or self.overload.is_on(now))
+        is_empty = not self._waits_for_room()
+        self.overload.set_queue(now, is_empty=is_empty)
+        self._in_flight.set_pressure(now, is_pressed=not is_empty or self.overload.is_on(now))
 
     def retry_after_s(self, wait_s: float | None = None) -> float:
         """Retry delay: when the queue should have drained, later the more arrives than ends, spread over clients."""
@@ -204,7 +219,12 @@ class Admission:
         return self._ready(worker_pb2.ROLE_PREFILL) or self._decode_workers()
 
     def _may_run(self, work: RequestLoad, now: float) -> bool:
-        return not self._order and self._can_serve() and self.has_room(work, now)
+        return not self._waits_for_room() and self._can_serve() and self.has_room(work, now)
+
+    def _waits_for_room(self) -> bool:
+        """Whether something waits, and not only for the retries before it."""
+        num_returned = self._order.num_returned
+        return len(self._order) > num_returned or (num_returned > 0 and self.may_retry())
 
     def _keeps_pace(self, work: RequestLoad) -> bool:
         """Whether queued prompts leave time, and some decode worker's step keeps the objective with this request."""

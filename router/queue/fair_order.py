@@ -122,7 +122,7 @@ class FairOrder:
 
     def __init__(self) -> None:
         self._entries: dict[str, QueueEntry] = {}
-        self._returned: OrderedDict[str, QueueEntry] = OrderedDict()
+        self._returned: dict[str, QueueEntry] = {}
         self._classes: dict[int, _Class] = {}
         self._arrivals = itertools.count()
         self._owed = 0.0
@@ -134,6 +134,11 @@ class FairOrder:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def num_returned(self) -> int:
+        """Number of those that ran before."""
+        return len(self._returned)
+
     def add(self, entry_id: str, *, tenant: str, weight: float, priority: int, cost: int) -> None:
         """Raises ValueError for an id that waits already, a cost below 1 or a weight that is not above 0."""
         if entry_id in self._entries or cost < 1 or not weight > 0:
@@ -143,19 +148,18 @@ class FairOrder:
         self._classes.setdefault(priority, _Class()).add(entry)
 
     def add_returned(self, entry_id: str, *, tenant: str, cost: int) -> None:
-        """Adds a request that ran before, at the head of all."""
+        """Adds a request that ran before: ahead of all that did not, behind those that did."""
         entry = QueueEntry(entry_id, tenant, 1.0, 0, cost, next(self._arrivals))
         self._count(entry, 1)
         self._returned[entry_id] = entry
-        self._returned.move_to_end(entry_id, last=False)
 
-    def first(self) -> str:
-        """The next request. Raises KeyError when none waits."""
-        return self._choose().entry_id
+    def first(self, *, among_returned: bool = True) -> str:
+        """The next request, or the next of those that did not run before. Raises KeyError when there is none."""
+        return self._choose(among_returned).entry_id
 
-    def serve(self) -> str:
-        """Removes and returns the next request. Raises KeyError when none waits."""
-        entry = self._choose()
+    def serve(self, *, among_returned: bool = True) -> str:
+        """Removes and returns what `first` returns, or raises."""
+        entry = self._choose(among_returned)
         if entry.entry_id not in self._returned:
             self._update_owed(entry)
         self._remove(entry, is_served=True)
@@ -188,8 +192,8 @@ class FairOrder:
         for number in sorted(self._classes, reverse=True):
             yield from [entry.entry_id for entry in self._classes[number].in_order()]
 
-    def _choose(self) -> QueueEntry:
-        if self._returned:
+    def _choose(self, among_returned: bool) -> QueueEntry:
+        if self._returned and among_returned:
             return next(iter(self._returned.values()))
         if not self._classes:
             raise KeyError("no request waits")

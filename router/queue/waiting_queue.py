@@ -1,6 +1,7 @@
 """The requests that wait for a worker, from their arrival until they are placed or turned away.
 
     submit -> refused (REJECTED) | waits -> next | its time is over (REJECTED, or FAILED if it has run before)
+    requeue, adopt -> waits at the head, while there is room in the budget of retries (`Admission.may_retry`) -> next
 
 Owns the queue, its timers, the counters of refusals and the charging of quotas. `Admission` decides who is accepted,
 `FairOrder` who is next; the dispatcher decides where a request runs.
@@ -9,6 +10,7 @@ Owns the queue, its timers, the counters of refusals and the charging of quotas.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -49,8 +51,9 @@ class _QuotaMeter(RequestObserver):
 
 
 class WaitingQueue:
-    """`has_worker(revision)`: a worker with these weights may get the rest of an output that began with them.
-    `on_change` is called when a request has left by itself, `on_refused` for each that will not run."""
+    """`has_worker(revision)`: a worker with these weights may get the rest of an output that began with them; with any,
+    if that is empty. `on_change` is called when a request has left by itself, `on_refused` for each that will not run.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,8 @@ class WaitingQueue:
         self._order = FairOrder()
         self._quotas = Quotas()
         self._swept_at = -_SWEEP_S
+        self._held_at = -math.inf
+        """When the budget of retries last kept a request from running."""
         self.admission = Admission(self._order, context, self._quotas, ready, can_serve)
 
     def __len__(self) -> int:
@@ -149,24 +154,33 @@ class WaitingQueue:
         self.requeue(live)
 
     def requeue(self, live: LiveRequest) -> None:
-        """A request that has run waits at the head, at least as long as others may, whatever its own timeout."""
+        """A request that has run waits at the head, at least as long as others may, whatever its own timeout.
+
+        Time for which the budget of retries holds it back does not count.
+        """
         self._add(live, self._timeout_s(live), self._time_out)
+
+    def may_retry(self) -> bool:
+        """Whether a request may be computed again at once: the budget allows it, and nobody waits for that."""
+        return not self._order.num_returned and self.admission.may_retry()
 
     def next(self) -> LiveRequest | None:
         """Removes the next request that workers may be given now. In an overload, late requests are shed."""
         now, found = self._clock(), None
         self._look_aside()
-        while len(self._order) and self._can_serve() and not self.is_over:
-            live = self._waiters[self._order.first()].live
+        while found is None and not self.is_over:
+            may_retry = self._may_take_returned(now)
+            if not may_retry and (len(self._order) == self._order.num_returned or not self._can_serve()):
+                break
+            live = self._waiters[self._order.first(among_returned=may_retry)].live
             if self._is_late(live, now):
                 self._shed(live)
             elif not self._has_worker_for(live):
                 self._order.remove(live.key.request_id)
                 self._aside.add(live.key.request_id)
             elif self.admission.has_room(live.work, now):
-                self._waiters.pop(self._order.serve()).timer.cancel()
+                self._waiters.pop(self._order.serve(among_returned=may_retry)).timer.cancel()
                 found = live
-                break
             else:
                 break
         self.admission.on_change(now)
@@ -206,6 +220,15 @@ class WaitingQueue:
         else:
             self._reject(live, "waited", error)
         self._on_change()
+
+    def _may_take_returned(self, now: float) -> bool:
+        """Whether one that ran before is next."""
+        if not self._order.num_returned or not self._has_worker(""):
+            return False
+        may_retry = self.admission.may_retry()
+        if not may_retry:
+            self._held_at = now
+        return may_retry
 
     def _has_worker_for(self, live: LiveRequest) -> bool:
         return not live.weights_revision or self._has_worker(live.weights_revision)
@@ -247,8 +270,13 @@ class WaitingQueue:
     def _time_out(self, generation_id: str) -> None:
         live = self._waiters[generation_id].live
         timeout_s = self._timeout_s(live)
+        left_s = self._held_at + timeout_s - self._clock()
+        if live.has_run and left_s > 0 and generation_id not in (*self._suspects, *self._aside):
+            timer = asyncio.get_running_loop().call_later(left_s, self._time_out, generation_id)
+            self._waiters[generation_id] = _Waiter(live, timer)
+            return
         error: BatonError = failures.waited_too_long(timeout_s, self.admission.retry_after_s())
-        if not self._can_serve():
+        if not (self._has_worker("") if live.has_run else self._can_serve()):
             error = failures.no_worker()
         elif live.retry.is_suspect:
             error = failures.no_worker_to_itself(timeout_s)

@@ -266,12 +266,11 @@ class Dispatcher:
 
     def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
         effect, charge = live.on_tokens(tokens, now), live.attempt.charge
-        if live.first_token_at is not None:
-            charge.prefill_done()
+        has_begun = live.first_token_at is not None and charge.prefill_done()
         if live.retry.is_suspect and live.retry.clears(live.num_tokens):
             self._pump()
         if effect is Effect.OPEN:
-            if live.first_token_at == now and self.waiting:
+            if has_begun and self.waiting:
                 self._pump()
             return
         charge.sequence_done()

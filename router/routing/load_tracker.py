@@ -77,6 +77,8 @@ class Load:
     prompts: StepSize = NO_STEP
     """Prompt tokens to compute."""
     num_prompts: int = 0
+    num_retries: int = 0
+    """Part of `num_prompts` that an earlier attempt had computed already."""
     sequences: StepSize = NO_STEP
     """Sequences to decode, with their prompts' tokens as KV."""
     decoding: StepSize = NO_STEP
@@ -88,13 +90,16 @@ class Load:
         return Load(
             self.prompts + other.prompts,
             self.num_prompts + other.num_prompts,
+            self.num_retries + other.num_retries,
             self.sequences + other.sequences,
             self.decoding + other.decoding,
             self.num_tokens + other.num_tokens,
         )
 
     def __neg__(self) -> Load:
-        return Load(-self.prompts, -self.num_prompts, -self.sequences, -self.decoding, -self.num_tokens)
+        return Load(
+            -self.prompts, -self.num_prompts, -self.num_retries, -self.sequences, -self.decoding, -self.num_tokens
+        )
 
 
 NOTHING = Load()
@@ -104,6 +109,8 @@ class LoadTracker:
     """Outstanding work by worker id; a worker that was never charged has none."""
 
     def __init__(self) -> None:
+        self.num_retries = 0
+        """Sum over all workers."""
         self._loads: dict[str, Load] = {}
 
     def __getitem__(self, worker_id: str) -> Load:
@@ -111,6 +118,7 @@ class LoadTracker:
 
     def add(self, worker_id: str, load: Load) -> None:
         """Called by `Charge`; a worker at zero is forgotten."""
+        self.num_retries += load.num_retries
         total = self[worker_id] + load
         if total == NOTHING:
             self._loads.pop(worker_id, None)
@@ -119,13 +127,13 @@ class LoadTracker:
 
 
 class Charge:
-    """One request's share of the loads, given back part by part and never twice."""
+    """One request's share of the loads, given back part by part and never twice. `is_retry`: it is computed again."""
 
-    def __init__(self, loads: LoadTracker, placement: Placement, work: RequestLoad) -> None:
+    def __init__(self, loads: LoadTracker, placement: Placement, work: RequestLoad, *, is_retry: bool = False) -> None:
         self._loads = loads
         self._placement = placement
         num_new = max(0, work.num_prompt_tokens - placement.num_cached_tokens)
-        self._prefill = Load(StepSize.of_prompt(num_new, placement.num_cached_tokens), 1)
+        self._prefill = Load(StepSize.of_prompt(num_new, placement.num_cached_tokens), 1, int(is_retry))
         self._size = StepSize(num_sequences=1, num_kv_tokens=work.num_prompt_tokens)
         self._sequence = Load(sequences=self._size)
         self._num_sequences = work.num_sequences
@@ -135,15 +143,16 @@ class Charge:
             loads.add(placement.decode_id, self._sequence)
         loads.add(placement.decode_id, self._held)
 
-    def prefill_done(self) -> None:
-        """Called for each token; only the first call does anything."""
+    def prefill_done(self) -> bool:
+        """Called for each token; only the first call does anything, and returns True."""
         if self._prefill is NOTHING:
-            return
+            return False
         self._loads.add(self._placement.computing_id, -self._prefill)
         self._prefill = NOTHING
         self._sequence = Load(sequences=self._size, decoding=self._size)
         for _ in range(self._num_sequences):
             self._loads.add(self._placement.decode_id, Load(decoding=self._size))
+        return True
 
     def sequence_done(self) -> None:
         if self._num_sequences:

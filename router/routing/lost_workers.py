@@ -1,6 +1,7 @@
 """What happens to requests when a worker is lost, stalls, or cannot go on with one of them.
 
     a worker is lost            each of its requests is placed again; one that may not be retried fails
+    many are to be placed again as many at once as the budget of retries allows, the others wait at the queue's head
     a worker stalls             the same while another decode worker is ready; one that may not be retried waits for it
     a worker fails a request    it is placed again where another path can help (`RETRYABLE`), else it fails
     a worker ends by itself     the requests of its last step are suspects: one after another they run on a decode
@@ -62,7 +63,7 @@ class RequestRecovery:
             self._free_tester()
         error, is_crash = failures.worker_lost(worker.worker_id), worker.crash is not None
         failure = AttemptFailure("WORKER_LOST", error, worker.worker_id, is_crash=is_crash)
-        residents = self._running.on(worker)
+        residents = sorted(self._running.on(worker), key=lambda live: live.arrived_at)
         blamed = _blamed(worker, residents)
         for live in residents:
             try:
@@ -131,6 +132,8 @@ class RequestRecovery:
     def on_worker_stalled(self, worker: WorkerClient) -> None:
         """Retries the requests of a worker that seems to stall, while another can take them; else they wait for it."""
         for live in self._running.on(worker):
+            if not self._waiting.may_retry():
+                return
             if not self._fleet.candidates(live.weights_revision)[1]:
                 continue
             if live.retry.may_retry(live.num_tokens):  # else it would fail elsewhere, and may yet go well here
@@ -155,7 +158,7 @@ class RequestRecovery:
             self.fail(live, failure.error, by=by)
             return
         log.warning("%s is placed again: %s", live.key.request_id, failure.error.message)
-        if not self._running.restart(live, failure, by=by):
+        if not self._running.restart(live, failure, by=by, is_held=not self._waiting.may_retry()):
             self._waiting.requeue(live)
         self._on_change()
 

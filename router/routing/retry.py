@@ -81,6 +81,8 @@ class RetryState:
     num_crashes_in_all: int = 0
     num_tokens_to_clear: int = 0
     """The suspect is cleared once so many tokens have come."""
+    failure: AttemptFailure | None = None
+    """The last one; None: no attempt has failed here."""
 
     @property
     def is_suspect(self) -> bool:
@@ -118,6 +120,7 @@ class RetryState:
 
     def add(self, placement: Placement, failure: AttemptFailure) -> None:
         """Records a failed attempt. A lost decode worker says nothing against the prefill worker."""
+        self.failure = failure
         self.num_attempts += not failure.is_crash
         if placement.prefill_id is not None and failure.lost_id != placement.decode_id:
             self.tried.add((placement.prefill_id, placement.decode_id))

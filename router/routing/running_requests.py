@@ -74,7 +74,7 @@ class RunningRequests:
 
     def start(self, live: LiveRequest) -> Placement:
         """Places a request that waited, and returns where."""
-        placement = self._choose(live.to_place, *self._fleet.candidates(live.weights_revision))
+        placement = self._next(live) or self._choose(live.to_place, *self._fleet.candidates(live.weights_revision))
         self._place(live, placement)
         return placement
 
@@ -91,10 +91,10 @@ class RunningRequests:
         """Places a suspect that waited on a worker that is reserved for suspects."""
         self._place(live, alone(worker.worker_id))
 
-    def restart(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None) -> bool:
-        """Places a request again after a failed attempt; `by`: the worker that reported the failure.
+    def restart(self, live: LiveRequest, failure: AttemptFailure, *, by: WorkerClient | None, is_held: bool) -> bool:
+        """Places a request again after a failed attempt, unless it `is_held`; `by`: the worker that reported that.
 
-        False: no decode worker is ready, or the request is a suspect; it holds no worker any more.
+        False: it is held, no decode worker is ready, or the request is a suspect; it holds no worker any more.
         """
         last = live.attempt
         last.cancel(by=by)
@@ -102,15 +102,19 @@ class RunningRequests:
         self._counters.retried[failure.reason] += 1
         live.retry.add(last.placement, failure)
         live.restart(self._clock(), failure.reason)
-        if live.retry.is_suspect:
-            return False
-        candidates = self._fleet.candidates(live.weights_revision)
-        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in candidates)
-        choose = partial(self._choose, live.to_place)
-        placement = next_placement(live.retry, last.placement, failure, prefill, decode, choose)
+        placement = None if live.retry.is_suspect or is_held else self._next(live)
         if placement is not None:
             self._place(live, placement)
         return placement is not None
+
+    def _next(self, live: LiveRequest) -> Placement | None:
+        """Where a request goes after its last failed attempt; None: nowhere, or none has failed here."""
+        if live.retry.failure is None or not live.attempts:
+            return None
+        candidates = self._fleet.candidates(live.weights_revision)
+        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in candidates)
+        choose = partial(self._choose, live.to_place)
+        return next_placement(live.retry, live.attempt.placement, live.retry.failure, prefill, decode, choose)
 
     def pause(self, live: LiveRequest) -> None:
         """Removes a request that goes on elsewhere from its workers."""
@@ -146,7 +150,8 @@ class RunningRequests:
         prefill = self._fleet[placement.prefill_id] if placement.prefill_id is not None else None
         if decode.role == PREFILL and not is_move:
             placement = stood_in(placement)
-        charge = Charge(self._policy.context.loads, placement, live.to_place.work)
+        is_retry = live.has_run and not is_move
+        charge = Charge(self._policy.context.loads, placement, live.to_place.work, is_retry=is_retry)
         workers = [decode] if prefill is None else [prefill, decode]
         attempt = Attempt(live.key, placement, self._clock(), charge, prefill, workers, is_move)
         live.place(attempt)

@@ -73,13 +73,14 @@ def test_a_higher_class_goes_first_and_a_lower_one_keeps_its_share() -> None:
     assert turns[: LOWER_SHARE - 1] == ["hig"] * (LOWER_SHARE - 1) and turns.count("low") == 2
 
 
-def test_those_that_ran_before_are_at_the_head_the_last_one_first() -> None:
+def test_those_that_ran_before_are_at_the_head_in_the_order_of_their_return() -> None:
     order = FairOrder()
     queue(order, "new", priority=10)
     order.add_returned("one", tenant="a", cost=5)
     order.add_returned("two", tenant="a", cost=5)
     assert order.ahead_of("b", 1.0, 10) == 20 and order.of_tenant("a") == (3, 20)
-    assert list(order.in_order()) == serve_all(order) == ["two", "one", "new"]
+    assert order.num_returned == 2 and order.first(among_returned=False) == "new"
+    assert list(order.in_order()) == serve_all(order) == ["one", "two", "new"]
     assert order.cost == 0 and order.of_tenant("a") == (0, 0)
 
 
