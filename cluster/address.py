@@ -9,6 +9,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections import Counter
+from enum import Enum
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """Where a router of this machine serves gRPC, unless configured otherwise."""
@@ -38,6 +39,16 @@ def network_of(host: str) -> bytes:
         return host.encode()
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).packed[:8]
+
+
+class PortSharing(Enum):
+    """Whether two processes may listen at one port at the same time, each taking some of the connections."""
+
+    NONE = "none"
+    FIRST = "first"
+    """Nobody listens there now; a successor may join later."""
+    SUCCESSOR = "successor"
+    """Joins the process that listens there, if there is one."""
 
 
 class PlacesPerNetwork:

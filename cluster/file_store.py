@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from cluster.sqlite_file import SqliteFile, remove_file
-from cluster.state import Claim, Log, Outcome, Write, judge
+from cluster.state import Claim, Log, MemoryStore, Outcome, Store, Write, judge
 
 MOST_RECORDS = 16_384
 """Logs in the file; one more is refused (FULL)."""
@@ -174,6 +174,17 @@ class FileStore:
             db.execute(f"PRAGMA {pragma}").close()
         db.executescript(_SCHEMA)
         _empty_after_boot(db)
+
+
+def open_store(where: str | None) -> Store:
+    """The store at a redis:// or rediss:// URL, or in a file, opened at the first call; None: in memory."""
+    if where is None:
+        return MemoryStore()
+    if not where.startswith(("redis://", "rediss://")):
+        return FileStore(where)
+    from cluster.redis_store import RedisStore
+
+    return RedisStore(where)
 
 
 def remove(path: str | Path) -> None:

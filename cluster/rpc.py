@@ -7,6 +7,7 @@ back into the same exception. Knows no service and no message of Baton.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,8 +18,16 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster import errors
-from cluster.address import format_address, is_loopback
-from cluster.errors import BatonError, ConfigError, FieldViolation, InternalError, NotReachable, QuotaExceeded
+from cluster.address import PortSharing, format_address, is_loopback, listen_error
+from cluster.errors import (
+    BatonError,
+    Cancelled,
+    ConfigError,
+    FieldViolation,
+    InternalError,
+    NotReachable,
+    QuotaExceeded,
+)
 from cluster.tls import ClientTls, ServerTls, require_tls
 
 __all__ = [
@@ -57,6 +66,13 @@ _HANDSHAKE_MS = 10_000
 _IDLE_MS = 300_000
 """A connection without a call is closed after so long; gRPC's clients connect again by themselves."""
 
+_BACKOFF = {"maxAttempts": 4, "initialBackoff": "0.05s", "maxBackoff": "0.5s", "backoffMultiplier": 2}
+_RETRY = _BACKOFF | {"retryableStatusCodes": ["CANCELLED"]}
+_MADE_AGAIN = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRY}]})
+"""A server that closes its port ends a call that comes at that moment, and that it has not begun, with CANCELLED: the
+client makes such a call again. Where Baton itself says CANCELLED, it forbids that."""
+_NOT_AGAIN = (("grpc-retry-pushback-ms", "-1"),)
+
 ChannelOptions = list[tuple[str, Any]]
 
 
@@ -70,9 +86,12 @@ class ServerLimits:
     """Calls of one connection at one time; its client keeps further ones back."""
 
 
-def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES, limits: ServerLimits | None = None) -> ChannelOptions:
-    """Two servers never share a port; a client that vanished is noticed by keepalive, and one that connects and does
-    not speak HTTP/2 is closed."""
+def server_options(
+    max_message_bytes: int = PUBLIC_MESSAGE_BYTES,
+    limits: ServerLimits | None = None,
+    sharing: PortSharing = PortSharing.NONE,
+) -> ChannelOptions:
+    """A client that vanished is noticed by keepalive, and one that connects and does not speak HTTP/2 is closed."""
     limited = []
     if limits is not None:
         limited = [
@@ -83,7 +102,7 @@ def server_options(max_message_bytes: int = PUBLIC_MESSAGE_BYTES, limits: Server
     return [
         *limited,
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(sharing is not PortSharing.NONE)),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", _PING_EVERY_MS),
@@ -123,6 +142,7 @@ def create_server(
     max_message_bytes: int = PUBLIC_MESSAGE_BYTES,
     interceptors: Sequence[grpc.aio.ServerInterceptor[Any, Any]] = (),
     limits: ServerLimits | None = None,
+    sharing: PortSharing = PortSharing.NONE,
 ) -> tuple[grpc.aio.Server, int]:
     """A server bound to `host:port` (0: any free port) and the port it got; add services, then `await server.start()`.
 
@@ -131,9 +151,11 @@ def create_server(
     """
     require_tls("listen", host, tls, insecure=insecure)
     credentials = None if tls is None else tls.credentials()
-    server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes, limits))
+    server = grpc.aio.server(interceptors=interceptors, options=server_options(max_message_bytes, limits, sharing))
     address = format_address(host, port)
     refused = f"cannot listen on {address}: it is in use or not an address of this machine; choose another port or host"
+    if sharing is PortSharing.FIRST and port and listen_error(host, port) is not None:
+        raise ConfigError(refused)
     try:
         bound = (
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
@@ -172,8 +194,9 @@ def create_blocking_channel(
     max_message_bytes: int = INTERNAL_MESSAGE_BYTES,
     is_alone: bool = False,
 ) -> grpc.Channel:
-    """A channel for blocking code; see `create_channel`."""
-    options = channel_options(max_message_bytes)
+    """A channel for blocking code; see `create_channel`. A call that a server has not begun because it was closing its
+    port is made again."""
+    options = [*channel_options(max_message_bytes), ("grpc.service_config", _MADE_AGAIN)]
     if is_alone:
         options.append(("grpc.use_local_subchannel_pool", 1))
     if tls is None:
@@ -199,7 +222,9 @@ def status_of(error: BatonError) -> status_pb2.Status:
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: BatonError) -> NoReturn:
     """Ends the call with the error's status; never returns."""
     status = status_of(error)
-    trailers = ((DETAILS_KEY, status.SerializeToString()),)
+    trailers: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
+    if error.grpc_code == Cancelled.grpc_code:
+        trailers += _NOT_AGAIN
     await context.abort(_code(error.grpc_code), status.message, trailing_metadata=trailers)
     raise AssertionError("abort returned")
 

@@ -146,6 +146,8 @@ class RouterSettings(JsonSettings):
     """Port on which the controller names the workers, at `node_host`, else on loopback; 0: any free one."""
     workers: tuple[str, ...] = ()
     """Workers known at the start, as `prefill:ID=HOST:PORT` or `decode:ID=HOST:PORT`."""
+    is_successor: bool = False
+    """Takes over the ports of a router that still listens there: shares them, once it is connected to `workers`."""
     needs_prefill: bool = True
     """Waits for a prefill worker before it serves; False: decode workers compute prompts while there is none."""
     drain_timeout_s: float = 5.0
@@ -162,7 +164,10 @@ S = TypeVar("S", bound=JsonSettings)
 
 def run_time_json(config: ServingConfig) -> str:
     """The run-time values of a configuration, for processes that are running."""
-    values = {"slo": dataclasses.asdict(config.rebalance.slo)}
+    values: dict[str, Any] = {
+        "slo": dataclasses.asdict(config.rebalance.slo),
+        "drain_timeout_s": config.rebalance.drain_timeout_s,
+    }
     for key in run_time_keys():
         name, _, leaf = key.partition(".")
         if leaf:

@@ -17,15 +17,17 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Self
 
 import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from cluster.address import PlacesPerNetwork, format_address, network_of
+from cluster.address import PlacesPerNetwork, PortSharing, format_address, listen_error, network_of
+from cluster.config.schema import RouterSection
 from cluster.errors import ConfigError
+from cluster.program import Report, raise_file_limit
 from cluster.tls import ServerTls, require_tls
 from router.openai.errors import HttpFailure
 
@@ -41,6 +43,8 @@ _ABANDONED_S = 1.0
 _GRACE_S = 1
 """Requests are drained before the end; connections get so long to read what was written."""
 _RETRY_AFTER_S = 1.0
+_OWN_FILES = 512
+"""Files and connections of the router itself: workers, stores, logs."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,18 @@ class ConnectionLimits:
     most: int
     most_of_address: int | None = None
     """From one address; None: as many as in all."""
+
+    @classmethod
+    def of(cls, wanted: RouterSection, report: Report) -> Self:
+        """The limits of a configuration, as far as this process may open files; reports it where they are lower."""
+        may_open = raise_file_limit()
+        most = min(wanted.max_connections, max(1, (may_open - _OWN_FILES) // 2))
+        if most < wanted.max_connections:
+            report(
+                f"takes {most} connections of each API, not {wanted.max_connections}: this process may open {may_open} "
+                "files; raise the hard limit (ulimit -Hn)"
+            )
+        return cls(most, wanted.max_connections_per_address)
 
 
 class HttpListener:
@@ -65,6 +81,7 @@ class HttpListener:
         tls: ServerTls | None,
         stalled_client_s: float,
         limits: ConnectionLimits,
+        sharing: PortSharing = PortSharing.FIRST,
     ) -> None:
         """Binds; `port` 0: any free one. Raises ConfigError for an address that is refused or cannot be had.
 
@@ -73,7 +90,8 @@ class HttpListener:
         """
         require_tls("serve HTTP", host, tls, insecure=insecure)
         refusal = b"" if tls is not None else _response(_too_many(limits))
-        self._socket = _bind(host, port, stalled_client_s, limits, refusal)
+        self._socket = _Listener(socket.AF_INET6 if ":" in host else socket.AF_INET, limits, refusal)
+        _bind(self._socket, host, port, stalled_client_s, sharing)
         self.address = format_address(host, self._socket.getsockname()[1])
         config = uvicorn.Config(
             app,
@@ -98,6 +116,15 @@ class HttpListener:
     def start(self) -> None:
         """Clients can connect already; from now on they are answered."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="http")
+
+    def close_port(self) -> None:
+        """Takes no new connection. Those without a request are closed, the others after their answer."""
+        if not self._server.started:
+            return
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            connection.shutdown()
 
     async def stop(self) -> None:
         self._server.should_exit = True
@@ -237,13 +264,16 @@ def _is_event(record: logging.LogRecord) -> bool:
     return "without completing response" not in record.getMessage()
 
 
-def _bind(host: str, port: int, stalled_client_s: float, limits: ConnectionLimits, refusal: bytes) -> socket.socket:
-    """A listening socket; accepted connections inherit its options."""
-    listener = _Listener(socket.AF_INET6 if ":" in host else socket.AF_INET, limits, refusal)
+def _bind(listener: socket.socket, host: str, port: int, stalled_client_s: float, sharing: PortSharing) -> None:
+    """Has it listen; accepted connections inherit its options. Raises ConfigError, and closes it then."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if sharing is not PortSharing.NONE:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * (stalled_client_s + _ABANDONED_S)))
     try:
+        if sharing is PortSharing.FIRST and port and (error := listen_error(host, port)) is not None:
+            raise error
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
@@ -253,4 +283,3 @@ def _bind(host: str, port: int, stalled_client_s: float, limits: ConnectionLimit
             "choose another port (router.http_port or --http-port; 0: any free one) or host"
         ) from error
     listener.setblocking(False)
-    return listener

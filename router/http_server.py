@@ -1,6 +1,6 @@
 """The router's HTTP side: OpenAI's API, files and batches with the runner that works on them, the status page.
 
-    start -> stop_batches (before the drain): no line runs any more -> close: no client is answered any more
+    start -> stop_batches: no line runs any more -> close_port: no connection is taken -> the drain -> close
 
 Assembles the routes, and serves them in the router's event loop (`router.http_listener`). Where the settings name no
 HTTP port, nothing of it runs.
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
+from cluster.address import PortSharing
 from cluster.auth import Gate
 from cluster.settings import RouterSettings
 from cluster.site import OwnSite
@@ -55,6 +56,7 @@ class HttpServer:
         site: OwnSite,
     ) -> None:
         self._settings = settings.router
+        self._sharing = PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST
         self._gate = gate
         self._tls = tls
         self._dispatcher = dispatcher
@@ -100,6 +102,7 @@ class HttpServer:
             tls=self._tls,
             stalled_client_s=settings.stalled_client_timeout_s,
             limits=limits,
+            sharing=self._sharing,
         )
         self._listener.start()
         if not self._has_no_batches:
@@ -107,6 +110,11 @@ class HttpServer:
 
     async def stop_batches(self) -> None:
         await self._batch_runner.stop()
+
+    def close_port(self) -> None:
+        """Takes no new connection; requests that have come are still answered."""
+        if self._listener is not None:
+            self._listener.close_port()
 
     async def close(self) -> None:
         if self._listener is not None:

@@ -20,19 +20,19 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from cluster import rpc
-from cluster.address import ANY_HOST, parse_address
+from cluster.address import ANY_HOST, PortSharing, parse_address
 from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyFile
-from cluster.errors import ConfigError
-from cluster.file_store import FileStore
+from cluster.errors import ConfigError, Unavailable
+from cluster.file_store import open_store
 from cluster.metrics import LabelledCounter
 from cluster.metrics_page import MetricsPage, serve_beside
 from cluster.pb import admin_pb2, generation_pb2
-from cluster.program import Report, raise_file_limit
+from cluster.program import Report
 from cluster.protocol import inside_gates
 from cluster.settings import RouterSettings
 from cluster.site import OwnSite
-from cluster.state import MemoryStore, Store
+from cluster.state import Store
 from cluster.tls import internal_tls_of, public_tls_of
 from router.api.control_service import ControlService, StatusService
 from router.api.handlers import CallsPerAddress, service_handler
@@ -61,6 +61,10 @@ _SCOPES: dict[str, Scope] = {GENERATION.full_name: "generate", STATUS.full_name:
 _HEALTH_NAMES = ("", GENERATION.full_name)
 _GRACE_S = 1.0
 """After the drain, calls get this long to deliver their last message."""
+_ARRIVING_S = 0.1
+"""When no new connection is taken any more, calls that have come get so long to be accepted."""
+_CONNECT_S = 20.0
+"""How long a successor may take to connect to a worker of each role that is needed."""
 _TOKENIZER_THREADS = 2
 _LOOPBACK = "127.0.0.1"
 _TRANSPORT_SLACK = 4
@@ -69,8 +73,6 @@ gRPC ends the call itself."""
 _MOST_MESSAGE_BYTES = 2**31 - 1
 _MORE_STREAMS = 256
 """Calls on one connection beside those that may run and wait there: of other methods, and to be refused by name."""
-_OWN_FILES = 512
-"""Files and connections of the router itself: workers, stores, logs."""
 
 
 class RouterServer:
@@ -106,7 +108,7 @@ class RouterServer:
         self.metrics = self._observe()
         self._control = ControlService(self.dispatcher, settings)
         self._traces = open_traces(settings, self.metrics.trace_spans) if traces is None else traces
-        self.generation = self._new_generation(_open_store(settings.state) if store is None else store)
+        self.generation = self._new_generation(open_store(settings.state) if store is None else store)
         self._models = ModelService(
             self._model,
             self._tokenizer,
@@ -160,7 +162,9 @@ class RouterServer:
 
     async def start(self) -> tuple[str, str]:
         """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
-        settings, limits = self._settings, self._connection_limits()
+        settings, limits = self._settings, ConnectionLimits.of(self._settings.router, self._report)
+        if settings.is_successor:
+            await self._connect()
         self._serve_metrics()
         public, port = rpc.create_server(
             settings.router.host,
@@ -173,6 +177,7 @@ class RouterServer:
                 limits.most,
                 settings.router.max_running_requests + settings.router.max_queued_requests + _MORE_STREAMS,
             ),
+            sharing=PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST,
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
@@ -213,17 +218,33 @@ class RouterServer:
         self.dispatcher.set_workers(self._workers)
         return address, rpc.format_address(settings.node_host or _LOOPBACK, control_port)
 
+    async def _connect(self) -> None:
+        """Connects to the workers first, so that no client waits for that. Raises Unavailable."""
+        self.dispatcher.set_workers(self._workers)
+        try:
+            async with asyncio.timeout(_CONNECT_S):
+                while not self.dispatcher.fleet.can_serve:
+                    self._fleet_changed.clear()
+                    await self._fleet_changed.wait()
+        except TimeoutError:
+            raise Unavailable(f"it was connected to too few workers after {_CONNECT_S:g} s to take over") from None
+        self._fleet_changed.set()
+
     async def stop(self) -> None:
-        """Refuses new requests, lets running ones end within the drain's time, and closes everything."""
+        """Takes no new connection, lets running requests end within the drain's time, and closes everything."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._health.set(is_serving=False)
         if self.dispatcher.num_running:
             self._report(f"draining {self.dispatcher.num_running} requests")
+        drain_s = self._control.drain_timeout_s
         await self._http.stop_batches()
-        await self.dispatcher.drain(self._settings.drain_timeout_s)
-        await asyncio.gather(*(server.stop(_GRACE_S) for server in self._servers))
+        self._http.close_port()
+        leaving = [asyncio.create_task(server.stop(drain_s + _GRACE_S)) for server in self._servers[:1]]
+        await asyncio.sleep(min(_ARRIVING_S, drain_s))
+        await self.dispatcher.drain(drain_s)
+        await asyncio.gather(*leaving, *(server.stop(_GRACE_S) for server in self._servers))
         await self._http.close()
         if self._controller is not None:
             await self._controller.close()
@@ -248,17 +269,6 @@ class RouterServer:
     def _reachable(self, address: str) -> str:
         host, port = parse_address(address)
         return rpc.format_address(self._reachable_host if host == self._settings.router.host else host, port)
-
-    def _connection_limits(self) -> ConnectionLimits:
-        """Takes the limits of the settings, as far as this process may open files."""
-        wanted, may_open = self._settings.router, raise_file_limit()
-        most = min(wanted.max_connections, max(1, (may_open - _OWN_FILES) // 2))
-        if most < wanted.max_connections:
-            self._report(
-                f"takes {most} connections of each API, not {wanted.max_connections}: this process may open {may_open} "
-                "files; raise the hard limit (ulimit -Hn)"
-            )
-        return ConnectionLimits(most, wanted.max_connections_per_address)
 
     def _new_page(self, status: StatusService) -> StatusPage:
         settings = self._settings
@@ -372,17 +382,6 @@ class RouterProgram:
                 await self._stop.wait()
         finally:
             await server.stop()
-
-
-def _open_store(where: str | None) -> Store:
-    """The store at a redis:// or rediss:// URL, or in a file, opened at the first call; None: in memory."""
-    if where is None:
-        return MemoryStore()
-    if not where.startswith(("redis://", "rediss://")):
-        return FileStore(where)
-    from cluster.redis_store import RedisStore
-
-    return RedisStore(where)
 
 
 def open_traces(settings: RouterSettings, counter: LabelledCounter) -> Traces:

@@ -130,6 +130,11 @@ class ControlService:
         """Seconds since the controller last named the workers; None: it never has."""
         return None if self._named_at is None else time.monotonic() - self._named_at
 
+    @property
+    def drain_timeout_s(self) -> float:
+        """How long requests that run get to end before the router does."""
+        return self._settings.drain_timeout_s
+
     async def SetWorkers(self, request: admin_pb2.SetWorkersRequest, call: Call) -> admin_pb2.SetWorkersResponse:
         wrong = Violations()
         for index, worker in enumerate(request.workers):

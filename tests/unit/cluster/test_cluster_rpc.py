@@ -11,8 +11,10 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from cluster import errors, rpc
+from cluster.address import PortSharing
 from cluster.errors import (
     BatonError,
+    Cancelled,
     ConfigError,
     FieldViolation,
     InvalidRequest,
@@ -54,6 +56,55 @@ def crossed_the_wire(error: BatonError) -> grpc.aio.AioRpcError:
             await server.stop(None)
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_batons", [False, True])
+async def test_a_call_that_a_closing_server_has_not_begun_is_made_again_and_one_that_baton_cancelled_is_not(
+    is_batons: bool,
+) -> None:
+    num_calls = 0
+
+    async def handler(_: bytes, context: Any) -> bytes:
+        nonlocal num_calls
+        num_calls += 1
+        if is_batons:
+            await rpc.abort(context, Cancelled("by CancelGeneration"))
+        if num_calls < 3:
+            await context.abort(grpc.StatusCode.CANCELLED, "CANCELLED")
+        return b"done"
+
+    def call(address: str) -> bytes:
+        with rpc.create_blocking_channel(address) as channel:
+            answer: bytes = channel.unary_unary(METHOD, bytes, bytes)(b"x", timeout=10)
+        return answer
+
+    server, address = await start_server(handler)
+    try:
+        if is_batons:
+            with pytest.raises(grpc.RpcError) as caught:
+                await asyncio.to_thread(call, address)
+            assert isinstance(rpc.from_rpc_error(caught.value), Cancelled)
+        else:
+            assert await asyncio.to_thread(call, address) == b"done"
+    finally:
+        await server.stop(None)
+    assert num_calls == (1 if is_batons else 3)
+
+
+async def test_a_port_is_shared_with_a_successor_and_nobody_else() -> None:
+    async def answer(request: bytes, _: Any) -> bytes:
+        return request
+
+    first, address = await start_server(answer, sharing=PortSharing.FIRST)
+    port = int(address.rpartition(":")[2])
+    for sharing in (PortSharing.NONE, PortSharing.FIRST):
+        with pytest.raises(ConfigError, match=f"cannot listen on {address}: it is in use"):
+            rpc.create_server(port=port, sharing=sharing)
+    second, _ = await start_server(answer, port=port, sharing=PortSharing.SUCCESSOR)
+    await first.stop(None)
+    async with rpc.create_channel(address, is_alone=True) as channel:
+        assert await channel.unary_unary(METHOD, bytes, bytes)(b"x", timeout=10) == b"x"
+    await second.stop(None)
 
 
 def kinds() -> list[type[BatonError]]:

@@ -22,7 +22,7 @@ from cluster.errors import Overloaded
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import generation_pb2_grpc
 from cluster.program import raise_file_limit
-from router import program
+from router import http_listener
 
 pytestmark = pytest.mark.asyncio
 
@@ -162,7 +162,7 @@ async def test_there_is_a_bound_on_all_connections_and_those_in_it_are_served(tm
 async def test_files_that_the_process_may_not_open_lower_the_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(program, "raise_file_limit", lambda: 516)
+    monkeypatch.setattr(http_listener, "raise_file_limit", lambda: 516)
     async with contextlib.AsyncExitStack() as stack:
         router, _ = await stack.enter_async_context(serving(tmp_path, ()))
         *_, third = [await stack.enter_async_context(connected(router)) for _ in range(3)]
