@@ -129,8 +129,12 @@ class SavedCluster(JsonSettings):
     version: int = 1
     num_devices_asked: int = 0
     """Devices of both roles that an operator last asked for."""
+    is_changing: bool = False
+    """A change was under way, which leads to `config`."""
     admin_port: int = 0
     """The port that the AdminService had."""
+    journal: str = ""
+    """File of the routers' journal, which ends with the cluster; empty: there is none."""
     has_served: bool = False
     workers: tuple[SavedWorker, ...] = ()
     life: int = 1
@@ -150,7 +154,15 @@ class SavedCluster(JsonSettings):
         first = plan.workers[0].ranks[0].engine
         engine = dataclasses.replace(config.engine, device=first.device, threads=first.threads)
         workers = tuple(SavedWorker(worker.worker_id, worker.role) for worker in plan.workers)
-        return cls(config, engine, workers=workers, began_at=now, token=secrets.token_hex(32), protocol=spoken())
+        return cls(
+            config,
+            engine,
+            journal=plan.journal or "",
+            workers=workers,
+            began_at=now,
+            token=secrets.token_hex(32),
+            protocol=spoken(),
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Self:

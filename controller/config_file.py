@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.config.diff import differences, set_values
+from cluster.config.diff import SPLIT_KEYS, differences, set_values
 from cluster.config.load import parse_config
 from cluster.config.schema import ServingConfig
 from cluster.config.source import read_text
@@ -20,8 +20,6 @@ from cluster.program import replace_text
 
 _STEADY_LOOKS = 2
 _MISTAKE_LOOKS = 10
-_SPLIT = frozenset({"roles.prefill.devices", "roles.decode.devices"})
-"""Keys that also change without the file: by `mode: auto`, and by a plan of which only the first steps were done."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,9 @@ class ConfigFile:
             stale = differences(self.parse(text), wanted)
             if not stale:
                 return text
-            edited = set_values(text, {key: value for key, value in stale.items() if key in changed or key in _SPLIT})
+            # The split also changes without the file: by `mode: auto`, and by a plan of which some steps failed.
+            set_here = {key: value for key, value in stale.items() if key in changed or key in SPLIT_KEYS}
+            edited = set_values(text, set_here)
             left = differences(self.parse(edited), wanted)
             if left:
                 raise FailedPrecondition(f"it also says something else than what runs about {', '.join(left)}")

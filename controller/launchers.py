@@ -222,35 +222,43 @@ class RouterPlaces:
 
 
 class RouterLauncher:
-    """Starts router `number`; once it has had a port, always on that one."""
+    """Starts router `number`; once it has had a port, always on that one. `workers` returns those that a successor is
+    to connect to before it takes over, as RouterSettings have them; `num_starts`: of the router that it follows."""
 
     def __init__(
         self,
-        name: str,
-        settings: RouterSettings,
         module: str,
-        report: Callable[[str], None],
-        number: int,
         places: RouterPlaces,
         hosting: Hosting,
+        reporter: Callable[[str], Callable[[str], None]],
+        workers: Callable[[], tuple[str, ...]],
+        name: str,
+        number: int,
+        settings: RouterSettings,
+        num_starts: int = 0,
     ) -> None:
+        self.settings = settings
+        self.is_successor = False
         self._name = name
         self._number = number
         self._places = places
-        self._settings = settings
+        self._workers = workers
         self._module = module
-        self._report = report
+        self._report = reporter(name)
         self._hosting = hosting
-        self._epoch = 0
+        self._epoch = num_starts
 
     async def launch(self) -> RunningGroup:
         self._epoch += 1
         strategy = self._places.strategy(self._number)
         identity = ProcessIdentity(self._name, epoch=self._epoch, config_version=self._hosting.config_version())
-        router = self._hosting.start(self._module, identity, self._report, bundle=ROUTER_BUNDLE, strategy=strategy)
+        bundle = {} if self.is_successor else ROUTER_BUNDLE  # the one before has the place
+        router = self._hosting.start(self._module, identity, self._report, bundle=bundle, strategy=strategy)
         try:
-            settings, place = self._settings, await self._places.found(router, self._report)
+            settings, place = self.settings, await self._places.found(router, self._report)
             settings = replace(settings, cluster_token=self._hosting.token)
+            if self.is_successor:
+                settings = replace(settings, is_successor=True, workers=self._workers())
             if self._places.are_spread:
                 settings = replace(settings, node_host=place.host)
             await router.prepare(settings.to_json())
@@ -264,7 +272,7 @@ class RouterLauncher:
     def adopt(self, router: FoundProcess) -> RunningGroup:
         """Takes over what a controller before has started, its settings, ports and place."""
         self._epoch = router.identity.epoch
-        self._settings = RouterSettings.from_json(router.settings)
+        self.settings = replace(RouterSettings.from_json(router.settings), is_successor=False, workers=())
         self._places.group = router.placement_group or self._places.group
         running = _adopted([router], self._hosting, self._report)
         self._keep_ports(running.card)
@@ -272,10 +280,10 @@ class RouterLauncher:
 
     def _keep_ports(self, card: Mapping[str, Any]) -> None:
         _, port = parse_address(card["address"])
-        self._settings = self._settings.with_values(port=port)
+        self.settings = self.settings.with_values(port=port)
         if card.get("http_address"):
             _, http_port = parse_address(card["http_address"])
-            self._settings = self._settings.with_values(http_port=http_port)
+            self.settings = self.settings.with_values(http_port=http_port)
 
 
 def _adopted(found: Sequence[FoundProcess], hosting: Hosting, report: Callable[[str], None]) -> RunningGroup:

@@ -64,6 +64,10 @@ class ClusterPlan:
         state = self.router.state
         return None if state is None or "://" in state else state
 
+    def with_journal(self, path: str) -> ClusterPlan:
+        """The plan of a cluster that has its journal there already; empty: it has none yet."""
+        return replace(self, router=replace(self.router, state=path)) if path and self.journal else self
+
     def named_routers(self) -> list[tuple[str, RouterSettings]]:
         """Each with its ports, ROUTER_PORT_STEP apart where they share a node; 0 stays any free one."""
         first = self.router
@@ -97,6 +101,13 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None,
         for number in range(config.role(role).num_workers)
     )
     return ClusterPlan(workers, _plan_router(config), config.router.replicas, config.placement.routers == "spread")
+
+
+def plan_routers(config: ServingConfig, journal: str = "") -> list[tuple[str, RouterSettings]]:
+    """The routers of a configuration by name. `journal`: the file that the cluster has, if it has one already."""
+    are_spread = config.placement.routers == "spread"
+    plan = ClusterPlan((), _plan_router(config), config.router.replicas, are_spread)
+    return plan.with_journal(journal).named_routers()
 
 
 def _device(config: ServingConfig, num_gpus: int) -> DeviceName:
@@ -194,5 +205,6 @@ def _plan_router(config: ServingConfig) -> RouterSettings:
         internal_tls=config.internal_tls,
         state=_state(config),
         needs_prefill=config.roles.prefill.num_workers > 0,
+        drain_timeout_s=config.rebalance.drain_timeout_s,
         metrics_port=0 if config.metrics.router else None,
     )

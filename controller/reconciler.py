@@ -15,8 +15,9 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ import ray
 
 from cluster.config.schema import ServingConfig
 from cluster.errors import BatonError, ConfigError, IncompatibleProtocol
-from cluster.file_store import remove as remove_journal
 from cluster.pb import admin_pb2
 from cluster.protocol import spoken
 from cluster.settings import run_time_json
@@ -39,8 +39,9 @@ from controller.plan import ClusterPlan
 from controller.ray_actors import Hosting, die_with_parent, send_logs_to
 from controller.rebalancer import MeasuredLoad, Rebalancer, Split
 from controller.reconfigurer import Reconfigurer, SaveConfig
-from controller.router_link import RouterLink, RouterLinks
-from controller.supervisor import RestartPolicy, Supervisor, SupervisorState
+from controller.router_link import RouterLink
+from controller.router_pool import RouterPool
+from controller.supervisor import Supervisor, SupervisorState
 from controller.takeover import Takeover
 from controller.worker_pool import STOP_S, StepRunner, WorkerPool
 
@@ -94,17 +95,8 @@ class Controller:
         self._watch: ConfigWatch | None = None
         if file is not None and file.is_own:
             self._watch = ConfigWatch(file, self._apply_file, self._refuse_file)
-        self._drain_s = plan.router.drain_timeout_s
-        self._journal = plan.journal
-        self._places = RouterPlaces(hosting.namespace, plan.num_routers, are_spread=plan.are_routers_spread)
-        self._router_launchers = {
-            name: RouterLauncher(name, settings, programs.router, self._reporter(name), number, self._places, hosting)
-            for number, (name, settings) in enumerate(plan.named_routers())
-        }
-        self.routers = [
-            Supervisor(name, launcher.launch, self._on_change, RestartPolicy(has_served=self._has_served))
-            for name, launcher in self._router_launchers.items()
-        ]
+        are_spread = config.placement.routers == "spread"
+        self._places = RouterPlaces(hosting.namespace, config.router.replicas, are_spread=are_spread)
         self._capacity = Capacity(
             hosting.namespace, lambda: steps.next_worker(self.reconfigurer.config).bundles, plan.workers[0].labels
         )
@@ -114,17 +106,23 @@ class Controller:
         )
         tls = internal_tls_of(config.internal_tls)
         inside = None if tls is None else tls.client
-        self._links = RouterLinks([RouterLink(router, self._compose, inside, hosting.token) for router in self.routers])
+        starter = partial(RouterLauncher, programs.router, self._places, hosting, self._reporter, self.pool.names)
+        new_link = partial(RouterLink, compose=self._compose, tls=inside, token=hosting.token)
+        self._routers = RouterPool(starter, new_link, self._on_change, saved.journal or plan.journal or "")
+        self._routers.add(config, have_served=self._has_served)
+        self._links = self._routers.links
         steps = StepRunner(self.pool, self._links, saved.engine)
         steps.restore(saved.workers, config, have_served=self._has_served)
         self.events = EventLog(self._on_event, numbers_before)
         self.events.version = saved.version
         num_devices = num_gpus if saved.engine.device == "cuda" else None
-        self.reconfigurer = Reconfigurer(config, steps, self.events, num_devices, num_named=saved.num_devices_asked)
+        self.reconfigurer = Reconfigurer(
+            config, steps, self._routers, self.events, num_devices, num_named=saved.num_devices_asked
+        )
         self._rebalancer = Rebalancer(
             self._measure, self._split, self._move, self._capacity.ask, self._capacity.give_back, self._report_auto
         )
-        node_host = ray.util.get_node_ip_address() if plan.are_routers_spread else ""
+        node_host = ray.util.get_node_ip_address() if are_spread else ""
         self._listeners = Listeners(self, config, tls, node_host, hosting.token)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -135,7 +133,7 @@ class Controller:
         self._has_begun = True
         if self.saved.life > 1:
             try:
-                self._go_on(await self._takeover.adopt(self.pool, self.routers, self._router_launchers))
+                self._go_on(await self._takeover.adopt(self.pool, self._routers))
             except IncompatibleProtocol as error:
                 logger.error("%s", error.message)
                 self._progress.add(ProgressEvent("refused", "controller", f"{error.message}; {_LEFT_ALONE}"))
@@ -149,8 +147,7 @@ class Controller:
         self._progress.add(ProgressEvent("admin", "admin", self._listeners.address))
         if self.metrics_address:
             self._progress.add(ProgressEvent("progress", "controller", f"metrics: {self.metrics_address}"))
-        for router in self.routers:
-            router.run()
+        self._routers.run()
         self.pool.run()
         self._tasks.append(asyncio.create_task(self._keep_routers_updated()))
         self._tasks.append(asyncio.create_task(self._takeover.keep_saved(self._to_save)))
@@ -163,8 +160,9 @@ class Controller:
         text = f"the controller was started again; it has adopted {names}{ended}"
         logger.info("%s", text)
         self._progress.add(ProgressEvent("change", "controller", text))
-        with contextlib.suppress(BatonError):  # a refusal is an event already
-            self.reconfigurer.propose(self.reconfigurer.config, "the controller was started again")
+        if self.saved.is_changing:
+            with contextlib.suppress(BatonError):  # a refusal is an event already
+                self.reconfigurer.propose(self.reconfigurer.config, "the controller was started again")
 
     def _to_save(self) -> SavedCluster:
         return replace(
@@ -173,6 +171,7 @@ class Controller:
             config=self.reconfigurer.config,
             version=self.reconfigurer.version,
             num_devices_asked=self.reconfigurer.num_named,
+            is_changing=self.reconfigurer.changing is not None,
             admin_port=self._listeners.port,
             has_served=self._has_served,
             workers=tuple(SavedWorker(m.plan.worker_id, m.plan.role, m.is_draining) for m in self.pool),
@@ -215,9 +214,7 @@ class Controller:
             task.cancel()
         await self.reconfigurer.close()
         await self._links.close()
-        await asyncio.gather(*(router.stop(self._drain_s + STOP_S) for router in self.routers))
-        if self._journal is not None:
-            await asyncio.to_thread(remove_journal, self._journal)
+        await self._routers.stop(self.reconfigurer.config.rebalance.drain_timeout_s + STOP_S)
         await self.pool.stop(STOP_S)
         self._places.close()
         self._capacity.give_back()
@@ -226,6 +223,10 @@ class Controller:
     async def hold(self) -> None:
         """Never returns: who waits for it notices when Ray gives this controller up."""
         await asyncio.Event().wait()
+
+    @property
+    def routers(self) -> Sequence[Supervisor]:
+        return self._routers.supervisors
 
     @property
     def config_path(self) -> str:

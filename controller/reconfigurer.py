@@ -16,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.config.checks import check
-from cluster.config.diff import differences, refuse_fixed
+from cluster.config.diff import SPLIT_KEYS, differences, refuse_fixed
 from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
-from controller.change_plan import Replace, Step, plan_ratio, ratio_of, wanted_of
+from controller.change_plan import Replace, Start, Step, Stop, plan_ratio, ratio_of, wanted_of
 from controller.events import EventKind, EventLog
 from controller.model_change import refuse_other_model
+from controller.router_pool import ReplaceRouter, RouterPool, RouterStep, StartRouter, StopRouter
 from controller.worker_pool import StepFailed, StepRunner
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class Plan:
 
     origin: str
     changes: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[Step | RouterStep, ...]
     num_done: int = 0
 
     def __str__(self) -> str:
@@ -75,6 +76,7 @@ class Reconfigurer:
         self,
         config: ServingConfig,
         steps: StepRunner,
+        routers: RouterPool,
         events: EventLog,
         num_devices: Callable[[], int] | None = None,
         *,
@@ -85,6 +87,7 @@ class Reconfigurer:
         self._before = config
         self._began_at = 0
         self._steps = steps
+        self._routers = routers
         self._events = events
         self._num_devices = num_devices
         self.num_named = num_named or _num_devices(config)
@@ -194,13 +197,16 @@ class Reconfigurer:
         changed = differences(self.config, wanted)
         refuse_fixed(changed)
         refuse_other_model(self.config.model, wanted.model)
-        members = self._steps.members(wanted)
+        # Of the split alone: a worker that a failed change has replaced stays as it is.
+        is_split_alone = bool(changed) and changed.keys() <= SPLIT_KEYS
+        members = self._steps.members(None if is_split_alone else wanted)
         max_devices = None if self._num_devices is None else self._num_devices()
-        steps = plan_ratio(members, wanted_of(wanted), max_devices=max_devices, leaving=leaving)
+        of_workers = plan_ratio(members, wanted_of(wanted), max_devices=max_devices, leaving=leaving)
+        of_routers = () if is_split_alone else self._routers.plan(wanted)
         findings = [f"{finding.key}: {finding.what}" for finding in check(wanted)]
         if findings:
             raise FailedPrecondition("; ".join(findings))
-        return Plan(origin, tuple(_described(changed, wanted)), steps)
+        return Plan(origin, tuple(_described(changed, wanted)), (*of_workers, *of_routers))
 
     def _begin(self, wanted: ServingConfig, plan: Plan) -> None:
         self._before, self.config, self.changing = self.config, wanted, plan
@@ -215,17 +221,21 @@ class Reconfigurer:
         try:
             for step in plan.steps:
                 self._events.add(EventKind.STEP, str(step), step.worker_id)
-                await self._steps.carry_out(step, wanted)
+                if isinstance(step, StartRouter | ReplaceRouter | StopRouter):
+                    await self._routers.carry_out(step, wanted)
+                else:
+                    await self._steps.carry_out(step, wanted)
                 plan.num_done += 1
                 self._events.add(EventKind.STEP_DONE, f"{step}: done", step.worker_id)
         except StepFailed as error:
-            problem = str(error)
+            problem = f"{error}{await self._stop_surplus(plan)}"
         except Exception as error:
             # A bug here must not block every later change.
             logger.exception("a step of %s could not be carried out", plan.origin)
             problem = f"{type(error).__name__}: {error}"
         if problem:
             self.config = self._as_it_is()
+            self.num_named = min(self.num_named, _num_devices(self.config))
             self._events.version += 1
         self._before = self.config
         try:
@@ -242,12 +252,31 @@ class Reconfigurer:
             split = is_now if is_now == began_as else f"{began_as} to {is_now}"
             self._events.add(EventKind.CHANGED, f"{plan.origin}: done: {split}")
 
+    async def _stop_surplus(self, plan: Plan) -> str:
+        """Stops the worker that was started for one which then could not be stopped. Returns what became of it, for
+        the message of the failure."""
+        failed, before = plan.steps[plan.num_done], plan.steps[plan.num_done - 1 : plan.num_done]
+        most = max(_num_devices(self._before), _num_devices(self.config))
+        if not (isinstance(failed, Stop) and before and isinstance(before[0], Start)):
+            return ""
+        if _num_devices(self._as_it_is()) <= most:
+            return ""
+        started = before[0].worker_id
+        try:
+            await self._steps.carry_out(Stop(started), self._before)
+        except Exception as error:
+            # The failure that led here is told in any case.
+            return f"; {started}, which was started for it, stays: {error}"
+        plan.num_done -= 1
+        return f"; {started}, which was started for it, was stopped"
+
     def _as_it_is(self) -> ServingConfig:
-        """The configuration after a failure: the one before, with the devices of the workers there are."""
+        """The configuration after a failure: the one before, with the workers and routers there are."""
         devices: dict[RoleName, int] = dict.fromkeys(ROLES, 0)
         for member in self._steps.members():
             devices[member.role] += 0 if member.is_draining else member.tp_size
-        return _with_devices(self._before, devices)
+        as_before = replace(self._before, router=replace(self._before.router, replicas=len(self._routers)))
+        return _with_devices(as_before, devices)
 
 
 def _with_devices(config: ServingConfig, devices: dict[RoleName, int]) -> ServingConfig:

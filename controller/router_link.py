@@ -115,8 +115,17 @@ class RouterLink:
 class RouterLinks:
     """Several routers as one: all get the same updates, and their reports are taken together."""
 
-    def __init__(self, links: Sequence[RouterLink]) -> None:
-        self._links = links
+    def __init__(self) -> None:
+        self._links: list[RouterLink] = []
+
+    def add(self, link: RouterLink) -> None:
+        self._links.append(link)
+
+    async def remove(self, link: RouterLink) -> None:
+        """Takes it out, if it is in, and ends its calls under way."""
+        if link in self._links:
+            self._links.remove(link)
+        await link.close()
 
     @property
     def is_up(self) -> bool:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 from cluster.errors import IncompatibleProtocol
 from controller.adoption import Adoption, SavedCluster, choose
-from controller.launchers import RouterLauncher
 from controller.ray_actors import Hosting
-from controller.supervisor import Supervisor
+from controller.router_pool import RouterPool
 from controller.worker_pool import WorkerPool
 
 logger = logging.getLogger(__name__)
@@ -38,22 +37,20 @@ class Takeover:
         """There is something new to save."""
         self._unsaved.set()
 
-    async def adopt(
-        self, pool: WorkerPool, routers: Sequence[Supervisor], launchers: Mapping[str, RouterLauncher]
-    ) -> Adoption:
+    async def adopt(self, pool: WorkerPool, routers: RouterPool) -> Adoption:
         """Takes over what serves of these workers and routers, and ends what else there is. Raises
         IncompatibleProtocol, before anything is touched."""
         if self._refusal is not None:
             raise self._refusal
         namespace = self._hosting.namespace
-        sizes = {member.worker_id: member.tp_size for member in pool.members()} | dict.fromkeys(launchers, 1)
+        names = {router.name for router in routers.supervisors}
+        sizes = {member.worker_id: member.tp_size for member in pool.members()} | dict.fromkeys(names, 1)
         adoption = choose(sizes, await namespace.found())
-        for router in routers:
-            for process in adoption.kept.get(router.name, ()):
-                router.run(launchers[router.name].adopt(process), process.identity.epoch)
-        for worker_id, ranks in adoption.kept.items():
-            if worker_id not in launchers:
-                pool.adopt(worker_id, ranks)
+        for group, ranks in adoption.kept.items():
+            if group in names:
+                routers.adopt(ranks[0])
+            else:
+                pool.adopt(group, ranks)
         orphans = [self._hosting.adopt(process, self._report) for process in adoption.orphans]
         await asyncio.gather(*(orphan.kill() for orphan in orphans))
         groups = [process.placement_group for ranks in adoption.kept.values() for process in ranks]

@@ -18,7 +18,7 @@ from cluster.config.schema import EngineSection, RoleName, ServingConfig
 from cluster.errors import NotFound, Unavailable
 from cluster.pb import admin_pb2
 from cluster.settings import WorkerSettings
-from cluster.text import ROLE_NUMBERS
+from cluster.text import ROLE_NUMBERS, role_name
 from controller.adoption import FoundProcess, SavedWorker
 from controller.change_plan import OTHER, Flip, Member, Replace, Start, Step, Stop
 from controller.plan import WorkerPlan, plan_worker
@@ -128,6 +128,10 @@ class WorkerPool:
             for m in self
             if m.is_ready and m.is_named
         ]
+
+    def names(self) -> tuple[str, ...]:
+        """Those of them that get new work, as `workers` of RouterSettings has them."""
+        return tuple(f"{role_name(w.role)}:{w.worker_id}={w.address}" for w in self.addresses() if not w.is_draining)
 
     def address(self, worker_id: str) -> str:
         """Where a worker listens. Raises NotFound, or Unavailable while it is not ready."""

@@ -19,6 +19,9 @@ from cluster.config.schema import ServingConfig
 from cluster.config.source import entries, join
 from cluster.errors import FailedPrecondition
 
+SPLIT_KEYS = frozenset({"roles.prefill.devices", "roles.decode.devices"})
+"""The keys that say how many workers each role has."""
+
 
 @functools.cache
 def run_time_keys(section: Any = ServingConfig, path: str = "") -> tuple[str, ...]:
@@ -39,7 +42,7 @@ def is_run_time(key: str) -> bool:
 
 @functools.cache
 def rolling_keys(section: Any = ServingConfig, path: str = "", *, is_inside: bool = False) -> tuple[str, ...]:
-    """The keys for which running workers give way to new ones, one at a time."""
+    """The keys for which running workers, or routers, give way to new ones, one at a time."""
     found: list[str] = []
     for each in dataclasses.fields(section):
         key, kind = join(path, each.name), kinds_of(section)[each.name].section
@@ -74,7 +77,7 @@ def refuse_fixed(changed: Iterable[str]) -> None:
         raise FailedPrecondition(
             f"{', '.join(fixed)} cannot change while the cluster runs: restart `baton serve` for "
             f"{'it' if len(fixed) == 1 else 'them'}, or put back what is running; docs/configuration.md marks the keys "
-            "that can change at any time: run-time ones, and rolling ones, for which workers are replaced"
+            "that can change at any time: run-time ones, and rolling ones, for which workers or routers are replaced"
         )
 
 

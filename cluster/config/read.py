@@ -44,7 +44,7 @@ RUN_TIME = {"is_run_time": True}
 """Metadata of a field that may change while the cluster runs, with all below it."""
 
 ROLLING = {"is_rolling": True}
-"""Metadata of a field for which, with all below it, running workers give way to new ones."""
+"""Metadata of a field for which, with all below it, running workers or routers give way to new ones."""
 FIXED = {"is_fixed": True}
 """Metadata of a field below such a one that only a restart of the cluster changes."""
 

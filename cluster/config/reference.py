@@ -27,7 +27,7 @@ Baton reads `metadata.serving` of [cluster.yaml](../cluster.yaml); the rest of t
 `baton config validate cluster.yaml`: it reports every mistake at once, with line and column. Unknown keys are refused.
 `baton config explain cluster.yaml` shows how each worker would share out this machine's memory.
 A key that is left out has the default below; the shipped file spells out all of them. Keys marked *run-time* may change
-while the cluster serves, and so may those marked *rolling*, for which workers are replaced one at a time
+while the cluster serves, and so may those marked *rolling*, for which workers, or routers, are replaced one at a time
 ([rebalance.md](rebalance.md)); the others are read when `baton serve` starts.
 
 This page is made from the schema: `python -m cluster.config.reference > docs/configuration.md`.

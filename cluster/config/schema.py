@@ -200,7 +200,7 @@ class RouterSection:
     max_connections_per_address: int | None = bounded(2048, at_least=1, at_most=2**20)
     """How many of those are one address's, or one /64's over IPv6, and over gRPC how many calls. null: any number, for
     clients that all come through one load balancer."""
-    allowed_hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = field(default=(), metadata=FIXED)
     """Names by which browsers may call the HTTP API, the page and the metrics pages, beside numeric addresses,
     localhost and the machine's own name: a site can point its own name at any address. Pages of these hosts may send
     requests, too. []: where `auth.keys_file` or `tls.cert` is set every name, as a site's own then gets it nowhere."""
@@ -223,7 +223,7 @@ class RouterSection:
     """Share of the calls that are traced; of a call that brings a `traceparent`, its sampled flag decides."""
     grammar_s_per_min: int | None = bounded(20, at_least=1, at_most=2**20)
     """Seconds that each router compiles constraints of one tenant in a minute; null: no limit."""
-    insecure: bool = False
+    insecure: bool = field(default=False, metadata=FIXED)
     """Allow an address other than loopback although there is no TLS."""
 
 
@@ -306,7 +306,7 @@ class MetricsSection:
     workers: bool = True
     """Each worker serves a page of its metrics at a free port of the address it listens on; `baton status --json` says
     where."""
-    router: bool = True
+    router: bool = field(default=True, metadata=ROLLING)
     """The router serves a page of its metrics in the same way."""
     controller: bool = True
     """So does the controller: workers, roles, changes, and why `mode: auto` moves."""
@@ -331,7 +331,7 @@ class ServingConfig:
     """How each worker runs the model."""
     transfer: TransferSection = field(default_factory=TransferSection, metadata=ROLLING)
     """How KV travels between workers."""
-    router: RouterSection = field(default_factory=RouterSection)
+    router: RouterSection = field(default_factory=RouterSection, metadata=ROLLING)
     """The public APIs."""
     auth: AuthSection = field(default_factory=AuthSection)
     """Who may use it."""

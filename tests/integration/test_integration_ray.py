@@ -225,6 +225,34 @@ def test_another_tensor_parallel_size_starts_new_workers_and_stops_the_old(watch
     assert set(watched.workers_of_router()) == {*before, new} - {"router", name}
 
 
+def test_routers_are_replaced_at_their_ports_and_become_more_and_fewer(watched: Watched) -> None:
+    before = watched.status()
+    watched.edit("max_queued_requests: 9", "max_queued_requests: 13")
+    text = watched.until_text("change", "steps are done").text
+    assert "router did not start: 13 requests cannot be queued; 0 of 1 steps are done" in text
+    assert watched.status() == before, "the old one serves on"
+    watched.edit("max_queued_requests: 13", "max_queued_requests: 10")
+    watched.until_text("change", "beside the old one, and drain and stop that: done")
+    watched.until_text("change", "done: 2:1")
+    after = watched.status()
+    assert (after["router"]["address"], after["router"]["num_starts"]) == (before["router"]["address"], 2)
+    assert not [pid for pid in before["router"]["pids"] if is_running(pid)]
+    assert {name: group for name, group in after.items() if name != "router"} == {
+        name: group for name, group in before.items() if name != "router"
+    }
+    assert set(watched.workers_of_router()) == set(after) - {"router"}
+    watched.edit("replicas: 1", "replicas: 2")
+    watched.until_text("change", "done: 2:1")
+    assert watched.status()["router-1"]["state"] == "ready"
+    watched.kill_controller()
+    assert set(watched.status()) == {*before, "router-1"}, "the next controller knows both"
+    with AdminClient(watched.admin_address) as admin:
+        assert not admin.set_roles(2, 1, dry_run=True).plan.steps
+    watched.edit("replicas: 2", "replicas: 1")
+    watched.until_text("change", "done: 2:1")
+    assert watched.status() == after
+
+
 def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

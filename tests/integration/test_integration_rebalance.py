@@ -327,6 +327,29 @@ def incarnations(workers: dict[str, admin_pb2.WorkerStatus]) -> dict[str, str]:
     return {worker_id: worker.info.incarnation for worker_id, worker in workers.items()}
 
 
+def test_a_router_is_replaced_at_its_ports_under_streams(cluster: Cluster) -> None:
+    before = cluster.client.status()
+    http = cluster.serve.until(r"OpenAI +(http://\S+)/v1").group(1)
+    body = {"model": before.model, "prompt": PROMPTS[0], "max_tokens": 16, "temperature": 0}
+    with Load(cluster) as load, httpx.Client(base_url=http, timeout=WAIT_S) as page:
+        load.wait_for_more(NUM_PROMPTS)
+        text = page.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        since = cluster.last_sequence()
+        cluster.edit("max_queued_requests: 1024", "max_queued_requests: 1000")
+        planned = cluster.until_event(since, admin_pb2.ClusterEvent.KIND_PLANNED)
+        assert "start router with the new settings beside the old one" in planned.text
+        cluster.until_event(since, admin_pb2.ClusterEvent.KIND_CHANGED)
+        load.wait_for_more(2 * NUM_PROMPTS)
+        assert page.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+    assert load.problems == []
+    after = cluster.client.status()
+    assert after.router.pid != before.router.pid
+    assert (after.router.max_queued, before.router.max_queued) == (1000, 1024)
+    assert [worker.info.incarnation for worker in after.workers] == [
+        worker.info.incarnation for worker in before.workers
+    ]
+
+
 def test_weights_change_worker_by_worker_under_streams_and_each_output_has_one_revision(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -1,4 +1,5 @@
-"""A program in place of `router.program`: serves ControlService and StatusService for real, and generates nothing."""
+"""A program in place of `router.program`: serves ControlService and StatusService for real, and generates nothing. One
+that may queue 13 requests does not start."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 
 import grpc
 
+from cluster.address import PortSharing
+from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.program import Program, Report
 from cluster.rpc import server_options
@@ -24,12 +27,15 @@ class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.StatusSer
         self._workers: list[Any] = []
         self._version = 0
         self._ended = threading.Event()
-        self._server = grpc.server(ThreadPoolExecutor(2), options=server_options())
+        sharing = PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST
+        self._server = grpc.server(ThreadPoolExecutor(2), options=server_options(sharing=sharing))
 
     def prepare(self) -> str:
         return "{}"
 
     def start(self) -> str:
+        if self._settings.router.max_queued_requests == 13:
+            raise ConfigError("13 requests cannot be queued")
         admin_pb2_grpc.add_ControlServiceServicer_to_server(self, self._server)
         admin_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(f"{self._settings.router.host}:{self._settings.router.port}")

@@ -45,7 +45,15 @@ class Cluster:
     """A controller and what it told."""
 
     def __init__(
-        self, config: ServingConfig, log_dir: Path, file: ConfigFile | None = None, *, is_detached: bool = False
+        self,
+        config: ServingConfig,
+        log_dir: Path,
+        file: ConfigFile | None = None,
+        *,
+        is_detached: bool = False,
+        worker: str = "fake_worker_program",
+        router: str = "fake_router_program",
+        num_gpus: int = 0,
     ) -> None:
         import ray
 
@@ -55,8 +63,8 @@ class Cluster:
 
         self.name = DETACHED if is_detached else new_name()
         self.namespace = RayNamespace(self.name)
-        plan = plan_cluster(config, num_gpus=0, num_cores=2)
-        programs = Programs(worker="fake_worker_program", router="fake_router_program")
+        plan = plan_cluster(config, num_gpus=num_gpus, num_cores=2)
+        programs = Programs(worker=worker, router=router)
         config = replace(config, log_dir=str(log_dir))
         self._others = {process.pid for process in self._controllers()}
         self.controller: Any = start_controller(config, plan, programs, file, self.name)
@@ -150,7 +158,7 @@ def written(folder: Path) -> ConfigFile:
     path = folder / "cluster.yaml"
     path.write_text(
         "metadata:\n  serving:\n    model: {path: model}\n    log_dir: logs\n    engine: {device: cpu}\n"
-        "    router: {port: 0}\n    admin: {port: 0}\n    roles:\n"
+        "    router: {port: 0, max_queued_requests: 9, replicas: 1}\n    admin: {port: 0}\n    roles:\n"
         "      prefill: {devices: 2, tensor_parallel: 1}  # two\n"
         "      decode: {devices: 1, tensor_parallel: 1, block_size: 16}\n"
     )

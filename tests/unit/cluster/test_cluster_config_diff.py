@@ -29,7 +29,8 @@ def test_what_is_not_marked_as_run_time_is_refused_by_name() -> None:
     refuse_fixed(["roles.decode.devices", "rebalance.slo.ttft_ms", "engine.max_num_batched_tokens"])
     assert run_time_keys() == ("roles", "engine.max_num_batched_tokens", "rebalance")
     assert not {key for key in rolling_keys() if is_run_time(key)}
-    assert {key.partition(".")[0] for key in rolling_keys()} == {"model", "engine", "transfer"}
+    assert {key.partition(".")[0] for key in rolling_keys()} == {"model", "engine", "transfer", "router", "metrics"}
+    assert {key for key in rolling_keys() if key.startswith("metrics.")} == {"metrics.router"}
 
 
 def test_processes_take_over_the_run_time_values_of_the_sections_that_they_have() -> None:

@@ -88,6 +88,8 @@ def test_what_is_saved_is_read_back_equal(config: object) -> None:
         EngineSection(device="cpu", threads=2),
         version=7,
         num_devices_asked=5,
+        is_changing=True,
+        journal="/tmp/journal-free-1.db",
         admin_port=50052,
         has_served=True,
         workers=(SavedWorker("prefill-0", "decode", is_draining=True), SavedWorker("decode-0", "decode")),

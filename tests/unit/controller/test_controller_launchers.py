@@ -236,7 +236,14 @@ async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monke
     places, lines = launchers.RouterPlaces(made.namespace, 2, are_spread=True), list[str]()
     routers = [
         launchers.RouterLauncher(
-            name, RouterSettings.from_values(model_path="m", port=5), "router.program", lines.append, i, places, made
+            "router.program",
+            places,
+            made,
+            lambda _: lines.append,
+            tuple,
+            name,
+            i,
+            RouterSettings.from_values(model_path="m", port=5),
         )
         for i, name in enumerate(("router", "router-1"))
     ]

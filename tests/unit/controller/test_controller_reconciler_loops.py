@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from admin_world import FILE
+from admin_world import FILE, config_of
 
 from cluster.errors import IncompatibleProtocol
 from cluster.pb import admin_pb2
-from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity, SavedCluster
+from controller.adoption import Adoption, FoundProcess, NodePlacement, ProcessIdentity, SavedCluster
 from controller.config_file import ConfigFile
-from controller.plan import plan_cluster
+from controller.plan import ClusterPlan, plan_cluster
 
 if TYPE_CHECKING:
     from controller.reconciler import Controller
@@ -42,6 +43,39 @@ def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Controller:
     plan, programs = plan_cluster(config, num_gpus=0, num_cores=2), controller_module.Programs()
     hosting = Hosting(RayNamespace("baton-test"), None, lambda: 1)
     return controller_module.Controller(SavedCluster.first(config, plan, 0.0), plan, programs, file, hosting)
+
+
+def controller_of(saved: SavedCluster, plan: ClusterPlan) -> Controller:
+    from controller.ray_actors import Hosting
+    from controller.ray_namespace import RayNamespace
+    from controller.reconciler import Controller, Programs
+
+    return Controller(saved, plan, Programs(), None, Hosting(RayNamespace("baton-test"), None, lambda: 1))
+
+
+async def test_the_next_controller_keeps_the_journal_of_a_cluster_at_a_free_port(controller: Controller) -> None:
+    config = config_of()
+    config = replace(config, router=replace(config.router, port=0))
+    first, second = (plan_cluster(config, num_gpus=0, num_cores=2) for _ in range(2))
+    assert first.journal != second.journal
+    saved = SavedCluster.first(config, first, 0.0).next_life(1.0)
+    follower = controller_of(saved, second)
+    assert [router.starter.settings.state for router in follower._routers._routers] == [first.journal]
+    assert follower._routers.plan(config) == ()
+
+
+@pytest.mark.parametrize("is_changing", [False, True])
+async def test_the_next_controller_goes_on_with_a_change_only_where_one_was_under_way(
+    controller: Controller, is_changing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(1, 2)
+    plan = plan_cluster(config, num_gpus=0, num_cores=2)
+    saved = replace(SavedCluster.first(config, plan, 0.0).next_life(1.0), is_changing=is_changing)
+    follower = controller_of(saved, plan)
+    asked: list[str] = []
+    monkeypatch.setattr(follower.reconfigurer, "propose", lambda _, origin: asked.append(origin))
+    follower._go_on(Adoption({}, ()))
+    assert asked == ["the controller was started again"] * is_changing
 
 
 class Link:
@@ -133,7 +167,7 @@ async def test_a_state_that_is_not_understood_is_refused_before_anybody_is_asked
     nobody: Any = None
     refusal = IncompatibleProtocol("the controller before speaks protocol 3; this controller speaks 1")
     with pytest.raises(IncompatibleProtocol, match="the controller before"):
-        await Takeover(nobody, nobody, refusal).adopt(nobody, nobody, nobody)
+        await Takeover(nobody, nobody, refusal).adopt(nobody, nobody)
 
 
 async def test_a_router_that_has_just_gone_is_not_announced_as_serving(controller: Controller) -> None:

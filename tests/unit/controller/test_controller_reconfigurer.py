@@ -11,8 +11,10 @@ from admin_world import ReconfigurerStage, config_of
 
 from cluster.config.schema import ServingConfig
 from cluster.errors import FailedPrecondition
+from controller.change_plan import Step, Stop
 from controller.events import EventKind
 from controller.reconfigurer import AnotherChange, StaleVersion
+from controller.worker_pool import StepFailed
 
 
 async def test_a_change_is_carried_out_and_gets_the_next_version() -> None:
@@ -136,6 +138,80 @@ async def test_a_new_worker_that_does_not_come_up_stops_the_change_and_the_old_c
     assert stage.reconfigurer.config == before
     assert stage.split() == (1, 2)
     assert stage.told[-1].text == "a test: decode-2 did not; 2 of 6 steps are done, and they stay"
+
+
+def with_blocks_of(config: ServingConfig, tokens: int) -> ServingConfig:
+    return replace(config, engine=replace(config.engine, block_size=tokens))
+
+
+async def half_replaced() -> ReconfigurerStage:
+    """A change of the block size failed when prefill-1 had taken the place of prefill-0."""
+    stage = ReconfigurerStage(config_of(1, 2))
+    stage.steps.broken = "start decode-2 on 1 device"
+    stage.reconfigurer.propose(with_blocks_of(stage.reconfigurer.config, 32), "a test")
+    await stage.reconfigurer.settled()
+    assert [worker.worker_id for worker in stage.steps.workers] == ["decode-0", "decode-1", "prefill-1"]
+    stage.steps.broken = ""
+    return stage
+
+
+async def test_a_change_of_the_split_leaves_workers_that_a_failed_change_has_replaced() -> None:
+    stage = await half_replaced()
+    answer = stage.reconfigurer.propose(stage.reconfigurer.with_split(1, 3), "more")
+    assert [str(step) for step in answer.plan.steps] == ["start decode-2 on 1 device"]
+    await stage.reconfigurer.settled()
+    answer = stage.reconfigurer.propose(stage.reconfigurer.without("decode-1"), "less", leaving=["decode-1"])
+    assert [str(step) for step in answer.plan.steps] == ["drain and stop decode-1"]
+
+
+async def test_after_a_failed_change_the_old_settings_and_the_new_ones_can_both_be_asked_for() -> None:
+    stage = await half_replaced()
+    before = stage.reconfigurer.config
+    back = stage.reconfigurer.propose(before, "back", dry_run=True).plan.steps
+    assert [str(step) for step in back] == ["start prefill-0 on 1 device", "drain and stop prefill-1"]
+    onwards = stage.reconfigurer.propose(with_blocks_of(before, 32), "again", dry_run=True).plan.steps
+    assert {step.worker_id for step in onwards} == {"decode-0", "decode-1", "decode-2", "decode-3"}
+
+
+async def test_a_worker_started_for_one_that_then_could_not_be_stopped_is_stopped() -> None:
+    stage = ReconfigurerStage(config_of(1, 2))
+    before = stage.reconfigurer.config
+    stage.steps.broken = "drain and stop decode-0"
+    stage.reconfigurer.propose(with_blocks_of(before, 32), "a test")
+    await stage.reconfigurer.settled()
+    assert stage.split() == (1, 2)
+    assert stage.reconfigurer.config == before
+    assert stage.told[-1].text == (
+        "a test: decode-0 did not; decode-2, which was started for it, was stopped; "
+        "2 of 6 steps are done, and they stay"
+    )
+
+
+async def test_a_worker_that_cannot_be_stopped_either_stays_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = ReconfigurerStage(config_of(1, 2))
+    carry_out = stage.steps.carry_out
+
+    async def stop_nothing(step: Step, config: ServingConfig) -> None:
+        if isinstance(step, Stop):
+            raise StepFailed(f"{step.worker_id} stays")
+        await carry_out(step, config)
+
+    monkeypatch.setattr(stage.steps, "carry_out", stop_nothing)
+    stage.reconfigurer.propose(with_blocks_of(stage.reconfigurer.config, 32), "a test")
+    await stage.reconfigurer.settled()
+    assert (stage.split(), stage.reconfigurer.config.roles.prefill.devices) == ((2, 2), 2)
+    assert stage.told[-1].text == (
+        "a test: prefill-0 stays; prefill-1, which was started for it, stays: prefill-1 stays; "
+        "1 of 6 steps are done, and they stay"
+    )
+
+
+async def test_devices_of_a_change_that_failed_do_not_count_as_asked_for() -> None:
+    stage = ReconfigurerStage(config_of(1, 2))
+    stage.steps.broken = "start decode-3 on 1 device"
+    stage.reconfigurer.propose(stage.reconfigurer.with_split(1, 4), "a test")
+    await stage.reconfigurer.settled()
+    assert (stage.split(), stage.reconfigurer.num_named) == ((1, 3), 4)
 
 
 async def test_a_key_that_only_a_restart_changes_is_refused_by_name() -> None:
