@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from ray_cluster import WAIT_S, Cluster, Watched, config_of, written
 from waiting import is_running, until
@@ -18,8 +21,8 @@ from cluster.config.schema import (
     AdminSection,
     ModelSection,
 )
-from cluster.errors import FailedPrecondition
-from cluster.pb import admin_pb2, worker_pb2
+from cluster.errors import FailedPrecondition, IncompatibleProtocol
+from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.settings import WorkerSettings
 from controller import local_ray
 from tools.client import AdminClient
@@ -306,3 +309,36 @@ def test_a_detached_controller_is_found_by_its_name_once_and_does_what_a_file_sa
     cluster.until("serving", "router")
     end_controller(cluster.controller, cluster.name, WAIT_S)
     assert find_controller() is None
+
+
+def test_a_controller_touches_nothing_of_another_protocol_and_makes_room_for_one_that_understands_it(
+    ray_folder: Path, tmp_path: Path
+) -> None:
+    """The workers say another version once they serve, as if what they were started from had been older than this."""
+    from cli.serve import _Session
+    from controller.detached import end_abandoned, find_controller
+
+    file = written(tmp_path)
+    shutil.copytree(tmp_path / "model", tmp_path / "later")
+    file.path.write_text(file.path.read_text().replace("path: model", "path: later"))
+    cluster = Cluster(file.load(), tmp_path / "logs", file, is_detached=True)
+    cluster.until("serving", "router")
+    before = cluster.status()
+    pids = [pid for group in before.values() for pid in group["pids"]]
+    cluster.end_controller_process()
+    refused = cluster.until("refused", "controller").text
+    why = "speaks protocol 2; this controller speaks 1: upgrade this controller first; what runs serves on without"
+    assert why in refused and re.match("(decode|prefill)-[01] speaks", refused)
+    assert find_controller() is not None
+    session = _Session(file, file.load(), "auto", is_detached=True)
+    with session._signals, pytest.raises(IncompatibleProtocol, match=why):
+        session._serve()
+    assert find_controller() is None, "the one that Ray had started again and ours both manage nothing"
+    assert all(map(is_running, pids))
+    with grpc.insecure_channel(before["router"]["address"]) as channel:
+        stub = admin_pb2_grpc.StatusServiceStub(channel)  # type: ignore[no-untyped-call]
+        assert len(stub.GetStatus(admin_pb2.GetStatusRequest(), timeout=WAIT_S).workers) == 3
+    saved = cluster.namespace.load()
+    assert saved is not None and (saved.has_served, len(saved.workers)) == (True, 3)
+    assert end_abandoned()
+    until(lambda: not [pid for pid in pids if is_running(pid)], "the processes have ended", WAIT_S)

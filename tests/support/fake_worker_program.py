@@ -1,7 +1,8 @@
 """A program in place of `worker.program`: real processes that find each other and live, but load no model.
 
 It obeys the protocol of `cluster.program`: rank 0 prepares first and the others are told where it is. A model path that
-ends in `broken` fails to start like a bad checkpoint, and so does a worker whose KV blocks have 13 tokens.
+ends in `broken` fails to start like a bad checkpoint, and so does a worker whose KV blocks have 13 tokens. With a path
+that ends in `later` the process says, once it serves, that it speaks the next version of the inside protocol alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import os
 import threading
 
+from cluster import protocol
 from cluster.errors import CheckpointError
 from cluster.program import Program, Report
 from cluster.settings import WorkerSettings
@@ -33,6 +35,8 @@ class FakeWorker:
         assert settings.leader == (None if settings.tp_rank == 0 else RANK_ADDRESS)
         if settings.model.path.endswith("broken") or settings.engine.block_size == 13:
             raise CheckpointError(f"{settings.model.path}: model.safetensors is truncated")
+        if settings.model.path.endswith("later"):
+            protocol.VERSION = protocol.OLDEST = protocol.VERSION + 1
         logging.getLogger(__name__).warning("a warning of %s", settings.worker_id)
         card = {
             "worker_id": settings.worker_id,

@@ -114,14 +114,18 @@ class Cluster:
 
     def kill_controller(self, and_pid: int | None = None) -> str:
         """Kills it, and another process with it; returns what the next one says of its beginning."""
+        self.end_controller_process(and_pid)
+        text: str = self.until_text("change", "the controller was started again; it has adopted").text
+        self.until("serving", "router")
+        return text
+
+    def end_controller_process(self, and_pid: int | None = None) -> None:
+        """Kills it, and another process with it."""
         (controller,) = [process for process in self._controllers() if process.pid not in self._others]
         controller.kill()
         if and_pid is not None:
             os.kill(and_pid, signal.SIGKILL)
         psutil.wait_procs([controller], timeout=WAIT_S)
-        text: str = self.until_text("change", "the controller was started again; it has adopted").text
-        self.until("serving", "router")
-        return text
 
     @classmethod
     def _controllers(cls) -> list[psutil.Process]:
