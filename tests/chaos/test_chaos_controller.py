@@ -6,7 +6,6 @@ Long: `make chaos`.
 from __future__ import annotations
 
 import contextlib
-import random
 import shutil
 import time
 from collections.abc import Iterator
@@ -16,9 +15,8 @@ import psutil
 import pytest
 from autoscaled_ray import ON_LOOPBACK, autoscaled_ray
 from chaos_fleet import Measured
-from cluster_fixture import token_spec
 from serve_process import ROOT, Serve
-from steady_load import SteadyLoad
+from steady_load import SteadyStreams, draw_prompts
 from waiting import until
 
 from cluster.errors import BatonError
@@ -31,29 +29,6 @@ NUM_STREAMS = 64
 NUM_KILLS = 10
 TOKENS = 64
 WAIT_S = 120.0
-_draw = random.Random(8)
-PROMPTS = [_draw.choices(range(4, 1000), k=_draw.randint(8, 80)) for _ in range(NUM_STREAMS)]
-
-
-class Streams(SteadyLoad):
-    """So many at any time; each is held against its output before the first kill."""
-
-    def __init__(self, client: BatonClient) -> None:
-        super().__init__(NUM_STREAMS)
-        self._client = client
-        self._reference = [self._run(number) for number in range(NUM_STREAMS)]
-
-    def ask(self, number: int) -> str:
-        return "" if self._run(number) == self._reference[number] else "the output changed"
-
-    def _run(self, number: int) -> list[int]:
-        tokens: list[int] = []
-        with self._client.stream(token_spec(PROMPTS[number], TOKENS), timeout_s=WAIT_S) as stream:
-            for event in stream:
-                if event.HasField("delta"):
-                    assert event.delta.first_token_index == len(tokens), "a gap or a repeat"
-                    tokens.extend(event.delta.token_ids)
-        return tokens
 
 
 def hosted(kind: str = "ray::") -> list[psutil.Process]:
@@ -93,7 +68,7 @@ def serving(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_controller_killed_ten_times_under_streams_costs_nobody_anything(serving: Serve, measured: Measured) -> None:
     with BatonClient(serving.address) as client:
         before = client.status()
-        with Streams(client) as load:
+        with SteadyStreams([client], draw_prompts(NUM_STREAMS), TOKENS) as load:
             load.wait_for_more(NUM_STREAMS)
             for _ in range(NUM_KILLS):
                 (controller,) = hosted("ray::HostedController")

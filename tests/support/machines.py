@@ -120,7 +120,7 @@ class Machine:
         subprocess.run(self.command(f"cat > {shlex.quote(path)}"), input=text, text=True, check=True, timeout=RUN_S)
 
     def close(self) -> None:
-        """Everything on it is killed."""
+        """Kills everything on it."""
         self.process.kill()
         self.process.communicate(timeout=RUN_S)
 
@@ -141,15 +141,33 @@ def environment() -> dict[str, str]:
     }
 
 
-@dataclass
 class Machines:
-    """The operator's machine and the others, by name."""
+    """The operator's machine and the others, by name; they end with `stack`."""
 
-    operator: Machine
-    others: dict[str, Machine]
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self.operator = _start("operator", f"{_NETWORK}.1", stack)
+        self.others: dict[str, Machine] = {}
+        _run(["ip", "link", "add", "bridge", "type", "bridge"], self.operator)
+        _run(["ip", "address", "add", f"{self.operator.host}/24", "dev", "bridge"], self.operator)
+        _run(["ip", "link", "set", "bridge", "up"], self.operator)
+        self.operator.run(f"ssh-keygen -q -t ed25519 -N '' -f {HOME}/.ssh/key")
 
     def __getitem__(self, name: str) -> Machine:
         return self.others[name]
+
+    def start(self, name: str, host: str) -> None:
+        """Adds a machine, or puts a new one in the place of one that was lost."""
+        machine = _start(name, host, self._stack)
+        _connect(machine, self.operator)
+        _start_sshd(machine, self.operator.run(f"cat {HOME}/.ssh/key.pub"))
+        self.operator.run(_ssh(machine, "true"))
+        self.others[name] = machine
+
+    def lose(self, name: str) -> None:
+        """Ends the machine without a word to the others: first its link, then everything on it."""
+        _run(["ip", "link", "delete", f"to-{name}"], self.operator)
+        self.others[name].close()
 
     def cut(self, name: str) -> None:
         """The machine's link is down, until `heal`."""
@@ -163,20 +181,10 @@ class Machines:
 def machines(*names: str) -> Iterator[Machines]:
     """An operator's machine, from which each of the named ones is reached by ssh without a password."""
     with contextlib.ExitStack() as stack:
-        operator = _start("operator", f"{_NETWORK}.1", stack)
-        _run(["ip", "link", "add", "bridge", "type", "bridge"], operator)
-        _run(["ip", "address", "add", f"{operator.host}/24", "dev", "bridge"], operator)
-        _run(["ip", "link", "set", "bridge", "up"], operator)
-        operator.run(f"ssh-keygen -q -t ed25519 -N '' -f {HOME}/.ssh/key")
-        public = operator.run(f"cat {HOME}/.ssh/key.pub")
-        others = {}
+        there = Machines(stack)
         for number, name in enumerate(names, start=10):
-            machine = _start(name, f"{_NETWORK}.{number}", stack)
-            _connect(machine, operator)
-            _start_sshd(machine, public)
-            operator.run(_ssh(machine, "true"))
-            others[name] = machine
-        yield Machines(operator, others)
+            there.start(name, f"{_NETWORK}.{number}")
+        yield there
 
 
 def put_on(config: dict[str, Any], there: Machines, **options: str) -> None:

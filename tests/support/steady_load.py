@@ -1,11 +1,21 @@
-"""Threads that keep asking for something until the block they are entered with is left."""
+"""Threads that keep asking for something until the block they are entered with is left.
+
+As a program, on a machine from which the routers are reached, it keeps streams running at them: for each number read
+from standard input it waits for so many more outputs, and prints what came of all so far as a line of JSON.
+"""
 
 from __future__ import annotations
 
+import json
+import random
+import sys
 import threading
+import time
+from collections.abc import Sequence
 from typing import Self
 
 from cluster.errors import BatonError
+from tools.client import BatonClient, make_spec
 
 WAIT_S = 120.0
 
@@ -52,3 +62,59 @@ class SteadyLoad:
                 if problem:
                     self.problems.append(f"thread {number}: {problem}")
                 self._changed.notify_all()
+
+
+class SteadyStreams(SteadyLoad):
+    """One stream for each prompt at any time, at these routers in turn; each output is held against the one that the
+    same prompt had before the block was entered."""
+
+    def __init__(self, clients: Sequence[BatonClient], prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        super().__init__(len(prompts))
+        self._clients = clients
+        self._prompts = prompts
+        self._num_tokens = num_tokens
+        self.longest_gap_s = 0.0
+        """Between two events of a stream, or its call and its first one."""
+        self._reference = [self._run(number) for number in range(len(prompts))]
+
+    def ask(self, number: int) -> str:
+        return "" if self._run(number) == self._reference[number] else "the output changed"
+
+    def _run(self, number: int) -> list[int]:
+        tokens: list[int] = []
+        spec = make_spec(
+            self._prompts[number],
+            max_output_tokens=self._num_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            token_ids=True,
+        )
+        client, last = self._clients[number % len(self._clients)], time.monotonic()
+        with client.stream(spec, timeout_s=WAIT_S) as stream:
+            for event in stream:
+                last, before = time.monotonic(), last
+                self.longest_gap_s = max(self.longest_gap_s, last - before)
+                if event.HasField("delta"):
+                    assert event.delta.first_token_index == len(tokens), "a gap or a repeat"
+                    tokens.extend(event.delta.token_ids)
+        return tokens
+
+
+def draw_prompts(count: int) -> list[list[int]]:
+    """The same each time."""
+    draw = random.Random(8)
+    return [draw.choices(range(4, 1000), k=draw.randint(8, 80)) for _ in range(count)]
+
+
+def main(num_streams: str, num_tokens: str, *addresses: str) -> None:
+    clients = [BatonClient(address) for address in addresses]
+    with SteadyStreams(clients, draw_prompts(int(num_streams)), int(num_tokens)) as load:
+        for line in sys.stdin:
+            load.longest_gap_s = 0.0
+            load.wait_for_more(int(line))
+            told = {"num_done": load.num_done, "problems": load.problems, "longest_gap_s": load.longest_gap_s}
+            print(json.dumps(told), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
