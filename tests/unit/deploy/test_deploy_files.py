@@ -233,6 +233,16 @@ def test_no_install_looks_for_a_package_in_two_indexes() -> None:
     assert asked and all("--no-deps" in text for text in asked)
 
 
+@pytest.mark.parametrize("file", ["Makefile", "deploy/docker/Dockerfile.cpu", "deploy/docker/Dockerfile.cuda"])
+def test_what_a_lock_names_is_held_against_its_hashes(file: str) -> None:
+    text = re.sub(r"\\\n\s*", " ", (ROOT / file).read_text(encoding="utf-8"))
+    commands = [line for line in re.split(r"\n|&&|;", text) if "pip install" in line]
+    from_locks = [line for line in commands if ".lock" in line or "$$locks" in line]
+    assert from_locks and all("--require-hashes --no-deps" in line for line in from_locks)
+    (built,) = [line for line in commands if "--no-index" in line]
+    assert "--no-build-isolation" in built, "else pip fetches what builds Baton"
+
+
 def test_the_service_leads_to_ports_of_the_head_and_workers_fit_their_machines() -> None:
     spec = ray_cluster()
     (head,) = spec["headGroupSpec"]["template"]["spec"]["containers"]
@@ -266,9 +276,9 @@ def test_a_dockerfile_builds_in_layers_as_a_user_without_rights(name: str) -> No
         variable = re.fullmatch(r"\$\{(\w+)\}", base)
         assert variable[1] in arguments if variable else base in {stage for _, stage in stages[:number]}
     assert set(re.findall(r"--from=(\S+)", text)) <= {stage for _, stage in stages}
-    first = next(i for i, line in enumerate(code) if line.startswith("COPY pyproject.toml constraints.txt"))
+    first = next(i for i, line in enumerate(code) if line.startswith("COPY constraints.txt requirements.lock"))
     whole = next(i for i, line in enumerate(code) if line == "COPY . .")
-    installed = next(i for i, line in enumerate(code) if "--requirement requirements.txt" in line)
+    installed = next(i for i, line in enumerate(code) if "--requirement requirements.lock" in line)
     assert first < installed < whole, "dependencies are a layer of their own"
     assert [line for line in code if line.startswith("USER")][-1] == "USER 1000", (
         "a number, by which Kubernetes sees that it is not root"
