@@ -32,6 +32,7 @@ from router.queue.admission import AdmissionRequest
 from router.routing.dispatcher import Dispatcher
 from router.stream.client_stream import MessageRate, StreamReader, StreamWriter
 from router.stream.detokenizer import Detokenizer
+from router.stream.failures import WeightsLost
 from router.stream.request import LiveRequest
 from router.stream.resume import Resumables, ResumeHooks
 
@@ -88,17 +89,10 @@ class GenerationService:
         await asyncio.to_thread(self._grammars.close)
 
     async def Generate(self, request: pb.GenerateRequest, call: Call) -> pb.GenerateResponse:
-        reader = await self._open(request, call, is_streaming=False)
+        reader, events = await self._run_whole(request, call)
+        while isinstance(reader.live.error, WeightsLost) and not reader.is_kept:
+            reader, events = await self._run_whole(request, call)  # anew: its client has got nothing yet
         live = reader.live
-        try:
-            while not live.is_over:
-                await reader.output.wait()
-                reader.check()
-            events = reader.take()
-            if reader.is_kept:
-                await self.resumables.before_send(reader, events)
-        finally:
-            self._leave(reader)
         if live.error is not None:
             raise live.error
         return pb.GenerateResponse(
@@ -109,6 +103,22 @@ class GenerationService:
             usage=live.usage,
             timing=reader.timing(),
         )
+
+    async def _run_whole(
+        self, request: pb.GenerateRequest, call: Call
+    ) -> tuple[StreamReader, Sequence[pb.GenerateStreamResponse]]:
+        """Generates up to the end, and returns all events."""
+        reader = await self._open(request, call, is_streaming=False)
+        try:
+            while not reader.live.is_over:
+                await reader.output.wait()
+                reader.check()
+            events = reader.take()
+            if reader.is_kept:
+                await self.resumables.before_send(reader, events)
+            return reader, events
+        finally:
+            self._leave(reader)
 
     async def GenerateStream(self, request: pb.GenerateStreamRequest, call: Call) -> None:
         reader = await self._open(request, call, is_streaming=True)

@@ -72,6 +72,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.script = script
         self.address = ""
         self.incarnation = uuid.uuid4().hex
+        self.weights_revision = ""
         self.admits: list[worker_pb2.Admit] = []
         self.cancels: list[worker_pb2.Cancel] = []
         self.protocol = ""
@@ -118,7 +119,11 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         session: asyncio.Queue[worker_pb2.EventBatch] = asyncio.Queue()
         self.num_sessions += 1
         info = worker_pb2.WorkerInfo(
-            worker_id=self.worker_id, incarnation=self.incarnation, role=self.role, protocol=self.protocol
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            role=self.role,
+            weights_revision=self.weights_revision,
+            protocol=self.protocol,
         )
         session.put_nowait(worker_pb2.EventBatch(events=[worker_pb2.Event(info=info)]))
         self._sessions.add(session)

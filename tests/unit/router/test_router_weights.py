@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from candidates import FakeCandidate, request_of
-from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, phase, prompt_logprobs
-from router_harness import ids
+from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, FakeWorker, phase, prompt_logprobs, tokens
+from router_harness import ids, refusal, rest, running_router, text_spec
+from waiting import until_after
 from wired_router import QUEUE_TIMEOUT_S, Client, ManualClock, WiredRouter, admit_of, known, logged, run
 
 from cluster.config.choices import PolicyName
 from cluster.crash_record import Crash
 from cluster.errors import FailedPrecondition, Unavailable
 from cluster.lifecycle import RequestState
+from cluster.pb import generation_pb2 as pb
+from cluster.pb import worker_pb2
 from cluster.step_cost import StepCost, StepSize
+from router.routing.fleet import WorkerAddress
 from router.routing.load_tracker import Load, PlacementKind
 from router.routing.policies import policy_class
 from router.routing.policies.interface import RoutingContext
@@ -276,3 +282,37 @@ def test_a_suspect_whose_weights_are_gone_fails_and_holds_up_no_other() -> None:
         assert client.live.error is not None and client.live.error.reason == "WEIGHTS_LOST"
 
     run(scenario)
+
+
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_who_has_been_sent_nothing_yet_gets_an_answer_of_other_weights(
+    tmp_path: Path, is_streaming: bool
+) -> None:
+    """A call that returns no token before its end begins again."""
+    old, new = workers = [FakeWorker(f"decode-{i}", worker_pb2.ROLE_DECODE) for i in range(2)]
+    old.weights_revision, new.weights_revision = "a", "b"
+    async with running_router(tmp_path, workers, needs_prefill=False) as router:
+        dispatcher, begin = router.server.dispatcher, router.generation.GenerateStream
+        spec = text_spec()
+        if is_streaming:
+            call = begin(pb.GenerateStreamRequest(spec=spec))
+            whole = asyncio.ensure_future(rest(call))
+        else:
+            whole = asyncio.ensure_future(router.generation.Generate(pb.GenerateRequest(spec=spec)))
+        admit = await old.next_admit()
+        (live,) = dispatcher.running
+        old.emit(tokens(admit.key, 0, ids("x")))
+        await until_after(live, "on_tokens", lambda: live.num_tokens == 1)
+        dispatcher.set_workers([WorkerAddress.parse(new.flag)])
+        await old.stop()
+        if is_streaming:
+            error = await refusal(whole)
+            assert isinstance(error, FailedPrecondition) and "weights of revision a" in error.message
+            return
+        again = asyncio.ensure_future(new.next_admit())
+        await asyncio.wait([whole, again], return_when=asyncio.FIRST_COMPLETED)
+        assert not whole.done(), "it failed although it could begin again"
+        admit = await again
+        assert not admit.known_tokens
+        new.emit(phase(admit.key, DECODE), tokens(admit.key, 0, ids("z"), finish_reason=LENGTH))
+        assert [output.text for output in (await whole).outputs] == ["z"]
