@@ -25,6 +25,8 @@ from typing import Protocol, Self
 
 from cluster.errors import BatonError, CheckpointError, ConfigError
 
+MOST_LOG_BYTES = 64 * 1024 * 1024
+"""Size of a log file at which another one is begun; one older file is kept."""
 Report = Callable[[str], None]
 """Called with one line of progress at a time, such as `loading weights: 3 of 8 files`."""
 SOURCE_ROOT = Path(__file__).resolve().parents[1]

@@ -17,6 +17,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cluster.errors import BatonError, CheckpointError, ConfigError, IncompatibleProtocol
-from cluster.program import Program, import_behind
+from cluster.program import MOST_LOG_BYTES, Program, import_behind
 from cluster.protocol import check_protocol, spoken
 from controller.adoption import FoundProcess, NodePlacement, ProcessIdentity
 from controller.events import ProgressBatch, ProgressEvent, ProgressKind, ProgressLog
@@ -179,13 +180,14 @@ class _LineHandler(logging.Handler):
 
 def send_logs_to(put: Callable[[str], None], name: str, log_dir: str | None) -> None:
     """Sends this process's warnings to the operator as lines; with a folder, everything from INFO on also goes to a
-    file."""
+    file, which becomes NAME.1 when it is full, in the place of the one before."""
     root = logging.getLogger()
     root.addHandler(_LineHandler(put))
     root.setLevel(logging.INFO)
     if log_dir is not None:
         Path(log_dir).mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(Path(log_dir) / f"{name}.log", encoding="utf-8")
+        path = Path(log_dir) / f"{name}.log"
+        to_file = RotatingFileHandler(path, maxBytes=MOST_LOG_BYTES, backupCount=1, encoding="utf-8")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
         root.addHandler(to_file)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -12,9 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cluster.lifecycle import RequestKey
+from cluster.program import MOST_LOG_BYTES
 from cluster.step_cost import StepCost, StepSize
 from engine.kv.block_manager import BlockManager
 from engine.sequence import ScheduledSequence, Sequence
+
+logger = logging.getLogger(__name__)
 
 HALF_LIFE_STEPS = 100
 """After so many that were taken in, a step counts half."""
@@ -121,16 +126,17 @@ def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> 
 
 class StepLog:
     """Appends a JSON line for each step to a file: who joined, ran and left. For operators and tests; nothing reads it
-    back. Without a path it does nothing."""
+    back. A file that is full becomes NAME.1, in the place of the one before. Without a path it does nothing."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(self, path: str | None, most_bytes: int = MOST_LOG_BYTES) -> None:
+        self._path, self._most_bytes, self._num_bytes = path, most_bytes, 0
         self._file: TextIO | None = None
         self._running: set[str] = set()
         self._cancelled: set[str] = set()
         self._failed: set[str] = set()
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
+            self._open(path)
 
     def cancelled(self, key: RequestKey) -> None:
         """The next step's line names this request: its router cancelled it before that step."""
@@ -164,11 +170,29 @@ class StepLog:
         self._running = running
         self._cancelled.clear()
         self._failed.clear()
-        self._file.write(json.dumps(line) + "\n")
+        text = json.dumps(line) + "\n"
+        self._file.write(text)
+        self._num_bytes += len(text)
+        if self._path and self._num_bytes >= self._most_bytes:
+            self._begin_anew(self._path)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _begin_anew(self, path: str) -> None:
+        """Without a file from then on where that fails: steps go on."""
+        self.close()
+        self._file = None
+        try:
+            os.replace(path, f"{path}.1")
+            self._open(path)
+        except OSError as error:
+            logger.warning("the log of steps %s ends here: %s", path, error)
+
+    def _open(self, path: str) -> None:
+        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._num_bytes = os.fstat(self._file.fileno()).st_size
 
 
 def _name(sequence: Sequence) -> str:

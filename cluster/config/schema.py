@@ -353,7 +353,8 @@ class ServingConfig:
     several machines need. A store may be away or lose everything at any time: no request fails by that, but what it
     has lost cannot be resumed when its router is lost too."""
     log_dir: str | None = None
-    """Folder for the logs of every process, relative to the folder of this file; null: only the console."""
+    """Folder for the logs of every process, and for those of the steps of every worker, relative to the folder of this
+    file; null: only the console. A file of 64 MiB becomes NAME.1, in the place of the one before."""
 
     @property
     def redis(self) -> str | None:

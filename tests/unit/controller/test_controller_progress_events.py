@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from pathlib import Path
 
 import pytest
 
+from controller import ray_actors
 from controller.events import ProgressBatch, ProgressEvent, ProgressLog
 
 
@@ -42,3 +45,20 @@ async def test_nobody_listens_and_what_comes_once_is_kept_beside_the_newest() ->
     assert (len(news.events), news.last) == (1001, 5001)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(log.after(news.last), 0.01)
+
+
+def test_a_log_file_that_is_full_takes_the_place_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = logging.Logger("root")
+    monkeypatch.setattr(logging, "root", root)
+    monkeypatch.setattr(ray_actors, "MOST_LOG_BYTES", 1000)
+    ray_actors.send_logs_to(lambda line: None, "router", str(tmp_path))
+    for number in range(200):
+        root.info("line %d", number)
+    for handler in root.handlers:
+        handler.close()
+    older, newer = tmp_path / "router.log.1", tmp_path / "router.log"
+    assert 0 < older.stat().st_size <= 1000 and 0 < newer.stat().st_size <= 1000
+    assert sorted(tmp_path.iterdir()) == [newer, older]
+    assert newer.read_text().endswith("line 199\n")

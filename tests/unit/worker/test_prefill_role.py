@@ -143,6 +143,34 @@ def test_the_step_log_names_a_request_that_the_decode_worker_gave_up_before_the_
     assert [(line["cancelled"], line["failed"]) for line in lines] == [([], ["r"]), ([], [])]
 
 
+def test_a_step_log_that_is_full_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    path, around = tmp_path / "steps.jsonl", Surroundings()
+    log = StepLog(str(path), most_bytes=1000)
+    for number in range(1, 51):
+        log.write(number, [], [], around.blocks)
+    log.close()
+    again = StepLog(str(path), most_bytes=1000)
+    again.write(51, [], [], around.blocks)
+    again.close()
+    older = path.with_name("steps.jsonl.1")
+    assert older.stat().st_size < 1300 and path.stat().st_size < 1300
+    steps = [json.loads(line)["step"] for file in (older, path) for line in file.read_text().splitlines()]
+    assert steps == list(range(steps[0], 52)) and len(steps) < 20
+
+
+def test_a_step_log_whose_folder_is_gone_ends_and_the_steps_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, around = tmp_path / "logs" / "steps.jsonl", Surroundings()
+    log = StepLog(str(path), most_bytes=1000)
+    path.unlink()
+    path.parent.rmdir()
+    for number in range(1, 51):
+        log.write(number, [], [], around.blocks)
+    log.close()
+    assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
+
+
 def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
     around = Surroundings()
     around.begin(Request(KEY, PROMPT, SamplingParams()))
