@@ -7,6 +7,8 @@
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
+#   make soak           60 % of the capacity for MINUTES=60 with faults that kill nothing, then with a kill every 20 s; may
+#                       be interrupted and goes on (STATE=build/soak); PHASE=stops or PHASE=kills does one of the two
 #   make malformed      10,000 malformed requests of each kind at a running router and a running cluster
 #   make test-clients   OpenAI's client, LiteLLM and LangChain at a running cluster; the last two get .venv-clients
 #   make test-schema    schemathesis (.venv-schema) at the HTTP API of a running cluster for SECONDS=600
@@ -27,6 +29,9 @@ ARGS ?=
 # Tests wait for the processes that they start a good part of their time: three suit two cores.
 JOBS ?= 3
 SECONDS ?= 600
+MINUTES ?= 60
+PHASE ?= both
+STATE ?= build/soak
 # torch's default Linux build brings gigabytes of CUDA. Where there is no NVIDIA GPU, torch is taken from PyTorch's own
 # index of CPU builds (named on its installation page) when that is given here: make setup TORCH_CPU_INDEX=URL
 # torch alone, by itself and first: with --extra-index-url, whatever has a higher version there would be installed from
@@ -43,7 +48,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format lock proto model-check chaos chaos-failover malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
+.PHONY: setup serve test check format lock proto model-check chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -127,6 +132,9 @@ chaos: $(READY)
 
 chaos-failover: $(READY)
 	$(PY) -m benchmarks.failover $(ARGS)
+
+soak: $(READY)
+	@$(PY) -m benchmarks.soak --minutes $(MINUTES) --phase $(PHASE) --state $(STATE) $(ARGS)
 
 # Environments of their own: LiteLLM needs an older huggingface-hub than Baton is tested with, and schemathesis would put
 # itself into every run of pytest, and `transformers serve` needs a web framework that nothing else here does.

@@ -6,6 +6,7 @@ What it prints is kept, and shown when it does not come up.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -23,14 +24,18 @@ from cluster.config.load import load_config
 
 _STOP_S = 60.0
 _BANNER = re.compile(r"gRPC +(\S+)\n[\s\S]*--admin-address (\S+)[\s\S]*ready after")
+_HTTP = re.compile(r"OpenAI +http://(\S+)/v1\n")
+_PR_SET_PDEATHSIG = 1
 
 
 class ServedCluster:
-    """`address` is the router's, `admin_address` the controller's, `file` the cluster.yaml that is watched."""
+    """`address` and `http_address` are the router's, `admin_address` the controller's, `file` the cluster.yaml that is
+    watched, `pid` that of `baton serve`. It ends with this process, however that ends."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.address = ""
+        self.http_address = ""
         self.admin_address = ""
         self._said = ""
         self._came = threading.Condition()
@@ -41,14 +46,17 @@ class ServedCluster:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_end_with_parent,
         )
+        self.pid = self._process.pid
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls, config: Path, values: Mapping[str, Any]) -> Iterator[ServedCluster]:
-        """Of a configuration, with these keys set anew in a copy. Raises ProgramFailed for a bad start."""
+    def running(cls, config: Path, values: Mapping[str, Any], start_s: float = START_S) -> Iterator[ServedCluster]:
+        """Of a configuration, with these keys set anew in a copy. Raises ProgramFailed for a bad start;
+        also for one of more than `start_s`."""
         model = load_config(config).model.path
         with tempfile.TemporaryDirectory(prefix="baton-served-") as folder:
             file = Path(folder) / "cluster.yaml"
@@ -56,7 +64,7 @@ class ServedCluster:
             file.write_text(set_values(text, {"model.path": model, **values}), encoding="utf-8")
             cluster = cls(file)
             try:
-                cluster._await_banner()
+                cluster._await_banner(start_s)
                 yield cluster
             finally:
                 cluster._stop()
@@ -71,13 +79,15 @@ class ServedCluster:
         new.write_text(text, encoding="utf-8")
         os.replace(new, self.file)
 
-    def _await_banner(self) -> None:
+    def _await_banner(self, start_s: float) -> None:
         with self._came:
-            self._came.wait_for(lambda: _BANNER.search(self._said) or not self._reader.is_alive(), START_S)
+            self._came.wait_for(lambda: _BANNER.search(self._said) or not self._reader.is_alive(), start_s)
             found = _BANNER.search(self._said)
         if found is None:
             raise ProgramFailed(f"baton serve did not come up:\n{self._said}")
         self.address, self.admin_address = found.groups()
+        http = _HTTP.search(self._said)
+        self.http_address = http[1] if http else ""
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -98,3 +108,8 @@ class ServedCluster:
         self._reader.join(_STOP_S)
         assert self._process.stdout is not None
         self._process.stdout.close()
+
+
+def _end_with_parent() -> None:
+    """Has the kernel send Ctrl-C to this process when the one that started it ends, if only by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGINT)

@@ -16,6 +16,7 @@ import typer
 from checkpoints import make_checkpoint
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
+from waiting import until
 
 from benchmarks import kv_transfer
 
@@ -28,7 +29,7 @@ SMALL = (
 )
 
 
-def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], list[psutil.Process]]:
+def run(*arguments: str, timeout_s: float = 100.0) -> tuple[subprocess.CompletedProcess[str], list[psutil.Process]]:
     """What it said, and which of its processes it left behind."""
     mark = uuid.uuid4().hex
     ended = subprocess.run(
@@ -37,7 +38,7 @@ def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], list[psutil.
         env={**os.environ, MARK: mark},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=timeout_s,
     )
     return ended, [process for process in psutil.process_iter() if _has(process, mark)]
 
@@ -128,6 +129,35 @@ def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(fault: st
     assert told["lost"] == told["changed"] == []
     for key in ("stall_s", "replay_s", "stall_beyond_replay_s"):
         assert set(told[key]) == {"p50", "p99", "max"}
+
+
+@pytest.mark.battery
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("phase", ["stops", "kills"])
+def test_a_soak_that_is_interrupted_goes_on_and_finds_nothing_wrong(phase: str, tmp_path: Path) -> None:
+    """Too short for slopes to say anything: what it counts is looked at."""
+    sizes = ("--capacity-seconds", "4", "--requests", "24", "--every", "4", "--workers", "1", "--load", "0.3")
+    command = ("-m", "benchmarks.soak", "--phase", phase, "--minutes", "1", "--state", str(tmp_path), "--json", *sizes)
+    mark = uuid.uuid4().hex
+    first = subprocess.Popen(
+        [sys.executable, *command], cwd=ROOT, env={**os.environ, MARK: mark}, stderr=subprocess.PIPE
+    )
+    state = tmp_path / f"{phase}.jsonl"
+    try:
+        until(lambda: state.exists() and '"kind":"sample"' in state.read_text(), "a sample", 90.0)
+    finally:
+        first.send_signal(signal.SIGINT)
+        assert first.communicate(timeout=60)[1].endswith(b"goes on from here\n")
+    assert first.returncode == 130
+    assert [process for process in psutil.process_iter() if _has(process, mark)] == []
+    ended, left = run(*command, timeout_s=200)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    (found,) = json.loads(ended.stdout).values()
+    assert found["segments"] == 2 and found["minutes"] >= 1.0 and found["failures"] == []
+    assert found["requests"]["completed"] >= 10 and found["quiet_moments"] >= 1
+    assert sum(found["faults"].values()) >= 3
+    assert {"router", "prefill-0", "decode-0", "controller", "total", "files"} <= set(found["per_hour"])
 
 
 @pytest.mark.battery
