@@ -93,6 +93,7 @@ def _describe_worker(worker: WorkerStatus) -> dict[str, Any]:
         "refusal": worker.refusal or None,
         "role": role_name(worker.role) or "unknown",
         "is_draining": worker.is_draining,
+        "is_slow": worker.is_slow,
         "requests_on_it": worker.num_requests,
         "node": info.node,
         "incarnation": info.incarnation,
@@ -163,5 +164,6 @@ def _row(worker: dict[str, Any]) -> list[str]:
     blocks = worker["kv_blocks"]
     numbers = [*blocks.values(), worker["running_sequences"], worker["waiting_requests"]]
     known = [str(number) if blocks["total"] else "-" for number in numbers]
-    state = f"{worker['state']}, draining" if worker["is_draining"] else worker["state"]
+    marks = [mark for mark in ("draining", "slow") if worker[f"is_{mark}"]]
+    state = ", ".join([worker["state"], *marks])
     return [worker["worker_id"], state, worker["role"], worker["node"] or "-", ranks or "-", *known]

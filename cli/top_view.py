@@ -156,7 +156,10 @@ def _workers(seen: Seen, width: int) -> Table:
         cells: list[RenderableType] = [
             worker.worker_id,
             Text(role or "-", style=_ROLE_COLORS.get(role, "")),
-            Text("draining" if worker.is_draining else state, style="" if state == "ready" else "red"),
+            Text(
+                "draining" if worker.is_draining else "slow" if worker.is_slow else state,
+                style="" if state == "ready" else "red",
+            ),
             _kv(stats, _ROLE_COLORS.get(role, "")),
             *(str(n) if stats.blocks_total else "-" for n in (stats.num_running_seqs, stats.num_waiting_requests)),
             _rate(rate.prefill_tokens_per_s),

@@ -190,5 +190,6 @@ def _seen_by_all(views: Sequence[admin_pb2.WorkerStatus | None]) -> admin_pb2.Wo
     if any(view.role != whole.role for view in known):
         whole.role = worker_pb2.ROLE_UNSPECIFIED
     whole.is_draining = any(view.is_draining for view in known)
+    whole.is_slow = any(view.is_slow for view in known)
     whole.num_requests = sum(view.num_requests for view in known if view.state == _READY)
     return whole

@@ -29,7 +29,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, model: _Optional[str] = ..., router_address: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., router: _Optional[_Union[RouterStatus, _Mapping]] = ..., config_version: _Optional[int] = ..., protocol: _Optional[str] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("address", "state", "info", "stats", "worker_id", "role", "is_draining", "num_requests", "refusal")
+    __slots__ = ("address", "state", "info", "stats", "worker_id", "role", "is_draining", "num_requests", "refusal", "is_slow")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStatus.State]
@@ -49,6 +49,7 @@ class WorkerStatus(_message.Message):
     IS_DRAINING_FIELD_NUMBER: _ClassVar[int]
     NUM_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    IS_SLOW_FIELD_NUMBER: _ClassVar[int]
     address: str
     state: WorkerStatus.State
     info: _worker_pb2.WorkerInfo
@@ -58,7 +59,8 @@ class WorkerStatus(_message.Message):
     is_draining: bool
     num_requests: int
     refusal: str
-    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., num_requests: _Optional[int] = ..., refusal: _Optional[str] = ...) -> None: ...
+    is_slow: bool
+    def __init__(self, address: _Optional[str] = ..., state: _Optional[_Union[WorkerStatus.State, str]] = ..., info: _Optional[_Union[_worker_pb2.WorkerInfo, _Mapping]] = ..., stats: _Optional[_Union[_worker_pb2.WorkerStats, _Mapping]] = ..., worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., is_draining: bool = ..., num_requests: _Optional[int] = ..., refusal: _Optional[str] = ..., is_slow: bool = ...) -> None: ...
 
 class RouterStatus(_message.Message):
     __slots__ = ("num_queued", "max_queued", "num_running", "num_finished", "num_cancelled", "num_failed", "num_rejected", "pid", "uptime_s", "metrics_address", "num_orphaned", "controller_silent_s")

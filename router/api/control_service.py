@@ -19,7 +19,7 @@ from router.api.violations import Violations
 from router.observe.activity import Activity, WorkerRates
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import DECODE, PREFILL, WorkerAddress
-from router.routing.worker_client import WorkerClient
+from router.routing.worker_client import Speed, WorkerClient
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +95,7 @@ class StatusService:
             is_draining=worker.is_draining,
             num_requests=self._dispatcher.num_requests(worker),
             refusal=worker.refusal,
+            is_slow=worker.is_ready and worker.speed is not Speed.USUAL,
         )
 
     def _router_status(self) -> admin_pb2.RouterStatus:

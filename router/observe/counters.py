@@ -77,7 +77,14 @@ PLACEMENTS = Metric(
     "worker (moved).",
     (("kind", tuple(PlacementKind)),),
 )
-COUNTER_METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, PLACEMENTS, BATCH_LINES)
+EJECTIONS = Metric(
+    "baton_worker_ejections_total",
+    "counter",
+    "Times that a worker got no new requests for a while, because it was far slower than predicted and than its peers, "
+    "by its role.",
+    (("role", ("prefill", "decode")),),
+)
+COUNTER_METRICS = (REQUESTS, RETRIES, REFUSALS, ORPHANS, PLACEMENTS, BATCH_LINES, EJECTIONS)
 
 
 @dataclass
@@ -99,6 +106,8 @@ class Counters:
     """Moves from one decode worker to another; a request may move several times."""
     batch_lines: Counter[str] = field(default_factory=Counter)
     """Lines of batches, by an outcome of BATCH_LINES."""
+    ejected: Counter[str] = field(default_factory=Counter)
+    """Ejections of slow workers, by role."""
     orphaned: int = 0
     """Requests cancelled because their client had left and nobody resumed them."""
 
@@ -113,4 +122,5 @@ class Counters:
         yield counter_family(REFUSALS, self.refused.copy())
         yield counter_family(PLACEMENTS, self.placements.copy())
         yield counter_family(BATCH_LINES, self.batch_lines.copy())
+        yield counter_family(EJECTIONS, self.ejected.copy())
         yield CounterMetricFamily(ORPHANS.name, ORPHANS.doc, value=self.orphaned)

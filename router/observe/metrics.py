@@ -24,6 +24,7 @@ from cluster.metrics import OTHER, TOKEN_BUCKETS, LabelledCounter, Metric, histo
 from cluster.pb import generation_pb2
 from router.observe.counters import COUNTER_METRICS, Counters
 from router.routing.fleet import DECODE, PREFILL, Fleet
+from router.routing.worker_client import Speed
 from router.stream.request import LiveRequest, RequestObserver
 
 
@@ -48,6 +49,12 @@ KV_USAGE = Metric(
     "No series while no worker of the role is ready.",
     (("role", ("prefill", "decode")),),
     aliases=("vllm:kv_cache_usage_perc",),
+)
+SLOW_WORKERS = Metric(
+    "baton_slow_workers",
+    "gauge",
+    "Workers that get no new requests, or one at a time, because they were far slower than predicted.",
+    (("role", ("prefill", "decode")),),
 )
 DECISION = Metric("baton_decision_seconds", "histogram", "Time to choose workers, including hashing the prompt.")
 FIRST_TOKEN = Metric(
@@ -153,7 +160,7 @@ TRACE_SPANS = Metric(
     (("outcome", ("sent", "failed", "dropped")),),
 )
 METRICS: tuple[Metric, ...] = (
-    *(*COUNTER_METRICS, QUEUED, RUNNING, KV_USAGE),
+    *(*COUNTER_METRICS, QUEUED, RUNNING, KV_USAGE, SLOW_WORKERS),
     *(DECISION, FIRST_TOKEN, INTER_TOKEN, *METRICS_OF_FINISHED, SEQUENCES, TRACE_SPANS),
 )
 _FINISH_REASONS = {
@@ -234,6 +241,10 @@ class RouterMetrics(RequestObserver, Collector):
         for metric, count in self._gauges:
             yield GaugeMetricFamily(metric.name, metric.doc, value=count())
         yield self._kv_usage()
+        slow = GaugeMetricFamily(SLOW_WORKERS.name, SLOW_WORKERS.doc, labels=SLOW_WORKERS.label_names)
+        for role, name in ((PREFILL, "prefill"), (DECODE, "decode")):
+            slow.add_metric((name,), sum(w.role == role and w.speed is not Speed.USUAL for w in tuple(self._fleet)))
+        yield slow
 
     def _kv_usage(self) -> MetricFamily:
         """From the newest statistics of each worker."""

@@ -33,6 +33,7 @@ from router.routing.migration import DecodeRoom, choose_moves, residents_of, why
 from router.routing.policies import policy_class
 from router.routing.policies.interface import Objectives, RoutingContext
 from router.routing.running_requests import RunningRequests
+from router.routing.slow_workers import SlowWatch
 from router.routing.stalls import StallWatch
 from router.routing.worker_client import WorkerCallbacks, WorkerClient
 from router.stream import failures
@@ -87,6 +88,7 @@ class Dispatcher:
             self._recovery.on_worker_stalled,
             self._on_usable,
         )
+        self._slow = SlowWatch(self.fleet, self.running, self.context, self.counters, self._on_usable)
         self._became_idle = asyncio.Event()
         self._next_heartbeat: asyncio.TimerHandle | None = None
 
@@ -162,6 +164,7 @@ class Dispatcher:
         """Accepts nothing new; waits `timeout_s` for requests to end, then fails the rest."""
         self.waiting.is_closed = True
         self._stalls.stop()
+        self._slow.stop()
         try:
             async with asyncio.timeout(timeout_s):
                 while self.waiting or self.running:
@@ -180,6 +183,7 @@ class Dispatcher:
         """Makes these the complete set, with these roles."""
         self.fleet.set_workers(addresses)
         self._stalls.start()
+        self._slow.start()
         self._on_usable()
 
     def apply_settings(self, settings: RouterSettings) -> None:
@@ -261,12 +265,15 @@ class Dispatcher:
             if not live.has_run:
                 self._policy.on_handoff(attempt.placement, live.work, live.exposed_s)
             self.running.release(live, attempt.prefill)
+            self._slow.on_decoding(live, now)
             if attempt.is_move:
                 self._move_away()  # a finished move makes way for the next
 
     def _on_tokens(self, live: LiveRequest, tokens: worker_pb2.Tokens, now: float) -> None:
         effect, charge = live.on_tokens(tokens, now), live.attempt.charge
         has_begun = live.first_token_at is not None and charge.prefill_done()
+        if has_begun:
+            self._slow.on_prompt(live, now)
         if live.retry.is_suspect and live.retry.clears(live.num_tokens):
             self._pump()
         if effect is Effect.OPEN:
@@ -282,6 +289,7 @@ class Dispatcher:
             return
         if live.is_stopped_here:
             live.attempt.cancel()
+        self._slow.time_output(live, now)
         self.running.end(live)
         self.counters.finished += 1
         first_s, most = (live.first_token_at or now) - live.arrived_at, max(s.num_tokens for s in live.sequences)

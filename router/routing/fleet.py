@@ -15,7 +15,7 @@ from cluster.pb import worker_pb2
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import ClientTls
 from router.routing.prefix_index import Holders
-from router.routing.worker_client import WorkerCallbacks, WorkerClient
+from router.routing.worker_client import Speed, WorkerCallbacks, WorkerClient
 
 PREFILL = worker_pb2.ROLE_PREFILL
 DECODE = worker_pb2.ROLE_DECODE
@@ -76,8 +76,12 @@ class Fleet:
         return self._workers[worker_id]
 
     def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
-        """Workers that may get new work of a role."""
-        return [w for w in self._workers.values() if w.role == role and w.can_take_work]
+        """Workers that may get new work of a role: slow ones only while there is no other."""
+        able = [w for w in self._workers.values() if w.role == role and w.can_take_work]
+        return [w for w in able if w.speed is Speed.USUAL or self._may_probe(w)] or able
+
+    def _may_probe(self, worker: WorkerClient) -> bool:
+        return worker.speed is Speed.PROBED and not self._num_requests(worker)
 
     def candidates(self, revision: str = "") -> tuple[list[WorkerClient], list[WorkerClient]]:
         """(Prefill, decode): workers that may get new work of each kind now; only those with weights of this

@@ -139,6 +139,8 @@ class Charge:
         self._num_sequences = work.num_sequences
         self._held = Load(num_tokens=work.num_output_tokens)
         loads.add(placement.computing_id, self._prefill)
+        self.queued = loads[placement.computing_id].prompts
+        """Its prompt and those before it."""
         for _ in range(work.num_sequences):
             loads.add(placement.decode_id, self._sequence)
         loads.add(placement.decode_id, self._held)

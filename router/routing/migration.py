@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from cluster.lifecycle import RequestState
 from router.routing.fleet import DECODE
 from router.routing.load_tracker import Load
-from router.routing.worker_client import WorkerClient
+from router.routing.worker_client import Speed, WorkerClient
 from router.stream.request import LiveRequest
 
 MOST_AT_ONCE = 4
@@ -82,6 +82,8 @@ def why_emptied(worker: WorkerClient) -> str:
         return ""
     if worker.is_draining:
         return "the worker drains"
+    if worker.speed is Speed.SLOW:
+        return "the worker is far slower than predicted"
     return "" if worker.role == DECODE else "the worker is there to prefill"
 
 

@@ -11,6 +11,7 @@ load and what its prefix cache holds; a lost worker's cache is forgotten.
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import random
 import time
@@ -43,6 +44,14 @@ State = admin_pb2.WorkerStatus.State
 CONNECTING = admin_pb2.WorkerStatus.STATE_CONNECTING
 READY = admin_pb2.WorkerStatus.STATE_READY
 LOST = admin_pb2.WorkerStatus.STATE_LOST
+
+
+class Speed(enum.Enum):
+    """Whether a worker is far slower than predicted (`router.routing.slow_workers`)."""
+
+    USUAL = "is as fast as predicted"
+    SLOW = "is far slower than predicted, and gets nothing new"
+    PROBED = "was far slower than predicted, and gets one request at a time"
 
 
 @dataclass(frozen=True)
@@ -92,6 +101,7 @@ class WorkerClient:
         self._holders = holders
         self.is_suspect = False
         """It seems to stall, and gets nothing new until it reports progress again."""
+        self.speed = Speed.USUAL
         self.is_reserved = False
         """It runs requests one of which may end it, and gets no others."""
         self.crash: Crash | None = None

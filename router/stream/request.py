@@ -62,6 +62,8 @@ class Attempt:
     """The request was moved here while it decoded."""
     num_prefilled_outputs: int = 0
     """Output tokens that are prefilled with the prompt: the prefill worker sends the next one."""
+    timed: tuple[float, int] | None = None
+    """When its output was last timed, and the tokens that were there; None: it does not decode yet."""
     ended_at: float | None = None
     """None: no other attempt followed."""
     why: str = ""

@@ -1,0 +1,245 @@
+"""Finds workers that are far slower than predicted for a while, and keeps new requests from them until they recover.
+
+    USUAL -> SLOW       in three windows in a row its work took three times what the cost of its own steps predicts, or
+                        three times as much beyond that as its peers' work; requests that decode there move away
+    SLOW -> PROBED      after a pause, twice as long each time: it gets one request at a time
+    PROBED -> USUAL     the first window is as predicted
+    PROBED -> SLOW      it is not
+
+The prediction follows what a worker measures of its own steps, but slowly, and steps in which the process stood still
+are left out of it: this bridges the time until the prediction knows, and covers what it never learns. A third of a
+role's workers at most are slow at one time, or one of two; the last one never is. Where all are slow, none is.
+
+Work is timed as this router sees it: a prompt from its placement to its first token, an output while it decodes.
+`SlowDetector` decides and knows no clock; `SlowWatch` times the work on the dispatcher's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.pb import worker_pb2
+from cluster.step_cost import PACE_SHARE, StepCost
+from cluster.text import role_name
+from router.observe.counters import Counters
+from router.routing.fleet import Fleet
+from router.routing.policies.interface import RoutingContext
+from router.routing.running_requests import RunningRequests
+from router.routing.worker_client import Speed, WorkerClient
+from router.stream.request import LiveRequest
+
+log = logging.getLogger(__name__)
+
+WINDOW_S = 1.0
+LEAST_SAMPLES = 3
+"""A window is as long as it takes to time so many prompts or parts of outputs."""
+FACTOR = 3.0
+NUM_WINDOWS = 3
+SLACK_SHARE = 0.1
+"""Share of the objectives: less than that beyond the prediction is not worth an ejection."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 60.0
+FORGIVEN_AFTER_S = 60.0
+"""After so long without an ejection, the next pause is the first one again."""
+RECENT_S = 10.0
+"""A peer's window says something for so long."""
+MOST_SHARE = 3
+"""One in so many workers of a role may be slow, at least one."""
+
+
+@dataclass
+class _Record:
+    """What is known of one worker. Times in seconds."""
+
+    observed_s: float = 0.0
+    predicted_s: float = 0.0
+    slack_s: float = 0.0
+    num_samples: int = 0
+    ratio: float = 1.0
+    """Observed over predicted time in the last window."""
+    age_s: float = RECENT_S
+    """Time since that ended."""
+    num_slow: int = 0
+    """Windows in a row that were too slow."""
+    speed: Speed = Speed.USUAL
+    left_s: float = 0.0
+    """Of the pause."""
+    pause_s: float = 0.0
+    """The last one."""
+    usual_s: float = 0.0
+    """Time since it was slow last."""
+
+    def begin_window(self) -> None:
+        self.observed_s = self.predicted_s = self.slack_s = 0.0
+        self.num_samples = 0
+
+
+class SlowDetector:
+    """Knows workers by their ids."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, _Record] = {}
+
+    def add(self, worker_id: str, observed_s: float, predicted_s: float, slack_s: float) -> None:
+        """Some work took `observed_s`; up to `slack_s` beyond `predicted_s` do not count."""
+        record = self._records.get(worker_id)
+        if record is not None:
+            record.observed_s += observed_s
+            record.predicted_s += predicted_s
+            record.slack_s += slack_s
+            record.num_samples += 1
+
+    def speed_of(self, worker_id: str) -> Speed:
+        record = self._records.get(worker_id)
+        return Speed.USUAL if record is None else record.speed
+
+    def tick(self, elapsed_s: float, roles: Mapping[str, worker_pb2.Role]) -> dict[str, str]:
+        """Returns the workers that are slow from now on, each with the reason.
+
+        `roles`: of the workers that are ready; others are forgotten.
+        """
+        self._records = {worker_id: self._records.get(worker_id, _Record()) for worker_id in roles}
+        ejected: dict[str, str] = {}
+        for record in self._records.values():
+            _pass_time(record, elapsed_s)
+        ended = [i for i, record in self._records.items() if record.num_samples >= LEAST_SAMPLES]
+        for worker_id in ended:
+            record = self._records[worker_id]
+            record.ratio, record.age_s = record.observed_s / max(record.predicted_s, 1e-6), 0.0
+        for worker_id in ended:
+            peers = [self._records[i] for i, role in roles.items() if i != worker_id and role == roles[worker_id]]
+            record, peers_ratio = self._records[worker_id], _usual_ratio(peers)
+            is_slow = record.ratio >= FACTOR * peers_ratio and record.observed_s >= record.predicted_s + record.slack_s
+            record.begin_window()
+            record.num_slow = record.num_slow + 1 if is_slow else 0
+            if record.speed is Speed.PROBED and not is_slow:
+                record.speed, record.usual_s = Speed.USUAL, 0.0
+            elif record.speed is not Speed.SLOW and _may_eject(record, peers):
+                _eject(record)
+                why = f"its work takes {record.ratio:.1f} times what is predicted"
+                ejected[worker_id] = f"{why}, its peers' {peers_ratio:.1f} times"
+        return ejected
+
+
+def _usual_ratio(peers: Sequence[_Record]) -> float:
+    """How slow the peers are, which may be the machine's fault; at least 1."""
+    ratios = [peer.ratio for peer in peers if peer.speed is Speed.USUAL and peer.age_s < RECENT_S]
+    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+
+
+def _may_eject(record: _Record, peers: Sequence[_Record]) -> bool:
+    num_out = sum(peer.speed is not Speed.USUAL for peer in peers)
+    most = min(len(peers), max(1, (len(peers) + 1) // MOST_SHARE))
+    return record.num_slow >= (1 if record.speed is Speed.PROBED else NUM_WINDOWS) and num_out < most
+
+
+def _pass_time(record: _Record, elapsed_s: float) -> None:
+    record.age_s += elapsed_s
+    record.usual_s += elapsed_s
+    if record.speed is Speed.SLOW:
+        record.left_s -= elapsed_s
+        if record.left_s <= 0:
+            record.speed, record.num_slow = Speed.PROBED, 0
+            record.begin_window()
+
+
+def _eject(record: _Record) -> None:
+    is_again = record.speed is Speed.PROBED or record.usual_s < FORGIVEN_AFTER_S
+    record.pause_s = min(LONGEST_PAUSE_S, 2 * record.pause_s) if is_again and record.pause_s else FIRST_PAUSE_S
+    record.speed, record.left_s, record.num_slow = Speed.SLOW, record.pause_s, 0
+
+
+class SlowWatch:
+    """Times the work of workers, and marks their `speed`, from `start` to `stop`. `on_change`: a speed has changed."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        running: RunningRequests,
+        context: RoutingContext,
+        counters: Counters,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._running = running
+        self._context = context
+        self._counters = counters
+        self._on_change = on_change
+        self._detector = SlowDetector()
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_tick = 0.0
+        self._is_stopped = False
+
+    def start(self) -> None:
+        """No effect while it runs, or after `stop`."""
+        if self._timer is None and not self._is_stopped:
+            self._last_tick = asyncio.get_running_loop().time()
+            self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._tick)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def on_prompt(self, live: LiveRequest, now: float) -> None:
+        """The prompt of the present attempt is computed. Where the decode worker did that, it gave way to outputs."""
+        attempt, worker = live.attempt, live.attempt.prefill
+        if worker is None:
+            self.on_decoding(live, now)
+        elif worker.step_cost is not None and not attempt.is_move:
+            predicted_s = worker.step_cost.of(attempt.charge.queued)
+            slack_s = SLACK_SHARE * self._context.objectives.ttft_s
+            self._detector.add(worker.worker_id, now - attempt.placed_at, predicted_s, slack_s)
+
+    def on_decoding(self, live: LiveRequest, now: float) -> None:
+        """Its decode worker alone goes on with the present attempt."""
+        live.attempt.timed = (now, live.num_tokens)
+
+    def time_output(self, live: LiveRequest, now: float) -> None:
+        """Times what has been decoded since the last call. Call it at the end of a request, too."""
+        attempt = live.attempt
+        if attempt.timed is None or len(attempt.workers) != 1:
+            return
+        begun_at, num_before = attempt.timed
+        num_tokens, num_open = live.num_tokens, sum(sequence.end is None for sequence in live.sequences)
+        attempt.timed = (now, num_tokens)
+        worker = attempt.workers[0]
+        step_s = self._step_s(worker)
+        if step_s is not None and now > begun_at:
+            num_new = num_tokens - num_before
+            slack_s = SLACK_SHARE * self._context.objectives.tpot_s * num_new
+            self._detector.add(worker.worker_id, (now - begun_at) * max(1, num_open), num_new * step_s, slack_s)
+
+    def _step_s(self, worker: WorkerClient) -> float | None:
+        """Predicted length of a step, which is filled up to the pace of its sequences while prompts wait there."""
+        cost, load = worker.step_cost, self._context.loads[worker.worker_id]
+        if cost is None or not cost.knows_sequences:
+            return None
+        step_s = _of_all(cost, load.decoding.num_sequences, load.decoding.num_kv_tokens, worker)
+        return max(step_s, PACE_SHARE * self._context.objectives.tpot_s) if load.num_prompts else step_s
+
+    def _tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        elapsed_s, self._last_tick = now - self._last_tick, now
+        self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._tick)
+        for live in self._running:
+            self.time_output(live, now)
+        roles = {worker.worker_id: worker.role for worker in self._fleet if worker.is_ready}
+        for worker_id, why in self._detector.tick(elapsed_s, roles).items():
+            self._counters.ejected[role_name(roles[worker_id])] += 1
+            log.warning("worker %s gets no new requests for a while: %s", worker_id, why)
+        changed = [w for w in self._fleet if w.speed is not self._detector.speed_of(w.worker_id)]
+        for worker in changed:
+            worker.speed = self._detector.speed_of(worker.worker_id)
+            log.info("worker %s %s", worker.worker_id, worker.speed.value)
+        if changed:
+            self._on_change()
+
+
+def _of_all(cost: StepCost, num_sequences: int, num_kv_tokens: int, worker: WorkerClient) -> float:
+    """Step of all sequences that run there: other routers' are taken to be like this router's."""
+    num_running = max(num_sequences, worker.stats.num_running_seqs if worker.stats is not None else 0)
+    return cost.of_sequences(num_running, num_kv_tokens * num_running // max(1, num_sequences))
