@@ -155,6 +155,7 @@ class Controller:
     def _go_on(self, adoption: Adoption) -> None:
         """Reports the adoption, and goes on with the change that was under way, if there was one."""
         self.events.version = max(self.events.version, adoption.newest_version)
+        self._routers.renew(self.saved.config)
         names = ", ".join(adoption.kept) or "nothing"
         ended = f"; ended {len(adoption.orphans)} processes that nobody wants" if adoption.orphans else ""
         text = f"the controller was started again; it has adopted {names}{ended}"

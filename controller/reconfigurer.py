@@ -248,6 +248,7 @@ class Reconfigurer:
             done = f"{plan.num_done} of {len(plan.steps)} steps are done, and they stay"
             self._events.add(EventKind.FAILED, f"{plan.origin}: {problem}; {done}")
         else:
+            self._routers.renew(wanted)
             is_now = ratio_of(self._steps.members())
             split = is_now if is_now == began_as else f"{began_as} to {is_now}"
             self._events.add(EventKind.CHANGED, f"{plan.origin}: done: {split}")

@@ -140,6 +140,14 @@ class RouterPool:
         if self._journal:
             await asyncio.to_thread(remove_journal, self._journal)
 
+    def renew(self, config: ServingConfig) -> None:
+        """Has routers of these settings begin, whenever they are started again, with all of the configuration: also
+        with what they took over as they ran, and with the model's present folder."""
+        for router, (_, settings) in zip(self._routers, plan_routers(config, self._journal), strict=False):
+            settings = _at_ports_of(router, settings)
+            if _fixed_values(router.starter.settings) == _fixed_values(settings):
+                router.starter.settings = settings
+
     def plan(self, wanted: ServingConfig) -> tuple[RouterStep, ...]:
         """Returns the steps that lead to the routers of a configuration: new ones first. Raises FailedPrecondition."""
         then = plan_routers(wanted, self._journal)

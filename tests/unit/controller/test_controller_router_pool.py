@@ -148,6 +148,20 @@ async def test_a_change_replaces_workers_first_and_routers_then() -> None:
     assert stage.routers.running[0].settings.router.policy == "random"
 
 
+async def test_a_router_that_is_started_again_later_begins_with_the_folder_of_the_model_as_it_is_then() -> None:
+    stage = ReconfigurerStage(with_router(config_of(1, 1), replicas=2))
+    await stage.routers.come_up()
+    before = stage.reconfigurer.config
+    stage.routers.broken = {"router-1"}
+    stage.reconfigurer.propose(with_router(before, policy="random"), "a test")
+    await stage.reconfigurer.settled()
+    moved = replace(before, model=replace(before.model, path="models/other"))
+    stage.routers.pool.renew(moved)
+    half_done, other = [router.starter.settings for router in stage.routers.pool._routers]
+    assert (half_done.router.policy, half_done.model.path) == ("random", "models/m"), "it has other settings"
+    assert (other.model.path, other.router) == ("models/other", stage.routers.running[0].settings.router)
+
+
 async def test_a_change_that_fails_at_a_router_says_how_many_there_are() -> None:
     stage = ReconfigurerStage(config_of(1, 1))
     await stage.routers.come_up()
