@@ -37,6 +37,7 @@ metadata:
     engine: {{device: cuda, threads: 1, block_size: 16, kv_cache_tokens: 8192}}
     router: {{port: 0, http_port: null, policy: least_loaded}}
     admin: {{port: 0}}
+    log_dir: logs
 """
 
 
@@ -62,34 +63,45 @@ class Streams(SteadyLoad):
         return tokens
 
 
+@pytest.fixture(scope="module")
+def ray_folder() -> Iterator[Path]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
+    patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
+    with local_ray.started(num_cpus=1) as folder:
+        yield folder
+    patch.undo()
+
+
 @pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "tests" / "support"), str(ROOT)]))
-    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')
+def cluster(ray_folder: Path, tmp_path: Path) -> Iterator[Cluster]:
     path = tmp_path / "cluster.yaml"
     path.write_text(FILE, encoding="utf-8")
     file = ConfigFile(path)
-    with local_ray.started(num_cpus=1):
-        cluster = Cluster(
-            file.load(), tmp_path / "logs", file, worker="cpu_worker_program", router="router.program", num_gpus=2
-        )
-        try:
-            yield cluster
-        finally:
-            cluster.close()
+    cluster = Cluster(
+        file.load(), tmp_path / "logs", file, worker="cpu_worker_program", router="router.program", num_gpus=2
+    )
+    try:
+        yield cluster
+    finally:
+        cluster.close()
 
 
 def pids(cluster: Cluster) -> dict[str, list[int]]:
     return {name: list(group["pids"]) for name, group in cluster.status().items()}
 
 
-def test_the_only_workers_of_both_roles_are_replaced_in_their_places_under_streams(cluster: Cluster) -> None:
+def test_the_only_workers_of_both_roles_are_replaced_in_their_places_under_streams(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     address = cluster.until("serving", "router").text
     before = pids(cluster)
     with BatonClient(address) as client, AdminClient(cluster.admin_address) as admin, Streams(client) as load:
         for size in (32, 16):
             load.wait_for_more(2 * NUM_STREAMS)
-            answer = admin.apply(FILE.replace("block_size: 16", f"block_size: {size}"), filename="cluster.yaml")
+            answer = admin.apply(
+                FILE.replace("block_size: 16", f"block_size: {size}"), filename=str(tmp_path / "cluster.yaml")
+            )
             assert sorted(answer.plan.steps) == [
                 "drain decode-0 and start it with the new settings; prefill workers serve both meanwhile",
                 "drain prefill-0 and start it with the new settings; decode workers serve both meanwhile",
@@ -105,12 +117,15 @@ def test_the_only_workers_of_both_roles_are_replaced_in_their_places_under_strea
     assert num_done >= 8 * NUM_STREAMS
 
 
-def test_a_worker_that_does_not_come_up_in_its_place_is_followed_by_one_like_the_old(cluster: Cluster) -> None:
+def test_a_worker_that_does_not_come_up_in_its_place_is_followed_by_one_like_the_old(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     address = cluster.until("serving", "router").text
     with BatonClient(address) as client, AdminClient(cluster.admin_address) as admin, Streams(client) as load:
         load.wait_for_more(NUM_STREAMS)
         answer = admin.apply(
-            FILE.replace("kv_cache_tokens: 8192", "kv_cache_tokens: 900000000000"), filename="cluster.yaml"
+            FILE.replace("kv_cache_tokens: 8192", "kv_cache_tokens: 900000000000"),
+            filename=str(tmp_path / "cluster.yaml"),
         )
         last = list(admin.follow(answer))[-1]
         assert last.kind == admin_pb2.ClusterEvent.KIND_FAILED
