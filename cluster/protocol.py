@@ -85,10 +85,12 @@ class ProtocolGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
 
 
 def inside_gates(
-    token: str, who: str, open_services: Iterable[str] = ()
+    token: str, who: str, open_services: Iterable[str] = (), greeting_services: Iterable[str] = ()
 ) -> tuple[grpc.aio.ServerInterceptor[Any, Any], ...]:
-    """The interceptors of a server that only the cluster's own processes call."""
-    return (*token_gates(token, who, open_services), ProtocolGate(who, open_services))
+    """The interceptors of a server that only the cluster's own processes call. `greeting_services`: their first message
+    says the version, which they check. gRPC may tell a caller that writes at once to a stream that is refused before it
+    is read of an internal error instead of the refusal."""
+    return (*token_gates(token, who, open_services), ProtocolGate(who, (*open_services, *greeting_services)))
 
 
 def _parsed(speaks: str, who: str) -> tuple[int, int]:

@@ -155,8 +155,9 @@ class WorkerService(
     async def _start(self, host: str, port: int, insecure: bool) -> int:
         limit = rpc.INTERNAL_MESSAGE_BYTES
         tls = None if self._tls is None else self._tls.server
-        open_services = (health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,)
-        gates = inside_gates(self._token, f"worker {self._info.worker_id}", open_services)
+        open_service = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        greeting = handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"].full_name
+        gates = inside_gates(self._token, f"worker {self._info.worker_id}", (open_service,), (greeting,))
         self._server, bound = rpc.create_server(
             host, port, max_message_bytes=limit, insecure=insecure, tls=tls, interceptors=gates
         )

@@ -173,8 +173,8 @@ def test_a_router_that_speaks_with_two_workers_which_do_not_speak_with_each_othe
         assert_exact(streams, reference)
         for stream in streams:
             assert "local prefill on decode-0 after" in stream.timing().placement, stream.timing()
-        why = "its caller speaks 2: upgrade worker decode-0 first"
-        assert f"worker decode-0 speaks protocol 1; {why}" in later.stderr()
+        why = "worker prefill-9 speaks protocol 2; worker decode-0 speaks 1: upgrade worker decode-0 first"
+        assert why in later.stderr() and why in cluster.processes[DECODE].stderr()
 
 
 def until_serving(client: BatonClient) -> None:

@@ -15,7 +15,7 @@ from waiting import until
 
 from cluster import rpc
 from cluster.failure_detector import FailureTimeouts
-from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2, worker_pb2_grpc
+from cluster.pb import admin_pb2, admin_pb2_grpc, handoff_pb2, handoff_pb2_grpc, worker_pb2, worker_pb2_grpc
 from cluster.protocol import HEADER
 from engine.kv.block_manager import BlockAccountingError
 from worker.handoff_streams import HandoffStreams
@@ -127,6 +127,18 @@ def test_a_router_of_another_protocol_is_refused_by_name_and_the_others_go_on(
     core.expect("session_opened")
     for closed in (foreign, next_one):
         closed.close()
+
+
+def test_a_hand_off_of_another_protocol_is_refused_by_its_hello(served: tuple[FakeCore, WorkerService, Router]) -> None:
+    """A sender that writes at once may not be told why, where the call is refused before its hello is read."""
+    _, _, router = served
+    stub = handoff_pb2_grpc.HandoffServiceStub(router.channel)
+    hello = handshake("p", protocol="2-3").hello("e")
+    first = handoff_pb2.SenderMessage(number=1, hello=hello)
+    with pytest.raises(grpc.RpcError) as refused:
+        next(stub.Connect(iter([first]), timeout=SOON_S, metadata=((HEADER, "2-3"),)))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert refused.value.details() == "worker p speaks protocol 2 to 3; worker d speaks 1: upgrade worker d first"
 
 
 def test_the_engine_thread_is_told_of_every_heartbeat(served: tuple[FakeCore, WorkerService, Router]) -> None:
