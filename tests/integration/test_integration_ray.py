@@ -34,6 +34,7 @@ SUPPORT = Path(__file__).resolve().parents[1] / "support"
 def ray_folder() -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
     patch.setenv("PYTHONPATH", os.pathsep.join([str(SUPPORT), str(SUPPORT.parents[1])]))
+    patch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 2}')  # numbers, for workers that only say that they use one
     with local_ray.started(num_cpus=1) as folder:
         yield folder
     patch.undo()
@@ -254,6 +255,30 @@ def test_routers_are_replaced_at_their_ports_and_become_more_and_fewer(watched: 
     watched.edit("replicas: 2", "replicas: 1")
     watched.until_text("change", "done: 2:1")
     assert watched.status() == after
+
+
+def test_without_a_free_device_a_worker_is_replaced_in_its_place(ray_folder: Path, tmp_path: Path) -> None:
+    file = written(tmp_path)
+    file.path.write_text(file.read().replace("device: cpu", "device: cuda").replace("devices: 2", "devices: 1"))
+    cluster = Cluster(file.load(), tmp_path / "logs", file, num_gpus=2)
+    cluster.until("serving", "router")
+    before = cluster.status()
+
+    def told(block_size: int) -> list[str]:
+        text = file.read().replace("block_size: 16", f"block_size: {block_size}")
+        return change(cluster, lambda admin: admin.apply(text, filename=str(file.path)))
+
+    step = "drain decode-0 and start it with the new settings; prefill workers serve both meanwhile"
+    failed = told(13)[-1]
+    assert "decode-0 did not start: " in failed and "; it serves with its old settings again; 0 of 1 steps" in failed
+    again = cluster.status()
+    file.path.write_text(file.read().replace("block_size: 13", "block_size: 16"))
+    assert f"{step}: done" in told(32)
+    after = cluster.status()
+    assert set(after) == set(before) and after["router"] == before["router"]
+    assert len({tuple(status["decode-0"]["pids"]) for status in (before, again, after)}) == 3
+    assert after["prefill-0"] == before["prefill-0"]
+    cluster.close()
 
 
 def test_an_admin_port_that_is_taken_is_reported_at_once(ray_folder: Path, tmp_path: Path) -> None:
