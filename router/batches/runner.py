@@ -109,7 +109,7 @@ class BatchRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._woken = asyncio.Event()
         self._is_away = False
-        self._swept_at = 0.0
+        self._swept_at = -SWEEP_EVERY_S
 
     def start(self) -> None:
         self._begin(self._follow(), "batches")
@@ -181,10 +181,10 @@ class BatchRunner:
 
     async def _sweep(self) -> None:
         """Removes files that have expired, and the records of batches that ended long ago."""
-        now = time.time()
+        now = time.monotonic()
         if now - self._swept_at < SWEEP_EVERY_S:
             return
-        ended = await self._store.ended(now, _SWEEP_AT_ONCE)
+        ended = await self._store.ended(time.time(), _SWEEP_AT_ONCE)
         for record in ended:
             await self._store.remove(record.kind, record.tenant, record.record_id)
         if len(ended) < _SWEEP_AT_ONCE:

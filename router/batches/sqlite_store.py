@@ -27,15 +27,27 @@ CREATE TABLE IF NOT EXISTS answers (
 CREATE TABLE IF NOT EXISTS begun_lines (
   batch_id TEXT NOT NULL, number INTEGER NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (batch_id, number, epoch));
 """
+_LONGEST_CLAIM_S = 60.0
+"""A claim that would end later is of an earlier boot of the machine, whose monotonic clock was another one."""
 _RECORD = "kind, record_id, tenant, data, ends_at, version"
 _HELD = "EXISTS (SELECT 1 FROM open_batches WHERE batch_id = ? AND owner = ? AND epoch = ?)"
 
 
 class SqliteStore:
-    """`path` None: in memory. `~` in it is the home directory of the process."""
+    """`path` None: in memory. `~` in it is the home directory of the process.
 
-    def __init__(self, path: str | None, clock: Callable[[], float] = time.time) -> None:
+    Claims last by the machine's monotonic clock, which its processes share, and which nobody sets; `clock` is the wall
+    clock of what outlives a boot.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._clock = clock
+        self._monotonic = monotonic
         self._file = SqliteFile(path, _prepare, name="the file of batches")
 
     async def add(self, record: StoredRecord, claim: BatchClaim | None = None) -> bool:
@@ -124,15 +136,16 @@ class SqliteStore:
     async def claim(
         self, owner: str, ttl_s: float, *, but_of: Sequence[str] = (), but: Sequence[str] = ()
     ) -> tuple[BatchClaim, StoredRecord] | None:
-        now, tenants, ids = self._clock(), ", ".join("?" * len(but_of)), ", ".join("?" * len(but))
+        tenants, ids = ", ".join("?" * len(but_of)), ", ".join("?" * len(but))
 
         def work(db: sqlite3.Connection) -> tuple[BatchClaim, StoredRecord] | None:
+            now = self._monotonic()  # inside the transaction: no claim that is there was made later
             query = (
                 f"SELECT epoch, {_RECORD} FROM open_batches JOIN records ON record_id = batch_id "
-                f"WHERE held_until <= ? AND tenant NOT IN ({tenants}) AND batch_id NOT IN ({ids}) "
+                f"WHERE (held_until <= ? OR held_until > ?) AND tenant NOT IN ({tenants}) AND batch_id NOT IN ({ids}) "
                 "ORDER BY open_batches.seq LIMIT 1"
             )
-            row = db.execute(query, (now, *but_of, *but)).fetchone()
+            row = db.execute(query, (now, now + _LONGEST_CLAIM_S, *but_of, *but)).fetchone()
             if row is None:
                 return None
             record = StoredRecord(*row[1:])
@@ -144,7 +157,7 @@ class SqliteStore:
         return await self._file.run(work)
 
     async def renew(self, claim: BatchClaim, ttl_s: float) -> bool:
-        return await self._hold_until(claim, self._clock() + ttl_s)
+        return await self._hold_until(claim, self._monotonic() + ttl_s)
 
     async def release(self, claim: BatchClaim) -> None:
         await self.end_lines(claim)

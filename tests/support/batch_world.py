@@ -56,7 +56,7 @@ class WatchedStore(SqliteStore):
     """Made in the event loop of the test."""
 
     def __init__(self, path: str | None) -> None:
-        super().__init__(path, lambda: time.time() + self.ahead_s)
+        super().__init__(path, monotonic=lambda: time.monotonic() + self.ahead_s)
         self._file = file = WatchedFile(path)
         self.changes = file.changes
         self.ahead_s = 0.0
