@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -104,7 +105,7 @@ def _guarded(
             metadata = context.invocation_metadata() or ()
             principal = principal_of(None if gate is None else gate.key_of(metadata))
             with calls.one_of(context.peer()):
-                return await implementation(request, Call(principal, metadata, context.time_remaining, context.write))
+                return await implementation(request, Call(principal, metadata, _countdown(context), context.write))
         except BatonError as error:
             failure = error
         except Exception:
@@ -118,6 +119,12 @@ def _guarded(
         return None
 
     return run
+
+
+def _countdown(context: Context) -> Callable[[], float | None]:
+    """Time left for a call. gRPC's own goes by the wall clock, which may be set meanwhile."""
+    left_s, began_at = context.time_remaining(), time.monotonic()
+    return lambda: None if left_s is None else max(0.0, began_at + left_s - time.monotonic())
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cluster.errors import (
 )
 from cluster.pb import admin_pb2
 from cluster.pb import generation_pb2 as pb
+from router.queue.admission import AdmissionRequest
 
 pytestmark = pytest.mark.asyncio
 
@@ -103,6 +105,27 @@ async def test_a_message_of_ten_megabytes_is_refused_and_the_next_one_served(tmp
         error = await refusal(router.generation.Generate(pb.GenerateRequest(spec=text_spec("x" * 10_000_000))))
         assert isinstance(error, InvalidRequest) and fields(error) == ["request"]
         assert text_of(await router.stream(text_spec())) == "fine"
+
+
+async def test_a_wall_clock_that_is_set_while_a_request_is_read_ends_no_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = pair()
+    async with running_router(tmp_path, (prefill, decode)) as router:
+        dispatcher, now = router.server.dispatcher, time.time
+        refuse_early = dispatcher.refuse_early
+
+        def set_clock(least: AdmissionRequest) -> None:
+            monkeypatch.setattr("time.time", lambda: now() + 5 * 3600)
+            refuse_early(least)
+
+        monkeypatch.setattr(dispatcher, "refuse_early", set_clock)
+        call = router.generation.GenerateStream(pb.GenerateStreamRequest(spec=text_spec()), timeout=600)
+        admitted, over = asyncio.create_task(prefill.next_admit()), asyncio.create_task(call.code())
+        await asyncio.wait((admitted, over), return_when=asyncio.FIRST_COMPLETED)
+        assert admitted.done(), over.result()
+        call.cancel()
+        await over
 
 
 async def test_a_deadline_already_past_is_told_and_leaves_nothing_running(tmp_path: Path) -> None:
