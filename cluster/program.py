@@ -183,8 +183,13 @@ def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) 
 
     Returns an exit code.
     """
+
+    def report(line: str) -> None:
+        with contextlib.suppress(OSError):  # stderr is a file on a full disk, or a pipe that nobody reads any more
+            print(line, file=sys.stderr, flush=True)
+
     try:
-        program = create(settings_json, lambda line: print(line, file=sys.stderr, flush=True))
+        program = create(settings_json, report)
         Signals(program.stop).start()
         prepared = json.loads(program.prepare())
         if prepared:
@@ -193,9 +198,9 @@ def host_in_shell(create: Callable[[str, Report], Program], settings_json: str) 
         print(json.dumps({"event": "ready", **ready}), flush=True)
         program.wait()
     except (ConfigError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(f"error: {error}")
         return ExitCode.BAD_CONFIG
     except BatonError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        report(f"error: {error}")
         return ExitCode.FAILED
     return ExitCode.DONE

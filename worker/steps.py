@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import time
 from collections.abc import Sequence as Seq
+from io import FileIO
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -126,14 +127,18 @@ def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> 
 
 class StepLog:
     """Appends a JSON line for each step to a file: who joined, ran and left. For operators and tests; nothing reads it
-    back. A file that is full becomes NAME.1, in the place of the one before. Without a path it does nothing."""
+    back. A file that is full becomes NAME.1, in the place of the one before. Without a path it does nothing. A line that
+    cannot be written, because the disk is full, say, is left out; the next one that can be says what has changed since
+    the last one that was."""
 
     def __init__(self, path: str | None, most_bytes: int = MOST_LOG_BYTES) -> None:
         self._path, self._most_bytes, self._num_bytes = path, most_bytes, 0
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
         self._running: set[str] = set()
         self._cancelled: set[str] = set()
         self._failed: set[str] = set()
+        self._num_missing = 0
+        """Lines that could not be written since the last one that was."""
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             self._open(path)
@@ -167,14 +172,31 @@ class StepLog:
             "failed": sorted(self._failed),
             "blocks": {"free": blocks.num_free, "held": blocks.num_held, "cached": blocks.num_cached},
         }
+        data = json.dumps(line).encode() + b"\n"
+        if not self._append(self._file, data):
+            return
         self._running = running
         self._cancelled.clear()
         self._failed.clear()
-        text = json.dumps(line) + "\n"
-        self._file.write(text)
-        self._num_bytes += len(text)
+        self._num_bytes += len(data)
         if self._path and self._num_bytes >= self._most_bytes:
             self._begin_anew(self._path)
+
+    def _append(self, file: FileIO, line: bytes) -> bool:
+        """Writes a whole line or nothing of it. False: nothing."""
+        try:
+            if (num_written := file.write(line)) < len(line):
+                os.ftruncate(file.fileno(), file.tell() - num_written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            if not self._num_missing:
+                logger.warning("steps are not written to %s: %s", file.name, error.strerror)
+            self._num_missing += 1
+            return False
+        if self._num_missing:
+            logger.warning("steps are written to %s again; %d are missing", file.name, self._num_missing)
+            self._num_missing = 0
+        return True
 
     def close(self) -> None:
         if self._file is not None:
@@ -191,7 +213,7 @@ class StepLog:
             logger.warning("the log of steps %s ends here: %s", path, error)
 
     def _open(self, path: str) -> None:
-        self._file = open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self._file = FileIO(path, "a")
         self._num_bytes = os.fstat(self._file.fileno()).st_size
 
 

@@ -1,4 +1,4 @@
-"""Signals end a program whichever thread the kernel gives them to."""
+"""Programs in a shell: signals end them whichever thread the kernel gives them to, and nobody has to read them."""
 
 from __future__ import annotations
 
@@ -55,3 +55,37 @@ def test_a_signal_that_another_thread_gets_ends_a_program(number: signal.Signals
         [sys.executable, "-c", _PROGRAM, str(int(number))], cwd=ROOT, timeout=60, capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+_TALKS = """
+import sys
+
+from cluster.program import host_in_shell
+
+
+class Talks:
+    def __init__(self, report):
+        self.report = report
+
+    def prepare(self):
+        return "{}"
+
+    def start(self):
+        return "{}"
+
+    def wait(self):
+        self.report("draining")
+
+    def stop(self):
+        pass
+
+
+sys.exit(host_in_shell(lambda settings, report: Talks(report), "{}"))
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no /dev/full")
+def test_a_program_goes_on_where_nothing_can_be_written_to_stderr() -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run([sys.executable, "-c", _TALKS], cwd=ROOT, timeout=60, stdout=subprocess.PIPE, stderr=full)
+    assert (ran.returncode, ran.stdout) == (0, b'{"event": "ready"}\n')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -169,6 +170,27 @@ def test_a_step_log_whose_folder_is_gone_ends_and_the_steps_go_on(
         log.write(number, [], [], around.blocks)
     log.close()
     assert len(caplog.messages) == 1 and str(path) in caplog.messages[0]
+
+
+def test_a_step_log_on_a_full_disk_leaves_lines_out_and_goes_on_later(tmp_path: Path) -> None:
+    """The lines around the missing ones fit together: the next one names all that has changed meanwhile."""
+    path = tmp_path / "steps.jsonl"
+    log, blocks = StepLog(str(path)), Surroundings().blocks
+    log.write(1, [], [], blocks)
+    size = path.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))  # as a disk that has 10 bytes left
+    try:
+        log.cancelled(KEY)
+        log.write(2, [], [], blocks)
+        log.write(3, [], [], blocks)
+        assert path.stat().st_size == size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    log.write(4, [], [], blocks)
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["step"], line["cancelled"]) for line in lines] == [(1, []), (4, ["r"])]
 
 
 def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
