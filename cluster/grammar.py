@@ -143,18 +143,19 @@ class GrammarProcess:
         self.grammar = ""
         """The library's own text, where the process made it of something else."""
         self._stride = row_bytes(owner.vocab_size)
-        fd = os.memfd_create("masks")
-        self._data, theirs = socket.socketpair()
-        try:
-            os.ftruncate(fd, self._stride * MOST_ROWS)
-            self._masks = mmap.mmap(fd, self._stride * MOST_ROWS)
-            self._number = forker.fork([theirs.fileno(), fd])
-        except OSError as error:
-            self._data.close()
-            raise GrammarLost(f"no process could be started for a grammar: {error}") from error
-        finally:
-            theirs.close()
-            os.close(fd)
+        with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
+            try:
+                fd = os.memfd_create("masks")
+                given.callback(os.close, fd)
+                self._data, theirs = socket.socketpair()
+                given.enter_context(theirs)
+                kept.enter_context(self._data)
+                os.ftruncate(fd, self._stride * MOST_ROWS)
+                self._masks = mmap.mmap(fd, self._stride * MOST_ROWS)
+                self._number = forker.fork([theirs.fileno(), fd])
+            except OSError as error:
+                raise GrammarLost(f"no process could be started for a grammar: {error}") from error
+            kept.pop_all()
         self._free_slots = list(range(MOST_ROWS))
         self._waiting: deque[AskedRow] = deque()
         self._outgoing = bytearray()

@@ -7,8 +7,10 @@ read it at a time, each for some seconds: scrapers come one by one, and nobody h
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from socketserver import ThreadingMixIn
@@ -27,6 +29,8 @@ _MOST_READERS = 32
 _READ_S = 15.0
 """A reader gets so long for all of it: a TLS handshake, its request, and taking the answer."""
 _BACKLOG = 128
+_AGAIN_S = 0.5
+"""Pause after a connection could not be accepted because this process has no file left: it waits in the backlog."""
 
 CheckKey = Callable[[Metadata], None]
 """Raises Unauthenticated or PermissionDenied for a request with these headers."""
@@ -130,6 +134,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((host, port), _Handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # its caller would try again at once, and for ever
+                time.sleep(_AGAIN_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._places.acquire(blocking=False):

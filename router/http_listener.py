@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -34,6 +35,8 @@ from router.openai.errors import HttpFailure
 _BACKLOG = 2048
 _AT_ONCE = 64
 """So many connections are accepted, or refused, before the event loop does something else."""
+_OUT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+"""Nothing can be accepted for the moment; connections wait in the backlog."""
 _IDLE_S = 75.0
 """A connection without a request is kept for so long: longer than clients keep theirs."""
 _SEND_BYTES = 64 * 1024
@@ -211,6 +214,10 @@ class _Listener(socket.socket):
                 accepted, address = super().accept()
             except BlockingIOError:
                 self._num_in_row = 0
+                raise
+            except OSError as error:
+                if error.errno in _OUT_OF:  # asyncio waits for a second, but first calls this once for each of _BACKLOG
+                    self._num_in_row = _AT_ONCE
                 raise
             network = network_of(address[0])
             if self._num_open < self._limits.most and self._places.take(network):

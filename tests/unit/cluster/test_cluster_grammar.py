@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -122,3 +123,22 @@ def test_a_grammar_that_nobody_holds_has_no_process(processes: GrammarProcesses)
     pid = process.pid
     del process
     wait_ended(pid)
+
+
+@pytest.mark.parametrize("num_left", range(5))
+def test_a_grammar_for_which_too_few_files_are_left_is_lost_and_keeps_none(
+    processes: GrammarProcesses, num_left: int
+) -> None:
+    good = processes.compile("ab", "regex")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = os.listdir("/proc/self/fd")
+    free = [number for number in range(len(before) + 16) if str(number) not in before]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[num_left], hard))
+    try:
+        with contextlib.suppress(GrammarLost):
+            processes.compile("ab", "regex").close()
+            assert num_left >= 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert mask(processes.compile("ab", "regex")) == mask(good)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,3 +110,21 @@ def test_a_crowd_of_readers_takes_no_more_threads_than_there_are_places(monkeypa
         for reader in crowd[:3]:
             reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
             assert reader.recv(12) == b"HTTP/1.0 200"
+
+
+def test_a_reader_for_whom_no_file_is_left_waits_and_costs_no_processor() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with page_at() as port, socket.socket() as waiting:
+        next_one = os.dup(0)
+        os.close(next_one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+        try:
+            waiting.settimeout(WAIT_S)
+            waiting.connect(("127.0.0.1", port))
+            waiting.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            used = time.process_time()
+            time.sleep(0.5)  # the processor's time is what is measured
+            assert time.process_time() - used < 0.25
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert waiting.recv(64).startswith(b"HTTP/1.0 200 ")

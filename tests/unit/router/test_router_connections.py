@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
-from collections.abc import AsyncIterator
+import socket
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,44 @@ async def test_an_address_stands_for_whoever_its_network_gave_it_to() -> None:
     assert network_of("2001:db8::1") == network_of("[2001:db8::2]") != network_of("2001:db8:0:1::1")
     assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1")
     assert network_of("fe80::1%eth0") == network_of("fe80::2") and network_of("unix") == b"unix"
+
+
+@contextlib.contextmanager
+def no_file_left() -> Iterator[None]:
+    """This process can open nothing meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_one = os.dup(0)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_connection_for_which_no_file_is_left_waits_and_is_looked_at_once_a_second(tmp_path: Path) -> None:
+    """asyncio tries as often as there may be connections in the backlog, and logs each time: a stall of the loop."""
+    loop = asyncio.get_running_loop()
+    refused: list[dict[str, Any]] = []
+    seen = asyncio.Event()
+
+    def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        refused.append(context)
+        seen.set()
+
+    async with serving(tmp_path, ()) as (router, _):
+        host, _, port = router.server.http_address.rpartition(":")
+        client = socket.socket()
+        client.setblocking(False)
+        loop.set_exception_handler(on_error)
+        with client:
+            with no_file_left():
+                await loop.sock_connect(client, (host, int(port)))
+                async with asyncio.timeout(WAIT_S):
+                    await seen.wait()
+                await asyncio.sleep(0)
+                assert [str(context["message"]) for context in refused] == ["socket.accept() out of system resource"]
+            await loop.sock_sendall(client, GET)
+            async with asyncio.timeout(WAIT_S):
+                answer = await loop.sock_recv(client, 1024)
+            assert answer.startswith(b"HTTP/1.1 200 ")
