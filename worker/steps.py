@@ -127,9 +127,10 @@ def _solve(products: npt.NDArray[np.float64], sums: npt.NDArray[np.float64]) -> 
 
 class StepLog:
     """Appends a JSON line for each step to a file: who joined, ran and left. For operators and tests; nothing reads it
-    back. A file that is full becomes NAME.1, in the place of the one before. Without a path it does nothing. A line that
-    cannot be written, because the disk is full, say, is left out; the next one that can be says what has changed since
-    the last one that was."""
+    back. A file that is full becomes NAME.1, in the place of the one before. Without a path it does nothing.
+
+    A line that cannot be written, because the disk is full, say, is left out; the next one that can be says what has
+    changed since the last one that was."""
 
     def __init__(self, path: str | None, most_bytes: int = MOST_LOG_BYTES) -> None:
         self._path, self._most_bytes, self._num_bytes = path, most_bytes, 0

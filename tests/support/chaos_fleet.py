@@ -266,9 +266,11 @@ class Fleet:
             worker.rejoin()
         self.await_ready()
 
-    def set_workers(self, names: Iterable[str]) -> None:
-        """The router knows these alone, as if a controller had said so."""
-        workers = [admin_pb2.WorkerAddress(worker_id=n, address=self[n].address, role=self[n].info.role) for n in names]
+    def set_workers(self, names: Iterable[str], at: Mapping[str, str] | None = None) -> None:
+        """The router knows these alone, as if a controller had said so. `at`: where it is to reach them, if not at
+        their own addresses."""
+        found = {name: self[name].address for name in names} | dict(at or {})
+        workers = [admin_pb2.WorkerAddress(worker_id=n, address=a, role=self[n].info.role) for n, a in found.items()]
         with rpc.create_blocking_channel(self.control_address) as channel:
             control = admin_pb2_grpc.ControlServiceStub(channel)
             control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers), timeout=WAIT_S)

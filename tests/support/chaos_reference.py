@@ -1,4 +1,4 @@
-"""What one process alone generates, and whether two workers that hand a request over generate the same.
+"""What one process alone generates, and whether workers that hand requests over generate the same.
 
 Greedy and in float32, where the outputs of every shape are equal.
 """
@@ -6,9 +6,14 @@ Greedy and in float32, where the outputs of every shape are equal.
 from __future__ import annotations
 
 import functools
+import time
+from itertools import count
+from statistics import quantiles
 
 from chaos_fleet import MODEL, ChaosWorker
+from cluster_fixture import token_spec
 from reference_engine import Engine
+from steady_load import SteadyLoad
 from workers import hand_off, merged, sampling
 
 from cluster.lifecycle import RequestKey
@@ -16,6 +21,7 @@ from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams
 from engine.tp import SingleGroup
+from tools.client import BatonClient
 
 _NUM_BLOCKS, _BLOCK_SIZE = 512, 16
 
@@ -63,3 +69,51 @@ class Direct:
         self.decode.wait_for(lambda: output.finished or output.failed)
         assert output.failed is None, output.failed
         assert merged(self.key, self.prefill, self.decode).sequence() == reference(self.prompt, self.num_tokens)
+
+
+class ExactLoad(SteadyLoad):
+    """Streams at a router, each held against the reference; and how long their tokens took."""
+
+    def __init__(
+        self,
+        client: BatonClient,
+        reference: Reference,
+        prompts: list[list[int]],
+        *,
+        num_tokens: int,
+        num_streams: int,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(num_streams)
+        self._client = client
+        self._expected = [(prompt, reference(prompt, num_tokens)) for prompt in prompts]
+        self._timeout_s = timeout_s
+        self._numbers = count()
+        self.to_first_s: list[float] = []
+        self.between_s: list[float] = []
+
+    def ask(self, number: int) -> str:
+        prompt, expected = self._expected[next(self._numbers) % len(self._expected)]
+        spec = token_spec(prompt, len(expected))
+        spec.cache.bypass_prefix_cache = True  # so that there is something to hand over
+        tokens: list[int] = []
+        times_s: list[float] = []
+        last = time.monotonic()
+        with self._client.stream(spec, timeout_s=self._timeout_s) as stream:
+            for event in stream:
+                if event.HasField("delta"):
+                    assert event.delta.first_token_index == len(tokens), "a gap or a repeat"
+                    tokens.extend(event.delta.token_ids)
+                    times_s.append(time.monotonic() - last)
+                    last += times_s[-1]
+        self.to_first_s.append(times_s[0])
+        self.between_s.extend(times_s[1:])
+        return "" if tokens == expected else f"the output of {len(prompt)} tokens changed"
+
+    def story(self) -> str:
+        return f"to the first token {_spread(self.to_first_s)}, between two messages {_spread(self.between_s)}"
+
+
+def _spread(times_s: list[float]) -> str:
+    cuts = quantiles(times_s, n=100)
+    return f"{1000 * cuts[49]:.0f} ms, p99 {1000 * cuts[98]:.0f} ms"

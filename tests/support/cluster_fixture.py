@@ -67,7 +67,7 @@ PATIENT = {"dead_after_s": 30.0}
 
 class PlainCluster:
     """Use it as a context manager. `prefill`, `decode` and `router` are settings of one process, the rest of both
-    workers; `tls` is what clients use; logs go to `folder`."""
+    workers; `tls` is what clients use; logs go to `folder`; `start` makes a process of a program and its settings."""
 
     def __init__(
         self,
@@ -79,6 +79,7 @@ class PlainCluster:
         router: Settings | None = None,
         tls: ClientTls | None = None,
         worker_program: str = "worker",
+        start: Callable[[str, str], Process] = Process,
         **workers: Any,
     ) -> None:
         self._model_path = str(model_path)
@@ -87,13 +88,14 @@ class PlainCluster:
         self._router_settings = dict(router or {})
         self._tls = tls
         self.worker_program = worker_program
+        self._start = start
         self._common = {"threads": 1, "device": "cpu", "dtype": "float32", **workers}
         self.processes: dict[str, Process] = {}
 
     def __enter__(self) -> Self:
         try:
             for worker_id, role in ((PREFILL, "prefill"), (DECODE, "decode")):
-                self.processes[worker_id] = Process(self.worker_program, self.settings_of(worker_id, role))
+                self.processes[worker_id] = self._start(self.worker_program, self.settings_of(worker_id, role))
             self.addresses = {worker_id: str(self.ready(worker_id)["address"]) for worker_id in (PREFILL, DECODE)}
             flags = [f"{worker_id.split('-')[0]}:{worker_id}={at}" for worker_id, at in self.addresses.items()]
             given = {"port": 0, "model_path": self._model_path, **HAND_OVER, **PATIENT, **self._router_settings}
@@ -120,7 +122,7 @@ class PlainCluster:
 
     def add_router(self, name: str, **settings: Any) -> dict[str, Any]:
         """Beside the one that is there, unless it has the same name; its card. `settings`: that differ."""
-        self.processes[name] = Process("router", self._router.with_values(**settings).to_json())
+        self.processes[name] = self._start("router", self._router.with_values(**settings).to_json())
         return self.processes[name].expect("ready")
 
     def kill_router(self) -> None:

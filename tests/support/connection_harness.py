@@ -1,11 +1,9 @@
-"""Connections of two workers over real gRPC in one loop: what each side reported, and a relay that can be cut."""
+"""Connections of two workers over real gRPC in one loop, and what each side reported."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import socket
-import struct
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -152,63 +150,6 @@ class End(handoff_pb2_grpc.HandoffServiceServicer):
             yield message
 
 
-class Relay:
-    """A TCP port in front of another that passes bytes on until it is told not to."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target.rpartition(":")[::2]
-        self._is_passing = asyncio.Event()
-        self._is_passing.set()
-        self._writers: list[asyncio.StreamWriter] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.num_bytes_held = 0
-
-    async def listen(self) -> str:
-        self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-
-    def hold(self) -> None:
-        """From now on both sides hear nothing; the connections stay up."""
-        self._is_passing.clear()
-
-    def release(self) -> None:
-        self._is_passing.set()
-
-    def reset(self) -> None:
-        """Ends every connection with a RST."""
-        for writer in self._writers:
-            if writer.is_closing():
-                continue
-            sock: socket.socket = writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
-
-    async def close(self) -> None:
-        self._server.close()
-        self.reset()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there_reader, there_writer = await asyncio.open_connection(self._target[0], int(self._target[1]))
-        self._writers += [writer, there_writer]
-        for source, target in ((reader, there_writer), (there_reader, writer)):
-            task = asyncio.create_task(self._pass(source, target))
-            self._tasks.add(task)
-
-    async def _pass(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        try:
-            while data := await source.read(65536):
-                if not self._is_passing.is_set():
-                    self.num_bytes_held += len(data)
-                    await self._is_passing.wait()
-                target.write(data)
-            target.close()
-        except OSError:
-            target.transport.abort()
-
-
 @asynccontextmanager
 async def two_ends(
     sender: Handshake | None = None, receiver: Handshake | None = None, timing: FailureTimeouts = TIMING
@@ -221,12 +162,3 @@ async def two_ends(
         stack.push_async_callback(d.close)
         stack.push_async_callback(p.close)
         yield p, d, address
-
-
-@asynccontextmanager
-async def relayed(address: str) -> AsyncIterator[tuple[Relay, str]]:
-    relay = Relay(address)
-    try:
-        yield relay, await relay.listen()
-    finally:
-        await relay.close()

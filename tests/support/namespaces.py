@@ -3,7 +3,8 @@
     here --------- near ==== far --------- here        ==== is the link that faults are done to
 
 A process in `near` reaches one in `far` only over the link; this process reaches both whatever is done to it. Faults
-are iptables rules in `far`, and their counters prove that they took effect. Needs root, `ip` and `iptables`. Names and
+are iptables rules in `far`; those of all links are rules of nftables where packets arrive, here for the devices of
+these links alone. Their counters prove that they took effect. Needs root, `ip`, `iptables` and `nft`. Names and
 addresses belong to this process alone; `close` removes everything.
 """
 
@@ -22,7 +23,7 @@ def missing() -> str:
     """Why namespaces cannot be had here, or nothing."""
     if os.geteuid() != 0:
         return "needs root"
-    absent = [tool for tool in ("ip", "iptables", "unshare") if shutil.which(tool) is None]
+    absent = [tool for tool in ("ip", "iptables", "nft", "unshare") if shutil.which(tool) is None]
     if absent:
         return f"needs {' and '.join(absent)}"
     probe = subprocess.run(["unshare", "--net", "iptables", "-nL"], capture_output=True, text=True)
@@ -44,8 +45,15 @@ class Namespaces:
             ("", f"{mark}e", f"{network}.9/30", self.far, f"{mark}g", f"{network}.10/30"),
         )
         self.here_host = f"{network}.9"
-        """Address of this namespace towards `far`."""
-        self._routes = ((self.near_host, f"{network}.6"), (self.far_host, f"{network}.10"))
+        """Address of this namespace towards `far`; `near` reaches it, too."""
+        self._routes = (
+            ("", self.near_host, f"{network}.6"),
+            ("", self.far_host, f"{network}.10"),
+            (self.near, self.here_host, f"{network}.5"),
+        )
+        self._table = mark
+        self._faulty: set[str] = set()
+        """Namespaces that have a table of nftables."""
 
     def __enter__(self) -> Self:
         _remove_stale()
@@ -58,8 +66,8 @@ class Namespaces:
                 for where, what, which in ((space, device, address), (other, peer, peer_address)):
                     _ip(where, "address", "add", which, "dev", what)
                     _ip(where, "link", "set", what, "up")
-            for host, via in self._routes:
-                _run("ip", "route", "add", f"{host}/32", "via", via)
+            for space, host, via in self._routes:
+                _ip(space, "route", "add", f"{host}/32", "via", via)
         except BaseException:
             self.close()
             raise
@@ -72,6 +80,7 @@ class Namespaces:
 
     def close(self) -> None:
         """Devices first: those of a deleted namespace would stay for a moment. Routes go with their devices."""
+        self._mend()
         for space, device, *_ in self._links:
             if not space and Path(f"/sys/class/net/{device}").exists():
                 _ip(space, "link", "delete", device)
@@ -79,7 +88,43 @@ class Namespaces:
             _run("ip", "netns", "delete", name)
         assert not _present() & {self.near, self.far}
 
-    # Faults, in what `far` hears of `near`
+    # Faults of all links, or of those to here
+
+    def lose(self, percent: int) -> None:
+        """So many TCP packets in a hundred are lost on each link, both ways."""
+        for space in ("", self.near, self.far):
+            self._drop(space, self._devices(space), f"meta l4proto tcp numgen random mod 100 < {percent}")
+
+    def cut_off(self, *spaces: str) -> None:
+        """Nothing passes between these and here; the link between `near` and `far` stays."""
+        for _, here, _, there, device, _ in self._links[1:]:
+            if there in spaces:
+                self._drop("", [here], "")
+                self._drop(there, [device], "")
+
+    def num_lost(self) -> int:
+        """Packets that were dropped so since the last `heal`."""
+        tables = [_nft(space, "list", "table", "ip", self._table) for space in self._faulty]
+        return sum(int(count) for table in tables for count in re.findall(r"counter packets (\d+)", table))
+
+    def _devices(self, space: str) -> list[str]:
+        ends = [end for (a, device, _, b, peer, _) in self._links for end in ((a, device), (b, peer))]
+        return [device for where, device in ends if where == space]
+
+    def _drop(self, space: str, devices: list[str], match: str) -> None:
+        """What comes by these devices and matches."""
+        self._faulty.add(space)
+        _nft(space, "add", "table", "ip", self._table)
+        _nft(space, "add", "chain", "ip", self._table, "arriving", "{ type filter hook input priority 0 ; }")
+        for device in devices:
+            _nft(space, "add", "rule", "ip", self._table, "arriving", f'iifname "{device}" {match} counter drop')
+
+    def _mend(self) -> None:
+        for space in self._faulty:
+            _nft(space, "delete", "table", "ip", self._table)
+        self._faulty.clear()
+
+    # Faults in what `far` hears of `near`
 
     def drop_data(self, control_port: int) -> None:
         """Everything is dropped but what goes to `control_port` in `far`."""
@@ -95,6 +140,7 @@ class Namespaces:
         self._rule("OUTPUT", "--destination", self.near_host, *reject)
 
     def heal(self) -> None:
+        self._mend()
         _run("ip", "netns", "exec", self.far, "iptables", "--flush")
 
     def num_hit(self) -> int:
@@ -122,10 +168,13 @@ def _remove_stale() -> None:
     for name in _present():
         if _is_stale(name, "nf"):
             _run("ip", "netns", "delete", name)
+    for table in re.findall(r"table ip (\w+)", _nft("", "list", "tables", "ip")):
+        if _is_stale(table, ""):
+            _nft("", "delete", "table", "ip", table)
 
 
 def _is_stale(name: str, kinds: str) -> bool:
-    mark = re.fullmatch(rf"baton(\d+)[{kinds}]", name)
+    mark = re.fullmatch(rf"baton(\d+)[{kinds}]" if kinds else r"baton(\d+)", name)
     return mark is not None and not Path(f"/proc/{mark[1]}").exists()
 
 
@@ -133,6 +182,11 @@ def _ip(namespace: str, *arguments: str) -> None:
     _run("ip", *(["-n", namespace] if namespace else []), *arguments)
 
 
-def _run(*command: str) -> None:
+def _nft(namespace: str, *arguments: str) -> str:
+    return _run(*(["ip", "netns", "exec", namespace] if namespace else []), "nft", *arguments)
+
+
+def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout

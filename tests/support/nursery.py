@@ -2,7 +2,7 @@
 
 Importing torch is nine tenths of a worker's start, and tests start hundreds. A child runs what `python -m worker` or
 `python -m router` runs, from its settings on, as a process of its own with its own standard streams and the session's
-environment; it may enter a network namespace first. `call` forks a process for a function of a test's own. When the
+environment; it may enter a namespace first. `call` forks a process for a function of a test's own. When the
 session that asked goes away, so does the nursery, and its children with it.
 
     session --(module, settings, environment, namespace; stdout and stderr)--> nursery --fork--> worker or router
@@ -27,13 +27,13 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
 _MAX_MESSAGE_BYTES = 64 * 1024
-_CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
 
 
@@ -71,14 +71,15 @@ class Child:
 class Nursery:
     """The session's end. `bear` from one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables that it and its children have beside this process's own."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, str(Path(__file__)), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 cwd=ROOT,
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **_ENVIRONMENT, **(environment or {})},
             )
         self._born: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._children: dict[int, Child] = {}
@@ -88,8 +89,8 @@ class Nursery:
         self._reader.start()
 
     def bear(self, module: str, settings_json: str, stderr: int, namespace: str = "") -> Child:
-        """A process of that module, `worker` or `router`, that writes its errors to `stderr`; in that network
-        namespace if one is named."""
+        """A process of that module, `worker` or `router`, that writes its errors to `stderr`; in that namespace if one
+        is given: the name of a network's, or the path of any."""
         return self._fork({"module": module, "settings": settings_json, "namespace": namespace}, stderr)
 
     def call(self, function: str, *arguments: str) -> Child:
@@ -238,9 +239,11 @@ def _host(request: dict[str, Any]) -> int:
 
 
 def _enter(namespace: str) -> None:
-    """What `ip netns exec` does with the network."""
-    with open(f"/run/netns/{namespace}", encoding="utf-8") as file:
-        _call("setns", file.fileno(), _CLONE_NEWNET)
+    """What `ip netns exec` does with the network, and `nsenter` with others."""
+    folder = os.getcwd()
+    with open(os.path.join("/run/netns", namespace), encoding="utf-8") as file:
+        _call("setns", file.fileno(), 0)
+    os.chdir(folder)  # that of mounts begins at the root
 
 
 def _call(function: str, *arguments: int) -> None:

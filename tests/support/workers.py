@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import grpc
-from nursery import nursery_of_session
+from nursery import Nursery, nursery_of_session
 
 from cluster import rpc
 from cluster.lifecycle import RequestKey
@@ -31,12 +31,13 @@ START_TIMEOUT_S = 120.0
 
 
 class Process:
-    """One worker or router, forked by the session's nursery, and the JSON lines it prints when it is prepared and
-    ready."""
+    """One worker or router, forked by a nursery (None: the session's), and the JSON lines it prints when it is prepared
+    and ready."""
 
-    def __init__(self, module: str, settings_json: str, namespace: str = "") -> None:
+    def __init__(self, module: str, settings_json: str, namespace: str = "", nursery: Nursery | None = None) -> None:
         self.errors: IO[bytes] = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed by stop)
-        self.popen = nursery_of_session().bear(module, settings_json, self.errors.fileno(), namespace)
+        bear = (nursery or nursery_of_session()).bear
+        self.popen = bear(module, settings_json, self.errors.fileno(), namespace)
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._closed: Future[float] = Future()
         threading.Thread(target=self._read, daemon=True).start()

@@ -19,7 +19,8 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from connection_harness import LAYOUT, SOON_S, TIMING, End, abort, handshake, relayed, two_ends
+from connection_harness import LAYOUT, SOON_S, TIMING, End, abort, handshake, two_ends
+from relay import relayed
 
 from cluster import rpc
 from cluster.errors import IncompatibleProtocol
