@@ -33,7 +33,7 @@ import grpc
 from benchmarks.overload_load import DEAF
 from benchmarks.soak_requests import Asked, transcript_of
 from cluster.address import parse_address
-from cluster.errors import BatonError, Overloaded, Unavailable
+from cluster.errors import BatonError, DeadlineExceeded, Overloaded, Unavailable
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import generation_pb2_grpc
 from tools.client import BatonClient, GenerationStream
@@ -174,6 +174,9 @@ class Load:
             end, problem = "wrong", str(error)
         except Overloaded:
             end = "refused"
+        except DeadlineExceeded as error:  # before it runs, a deadline that is too near is refused with a delay
+            end = "lost" if error.retry_after_s is None else "refused"
+            problem = error.message if error.retry_after_s is None else ""
         except (BatonError, OSError, HTTPException) as error:
             end, problem = "lost", f"{type(error).__name__}: {error}"
         except Exception as error:  # a fault of this program is not to pass for a good run

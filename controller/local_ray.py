@@ -45,6 +45,12 @@ LOCAL = {
     # No idle Python workers are kept in advance: each would hold 50 MB.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
+    # What Ray would remember of calls, and of actors and processes that have ended, and the log files of these that it
+    # would keep open: nobody asks it here, and a cluster that runs for long, or is often mended, would grow by them.
+    "RAY_task_events_report_interval_ms": "0",
+    "RAY_maximum_gcs_destroyed_actor_cached_count": "100",
+    "RAY_maximum_gcs_dead_worker_cached_count": "100",
+    "RAY_LOG_MONITOR_MAX_OPEN_FILES": "16",
 }
 
 

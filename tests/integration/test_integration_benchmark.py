@@ -132,7 +132,7 @@ def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(fault: st
 
 
 @pytest.mark.battery
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("phase", ["stops", "kills"])
 def test_a_soak_that_is_interrupted_goes_on_and_finds_nothing_wrong(phase: str, tmp_path: Path) -> None:
     """Too short for slopes to say anything: what it counts is looked at."""
@@ -144,13 +144,13 @@ def test_a_soak_that_is_interrupted_goes_on_and_finds_nothing_wrong(phase: str, 
     )
     state = tmp_path / f"{phase}.jsonl"
     try:
-        until(lambda: state.exists() and '"kind":"sample"' in state.read_text(), "a sample", 90.0)
+        until(lambda: state.exists() and '"kind":"sample"' in state.read_text(), "a sample", 300.0)
     finally:
         first.send_signal(signal.SIGINT)
         assert first.communicate(timeout=60)[1].endswith(b"goes on from here\n")
     assert first.returncode == 130
     assert [process for process in psutil.process_iter() if _has(process, mark)] == []
-    ended, left = run(*command, timeout_s=200)
+    ended, left = run(*command, timeout_s=400)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert left == []
     (found,) = json.loads(ended.stdout).values()
