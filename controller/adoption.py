@@ -15,14 +15,16 @@ import dataclasses
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from cluster.config.schema import EngineSection, RoleName, ServingConfig
 from cluster.protocol import check_protocol, spoken
 from cluster.settings import JsonSettings
 from controller.plan import ClusterPlan
+
+Row = TypeVar("Row", "SavedWorker", "SavedRouter")
 
 STEADY_S = 60.0
 """A controller that has run for so long begins again at once after its death."""
@@ -119,6 +121,14 @@ class SavedWorker:
 
 
 @dataclass(frozen=True)
+class SavedRouter:
+    """The ports that a router had last, where any free one would do; 0: none yet, or not served."""
+
+    port: int = 0
+    http_port: int = 0
+
+
+@dataclass(frozen=True)
 class SavedCluster(JsonSettings):
     """The state that a controller saves for the next one, after each change."""
 
@@ -137,6 +147,8 @@ class SavedCluster(JsonSettings):
     """File of the routers' journal, which ends with the cluster; empty: there is none."""
     has_served: bool = False
     workers: tuple[SavedWorker, ...] = ()
+    routers: tuple[SavedRouter, ...] = ()
+    """By their numbers."""
     life: int = 1
     """Controllers that this cluster has had."""
     num_early_deaths: int = 0
@@ -169,10 +181,9 @@ class SavedCluster(JsonSettings):
         """What a later version has added is left out. Raises IncompatibleProtocol, or TypeError by name."""
         values = json.loads(text)
         check_protocol("the controller before", values.get("protocol", ""), "this controller")
-        names = {each.name for each in dataclasses.fields(SavedWorker)}
-        found = ({name: worker[name] for name in names & worker.keys()} for worker in values.pop("workers", ()))
-        workers = tuple(SavedWorker(**worker) for worker in found)
-        return dataclasses.replace(super().from_json(json.dumps(values)), workers=workers)
+        workers = _rows(SavedWorker, values.pop("workers", ()))
+        routers = _rows(SavedRouter, values.pop("routers", ()))
+        return dataclasses.replace(super().from_json(json.dumps(values)), workers=workers, routers=routers)
 
     def next_life(self, now: float) -> Self:
         """Makes the state with which the next controller begins."""
@@ -186,3 +197,8 @@ class SavedCluster(JsonSettings):
         if self.num_early_deaths <= 1:
             return 0.0
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(self.num_early_deaths - 2, 30))
+
+
+def _rows(kind: type[Row], rows: Iterable[Mapping[str, Any]]) -> tuple[Row, ...]:
+    names = {each.name for each in dataclasses.fields(kind)}
+    return tuple(kind(**{name: row[name] for name in names & row.keys()}) for row in rows)

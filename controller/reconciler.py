@@ -109,7 +109,7 @@ class Controller:
         starter = partial(RouterLauncher, programs.router, self._places, hosting, self._reporter, self.pool.names)
         new_link = partial(RouterLink, compose=self._compose, tls=inside, token=hosting.token)
         self._routers = RouterPool(starter, new_link, self._on_change, saved.journal or plan.journal or "")
-        self._routers.add(config, have_served=self._has_served)
+        self._routers.add(config, saved.routers, have_served=self._has_served)
         self._links = self._routers.links
         steps = StepRunner(self.pool, self._links, saved.engine)
         steps.restore(saved.workers, config, have_served=self._has_served)
@@ -175,6 +175,7 @@ class Controller:
             is_changing=self.reconfigurer.changing is not None,
             admin_port=self._listeners.port,
             has_served=self._has_served,
+            routers=self._routers.saved,
             workers=tuple(SavedWorker(m.plan.worker_id, m.plan.role, m.is_draining) for m in self.pool),
         )
 
@@ -184,10 +185,9 @@ class Controller:
 
     async def apply(self, text: str, filename: str) -> tuple[list[str], str]:
         """Applies a cluster.yaml and waits for the end of the change: its events, and why it failed, if it did."""
-        origin = f"serve {filename}"
         try:
             answer = self.reconfigurer.propose(
-                self.reconfigurer.split_kept(self.parse(text, filename)), origin, save=self.save
+                self.reconfigurer.split_kept(self.parse(text, filename)), f"serve {filename}", save=self.save
             )
         except BatonError as error:
             return [], error.message

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any, Protocol
 
 from cluster.config.diff import is_run_time, leaves
@@ -20,7 +21,7 @@ from cluster.config.schema import ServingConfig
 from cluster.errors import FailedPrecondition
 from cluster.file_store import remove as remove_journal
 from cluster.settings import RouterSettings
-from controller.adoption import FoundProcess
+from controller.adoption import FoundProcess, SavedRouter
 from controller.plan import plan_routers
 from controller.router_link import RouterLink, RouterLinks
 from controller.supervisor import RestartPolicy, RunningProcesses, Supervisor, SupervisorState
@@ -114,13 +115,20 @@ class RouterPool:
         return len(self._routers)
 
     @property
+    def saved(self) -> tuple[SavedRouter, ...]:
+        """What the next controller has to know of each."""
+        return tuple(_ports_of(router) for router in self._routers)
+
+    @property
     def supervisors(self) -> Sequence[Supervisor]:
         return [router.supervisor for router in self._routers]
 
-    def add(self, config: ServingConfig, *, have_served: bool) -> None:
-        """Adds the routers of a configuration, which `run` starts. `have_served`: they are brought back however often
-        they fail."""
+    def add(self, config: ServingConfig, saved: Sequence[SavedRouter] = (), *, have_served: bool) -> None:
+        """Adds the routers of a configuration, which `run` starts, at the ports that they had under a controller
+        before. `have_served`: they are brought back however often they fail."""
+        ports = chain(saved, repeat(SavedRouter()))
         for number, (name, settings) in enumerate(plan_routers(config, self._journal)):
+            settings = _at_ports(next(ports), settings)
             self._join(self._make(name, number, settings, RestartPolicy(has_served=have_served)))
 
     def adopt(self, router: FoundProcess) -> None:
@@ -144,7 +152,7 @@ class RouterPool:
         """Has routers of these settings begin, whenever they are started again, with all of the configuration: also
         with what they took over as they ran, and with the model's present folder."""
         for router, (_, settings) in zip(self._routers, plan_routers(config, self._journal), strict=False):
-            settings = _at_ports_of(router, settings)
+            settings = _at_ports(_ports_of(router), settings)
             if _fixed_values(router.starter.settings) == _fixed_values(settings):
                 router.starter.settings = settings
 
@@ -161,7 +169,7 @@ class RouterPool:
         replaces = [
             ReplaceRouter(name)
             for router, (name, settings) in zip(self._routers, then, strict=False)
-            if _fixed_values(router.starter.settings) != _fixed_values(_at_ports_of(router, settings))
+            if _fixed_values(router.starter.settings) != _fixed_values(_at_ports(_ports_of(router), settings))
         ]
         stops = [StopRouter(router.supervisor.name) for router in reversed(self._routers[len(then) :])]
         return (*starts, *replaces, *stops)
@@ -187,7 +195,7 @@ class RouterPool:
         number, settings = self._find(name, config)
         old = self._routers[number]
         num_starts = old.supervisor.num_starts
-        router = self._make(name, number, _at_ports_of(old, settings), RestartPolicy(), num_starts)
+        router = self._make(name, number, _at_ports(_ports_of(old), settings), RestartPolicy(), num_starts)
         router.starter.is_successor = True
         await self._come_up(router, num_starts)
         router.starter.is_successor = False
@@ -250,10 +258,15 @@ class RouterPool:
         self._changed(supervisor)
 
 
-def _at_ports_of(now: PooledRouter, then: RouterSettings) -> RouterSettings:
+def _ports_of(router: PooledRouter) -> SavedRouter:
+    section = router.starter.settings.router
+    return SavedRouter(section.port, section.http_port or 0)
+
+
+def _at_ports(has: SavedRouter, then: RouterSettings) -> RouterSettings:
     """Settings with the ports that a router has where any free one will do."""
-    has, wants = now.starter.settings.router, then.router
-    http_port = wants.http_port if wants.http_port != 0 else has.http_port or 0
+    wants = then.router
+    http_port = wants.http_port if wants.http_port != 0 else has.http_port
     return replace(then, router=replace(wants, port=wants.port or has.port, http_port=http_port))
 
 

@@ -6,13 +6,14 @@ A step is carried out when the test says so (or at once); updates of the routers
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from cluster.config.schema import ModelSection, RoleSection, RolesSection, ServingConfig
 from cluster.settings import RouterSettings
-from controller.adoption import FoundProcess
+from controller.adoption import FoundProcess, SavedRouter
 from controller.change_plan import Member, Replace, Start, Step, apply_step
 from controller.events import ClusterEvent, EventKind, EventLog
 from controller.reconfigurer import Reconfigurer
@@ -101,7 +102,9 @@ class NamedRouterStarter:
         self._stage.launches.append((self._name, self.is_successor))
         if self._name in self._stage.broken:
             raise StartFailed("no such policy", is_mistake=True)
-        self.settings = self.settings.with_values(port=self.settings.router.port or 7000)
+        section = self.settings.router
+        http_port = 7001 if section.http_port == 0 else section.http_port
+        self.settings = replace(self.settings, router=replace(section, port=section.port or 7000, http_port=http_port))
         self._stage.running.append(NamedRouter(self._name, self.settings, self._stage))
         return self._stage.running[-1]
 
@@ -129,7 +132,9 @@ class NamedLink:
 class RouterStage:
     """A pool whose routers are only names; `launches` says which began, and whether as successors."""
 
-    def __init__(self, config: ServingConfig, journal: str = "/nowhere/journal.db") -> None:
+    def __init__(
+        self, config: ServingConfig, journal: str = "/nowhere/journal.db", saved: Sequence[SavedRouter] = ()
+    ) -> None:
         self.running: list[NamedRouter] = []
         self.launches: list[tuple[str, bool]] = []
         self.stopping: list[tuple[str, float]] = []
@@ -143,7 +148,7 @@ class RouterStage:
             lambda supervisor: None,
             journal,
         )
-        self.pool.add(config, have_served=False)
+        self.pool.add(config, saved, have_served=False)
 
     async def come_up(self) -> None:
         self.pool.run()

@@ -16,6 +16,7 @@ from controller.adoption import (
     NodePlacement,
     ProcessIdentity,
     SavedCluster,
+    SavedRouter,
     SavedWorker,
     choose,
 )
@@ -93,6 +94,7 @@ def test_what_is_saved_is_read_back_equal(config: object) -> None:
         admin_port=50052,
         has_served=True,
         workers=(SavedWorker("prefill-0", "decode", is_draining=True), SavedWorker("decode-0", "decode")),
+        routers=(SavedRouter(50061, 8010), SavedRouter()),
         began_at=12.5,
     )
     assert SavedCluster.from_json(saved.to_json()) == saved

@@ -11,6 +11,7 @@ from admin_world import ReconfigurerStage, RouterStage, config_of
 
 from cluster.config.schema import PlacementSection, ServingConfig
 from cluster.errors import FailedPrecondition
+from controller.adoption import SavedRouter
 from controller.events import EventKind
 from controller.router_pool import ReplaceRouter, RouterStep, StartRouter, StopRouter
 from controller.worker_pool import STOP_S, StepFailed
@@ -80,6 +81,19 @@ async def test_a_successor_takes_the_free_port_that_the_router_has() -> None:
     stage = await stage_of(free)
     await carry_out(stage, with_router(free, policy="random"), ReplaceRouter("router"))
     assert stage.running[0].settings.router.port == 7000
+
+
+async def test_routers_that_the_next_controller_starts_again_have_the_free_ports_that_clients_know() -> None:
+    free = with_router(CONFIG, port=0, http_port=0)
+    stage = await stage_of(free)
+    after = RouterStage(free, saved=(*stage.pool.saved, SavedRouter(7, 8)))
+    assert after.pool.saved == (SavedRouter(7000, 7001),), "before any of them runs"
+    await after.come_up()
+    assert after.running[0].settings.router.port == 7000
+    fixed = RouterStage(with_router(CONFIG, port=6000, http_port=None), saved=stage.pool.saved)
+    await fixed.come_up()
+    section = fixed.running[0].settings.router
+    assert (section.port, section.http_port) == (6000, None), "what the configuration says goes first"
 
 
 async def test_another_port_is_taken_by_a_new_router() -> None:
