@@ -14,10 +14,10 @@ from worker.handoff_connection import HandoffConnection, HandoffContext, StreamG
 from worker.handoff_metrics import HandoffMetrics
 
 
-def a_connection() -> HandoffConnection:
+def a_connection(peer: str = "") -> HandoffConnection:
     nobody: Any = None
     context = HandoffContext(nobody, nobody, nobody, FailureTimeouts(1.0, 2.0, 3.0), HandoffMetrics())
-    return HandoffConnection("e", nobody, context)
+    return HandoffConnection("e", nobody, context, peer=peer)
 
 
 def said(count: int) -> list[handoff_pb2.SenderMessage]:
@@ -71,3 +71,16 @@ def test_both_directions_count_for_themselves() -> None:
     side.stamp(handoff_pb2.SenderMessage())
     assert side.accept(1)
     assert (side.num_sent, side.num_received) == (2, 1)
+
+
+async def test_a_sender_writes_nothing_behind_its_hello_until_that_is_answered() -> None:
+    """gRPC tells one who writes to a call that was refused of an internal error, and not why it was refused."""
+    sender = a_connection(peer="d")
+    sender.tick(1.5)
+    sender.enqueue(said(1)[0])
+    messages = sender.outbound()
+    assert (await anext(messages)).WhichOneof("message") == "abort", "no sign of life comes before it"
+    sender.greeted()
+    sender.tick(1.5)
+    assert (await anext(messages)).WhichOneof("message") == "alive"
+    await messages.aclose()  # type: ignore[attr-defined]
