@@ -91,6 +91,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (turns[item.path], item.path))
 
 
+def pytest_collection_finish() -> None:
+    if "ray" in sys.modules:
+        raise pytest.UsageError("a test module imports Ray at its top: a private Ray of other tests must come before that")
+
+
 def pytest_runtest_setup() -> None:
     """A test machine has few cores, and several processes of a test share them. Only where torch is loaded anyway."""
     torch = sys.modules.get("torch")

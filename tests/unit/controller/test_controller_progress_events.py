@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from controller import ray_actors
 from controller.events import ProgressBatch, ProgressEvent, ProgressLog
 
 
@@ -52,6 +51,8 @@ def test_a_log_file_that_is_full_takes_the_place_of_the_one_before(
 ) -> None:
     root = logging.Logger("root")
     monkeypatch.setattr(logging, "root", root)
+    from controller import ray_actors  # not before: a private Ray of other tests must come before this import
+
     monkeypatch.setattr(ray_actors, "MOST_LOG_BYTES", 1000)
     ray_actors.send_logs_to(lambda line: None, "router", str(tmp_path))
     for number in range(200):
