@@ -93,7 +93,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     if "ray" in sys.modules:
-        raise pytest.UsageError("a test module imports Ray at its top: a private Ray of other tests must come before that")
+        raise pytest.UsageError(
+            "a test module imports Ray at its top: a private Ray of other tests must come before that"
+        )
 
 
 def pytest_runtest_setup() -> None:

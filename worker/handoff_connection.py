@@ -189,7 +189,7 @@ class HandoffConnection:
         """Every `timing.tick_s`: sends a sign of life when nothing else was sent, and looks at the peer's silence."""
         timing = self._context.timing
         self._quiet_s += elapsed_s
-        # Not behind a hello without an answer: gRPC tells one who writes to a refused call of an internal error instead.
+        # Not behind a hello that has no answer: who writes to a refused call may be told of an internal error instead.
         if self._is_greeted and self._quiet_s + timing.tick_s > timing.heartbeat_s:
             self._quiet_s = 0.0
             alive, kind = handoff_pb2.Alive(), handoff_pb2.SenderMessage if self.peer else handoff_pb2.ReceiverMessage
