@@ -178,7 +178,8 @@ class SavedCluster(JsonSettings):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What a later version has added is left out. Raises IncompatibleProtocol, or TypeError by name."""
+        """Reads what a controller has saved, without what a later version has added. Raises IncompatibleProtocol, or
+        TypeError by name."""
         values = json.loads(text)
         check_protocol("the controller before", values.get("protocol", ""), "this controller")
         workers = _rows(SavedWorker, values.pop("workers", ()))

@@ -116,7 +116,7 @@ class RouterPool:
 
     @property
     def saved(self) -> tuple[SavedRouter, ...]:
-        """What the next controller has to know of each."""
+        """Returns what the next controller has to know of each."""
         return tuple(_ports_of(router) for router in self._routers)
 
     @property

@@ -130,7 +130,7 @@ class WorkerPool:
         ]
 
     def names(self) -> tuple[str, ...]:
-        """Those of them that get new work, as `workers` of RouterSettings has them."""
+        """Returns those that get new work, as `workers` of RouterSettings has them."""
         return tuple(f"{role_name(w.role)}:{w.worker_id}={w.address}" for w in self.addresses() if not w.is_draining)
 
     def address(self, worker_id: str) -> str:

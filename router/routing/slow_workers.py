@@ -52,7 +52,7 @@ MOST_SHARE = 3
 
 @dataclass
 class _Record:
-    """What is known of one worker. Times in seconds."""
+    """Keeps what is known of one worker. Times are in seconds."""
 
     observed_s: float = 0.0
     predicted_s: float = 0.0
