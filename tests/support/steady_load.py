@@ -64,9 +64,24 @@ class SteadyLoad:
                 self._changed.notify_all()
 
 
-class SteadyStreams(SteadyLoad):
-    """One stream for each prompt at any time, at these routers in turn; each output is held against the one that the
-    same prompt had before the block was entered."""
+class SteadyOutputs(SteadyLoad):
+    """The same requests over and over, one on each thread; each output is held against the one that the request had
+    before the block was entered."""
+
+    def __enter__(self) -> Self:
+        self._reference = [self.output(number) for number in range(len(self._threads))]
+        return super().__enter__()
+
+    def ask(self, number: int) -> str:
+        return "" if self.output(number) == self._reference[number] else "the output changed"
+
+    def output(self, number: int) -> object:
+        """The output of the request of that number."""
+        raise NotImplementedError
+
+
+class SteadyStreams(SteadyOutputs):
+    """One stream for each prompt, at these routers in turn."""
 
     def __init__(self, clients: Sequence[BatonClient], prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         super().__init__(len(prompts))
@@ -75,12 +90,8 @@ class SteadyStreams(SteadyLoad):
         self._num_tokens = num_tokens
         self.longest_gap_s = 0.0
         """Between two events of a stream, or its call and its first one."""
-        self._reference = [self._run(number) for number in range(len(prompts))]
 
-    def ask(self, number: int) -> str:
-        return "" if self._run(number) == self._reference[number] else "the output changed"
-
-    def _run(self, number: int) -> list[int]:
+    def output(self, number: int) -> list[int]:
         tokens: list[int] = []
         spec = make_spec(
             self._prompts[number],
