@@ -5,8 +5,9 @@
 
 The record is a memory file (memfd), opened by routers of the same machine through /proc: it stays readable after the
 death of the worker for as long as somebody holds it open, and leaves nothing behind. A process that was killed from
-outside, or whose machine was lost, adds no cause. Where a router cannot open it (another machine, another container),
-nothing is known of the cause.
+outside, or whose machine was lost, adds no cause. The kernel's out-of-memory killer leaves none either, but counts: a
+worker that is gone while its control group's count has risen since it was last known to live, ended by itself. Where a
+router cannot open the record (another machine, another container), nothing is known of the cause.
 
     0..8 magic · 8..40 incarnation · 40..44 bytes of names · 44.. names, one a line · SIZE_BYTES.. the cause
 """
@@ -20,10 +21,12 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 SIZE_BYTES = 256 * 1024
 """Of the part before the cause: some 8,000 requests."""
 MOST_CAUSE_BYTES = 16 * 1024
+_MOST_COUNT_BYTES = 16 * 1024
 _MAGIC = b"batoncr1"
 _HEADER = struct.Struct("<8s32sI")
 
@@ -86,8 +89,11 @@ class Crash:
 class CrashReader:
     """The record of a worker of this machine."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
+        self._path = path
+        self._oom_fd = _open_oom_count(path.split("/")[2])
+        self._num_oom_kills = self._count_oom_kills()
 
     @classmethod
     def open(cls, path: str, incarnation: str) -> CrashReader | None:
@@ -103,18 +109,57 @@ class CrashReader:
             if len(header) == _HEADER.size:
                 magic, found, _ = _HEADER.unpack(header)
                 if magic == _MAGIC and found.rstrip(b"\0") == incarnation.encode():
-                    return cls(fd)
+                    return cls(fd, path)
         os.close(fd)
         return None
 
+    def lives(self) -> None:
+        """The worker has just been heard of: the kernel has not ended it for want of memory before."""
+        self._num_oom_kills = self._count_oom_kills()
+
     def read(self) -> Crash | None:
         """None: the process lives, or did not end by itself."""
-        cause = os.pread(self._fd, MOST_CAUSE_BYTES, SIZE_BYTES)
+        cause = os.pread(self._fd, MOST_CAUSE_BYTES, SIZE_BYTES).decode(errors="replace") or self._out_of_memory()
         if not cause:
             return None
         _, _, num_bytes = _HEADER.unpack(os.pread(self._fd, _HEADER.size, 0))
         names = os.pread(self._fd, num_bytes, _HEADER.size).decode(errors="replace")
-        return Crash(frozenset(names.splitlines()), cause.decode(errors="replace"))
+        return Crash(frozenset(names.splitlines()), cause)
 
     def close(self) -> None:
         os.close(self._fd)
+        if self._oom_fd is not None:
+            os.close(self._oom_fd)
+
+    def _out_of_memory(self) -> str:
+        """The cause, if it was that; else empty. A process that ends leaves its descriptors before they are closed."""
+        if os.path.lexists(self._path) or self._count_oom_kills() == self._num_oom_kills:
+            return ""
+        return "the kernel's out-of-memory killer ended it: give it more memory, or less to do at a time"
+
+    def _count_oom_kills(self) -> int:
+        """Processes of the worker's control group that the kernel has killed for want of memory; 0: it does not say."""
+        if self._oom_fd is None:
+            return 0
+        with contextlib.suppress(OSError):  # the group may be gone with its last process
+            for line in os.pread(self._oom_fd, _MOST_COUNT_BYTES, 0).splitlines():
+                name, _, value = line.partition(b" ")
+                if name == b"oom_kill":
+                    return int(value)
+        return 0
+
+
+def _open_oom_count(pid: str) -> int | None:
+    """Opens the file that counts them for the process's control group, else the machine's; None where there is none."""
+    paths = []
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            if not controllers:
+                paths.append(f"/sys/fs/cgroup{group}/memory.events")
+            elif "memory" in controllers.split(","):
+                paths.append(f"/sys/fs/cgroup/memory{group}/memory.oom_control")
+    for path in (*paths, "/proc/vmstat"):
+        with contextlib.suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return None

@@ -275,6 +275,8 @@ class WorkerClient:
 
     def _on_stats(self, stats: worker_pb2.WorkerStats) -> None:
         self.stats = stats
+        if self._crash_reader is not None:
+            self._crash_reader.lives()
         self.step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
 
     def _on_cache(self, events: worker_pb2.CacheEvents) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +28,10 @@ elif way == "abort":
     os.abort()
 elif way == "failed step":
     record.failed("a step failed: RuntimeError: out of memory")
+elif way == "out of memory":
+    taken = []
+    while True:
+        taken.append(b"x" * (1 << 20))
 elif way == "between steps":
     record.rests()
     ctypes.string_at(0)
@@ -77,6 +84,50 @@ def test_one_that_ends_between_steps_names_nobody(process: subprocess.Popen[str]
 def test_one_that_is_killed_from_outside_has_no_cause(process: subprocess.Popen[str]) -> None:
     assert end(process, "killed") is None
     assert process.returncode == -signal.SIGKILL
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group whose processes get 64 MiB."""
+    number = f"baton-test-{os.getpid()}"
+    v1, v2 = Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")
+    group, limit = (v1 / number, "memory.limit_in_bytes") if v1.is_dir() else (v2 / number, "memory.max")
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(64 << 20))
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no control group can be made here: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_one_that_the_kernel_ends_for_want_of_memory_ended_by_itself(
+    small_group: Path, process: subprocess.Popen[str]
+) -> None:
+    (small_group / "cgroup.procs").write_text(str(process.pid))
+    crash = end(process, "out of memory")
+    assert process.returncode == -signal.SIGKILL
+    assert crash is not None and crash.request_ids == {"gen-1", "gen-2"} and "out-of-memory killer" in crash.cause
+
+
+def test_one_that_is_killed_from_outside_after_another_ran_out_of_memory_has_no_cause(
+    small_group: Path, process: subprocess.Popen[str]
+) -> None:
+    (small_group / "cgroup.procs").write_text(str(process.pid))
+    assert process.stdout is not None
+    reader = CrashReader.open(process.stdout.readline().strip(), "abc")
+    assert reader is not None
+    hungry = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid())); bytearray(os.urandom(1 << 20)) * 128"
+    other = subprocess.run([sys.executable, "-c", hungry, str(small_group / "cgroup.procs")])
+    assert other.returncode == -signal.SIGKILL
+    assert reader.read() is None, "it lives"
+    reader.lives()
+    process.kill()
+    process.wait(30)
+    assert reader.read() is None
+    reader.close()
 
 
 def test_the_requests_of_each_step_replace_those_of_the_last() -> None:
