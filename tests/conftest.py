@@ -26,6 +26,9 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+# Triton reads it when it is imported: without a GPU its kernels are interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ[MARK] = uuid.uuid4().hex
 # A shell has what it starts in the background ignore SIGINT, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
