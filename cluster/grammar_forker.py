@@ -7,6 +7,7 @@ its children ended.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import os
@@ -26,7 +27,9 @@ class GrammarForker:
     """The process that forks, and how its children ended."""
 
     def __init__(self, definition: str, vocab_size: int) -> None:
-        """Raises ValueError for a tokenizer that the library does not take."""
+        """Raises ValueError for a tokenizer that the library does not take, or without the library."""
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError("output cannot be constrained without llguidance: pip install llguidance")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "cluster.grammar_process", str(theirs.fileno())]
         with theirs:

@@ -13,12 +13,14 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from nursery import close_nursery
 
-from benchmarks.redis_server import RedisServer, running_redis
+if TYPE_CHECKING:  # its client is installed where a test uses it, not on every machine with a GPU
+    from benchmarks.redis_server import RedisServer
 
 MARK = "BATON_TEST_SESSION"
 
@@ -130,5 +132,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def redis_of_session() -> Iterator[RedisServer]:
     """One for all tests that leave it running; a test that kills one starts its own (`running_redis`)."""
+    from benchmarks.redis_server import running_redis
+
     with running_redis() as server:
         yield server
