@@ -19,6 +19,8 @@
 #   make docs-check     runs every block of commands and code in README.md and docs/
 #   make bench          measures a cluster on this machine
 #   make bench-peer     holds baton bench against an independent client, over Baton and `transformers serve` (.venv-peer)
+#   make gpu            what works on this machine's GPU and how fast, in ten minutes; needs no setup where torch is there
+#   make gpu-check      the GPU path as far as it can be checked without one, with torch's CUDA build (.venv-gpu-check)
 #   make clean          removes .venv and every cache
 
 VENV := .venv
@@ -48,7 +50,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: setup serve test check format lock proto model-check chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
+.PHONY: gpu gpu-check setup serve test check format lock proto model-check chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -195,6 +197,20 @@ bench: $(READY)
 bench-peer: $(READY) .venv-peer/.ready
 	$(PY) -m benchmarks.bench_agrees --peer .venv-peer/bin/transformers $(ARGS)
 
+# A machine with a GPU mostly has torch and what it needs, and no way to the registries of packages.
+gpu:
+	@$(if $(wildcard $(PY)),$(PY),$(or $(PYTHON),python3)) -m benchmarks.gpu $(ARGS)
+
+# torch's default build is the one for CUDA: some 3 GB with the libraries that it brings.
+.venv-gpu-check/.ready: tests/gpu-check-requirements.txt | $(READY)
+	@echo "installing $< into $(@D): some 3 GB"
+	@[ -x $(@D)/bin/python ] || $(PY) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+gpu-check: .venv-gpu-check/.ready
+	@.venv-gpu-check/bin/python -m benchmarks.gpu --check --again --budget 1800 --out build/gpu-check $(ARGS)
+
 clean:
-	rm -rf $(VENV) .venv-clients .venv-schema .venv-peer build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-schema .venv-peer .venv-gpu-check build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

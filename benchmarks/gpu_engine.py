@@ -1,66 +1,53 @@
-"""How near one GPU comes to what it can do, with random weights of a large model: decode against the rate at which it
-copies memory, prefill against the rate at which it multiplies matrices; with and without CUDA graphs, in fewer bits.
+"""How near one GPU comes to what it can do, with random weights of a large model: parts of `benchmarks.gpu`.
 
-    python benchmarks/gpu_engine.py --json
+    python -m benchmarks.gpu_engine {ceilings,graphs,speed} --device cuda
 
-Weights are drawn on the device, so that no checkpoint is needed. What cannot run is told with its reason and the rest
-goes on. `--device cpu --shape tiny` shows that the program itself works where there is no GPU.
+Decode is held against the rate at which the device copies memory, prefill against the rate at which it multiplies
+matrices, both measured right before. Weights are drawn on the device, so that no checkpoint is needed. On the CPU the
+model is tiny and the figures mean nothing.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import platform
+import re
 import statistics
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
-
-if not __package__:
-    # Run by its path: this folder, where a module has the name of a package, is not to be imported from.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from typing import Any
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engine import Bench, timed
-from cluster.errors import BatonError
-from cluster.program import ExitCode
+from benchmarks.gpu_part import Clock, attempt, found, run_named
 from engine.checkpoint import Checkpoint, TensorSlice
 
+ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 256
-BATCH_SIZES = [1, 8, 32, 128]
-PROMPT_SIZES = [2048, 8192, 32768]
-
-
-class Shape(StrEnum):
-    """Sizes of the model."""
-
-    LARGE = "8B"
-    TINY = "tiny"
-
-
+LARGE, TINY = (4096, 14336, 32, 32, 8, 128256), (64, 128, 2, 4, 2, 512)
+"""Sizes of an 8B model, and of one to try the program out with: `_SIZES`, and the vocabulary."""
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-_SHAPES = {Shape.LARGE: (4096, 14336, 32, 32, 8, 128256), Shape.TINY: (64, 128, 2, 4, 2, 512)}
-
 VARIANTS: dict[str, dict[str, Any]] = {
-    "bf16, eager": {},
     "bf16": {"graphs": True},
-    "bf16, varlen": {"graphs": True, "attention": "varlen"},
-    "bf16, flash_attn": {"graphs": True, "attention": "flash_attn"},
     "fp8": {"graphs": True, "quantization": "fp8"},
     "int8": {"graphs": True, "quantization": "int8"},
     "int4": {"graphs": True, "quantization": "int4"},
-    "bf16, kv int8": {"kv_cache_dtype": "int8"},
-    "bf16, kv fp8": {"kv_cache_dtype": "fp8"},
+    "bf16, kv int8": {"graphs": True, "kv_cache_dtype": "int8"},
+    "bf16, kv fp8": {"graphs": True, "kv_cache_dtype": "fp8"},
+    "bf16, flash_attn": {"graphs": True, "attention": "flash_attn"},
+    "bf16, varlen": {"graphs": True, "attention": "varlen"},
 }
+"""In the order in which they are measured while there is time."""
+VARIANT_S = 12.0
+"""A variant is not begun with less time than this."""
+NOT_HERE = {"ray"}
+"""Dependencies of Baton that neither a worker nor a router by hand needs."""
 
 
 class RandomWeights(Checkpoint):
@@ -76,21 +63,73 @@ class RandomWeights(Checkpoint):
         """There is no tensor of its own."""
 
 
-def write_config(shape: Shape, longest: int, folder: Path) -> None:
-    *sizes, vocab_size = _SHAPES[shape]
-    fields = dict(zip(_SIZES, sizes, strict=True)) | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocab_size,
-        "head_dim": sizes[0] // sizes[3],
-        "max_position_embeddings": longest,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-    }
-    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+@dataclass(frozen=True)
+class Plan:
+    """The sizes that are measured on a device."""
+
+    device: torch.device
+    sizes: tuple[int, ...] = LARGE
+    batch: tuple[int, ...] = (1, 8, 32, 128)
+    prompt: tuple[int, ...] = (2048, 8192, 32768)
+    context: int = 1024
+    """Tokens of each decoding sequence."""
+    chunk: int = 8192
+    copied_bytes: int = 4 << 30
+
+    @classmethod
+    def on(cls, device: str) -> Plan:
+        if device != "cpu":
+            return cls(torch.device(device))
+        return cls(torch.device("cpu"), TINY, (1, 3), (300,), context=300, chunk=200, copied_bytes=16 << 20)
+
+    def load(self, wanted: dict[str, Any]) -> Bench:
+        """The same weights each time. Raises what ModelRunner raises."""
+        wanted = dict(wanted)
+        up_to = max(self.batch) if wanted.pop("graphs", False) else 0
+        blocks_each = -(-self.context // BLOCK_SIZE)
+        sizes = {"chunk": self.chunk, "context": self.context, "block_size": BLOCK_SIZE}
+        sizes["max_tokens"] = max(*self.prompt, max(self.batch) * blocks_each * BLOCK_SIZE)
+        places = {"device": str(self.device), "dtype": "bfloat16", "graphs_up_to": up_to, "open_weights": RandomWeights}
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory(prefix="baton-benchmark-") as folder:
+            self.write_config(max(*self.prompt, self.context + 1), Path(folder))
+            return Bench(Path(folder), **sizes, **places, **wanted)
+
+    def write_config(self, longest: int, folder: Path) -> None:
+        *sizes, vocab_size = self.sizes
+        fields = dict(zip(_SIZES, sizes, strict=True)) | {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": vocab_size,
+            "head_dim": sizes[0] // sizes[3],
+            "max_position_embeddings": longest,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+        (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+
+    def gemm_shapes(self) -> list[tuple[int, int]]:
+        """(outputs, inputs) of a layer's products."""
+        hidden, inner, _, num_heads, num_kv_heads, _ = self.sizes
+        kv = hidden // num_heads * num_kv_heads
+        return [(hidden + 2 * kv, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+
+    def forget(self) -> None:
+        """Gives back what the last model held."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def used_bytes(self) -> int:
+        """Memory of the device that is in use, by whomever."""
+        if self.device.type != "cuda":
+            return 0
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free)
 
 
 def median_s(work: Callable[[], object], device: torch.device, num_runs: int = 10) -> float:
@@ -123,40 +162,81 @@ def gemm_rate(device: torch.device, shapes: Sequence[tuple[int, int]], num_rows:
     return flops / took_s
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured of each variant, and where."""
-
-    device: torch.device
-    shape: Shape
-    batch: list[int]
-    prompt: list[int]
-    context: int
-    chunk: int
-
-    @property
-    def copied_bytes(self) -> int:
-        return 4 << 30 if self.device.type == "cuda" else 16 << 20
-
-    def load(self, wanted: dict[str, Any]) -> Bench:
-        """Raises what ModelRunner raises."""
-        wanted = dict(wanted)
-        up_to = max(self.batch) if wanted.pop("graphs", False) else 0
-        blocks_each = -(-self.context // BLOCK_SIZE)
-        sizes = {"chunk": self.chunk, "context": self.context, "block_size": BLOCK_SIZE}
-        sizes["max_tokens"] = max(*self.prompt, max(self.batch) * blocks_each * BLOCK_SIZE)
-        places = {"device": str(self.device), "dtype": "bfloat16", "graphs_up_to": up_to, "open_weights": RandomWeights}
-        with tempfile.TemporaryDirectory(prefix="baton-benchmark-") as folder:
-            write_config(self.shape, max(*self.prompt, self.context + 1), Path(folder))
-            return Bench(Path(folder), **sizes, **places, **wanted)
+# The parts
 
 
-def measure(bench: Bench, plan: Plan) -> dict[str, Any]:
-    """Of one variant."""
-    told: dict[str, Any] = {"attention": bench.runner.attention_name, "graphs": bench.runner.graphs_reason}
-    told["decode"] = {str(size): measure_decode(bench, plan, size) for size in plan.batch}
-    told["prefill"] = {str(size): measure_prefill(bench, plan, size) for size in plan.prompt}
-    return told
+def ceilings(device: str, clock: Clock) -> None:
+    """Versions, and what the machine can do at best."""
+    plan = Plan.on(device)
+    found("versions", **_versions(plan.device))
+    attempt("copy", lambda: {"gb_s": round(copy_rate(plan.device, plan.copied_bytes) / 1e9, 1)})
+    for rows in (max(plan.batch), plan.chunk):
+        rate = f"products of {rows} rows"
+        attempt(rate, lambda rows=rows: {"tflops": _tflops(gemm_rate(plan.device, plan.gemm_shapes(), rows))})  # type: ignore[misc]
+    if missing := missing_packages():
+        found("packages", missing=" ".join(missing), remedy=f"pip install {' '.join(missing)}")
+
+
+def graphs(device: str, clock: Clock) -> None:
+    """Steps of the same weights by graphs and launched one by one: logits, times, memory."""
+    plan = Plan.on(device)
+    logits: dict[str, dict[int, torch.Tensor]] = {}
+    times: dict[str, dict[int, float]] = {}
+    used: dict[str, int] = {}
+    reason = ""
+    for name, wanted in (("eager", {}), ("graphs", {"graphs": True})):
+        plan.forget()
+        before = plan.used_bytes()
+        bench = plan.load(wanted)
+        used[name] = plan.used_bytes() - before
+        steps = {size: bench.decode_step([5] * size) for size in plan.batch}
+        logits[name] = {size: bench.runner.forward(step).float().cpu() for size, step in steps.items()}
+        times[name] = {
+            size: median_s(lambda step=step, bench=bench: bench.runner.forward(step), plan.device)  # type: ignore[misc]
+            for size, step in steps.items()
+        }
+        found(f"{name}: memory", gb=round(used[name] / 1e9, 3), kv_gb=round(bench.runner.kv.nbytes / 1e9, 3))
+        reason = bench.runner.graphs_reason
+        del bench
+    found("graphs: more memory", gb=round((used["graphs"] - used["eager"]) / 1e9, 3), graphs=reason)
+    if device != "cpu" and "sizes of decode steps" not in reason:
+        found("graphs", error=f"no step became a graph: {reason}")
+    for size in plan.batch:
+        eager, replayed = logits["eager"][size], logits["graphs"][size]
+        values: dict[str, Any] = {
+            "eager_ms": round(1000 * times["eager"][size], 3),
+            "graph_ms": round(1000 * times["graphs"][size], 3),
+            "difference": float(f"{(eager - replayed).abs().max():.3g}"),
+            "of_largest": float(f"{eager.abs().max():.3g}"),
+        }
+        if not values["difference"] <= 0.02 * values["of_largest"]:
+            values["error"] = "a replayed step differs from an eager one by more than 2 % of the largest logit"
+        found(f"step of {size}", **values)
+
+
+def speed(device: str, clock: Clock) -> None:
+    """Decode and prefill of each variant while there is time, and the kernels of one step."""
+    plan = Plan.on(device)
+    for name, wanted in VARIANTS.items():
+        if name != "bf16" and clock.left_s < VARIANT_S:
+            found(name, not_run=f"{clock.left_s:.0f} s were left")
+            continue
+        try:
+            bench = plan.load(wanted)
+        except Exception as error:
+            line = (str(error).splitlines() or [""])[0]
+            # What is asked for and not installed is no fault of Baton's; that bf16 does not run would be one.
+            found(name, **{"error" if name == "bf16" else "not_run": f"{type(error).__name__}: {line}"})
+            continue
+        found(name, attention=bench.runner.attention_name, graphs=bench.runner.graphs_reason)
+        for size in plan.batch:
+            attempt(f"{name}: decode of {size}", lambda size=size, bench=bench: measure_decode(bench, plan, size))  # type: ignore[misc]
+        for size in plan.prompt if name == "bf16" else plan.prompt[:1]:
+            attempt(f"{name}: prefill of {size}", lambda size=size, bench=bench: measure_prefill(bench, plan, size))  # type: ignore[misc]
+        if name == "bf16":
+            attempt("kernels of one step", lambda bench=bench: profile_step(bench, plan))  # type: ignore[misc]
+        del bench
+        plan.forget()
 
 
 def measure_decode(bench: Bench, plan: Plan, size: int) -> dict[str, float]:
@@ -177,72 +257,75 @@ def measure_decode(bench: Bench, plan: Plan, size: int) -> dict[str, float]:
 
 
 def measure_prefill(bench: Bench, plan: Plan, size: int) -> dict[str, float]:
+    """A prompt to its first token; the limit is measured right before."""
     bench.prefill(size)
     limit = gemm_rate(plan.device, bench.gemm_shapes(), min(size, plan.chunk))
     took_s = statistics.median(timed(lambda: bench.prefill(size)) for _ in range(3))
-    return {"tok_s": round(size / took_s, 1), "mfu": float(f"{bench.prefill_flops(size) / took_s / limit:.3g}")}
+    return {
+        "ms": round(1000 * took_s, 1),
+        "tok_s": round(size / took_s, 1),
+        "mfu": float(f"{bench.prefill_flops(size) / took_s / limit:.3g}"),
+    }
 
 
-def measure_all(names: Iterable[str], plan: Plan) -> dict[str, Any]:
-    """What cannot run becomes its reason."""
-    told: dict[str, Any] = {}
-    began = time.perf_counter()
-    for name in names:
-        try:
-            told[name] = measure(plan.load(VARIANTS[name]), plan)
-        except (BatonError, RuntimeError) as error:
-            told[name] = {"error": str(error).partition("\n")[0]}
-        gc.collect()
-        if plan.device.type == "cuda":
-            torch.cuda.empty_cache()
-        print(f"{name}: after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+def profile_step(bench: Bench, plan: Plan) -> dict[str, Any]:
+    """The kernels of one whole decode step that take longest, copies included; on the CPU, the operations."""
+    is_cuda = plan.device.type == "cuda"
+    activities = [torch.profiler.ProfilerActivity.CPU, *([torch.profiler.ProfilerActivity.CUDA] if is_cuda else [])]
+    size = plan.batch[-2]
+    bench.decode(size, 2)
+    with torch.profiler.profile(activities=activities) as profile:
+        bench.decode(size, 1)
+        if is_cuda:
+            torch.cuda.synchronize(plan.device)
+
+    def of(event: Any) -> float:
+        return float(event.self_device_time_total if is_cuda else event.self_cpu_time_total)
+
+    events = profile.key_averages()
+    kernels = [e for e in events if of(e) > 0 and (not is_cuda or e.device_type == torch.autograd.DeviceType.CUDA)]
+    kernels.sort(key=of, reverse=True)
+    rows = [{"kernel": e.key[:80], "calls": e.count, "us": round(of(e), 1)} for e in kernels[:20]]
+    waits = sum(e.count for e in events if re.fullmatch(r"cuda(Stream|Device|Event)Synchronize", e.key))
+    launches = sum(e.count for e in events if re.match(r"cu(da)?(LaunchKernel|GraphLaunch)", e.key))
+    total = {"us": round(sum(map(of, kernels)), 1), "kernels": sum(e.count for e in kernels)}
+    return {"sequences": size, **total, "launches": launches, "synchronisations": waits, "rows": rows}
+
+
+def missing_packages() -> list[str]:
+    """What Baton depends on and this machine has not, but what no process by hand needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[\[<>=]", text)[0] for text in project["dependencies"]} - NOT_HERE
+    return sorted(name for name in names if _version(name) == "")
+
+
+def _versions(device: torch.device) -> dict[str, Any]:
+    told: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    told |= {name: _version(name) or "none" for name in ("triton", "grpcio", "protobuf", "transformers", "numpy")}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        told |= {
+            "gpu": properties.name,
+            "memory_gb": round(properties.total_memory / 1e9, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+            "gpus": torch.cuda.device_count(),
+        }
     return told
 
 
-def _table(title: str, variants: dict[str, Any], part: str, share: str) -> Table:
-    table = Table(title=title)
-    sizes = next((told[part] for told in variants.values() if part in told), {})
-    for column in ("", *(f"{size}: tok/s" for size in sizes)):
-        table.add_column(column, justify="right" if column else "left")
-    for name, told in variants.items():
-        cells = [f"{v['tok_s']:,.0f} ({v[share]:.0%})" for v in told.get(part, {}).values()]
-        table.add_row(name, *(cells or [told.get("error", "")]))
-    return table
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
-def main(
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try the program out.")] = "cuda",
-    shape: Annotated[Shape, typer.Option(help="Of the model.")] = Shape.LARGE,
-    batch: Annotated[list[int], typer.Option(min=1, help="Sequences that decode; repeat it.")] = BATCH_SIZES,
-    prompt: Annotated[list[int], typer.Option(min=1, help="Tokens of a prompt; repeat it.")] = PROMPT_SIZES,
-    context: Annotated[int, typer.Option(min=2, help="Tokens of each decoding sequence.")] = 1024,
-    chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step of prefill.")] = 8192,
-    variant: Annotated[list[str] | None, typer.Option(help="A row of the tables; repeat it. Without it: all.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
-) -> None:
-    """Measures one rank with random weights on a GPU."""
-    if unknown := set(variant or ()) - VARIANTS.keys():
-        raise typer.BadParameter(f"--variant: {unknown.pop()!r} is unknown; use one of: {'; '.join(VARIANTS)}")
-    plan = Plan(torch.device(device), shape, batch, prompt, context, chunk)
-    if plan.device.type == "cuda" and not torch.cuda.is_available():
-        typer.echo("error: there is no CUDA device here; --device cpu --shape tiny tries the program out", err=True)
-        raise typer.Exit(ExitCode.FAILED)
-    variants = measure_all(variant or VARIANTS, plan)
-    values = {"device": _name(plan.device), "torch": torch.__version__, "shape": shape, "context": context}
-    values |= {"copy_gb_s": round(copy_rate(plan.device, plan.copied_bytes) / 1e9, 1), "variants": variants}
-    if as_json:
-        print(json.dumps(values))
-        return
-    console = Console()
-    console.print(_table(f"decode, {context} tokens of context (share of the copy rate)", variants, "decode", "mbu"))
-    console.print(_table("prefill (share of the rate of products in bfloat16)", variants, "prefill", "mfu"))
-    for name, told in variants.items():
-        console.print(f"{name}: attention {told.get('attention', '-')}; CUDA graphs: {told.get('graphs', '-')}")
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def _tflops(rate: float) -> float:
+    return float(f"{rate / 1e12:.4g}")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_named({"ceilings": ceilings, "graphs": graphs, "speed": speed})

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,6 +64,8 @@ class Plan:
     passes: int = 4
     """How often the prompt is moved, one chunk after another, in one measurement."""
     digest: str = "on"
+    environments: tuple[Mapping[str, str], Mapping[str, str]] = field(default_factory=lambda: ({}, {}))
+    """Variables of the sender and of the receiver."""
 
 
 class Peers:
@@ -144,7 +146,7 @@ def running_peers(plan: Plan) -> Iterator[Peers]:
                 tcp_fd=tcp[side].fileno(),
             )
             fds = (settings.grants_fd, settings.tcp_fd)
-            programs.append(Program("benchmarks.kv_peer", settings, pass_fds=fds))
+            programs.append(Program("benchmarks.kv_peer", settings, fds, plan.environments[side]))
             stack.callback(programs[-1].stop)
         for program in programs:
             program.expect("ready")

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,20 @@ class ProgramFailed(Exception):
 class Program:
     """One `python -m MODULE`: the lines of JSON that it prints, and those that it reads."""
 
-    def __init__(self, module: str, settings: JsonSettings, pass_fds: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        module: str,
+        settings: JsonSettings,
+        pass_fds: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`environment`: variables beside this process's own."""
         self._module = module
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, "--settings", settings.to_json()],
             cwd=ROOT,
+            env={**os.environ, **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

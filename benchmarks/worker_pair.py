@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class Heard:
     first_token: float | None = None
     decoding: float | None = None
     ended: float | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """Of the output so far."""
     failure: str = ""
     is_cancelled: bool = False
 
@@ -99,6 +101,7 @@ class Session:
             case "tokens":
                 heard = self._heard_of(event.tokens.key)
                 heard.first_token = heard.first_token or now
+                heard.token_ids += event.tokens.token_ids
                 if event.tokens.finish_reason:
                     heard.ended = now
             case "failed":
@@ -124,23 +127,44 @@ class WorkerPair:
 
     def hand_off(self, prompt_tokens: int, output_tokens: int, vocab_size: int) -> tuple[RequestKey, Heard]:
         """Gives both workers a prompt of random tokens that no cache knows, as the router does."""
-        key = RequestKey(f"request-{next(self._names)}", 1)
-        with self._changed:
-            heard = self._heard[key] = Heard()
-        common: dict[str, Any] = {
-            "key": key.to_proto(),
-            "prompt_token_ids": self._random.choices(range(3, vocab_size), k=prompt_tokens),
-            "sampling": worker_pb2.Sampling(
-                params=generation_pb2.SamplingParams(temperature=0),
-                stopping=generation_pb2.StoppingCriteria(max_output_tokens=output_tokens),
-            ),
-            "bypass_prefix_cache": True,
-        }
+        return self.hand_off_of(self.random_prompt(prompt_tokens, vocab_size), output_tokens)
+
+    def random_prompt(self, num_tokens: int, vocab_size: int) -> list[int]:
+        return self._random.choices(range(3, vocab_size), k=num_tokens)
+
+    def alone(self, prompt: list[int], output_tokens: int) -> Heard:
+        """Gives the decode worker a prompt to compute by itself."""
+        _, heard, common = self._new_request(prompt, output_tokens)
+        self.decode.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_DECODE, **common))
+        return heard
+
+    def hand_off_of(self, prompt: list[int], output_tokens: int) -> tuple[RequestKey, Heard]:
+        """Gives both workers a prompt; what they have cached of it does not count."""
+        key, heard, common = self._new_request(prompt, output_tokens)
         info = self.decode.info
         peer = worker_pb2.Peer(worker_id=info.worker_id, incarnation=info.incarnation, address=self.decode.address)
         self.decode.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_DECODE, expect_handoff=True, **common))
         self.prefill.send(admit=worker_pb2.Admit(role=worker_pb2.ROLE_PREFILL, decode_peer=peer, **common))
         return key, heard
+
+    def _new_request(self, prompt: list[int], output_tokens: int) -> tuple[RequestKey, Heard, dict[str, Any]]:
+        """Greedy; with the fields that each worker is sent."""
+        key = RequestKey(f"request-{next(self._names)}", 1)
+        with self._changed:
+            heard = self._heard[key] = Heard()
+        return (
+            key,
+            heard,
+            {
+                "key": key.to_proto(),
+                "prompt_token_ids": prompt,
+                "sampling": worker_pb2.Sampling(
+                    params=generation_pb2.SamplingParams(temperature=0),
+                    stopping=generation_pb2.StoppingCriteria(max_output_tokens=output_tokens),
+                ),
+                "bypass_prefix_cache": True,
+            },
+        )
 
     def cancel(self, key: RequestKey) -> float:
         """Tells both; returns when."""
@@ -186,8 +210,9 @@ class WorkerPair:
 
 
 @contextlib.contextmanager
-def running_pair(model: Path, max_model_len: int) -> Iterator[WorkerPair]:
-    """Both workers with a model in float32, ready. Raises ProgramFailed."""
+def running_pair(model: Path, max_model_len: int, **values: Any) -> Iterator[WorkerPair]:
+    """Both workers with a model, by default in float32 on the CPU, ready; `values`: settings of both. Raises
+    ProgramFailed."""
     plan = plan_cluster(load_config(ROOT / "cluster.yaml"), num_gpus=0, num_cores=None)
     with contextlib.ExitStack() as stack:
         programs = {}
@@ -195,11 +220,10 @@ def running_pair(model: Path, max_model_len: int) -> Iterator[WorkerPair]:
             settings = worker.ranks[0].with_values(
                 model_path=str(model),
                 model_name=None,
-                dtype="float32",
-                threads=1,
                 max_model_len=max_model_len,
                 kv_cache_tokens=2 * (max_model_len + worker.ranks[0].engine.block_size),
                 metrics_port=None,
+                **{"dtype": "float32", "threads": 1, **values},
             )
             program = programs[worker.role] = Program("worker", settings)
             stack.callback(program.stop)

@@ -202,18 +202,43 @@ def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
     assert told["prefix"]["tokens"] == 100 and told["quantization"] == "int8"
 
 
-def test_the_gpus_benchmark_measures_what_can_run_and_says_why_the_rest_cannot() -> None:
+def test_the_gpu_command_measures_on_a_cpu_what_can_run_and_says_why_the_rest_cannot(tmp_path: Path) -> None:
     """The program itself: on a CPU its figures mean nothing."""
-    sizes = ("--batch", "1", "--batch", "3", "--prompt", "300", "--chunk", "200", "--context", "300")
-    ended, left = run("benchmarks/gpu_engine.py", "--json", "--device", "cpu", "--shape", "tiny", *sizes)
-    assert ended.returncode == 0, ended.stderr
+    sizes = ("--only", "ceilings", "--only", "speed", "--out", str(tmp_path))
+    ended, left = run("benchmarks/gpu.py", "--device", "cpu", *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     assert left == []
-    variants = json.loads(ended.stdout)["variants"]
-    assert "varlen cannot run" in variants["bf16, varlen"]["error"]
-    for name in ("bf16, eager", "bf16", "fp8", "int8"):
-        assert all(variants[name]["decode"][size]["mbu"] > 0 for size in ("1", "3"))
-        assert variants[name]["prefill"]["300"]["mfu"] > 0
-    assert variants["bf16"]["graphs"] == "they need a CUDA device, this is cpu"
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    found = {each["name"]: each for each in parts["speed"]["findings"]}
+    assert "varlen cannot run" in found["bf16, varlen"]["not_run"]
+    assert found["bf16"]["graphs"] == "they need a CUDA device, this is cpu"
+    for name in ("bf16", "fp8", "int8"):
+        assert all(found[f"{name}: decode of {size}"]["mbu"] > 0 for size in (1, 3))
+        assert found[f"{name}: prefill of 300"]["mfu"] > 0
+    assert len(found["kernels of one step"]["rows"]) > 5
+    assert {each["name"] for each in parts["ceilings"]["findings"]} >= {"versions", "copy", "products of 200 rows"}
+
+
+def test_the_gpu_command_says_that_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    ended, left = run("benchmarks/gpu.py", "--out", str(tmp_path))
+    assert ended.returncode == 4 and "error: there is no CUDA device here" in ended.stderr, ended.stdout + ended.stderr
+    assert left == []
+
+
+@pytest.mark.battery
+@pytest.mark.timeout(500)
+def test_every_part_of_the_gpu_command_runs_on_a_cpu(tmp_path: Path) -> None:
+    ended, left = run("benchmarks/gpu.py", "--device", "cpu", "--out", str(tmp_path), timeout_s=400)
+    parts = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(parts, "ok"), ended.stdout
+    assert ended.returncode == 0 and left == []
+    found = {name: {each["name"]: each for each in part["findings"]} for name, part in parts.items()}
+    assert found["tests"]["tests"]["skipped"] > 100
+    assert found["links"]["shm"]["gb_s"] > 0 and found["links"]["tensor parallelism of 2"]["largest"] > 0
+    assert found["handoff"]["hand-off of 500 tokens"]["tokens"] > 0
+    assert found["router"]["streams"]["same_again"] == "8 of 8"
+    assert found["router"]["streams"]["disaggregated"] > 0
 
 
 @pytest.mark.battery

@@ -1,0 +1,96 @@
+"""`benchmarks.gpu` runs parts in processes, within limits, and goes on where it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Outcome, Part, Results, judge, run_parts
+
+KEY = {"revision": "r1", "device": "cpu"}
+
+
+def fake(name: str, limit_s: float = 60.0) -> Part:
+    return Part(name, "a part of the tests", limit_s, "fake_gpu_part")
+
+
+@pytest.fixture(autouse=True)
+def somewhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts run in a folder of the test."""
+    path = f"{gpu.ROOT}:{gpu.ROOT / 'tests' / 'support'}"
+    monkeypatch.setattr(gpu, "_python_path", lambda: path)
+    monkeypatch.setattr(gpu, "ROOT", tmp_path)
+
+
+def run(
+    folder: Path, *parts: Part, budget_s: float = 60.0, is_again: bool = False, key: dict[str, str] = KEY
+) -> list[Outcome]:
+    return list(run_parts(parts, "cpu", budget_s, Results(folder, key, ()), folder, is_again=is_again))
+
+
+def test_findings_are_written_as_they_come_and_a_failed_part_names_what_failed(tmp_path: Path) -> None:
+    good, bad = run(tmp_path, fake("good"), fake("bad"))
+    assert (good.status, good.error) == ("ok", "")
+    assert [(each["name"], each["value"]) for each in good.findings] == [("one", 1), ("two", 2)]
+    assert bad.status == "failed" and bad.error.startswith("broken: ZeroDivisionError")
+    assert bad.findings[1] == {"name": "after", "value": 3}
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    kinds = [line.get("status", "began" if "began" in line else "found") for line in lines]
+    assert kinds == ["began", "found", "found", "ok", "began", "found", "found", "failed"]
+    assert all(line["revision"] == "r1" for line in lines)
+
+
+def test_a_part_that_has_ended_is_not_run_again_for_the_same_sources(tmp_path: Path) -> None:
+    count = tmp_path / "fake_gpu_part.count"
+    (first,) = run(tmp_path, fake("good"))
+    (again,) = run(tmp_path, fake("good"))
+    assert again.findings == first.findings and count.read_text() == "x"
+    run(tmp_path, fake("good"), is_again=True)
+    run(tmp_path, fake("good"), key={**KEY, "revision": "r2"})
+    assert count.read_text() == "xxx"
+
+
+def test_results_of_another_folder_count_and_a_line_that_was_cut_off_does_not(tmp_path: Path) -> None:
+    run(tmp_path, fake("good"))
+    whole = tmp_path / "results.jsonl"
+    whole.write_text(whole.read_text() + '{"revision": "r1", "device": "cpu", "part": "bad", "fou')
+    results = Results(tmp_path / "other", KEY, [whole])
+    assert list(results.known) == ["good"] and len(results.known["good"].findings) == 2
+
+
+def test_a_late_part_is_ended_and_keeps_what_it_has_found(tmp_path: Path) -> None:
+    (late,) = run(tmp_path, fake("late", limit_s=1.0))
+    assert late.status == "late" and not late.is_final
+    assert Results(tmp_path, KEY, ()).known["late"].findings == late.findings
+    run(tmp_path, fake("late", limit_s=1.0))
+    assert len(Results(tmp_path, KEY, ()).known["late"].findings) == 1
+    assert not psutil.pid_exists(late.findings[0]["pid"])
+
+
+def test_nothing_is_begun_without_time(tmp_path: Path) -> None:
+    (left,) = run(tmp_path, fake("good"), budget_s=12.0)
+    assert left.status == "not run" and "of 12 s were left" in left.error
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_a_missing_package_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (missing,) = run(tmp_path, fake("missing"))
+    assert missing.status == "missing" and not missing.is_final
+    assert missing.error == "grpc_health_that_is_not_there is not installed: pip install grpc_health_that_is_not_there"
+    assert judge(1, ["ModuleNotFoundError: No module named 'grpc_health.v1'\n"], [], 1)[1].endswith(
+        "pip install grpcio-health-checking"
+    )
+
+
+def test_a_machine_without_a_gpu_ends_the_run(tmp_path: Path) -> None:
+    outcomes = run(tmp_path, fake("absent"), fake("good"))
+    assert [outcome.status for outcome in outcomes] == ["no device"]
+    assert outcomes[0].error == "there is no CUDA device here"
+
+
+def test_all_parts_fit_in_ten_minutes() -> None:
+    assert sum(part.limit_s for part in gpu.PARTS) <= 600
