@@ -91,6 +91,8 @@ class WorkerSettings(JsonSettings):
     metrics: MetricsSection = field(default_factory=MetricsSection)
     """Peaks of the device; whether there is a page is said by `metrics_port`."""
     internal_tls: InternalTlsSection = field(default_factory=InternalTlsSection)
+    gpu: int | None = None
+    """Number of its GPU among those that the process sees; None: that of its rank, where it sees several."""
     tp_rank: int = 0
     tp_size: int = 1
     leader: str | None = None

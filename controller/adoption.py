@@ -60,6 +60,8 @@ class NodePlacement:
     pid: int
     protocol: str = ""
     """Versions of the protocol that the process speaks; empty: it is older than the handshake."""
+    gpu: int | None = None
+    """Number of the GPU that Ray has given it, among those that it sees; None: none, or it sees that one alone."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,8 @@ class WorkerLauncher:
         places = await self._locate(ranks)
         token = self._hosting.token
         settings = [
-            replace(s, host=place.host, cluster_token=token) for s, place in zip(self.plan.ranks, places, strict=True)
+            replace(s, host=place.host, gpu=place.gpu, cluster_token=token)
+            for s, place in zip(self.plan.ranks, places, strict=True)
         ]
         leader = json.loads(await ranks[0].prepare(settings[0].to_json()))["rank_address"]
         others = [replace(s, leader=leader).to_json() for s in settings[1:]]

@@ -15,7 +15,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -42,6 +42,26 @@ _KILL_S = 5.0
 _DEATHS = 3
 _OWNER_S = 0.5
 """An owner is given up when Ray says so as often in a row, at that interval."""
+
+
+def gpu_options(bundle: Mapping[str, float]) -> dict[str, Any]:
+    """Options of an actor that has a GPU: it sees the node's other GPUs, too, since what a worker maps or copies of
+    another one's memory lies there. Ray would hide them, and says which one is the actor's own (`gpu_number`)."""
+    if not bundle.get("GPU"):
+        return {}
+    return {"runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}}
+
+
+def gpu_number(assigned: Sequence[int | str], visible: str | None) -> int | None:
+    """The number, as CUDA counts, of the one GPU that Ray has assigned; None where it is not one.
+
+    Ray names GPUs as `visible`, CUDA_VISIBLE_DEVICES, does where it is set, and CUDA counts those that stand there.
+    """
+    if len(assigned) != 1:
+        return None
+    name = str(assigned[0])
+    names = [each.strip() for each in visible.split(",")] if visible else []
+    return names.index(name) if name in names else int(name) if name.isdigit() and not names else None
 
 
 def die_with_parent() -> None:
@@ -77,7 +97,8 @@ class Process:
         send_logs_to(self._report, identity.name, log_dir)
 
     async def locate(self) -> NodePlacement:
-        return NodePlacement(ray.util.get_node_ip_address(), os.getpid(), spoken())
+        gpu = gpu_number(ray.get_gpu_ids(), os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return NodePlacement(ray.util.get_node_ip_address(), os.getpid(), spoken(), gpu)
 
     async def describe(self) -> FoundProcess:
         """Identifies this process to a controller that did not make it."""
@@ -217,6 +238,7 @@ class Hosting:
             num_gpus=bundle.get("GPU", 0.0),
             max_restarts=0,
             scheduling_strategy=strategy,
+            **gpu_options(bundle),
             **self.namespace.actor_options(identity),
         )
         return HostedProcess(actor_class.remote(module, identity, self.log_dir, self.owner), identity.name, report)

@@ -98,9 +98,19 @@ class HandoffConnection:
     """Made on either thread; `peer` names the life of the decode worker that this worker sends to, and is empty where
     it receives."""
 
-    def __init__(self, epoch: str, role: HandoffRole, context: HandoffContext, *, peer: str = "") -> None:
+    def __init__(
+        self,
+        epoch: str,
+        role: HandoffRole,
+        context: HandoffContext,
+        *,
+        peer: str = "",
+        last: frozenset[str] = frozenset(),
+    ) -> None:
+        """`last`: transports to offer after all others."""
         self.epoch = epoch
         self.peer = peer
+        self.last = last
         self._role = role
         self._context = context
         # Of the engine thread
@@ -109,6 +119,8 @@ class HandoffConnection:
         """Transport, formats and sizes that both sides use, once they have agreed."""
         self._state = ConnectionState.OPENING
         self._has_pair = False
+        self.unopened = ""
+        """Why its pair did not open; empty where it did, and where this worker receives."""
         self._slot_bytes: dict[int, int] = {}
         """Bytes gathered in each send slot, over all ranks."""
         self._unanswered: dict[tuple[RequestKey, int], float] = {}
@@ -315,6 +327,9 @@ class HandoffConnection:
         another."""
         if self.is_retired:
             return
+        if self._has_pair and self.is_sender and self._state is ConnectionState.OPENING:
+            self.unopened = why
+            self._context.metrics.unopened(self.agreed.transport)
         self._state = ConnectionState.CLOSING if self._has_pair else ConnectionState.CLOSED
         self._context.metrics.retired(self.epoch, label or Failed.Reason.Name(reason))
         self._context.on_loop(lambda: self.end("it is not needed any more", level=logging.INFO))

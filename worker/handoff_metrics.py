@@ -61,7 +61,14 @@ RETIRED = Metric(
     "such a pair as peer_lost.",
     (("reason", (*_REASONS, "idle", OTHER)),),
 )
-HANDOFF_METRICS = (TRANSFER, EXPOSED, GRANT, COMMIT, BYTES, FAILURES, RETIRED)
+UNOPENED = Metric(
+    "baton_kv_pairs_unopened_total",
+    "counter",
+    "Pairs of this worker as the sender that did not open, by the transport that both workers had agreed on. Towards "
+    "that worker it is the last one to be tried for five minutes.",
+    (("transport", (*TRANSPORT_NAMES, OTHER)),),
+)
+HANDOFF_METRICS = (TRANSFER, EXPOSED, GRANT, COMMIT, BYTES, FAILURES, RETIRED, UNOPENED)
 
 
 @dataclass
@@ -88,6 +95,7 @@ class HandoffMetrics:
         self._grant, self._commit = histogram(GRANT, registry), histogram(COMMIT, registry)
         self._bytes = LabelledCounter(BYTES, registry)
         self._failures, self._retired = LabelledCounter(FAILURES, registry), LabelledCounter(RETIRED, registry)
+        self._unopened = LabelledCounter(UNOPENED, registry)
         self._outgoing: dict[RequestKey, _Outgoing] = {}
         self._incoming: dict[RequestKey, str] = {}
         """Epochs of the hand-offs that are received."""
@@ -168,6 +176,10 @@ class HandoffMetrics:
         outgoing = [key for key, out in self._outgoing.items() if out.epoch == epoch]
         for key in outgoing + [key for key, of in self._incoming.items() if of == epoch]:
             self.failed(key, reason)
+
+    def unopened(self, transport: str) -> None:
+        """A pair of a connection that this worker opened did not come to be."""
+        self._unopened.add(1, transport)
 
     def moved(self, direction: Literal["sent", "received"], transport: str, num_bytes: int) -> None:
         """KV has left or arrived; what was not a single byte adds nothing."""

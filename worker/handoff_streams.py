@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,14 +54,14 @@ class Handshake:
     protocol: str = field(default_factory=spoken)
     """The versions that this worker speaks."""
 
-    def hello(self, epoch: str) -> handoff_pb2.SenderHello:
-        """The first message of this worker as a sender."""
+    def hello(self, epoch: str, last: Collection[str] = ()) -> handoff_pb2.SenderHello:
+        """The first message of this worker as a sender; `last`: transports to name after all others."""
         return handoff_pb2.SenderHello(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             layout=self.layout.to_proto(),
             pair_epoch=epoch,
-            transports=self.transports,
+            transports=sorted(self.transports, key=lambda name: name in last),
             host_id=self.host_id,
             wire_format=self.transfer.wire_format,
             chunk_tokens=self.transfer.chunk_tokens,
@@ -148,7 +148,7 @@ class HandoffStreams:
     def dial(self, connection: HandoffConnection, address: str, incarnation: str) -> None:
         """Calls a decode worker; messages wait until it has answered."""
         self._connections[connection.epoch] = connection
-        connection.enqueue(SenderMessage(hello=self._handshake.hello(connection.epoch)))
+        connection.enqueue(SenderMessage(hello=self._handshake.hello(connection.epoch, connection.last)))
         connection.task = asyncio.create_task(
             self._dial(connection, address, incarnation), name=f"hand-off {connection.epoch}"
         )

@@ -5,6 +5,7 @@ Runs on the engine thread, but for `accept`.
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable
 
@@ -12,6 +13,11 @@ from cluster.pb import handoff_pb2, worker_pb2
 from worker.decode_role import DecodeRole
 from worker.handoff_connection import ConnectionState, HandoffConnection, HandoffContext
 from worker.prefill_role import PrefillRole
+
+logger = logging.getLogger(__name__)
+
+OFFERED_LAST_S = 300.0
+"""A transport by which a pair did not open to a worker is offered to it after all others for so long."""
 
 Dial = Callable[[HandoffConnection, str, str], None]
 """Connects to (address, incarnation) of a decode worker, and moves the stream of the connection; returns at once."""
@@ -39,6 +45,8 @@ class Handoffs:
         self._max_pairs = max_pairs
         self._answer_timeout_s = answer_timeout_s
         self._connections: list[HandoffConnection] = []
+        self._unopened: dict[tuple[str, str], float] = {}
+        """When a transport by which no pair opened may go first again, by life of the other worker and transport."""
 
     def connect_to(self, peer: worker_pb2.Peer) -> HandoffConnection:
         """The connection to a decode worker; opens one when there is none."""
@@ -48,7 +56,7 @@ class Handoffs:
                 connection.last_used = self._context.clock()
                 return connection
         epoch = f"{self._worker_id}-{peer.worker_id}-{uuid.uuid4().hex[:12]}"
-        connection = HandoffConnection(epoch, self._prefill, self._context, peer=name)
+        connection = HandoffConnection(epoch, self._prefill, self._context, peer=name, last=self._offered_last(name))
         self._connections.append(connection)
         self._close_spare()
         self._dial(connection, peer.address, peer.incarnation)
@@ -91,7 +99,23 @@ class Handoffs:
         closing = [c for c in self._kept() if c.is_retired and c.is_sender == is_sender]
         return sum(connection.agreed.num_slots for connection in closing)
 
+    def _offered_last(self, peer: str) -> frozenset[str]:
+        now = self._context.clock()
+        self._unopened = {key: until for key, until in self._unopened.items() if until > now}
+        return frozenset(transport for name, transport in self._unopened if name == peer)
+
+    def _note_unopened(self) -> None:
+        """A pair that does not open by one transport may do so by the next."""
+        for connection in self._connections:
+            if connection.unopened:
+                peer, transport = connection.peer, connection.agreed.transport
+                self._unopened[peer, transport] = self._context.clock() + OFFERED_LAST_S
+                text = "%s is the last transport to be tried towards %s for %.0f s: %s"
+                logger.warning(text, transport, peer, OFFERED_LAST_S, connection.unopened)
+                connection.unopened = ""
+
     def _kept(self) -> list[HandoffConnection]:
+        self._note_unopened()
         self._connections = [c for c in self._connections if c.state is not ConnectionState.CLOSED]
         return self._connections
 

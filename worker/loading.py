@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # exported without saying so
 
+from cluster.errors import ConfigError
 from cluster.pb import rank_pb2
 from cluster.program import Report, give_way
 from cluster.protocol import spoken
@@ -134,13 +135,27 @@ def resolve(settings: WorkerSettings) -> Resolved:
         settings=settings,
         config=config,
         model=settings.model.name or Path(settings.model.path).resolve().name,
-        device=f"cuda:{settings.tp_rank}" if device == "cuda" and torch.cuda.device_count() > 1 else device,
+        device=_own_device(settings, device),
         dtype=dtype,
         kv_dtype=resolve_kv_dtype(settings.engine.kv_cache_dtype, dtype, device),
         max_model_len=resolve_max_model_len(config, settings.model.max_model_len),
         transports=supported(device, settings.transfer.transport),
         weights_revision="+".join((checkpoint_digest(Path(settings.model.path)), dtype, *rounded)),
     )
+
+
+def _own_device(settings: WorkerSettings, device: str) -> str:
+    """`cuda:N` where there are several GPUs. Raises ConfigError for a GPU that is not there."""
+    if device != "cuda" or (torch.cuda.device_count() == 1 and not settings.gpu):
+        return device
+    number, count = settings.tp_rank if settings.gpu is None else settings.gpu, torch.cuda.device_count()
+    if number >= count:
+        rank = f"tensor-parallel rank {settings.tp_rank} of {settings.worker_id}"
+        raise ConfigError(
+            f"gpu: {rank} is to use GPU {number}, and this process sees {count}; see CUDA_VISIBLE_DEVICES and "
+            "tensor_parallel"
+        )
+    return f"cuda:{number}"
 
 
 @dataclass(frozen=True)
@@ -160,6 +175,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
     """
     settings = resolved.settings
     compute_with(threads_of(settings))
+    use_device(resolved.device)
     if resolved.device == "cpu":
         keep_freed_memory()
     # Under names that no stranger knows: torch's store serves whoever connects.
@@ -199,8 +215,15 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
 def ready_for_steps(resolved: Resolved) -> None:
     """Prepares the calling thread, which computes steps from now on."""
     compute_with(threads_of(resolved.settings))
+    use_device(resolved.device)
     if resolved.device == "cpu":
         give_way()
+
+
+def use_device(device: str) -> None:
+    """Makes a GPU with a number the calling thread's own, so that nothing takes memory of another one's."""
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
 
 
 def threads_of(settings: WorkerSettings) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import re
 import shutil
@@ -263,6 +265,9 @@ def test_without_a_free_device_a_worker_is_replaced_in_its_place(ray_folder: Pat
     cluster = Cluster(file.load(), tmp_path / "logs", file, num_gpus=2)
     cluster.until("serving", "router")
     before = cluster.status()
+    found = asyncio.run(cluster.namespace.found())
+    gpus = [json.loads(process.settings)["gpu"] for process in found if "tp_rank" in process.settings]
+    assert sorted(gpus) == [0, 1], "each sees both GPUs, and knows its own"
 
     def told(block_size: int) -> list[str]:
         text = file.read().replace("block_size: 16", f"block_size: {block_size}")

@@ -15,7 +15,7 @@ from admin_world import config_of
 
 from cluster.config.schema import EngineSection, ModelSection
 from cluster.pb import admin_pb2
-from cluster.settings import RouterSettings
+from cluster.settings import RouterSettings, WorkerSettings
 from controller import worker_pool as change_steps
 from controller.adoption import NodePlacement
 from controller.change_plan import Start
@@ -36,12 +36,15 @@ class Host:
         self.is_loading = asyncio.Event()
         self.loaded = asyncio.Event()
         self.is_killed = False
+        self.gpu: int | None = None
+        self.settings = ""
 
     async def locate(self) -> NodePlacement:
         await self.has_room.wait()
-        return NodePlacement("127.0.0.1", 1)
+        return NodePlacement("127.0.0.1", 1, gpu=self.gpu)
 
     async def prepare(self, settings_json: str) -> str:
+        self.settings = settings_json
         return '{"rank_address": "127.0.0.1:1"}'
 
     async def start(self) -> str:
@@ -256,3 +259,40 @@ async def test_spread_routers_wait_for_nodes_of_their_own_and_listen_there(monke
     assert (booked, set(lines)) == ([(2, "STRICT_SPREAD")], {"waiting for Ray to find a node for each of 2 routers"})
     assert [host.strategy.placement_group_bundle_index for host in hosts] == [0, 1]
     assert [(host.settings.node_host, host.settings.router.port) for host in hosts] == [("127.0.0.1", 5)] * 2
+
+
+async def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch)
+    cluster.host.gpu = 3
+    cluster.host.has_room.set()
+    cluster.host.loaded.set()
+    await cluster.steps.carry_out(START, config_of(1, 4))
+    assert WorkerSettings.from_json(cluster.host.settings).gpu == 3
+    await cluster.pool.stop(0.0)
+
+
+@pytest.mark.parametrize(
+    ("assigned", "visible", "number"),
+    [
+        ([2], None, 2),
+        (["2"], "", 2),
+        ([5], "4,5", 1),
+        ([5], "5", 0),
+        (["GPU-b"], "GPU-a, GPU-b", 1),
+        ([], "0,1", None),
+        ([0, 1], "0,1", None),
+        ([7], "4,5", None),
+    ],
+)
+def test_gpus_are_numbered_as_cuda_does(assigned: list[int | str], visible: str | None, number: int | None) -> None:
+    from controller.ray_actors import gpu_number
+
+    assert gpu_number(assigned, visible) == number
+
+
+def test_only_what_has_a_gpu_sees_the_others() -> None:
+    from controller.ray_actors import gpu_options
+
+    variables = gpu_options({"CPU": 0.01, "GPU": 1.0})["runtime_env"]["env_vars"]
+    assert variables == {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    assert gpu_options({"CPU": 0.01}) == {}

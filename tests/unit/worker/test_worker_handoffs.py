@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from connection_harness import handshake
 
 from cluster.failure_detector import FailureTimeouts
 from cluster.lifecycle import RequestKey
@@ -12,7 +13,7 @@ from cluster.pb import handoff_pb2, rank_pb2, worker_pb2
 from kv_transfer.actions import Chunk, Range
 from worker.handoff_connection import Done, HandoffConnection, HandoffContext
 from worker.handoff_metrics import HandoffMetrics
-from worker.handoffs import Handoffs
+from worker.handoffs import OFFERED_LAST_S, Handoffs
 
 KEY = RequestKey("r", 1)
 PEER = worker_pb2.Peer(worker_id="decode-0", incarnation="i", address="127.0.0.1:1")
@@ -223,3 +224,36 @@ def test_slots_of_a_retired_link_are_quarantined_until_every_rank_has_closed_its
     assert rig.handoffs.count_quarantined(is_sender=False) == AGREED.num_slots
     rig.done()
     assert rig.handoffs.count_by_state() == {"opening": 0, "open": 0, "suspect": 0, "closing": 0}
+
+
+def test_a_transport_that_does_not_open_is_offered_last_to_that_life_of_that_worker_for_a_while(rig: Rig) -> None:
+    connection = rig.handoffs.connect_to(PEER)
+    assert connection.last == frozenset()
+    connection.greeted(AGREED)
+    rig.done("cuMemImportFromShareableHandle failed")
+    assert rig.value("pairs_unopened_total", transport="shm") == 1
+    assert rig.handoffs.connect_to(PEER).last == {"shm"}
+    hello = handshake("prefill-0").hello("e", rig.handoffs.connect_to(PEER).last)
+    assert list(hello.transports) == ["gloo", "shm"] and handshake("decode-0").answer(hello).transport == "gloo"
+    for other in (worker_pb2.Peer(worker_id="decode-1"), worker_pb2.Peer(worker_id="decode-0", incarnation="next")):
+        assert rig.handoffs.connect_to(other).last == frozenset()
+    rig.now += OFFERED_LAST_S
+    rig.handoffs.connect_to(PEER).retire(worker_pb2.Failed.REASON_PEER_LOST, "gone")
+    assert rig.handoffs.connect_to(PEER).last == frozenset()
+
+
+def test_a_pair_whose_other_side_ends_while_it_opens_did_not_open(rig: Rig) -> None:
+    connection = rig.handoffs.connect_to(PEER)
+    connection.greeted(AGREED)
+    connection.end("the decode worker ended the connection: the pair did not open")
+    assert rig.handoffs.connect_to(PEER).last == {"shm"}
+
+
+def test_connections_that_end_before_or_after_their_pair_opens_blame_no_transport(rig: Rig) -> None:
+    rig.handoffs.connect_to(PEER).end("nobody answers")
+    rig.sending().end("the network is gone")
+    rig.receiving().end("the network is gone")
+    rig.handoffs.accept(handoff_pb2.SenderHello(pair_epoch="other"), AGREED)
+    rig.done("it did not open")
+    assert rig.handoffs.connect_to(PEER).last == frozenset()
+    assert rig.value("pairs_unopened_total", transport="shm") == 0

@@ -1,0 +1,45 @@
+"""Which GPU a rank takes, where it sees one, several, or not enough."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cluster.errors import ConfigError
+from cluster.settings import WorkerSettings
+from worker.loading import resolve, use_device
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
+
+
+def device_of(monkeypatch: pytest.MonkeyPatch, num_gpus: int, tp_rank: int = 0, gpu: int | None = None) -> str:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    values = {"worker_id": "w", "role": "decode", "model_path": str(MODEL), "dtype": "float32", "device": "cuda"}
+    return resolve(WorkerSettings.from_values(**values, tp_rank=tp_rank, gpu=gpu)).device
+
+
+def test_a_rank_takes_the_gpu_that_it_was_given_else_that_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_of(monkeypatch, 1) == device_of(monkeypatch, 1, gpu=0) == "cuda"
+    assert device_of(monkeypatch, 4) == "cuda:0"
+    assert device_of(monkeypatch, 4, tp_rank=1) == "cuda:1"
+    assert device_of(monkeypatch, 4, tp_rank=1, gpu=3) == "cuda:3"
+    assert device_of(monkeypatch, 4, gpu=0) == "cuda:0"
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = "gpu: tensor-parallel rank 2 of w is to use GPU 2, and this process sees 2; see CUDA_VISIBLE_DEVICES"
+    with pytest.raises(ConfigError, match=message):
+        device_of(monkeypatch, 2, tp_rank=2)
+    with pytest.raises(ConfigError, match="is to use GPU 1, and this process sees 1"):
+        device_of(monkeypatch, 1, gpu=1)
+
+
+def test_threads_that_compute_take_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    for device in ("cpu", "cuda", "cuda:2"):
+        use_device(device)
+    assert taken == ["cuda:2"]
