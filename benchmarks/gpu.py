@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -45,8 +46,11 @@ SPARE_S = 5.0
 """Of the whole budget, for this program's own end."""
 SLOWER_ON_CPU = 4
 """Limits on a CPU, which other programs may use, too."""
-KERNEL_TESTS = "tests/gpu/test_gpu_triton*.py"
-TRACING_TESTS = "tests/unit/engine/test_engine_trace*.py"
+MOST_PROCESSES = 8
+"""Kernels are compiled on the processor, in as many test processes where pytest-xdist is installed."""
+KERNEL_TESTS = "tests/unit/engine/test_engine_triton_*.py"
+COMPILING_TESTS = "tests/unit/engine/test_engine_triton_compile.py"
+TRACING_TESTS = "tests/unit/engine/test_engine_trac*.py"
 WHEELS = {
     "grpc_health": "grpcio-health-checking",
     "grpc_status": "grpcio-status",
@@ -73,20 +77,24 @@ class Part:
     tests: str = ""
     but: str = ""
     """Test files that are another part's."""
+    is_parallel: bool = False
+    """Its tests may share the GPU."""
 
     def command(self, device: str, seconds: float) -> list[str]:
         if self.tests:
             files = sorted({*ROOT.glob(self.tests)} - {*(ROOT.glob(self.but) if self.but else ())})
             names = [str(path.relative_to(ROOT)) for path in files]
-            plugins = ["-p", "benchmarks.gpu_part", "-p", "no:cacheprovider"]
-            return ["pytest", "-q", "-c", "tests/gpu/pytest.ini", *plugins, *names] if names else []
+            options = ["-q", "-c", "tests/gpu/pytest.ini", "-p", "benchmarks.gpu_part", "-p", "no:cacheprovider"]
+            if self.is_parallel and device != "cpu" and importlib.util.find_spec("xdist"):
+                options += ["-n", str(min(MOST_PROCESSES, len(os.sched_getaffinity(0))))]
+            return ["pytest", *options, *names] if names else []
         return [self.module, self.name, "--device", device, "--seconds", f"{seconds:.0f}"]
 
 
 PARTS = (
     Part("ceilings", "versions, wheels that are missing, copy rate, products", 50, "benchmarks.gpu_engine"),
-    Part("kernels", "Baton's kernels against plain torch", 110, tests=KERNEL_TESTS),
-    Part("tests", "the engine and the transfers (tests/gpu)", 100, tests="tests/gpu/test_*.py", but=KERNEL_TESTS),
+    Part("kernels", "Baton's kernels", 110, tests=KERNEL_TESTS, but=COMPILING_TESTS, is_parallel=True),
+    Part("tests", "the engine and the transfers (tests/gpu)", 100, tests="tests/gpu/test_*.py"),
     Part("graphs", "CUDA graphs against eager steps, and their memory", 50, "benchmarks.gpu_engine"),
     Part("speed", "decode and prefill of an 8B shape, and one step's kernels", 110, "benchmarks.gpu_engine"),
     Part("links", "CUDA IPC, Gloo, NCCL and TP 2 between two processes", 70, "benchmarks.gpu_links"),
@@ -96,6 +104,7 @@ PARTS = (
 
 CHECKS = (
     Part("imports", "what a machine must have", 200, tests="tests/unit/test_bare_machine.py"),
+    Part("compiled", "every kernel for A100 and H100: registers, spills", 900, "benchmarks.gpu_check"),
     Part("traces", "every variant of a step, traced with tensors that lie on no GPU", 600, tests=TRACING_TESTS),
 )
 """The parts of `--check`, which need torch's CUDA build and no GPU."""
@@ -183,7 +192,7 @@ def run_part(part: Part, device: str, limit_s: float, results: Results, log: Pat
     results.append(part.name, began=True)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
     if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=ROOT,

@@ -67,11 +67,15 @@ def run_named(parts: Mapping[str, Callable[[str, Clock], None]]) -> None:
 
 # As a plugin of pytest: tells at once of a test that fails or records properties, and at the end how many did what.
 
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+"""One of several processes, whose reports another one gets."""
 _outcomes: Counter[str] = Counter()
 _skipped: Counter[str] = Counter()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if _IS_WORKER:
+        return
     if report.failed:
         crash = getattr(report.longrepr, "reprcrash", None)
         message = str(getattr(crash, "message", report.longrepr)).strip().splitlines()
@@ -85,4 +89,5 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish() -> None:
-    found("tests", **_outcomes, **({"why_skipped": dict(_skipped.most_common(8))} if _skipped else {}))
+    if not _IS_WORKER:
+        found("tests", **_outcomes, **({"why_skipped": dict(_skipped.most_common(8))} if _skipped else {}))

@@ -92,5 +92,33 @@ def test_a_machine_without_a_gpu_ends_the_run(tmp_path: Path) -> None:
     assert outcomes[0].error == "there is no CUDA device here"
 
 
+TESTS = """
+import pytest
+def test_good(record_property): record_property("registers", 40)
+def test_bad(): assert 1 == 2, "no"
+@pytest.mark.skip(reason="no device")
+def test_left_out(): pass
+"""
+
+
+@pytest.mark.parametrize("num_processes", [0, 2])
+def test_a_part_of_tests_names_what_failed_and_was_recorded_in_one_process_or_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_processes: int
+) -> None:
+    (tmp_path / "test_these.py").write_text(TESTS)
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "tests" / "gpu" / "pytest.ini").write_text("[pytest]")
+    part = Part("these", "tests", 60, tests="test_these.py", is_parallel=True)
+    command = part.command("cuda", 60)
+    assert command[command.index("-n") + 1].isdigit()
+    command[command.index("-n") + 1] = str(num_processes)
+    monkeypatch.setattr(Part, "command", lambda *_: command)
+    (outcome,) = run(tmp_path, part)
+    found = {each["name"].rpartition("::")[2]: each for each in outcome.findings}
+    assert outcome.status == "failed" and "no" in outcome.error
+    assert found["test_good"]["registers"] == 40 and "no" in found["test_bad"]["error"]
+    assert found["tests"] == {"name": "tests", "passed": 1, "failed": 1, "skipped": 1, "why_skipped": {"no device": 1}}
+
+
 def test_all_parts_fit_in_ten_minutes() -> None:
     assert sum(part.limit_s for part in gpu.PARTS) <= 600
