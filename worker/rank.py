@@ -27,7 +27,7 @@ from cluster.errors import Cancelled, Corrupted, TransferFailed
 from cluster.pb import rank_pb2
 from engine.cpu_runtime import compute_alone
 from engine.model_runner import ModelRunner, StepOutput
-from engine.step_input import StepInput
+from engine.step_input import StepInput, is_decode
 from kv_transfer.actions import Chunk
 from kv_transfer.rank_pair import RankPair
 from kv_transfer.transfer_engine import TransferEngine
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OVERLAP_TOKENS = 64
-"""A step of so many tokens is long: its layers are noted, and the leader's engine thread does not wait for it."""
+"""A step of so many tokens is long: the leader's engine thread does not wait for it, and if it computes tokens of a
+prompt, its layers are noted."""
 
 ErrorKind = rank_pb2.RankReply.Kind
 Reply = Callable[[int, str, ErrorKind, int], None]
@@ -49,8 +50,8 @@ Operation = Callable[[], int]
 class StepProgress:
     """How far a rank's steps have come, down to the layer: compute notes what it has written, KV threads wait for it.
 
-    Steps are counted from 1 in the order in which they run. Layers are noted of long steps only: a short one ends about
-    as soon as its first layers do. On a GPU "written" means queued on the compute stream: each layer and each step then
+    Steps are counted from 1 in the order in which they run. Layers are noted of long steps with prompts only: any other
+    ends about as soon as its first layers do. On a GPU "written" means queued on the compute stream: each layer and each step then
     leaves an event there, and who waited here makes its own stream wait for that event.
     """
 
@@ -139,10 +140,13 @@ class RankExecutor:
         _start("kv-issue", self._run_issues)
 
     def step(self, step: StepInput) -> StepOutput:
-        """Runs one forward pass. Steps are counted from 1 in the order of these calls."""
-        is_long = len(step.token_ids) >= OVERLAP_TOKENS
+        """Runs one forward pass. Steps are counted from 1 in the order of these calls.
+
+        Nobody waits for the layers of a decode step, and only a step that tells of none can be replayed as a whole.
+        """
+        notes_layers = len(step.token_ids) >= OVERLAP_TOKENS and not is_decode(step)
         with self._on_device():
-            output = self._runner.run(step, on_layer=self._progress.layer_done if is_long else None)
+            output = self._runner.run(step, on_layer=self._progress.layer_done if notes_layers else None)
             self._progress.step_done()
         return output
 

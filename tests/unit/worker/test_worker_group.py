@@ -5,23 +5,28 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import plain_kernels
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from engine_steps import make_runner
 from workers import ROOT
 
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import rank_pb2
+from engine.attention.flash import FlashAttention
 from engine.cpu_runtime import compute_with
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
 from worker.group import LaunchedStep, RankGroup
-from worker.rank import OVERLAP_TOKENS
+from worker.rank import OVERLAP_TOKENS, RankExecutor
 from worker.rank_socket import read_frame, write_frame
 
 NO_KIND = rank_pb2.RankReply.KIND_UNSPECIFIED
@@ -264,3 +269,44 @@ def test_a_rank_that_says_nothing_makes_the_worker_unfit_until_it_is_heard(bench
         while bench.group.tick(0.0) != left:
             assert time.monotonic() < deadline
     assert not bench.lost and not bench.done
+
+
+def test_a_decode_step_of_any_size_is_replayed_and_a_prompt_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of 64 and more sequences told of their layers, so that none of them was replayed as a graph."""
+    replayed: list[int] = []
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        return lambda: (work(), replayed.append(1))[0]
+
+    backend = FlashAttention(plain_kernels.flash_attn_varlen_func)
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (backend, "for this test"))
+    most, block_size = OVERLAP_TOKENS + 8, 256
+    runner = make_runner(
+        make_checkpoint("llama", tmp_path),
+        num_blocks=most,
+        block_size=block_size,
+        kernels="torch",
+        graphs_up_to=most,
+        capture=capture,
+    )
+    executor = RankExecutor(runner, Mock(), lambda *reply: None)
+    woken = threading.Semaphore(0)
+    group = RankGroup(
+        lambda reply: executor,
+        [],
+        Sampler(runner.config.vocab_size),
+        post=lambda function: woken.release(),
+        lost=lambda why: None,
+        timing=TIMING,
+        prepare=alone,
+    )
+    decoding = [SequenceSlice((7,), 3, (block,), wants_logits=True) for block in range(most)]
+    prompt = SequenceSlice(tuple(range(OVERLAP_TOKENS)), 0, (0,), wants_logits=True)
+    for slices, num_replayed in ((decoding[:1], 1), (decoding, 2), ([prompt], 2)):
+        launched = group.launch(build_step(slices, block_size))
+        assert launched.is_done or woken.acquire(timeout=SOON_S)
+        assert len(launched.sample([[greedy()]] * len(slices))) == len(slices)
+        assert len(replayed) == num_replayed
+    group.close()
