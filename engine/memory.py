@@ -72,9 +72,11 @@ def resolve_max_model_len(config: ModelConfig, wanted: int | None) -> int:
 def available_bytes(device: str, tp_size: int = 1) -> int:
     """Memory that one rank can still take, as the driver, or the system and the container, report it.
 
-    The ranks of a worker share a machine's memory, and have a GPU each.
+    The ranks of a worker share a machine's memory, and have a GPU each. What torch's allocator keeps of freed memory,
+    after weights were loaded, say, goes back to the driver first.
     """
     if device.startswith("cuda"):
+        torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     free = [_system_bytes(), _container_bytes()]
     return min(count for count in free if count is not None) // tp_size

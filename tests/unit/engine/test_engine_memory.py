@@ -119,6 +119,15 @@ def test_this_machine_has_some_memory() -> None:
     assert available_bytes("cpu") > 1 << 20
 
 
+def test_memory_that_was_freed_is_there_for_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch's allocator kept after loading counted as taken, and the KV pool was smaller by that."""
+    total, held, kept = 80 << 30, 16 << 30, [5 << 30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (total - held - sum(kept), total))
+
+    assert available_bytes("cuda:1") == total - held
+
+
 def test_fp8_holds_as_much_as_int8_and_is_for_gpus() -> None:
     assert resolve_kv_dtype("fp8", "bfloat16", "cuda:1") == "uint8"
     assert resolve_kv_dtype("int8", "bfloat16", "cuda") == resolve_kv_dtype("int8", "float32", "cpu") == "int8"
