@@ -86,12 +86,16 @@ class AttentionBatch:
 
     @cached_property
     def key_slots(self) -> torch.Tensor:
-        """int64 [sum of seqlens_k]: the slot of every key of every sequence, for backends that cannot read pages."""
-        lengths = self.step.seqlens_k
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        position = np.arange(lengths.sum()) - self.host_cu_seqlens_k[sequence]
-        blocks = self.step.block_tables[sequence, position // self.block_size].astype(np.int64)
-        return self.to_device(blocks * self.block_size + position % self.block_size)
+        """int64 [sum of seqlens_k]: the slot of every key of every sequence, for backends that cannot read pages.
+
+        Computed on the device, from what is there already.
+        """
+        paged, count = self.paged, int(self.host_cu_seqlens_k[-1])
+        every = torch.arange(len(paged.seqlens_k), device=self.device)
+        sequence = every.repeat_interleave(paged.seqlens_k, output_size=count)
+        position = torch.arange(count, device=self.device) - paged.cu_seqlens_k[sequence]
+        blocks = paged.block_table[sequence, position // self.block_size].long()
+        return blocks * self.block_size + position % self.block_size
 
     def gather(self, pages: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Pages to [sum of seqlens_k, H, D] of a floating type: sequences one after another, as flash-attn wants."""

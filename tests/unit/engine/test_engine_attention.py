@@ -235,3 +235,20 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason(wanted: str) -> No
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="attention: 'xformers' is unknown; use auto, flash_attn, varlen, cpu"):
         choose_attention("xformers", CPU, torch.float32)
+
+
+def test_the_slots_of_keys_are_computed_where_the_tables_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were laid out by numpy in each step, and copied: 20 ms for 32 sequences of 8,192 keys."""
+    copied: list[int] = []
+    to_device = AttentionBatch.to_device
+    monkeypatch.setattr(AttentionBatch, "to_device", lambda batch, a: (copied.append(a.size), to_device(batch, a))[1])
+    tables = [tuple(range(50 * s, 50 * s + 50)) for s in range(3)]
+    lengths = [800, 17, 1]
+    slices = [SequenceSlice((1,), n - 1, t, True) for n, t in zip(lengths, tables, strict=True)]
+    batch = AttentionBatch(build_step(slices, 16), 16, CPU)
+
+    slots = batch.key_slots
+
+    assert slots.dtype == torch.int64
+    assert slots.tolist() == [t[i // 16] * 16 + i % 16 for n, t in zip(lengths, tables, strict=True) for i in range(n)]
+    assert max(copied) == 3 * 50  # the tables themselves
