@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
 
 
 class TPGroup(Protocol):
@@ -46,25 +46,37 @@ class SingleGroup:
 
 
 class ProcessGroupTP:
-    """Ranks in processes of their own, over a ProcessGroupGloo or ProcessGroupNCCL that this object owns."""
+    """Ranks in processes of their own, over a ProcessGroupGloo or ProcessGroupNCCL that this object owns.
+
+    NCCL is told that somebody waits for each collective: it then runs on the current stream, as every other kernel, in
+    place of one of its own with an event before and one after it.
+    """
 
     def __init__(self, process_group: Any) -> None:
         self._group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
+        self._reduce, self._gather = AllreduceOptions(), AllgatherOptions()
+        self._reduce.asyncOp = self._gather.asyncOp = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        self._group.allreduce([tensor]).wait()
+        _wait(self._group.allreduce([tensor], self._reduce))
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._group.allgather([parts], [tensor]).wait()
-        return torch.cat(parts, dim=dim)
+        joined = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
+        _wait(self._group._allgather_base(joined, tensor.contiguous(), self._gather))
+        dim %= tensor.ndim
+        return joined.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
 
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""
         self._group.abort()
+
+
+def _wait(work: Any) -> None:
+    """Some groups leave nothing to wait for."""
+    if work is not None:
+        work.wait()
 
 
 def make_process_group(

@@ -13,7 +13,10 @@ import torch.distributed as dist
 from checkpoints import make_checkpoint
 from engine_steps import make_runner, on_each_rank, run_in_chunks, scattered_table
 from thread_group import ThreadGroup
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.utils._pytree import tree_leaves
 
+from engine.step_input import SequenceSlice, build_step
 from engine.tp import ProcessGroupTP, SingleGroup, TPGroup, make_process_group
 
 IDS = list(range(3, 43))
@@ -142,3 +145,43 @@ def test_a_rank_of_the_wrong_block_table_would_be_noticed(tmp_path: Path) -> Non
     )
 
     assert (right - wrong).abs().max() > 0.1
+
+
+class _Noted:
+    """A process group that notes each collective, and gives it to torch's fake group, which moves nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._fake = FakeProcessGroup._create_internal(rank, size)
+        self.calls: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._fake, name)
+
+        def call(*arguments: Any) -> Any:
+            tensors = [t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)]
+            if tensors:
+                self.calls.append((name, tuple(tensors[0].shape), tensors[0].dtype))
+            return method(*arguments)
+
+        return call
+
+
+def test_every_rank_calls_the_same_collectives_two_for_each_layer_and_one_for_the_logits(tmp_path: Path) -> None:
+    """They were gathered as a list of tensors, that each rank joined by itself."""
+    folder = make_checkpoint("qwen3", tmp_path, vocab_size=317)
+    groups = [_Noted(rank, 2) for rank in range(2)]
+    runners = [make_runner(folder, tp=ProcessGroupTP(group)) for group in groups]
+    prompt = SequenceSlice((1, 2, 3, 4, 5), 0, (0,), wants_logits=True)
+    decoding = [SequenceSlice((9,), 5, (block,), wants_logits=True) for block in range(3)]
+
+    for slices, num_tokens in (([prompt], 5), (decoding, 3), ([*decoding, prompt], 8)):
+        step, config = build_step(slices, 16), runners[0].config
+        for group, runner in zip(groups, runners, strict=True):
+            group.calls.clear()
+            assert runner.forward(step).shape == (len(slices), 317)
+        hidden, rows = (num_tokens, config.hidden_size), len(slices)
+        assert groups[0].calls == groups[1].calls
+        assert groups[0].calls == [
+            *[("allreduce", hidden, torch.float32)] * (1 + 2 * config.num_hidden_layers),
+            ("_allgather_base", (2 * rows, 159), torch.float32),
+        ]
