@@ -35,7 +35,7 @@ from worker.handoff_connection import HandoffContext
 from worker.handoffs import Dial, Handoffs
 from worker.prefill_role import PrefillRole
 from worker.reporter import CacheReporter, Reporter, RouterSession
-from worker.steps import StepClock, StepLog
+from worker.steps import DeviceSpan, StepClock, StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,11 @@ class Launched(Protocol):
     @property
     def is_done(self) -> bool:
         """Whether its output is there."""
+        ...
+
+    @property
+    def span(self) -> DeviceSpan | None:
+        """The step on a device that may still be at it when it `is_done`; None where `is_done` is its end."""
         ...
 
     def sample(self, rows: Seq[Seq[SampleRow]]) -> list[SampledToken]:
@@ -234,7 +239,7 @@ class Core:
         assert flight is not None
         scheduled = flight.decoding + flight.prefilling
         sampled = self._sample(flight.launched, scheduled, flight.ends)
-        self._step_clock.ends(self._clock())
+        self._step_clock.ends(self._clock(), flight.launched.span)
         scores: dict[int, list[SampledToken]] = {}
         if any(flight.num_scored):
             tokens = iter(flight.launched.scores())

@@ -5,7 +5,8 @@ whose connection closes ends the whole worker: a tensor-parallel group lives and
 (stopped, say) makes the worker look dead until it answers again: the speaking loop asks `tick`.
 
 Long steps run on a compute thread, so that the engine thread goes on taking events in; short ones where they are
-launched, since handing them over would cost more than it frees. One step runs at a time.
+launched, since handing them over would cost more than it frees. One step runs at a time. On a GPU it is then queued: a
+step that samples nothing is done before the device has begun it, and at most one waits behind the one that runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
+
+import torch
 
 from cluster.errors import BatonError
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
@@ -30,17 +33,43 @@ from worker.handoff_connection import Done, Post
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
 from worker.rank_socket import RankConnection, read_frame, write_frame
 from worker.step_meter import StepMeter
+from worker.steps import DeviceSpan
 
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
+
+
+class CudaSpan:
+    """A step between two events of a GPU's compute stream (`worker.steps.DeviceSpan`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun, self._ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        self._begun.record(torch.cuda.current_stream(device))
+
+    def end(self) -> None:
+        self._ended.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._ended.synchronize()
+
+    def seconds(self) -> float | None:
+        return self._begun.elapsed_time(self._ended) / 1000 if self._ended.query() else None
+
+    def seconds_until(self, following: CudaSpan) -> float | None:
+        return self._begun.elapsed_time(following._begun) / 1000 if following._begun.query() else None
 
 
 class LaunchedStep:
     """A step on its way, or done (`worker.core.Launched`)."""
 
-    def __init__(self, step: StepInput, sampler: Sampler, meter: StepMeter | None) -> None:
+    def __init__(
+        self, step: StepInput, sampler: Sampler, meter: StepMeter | None, begin: Callable[[], DeviceSpan] | None
+    ) -> None:
+        self.span: DeviceSpan | None = None
         self._step = step
         self._sampler = sampler
         self._meter = meter
+        self._begin = begin
         self._future: Future[StepOutput] = Future()
         if meter is not None:
             meter.launched(step, time.monotonic())
@@ -55,8 +84,10 @@ class LaunchedStep:
         if flat and len(flat) != len(rows):
             logits = logits[[i for i, of_one in enumerate(rows) for _ in of_one]]
         sampled = self._sampler.sample(logits, flat) if flat else []
+        if self.span is not None and flat:
+            self.span.end()
         if self._meter is not None:
-            self._meter.ended(time.monotonic())
+            self._meter.ended(time.monotonic(), self.span)
         return sampled
 
     def scores(self) -> list[SampledToken]:
@@ -65,7 +96,11 @@ class LaunchedStep:
 
     def run(self, compute: Callable[[StepInput], StepOutput]) -> None:
         try:
+            if self._begin is not None:
+                self.span = self._begin()
             output = compute(self._step)
+            if self.span is not None:
+                self.span.end()
         except BaseException as error:
             self._future.set_exception(error)
         else:
@@ -96,11 +131,13 @@ class RankGroup:
         timing: FailureTimeouts,
         prepare: Callable[[], None],
         meter: StepMeter | None = None,
+        begin_span: Callable[[], DeviceSpan] | None = None,
     ) -> None:
         """Starts to compute, and to listen to the followers.
 
         `make_executor` makes rank 0's, which replies to what it is given. `post` has a call made on the engine thread.
         `lost` gets the reason when the group is over. `prepare` is called by the compute thread before its first step.
+        `begin_span` begins a step on a device that runs behind; None where a step is over when it is computed.
         """
         self._followers = followers
         self._sampler = sampler
@@ -111,6 +148,7 @@ class RankGroup:
         self._prepare = prepare
         self._number = 0
         self._num_steps = 0
+        self._begin_span = begin_span
         self._newest: LaunchedStep | None = None
         self._long_steps: SimpleQueue[LaunchedStep | None] = SimpleQueue()
         self._pending: dict[int, _Pending] = {}
@@ -135,7 +173,7 @@ class RankGroup:
         assert self._newest is None or self._newest.is_done, "a step was launched before the one before it was done"
         self._number += 1
         self._num_steps += 1
-        launched = self._newest = LaunchedStep(step, self._sampler, self._meter)
+        launched = self._newest = LaunchedStep(step, self._sampler, self._meter, self._begin_span)
         if self._followers:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
         if len(step.token_ids) >= OVERLAP_TOKENS:
@@ -172,14 +210,20 @@ class RankGroup:
     def _compute(self) -> None:
         self._prepare()
 
+        ahead: DeviceSpan | None = None
+
         def compute(step: StepInput) -> StepOutput:
             try:
-                return self._local.step(step)
+                output = self._local.step(step)
+                if ahead is not None:
+                    ahead.wait()
+                return output
             finally:
                 end_helpers()
 
         while (launched := self._long_steps.get()) is not None:
             launched.run(compute)
+            ahead = launched.span
             self._post(_nothing)  # the engine thread looks at the step
 
     def close(self) -> None:

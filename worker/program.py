@@ -38,7 +38,7 @@ from engine.step_input import StepInput
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.selection import host_id
 from worker.core import Core, Inbox, Ranks
-from worker.group import RankGroup
+from worker.group import CudaSpan, RankGroup
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.handoff_streams import HandoffStreams, Handshake
@@ -137,6 +137,7 @@ class Leader(_Rank):
             timing=timing,
             prepare=lambda: ready_for_steps(resolved),
             meter=meter,
+            begin_span=partial(CudaSpan, loaded.runner.device) if loaded.runner.device.type == "cuda" else None,
         )
         streams = HandoffStreams(
             self._handshake(store_address),

@@ -51,8 +51,8 @@ class StepProgress:
     """How far a rank's steps have come, down to the layer: compute notes what it has written, KV threads wait for it.
 
     Steps are counted from 1 in the order in which they run. Layers are noted of long steps with prompts only: any other
-    ends about as soon as its first layers do. On a GPU "written" means queued on the compute stream: each layer and each step then
-    leaves an event there, and who waited here makes its own stream wait for that event.
+    ends about as soon as its first layers do. On a GPU "written" means queued on the compute stream: each layer and
+    each step then leaves an event there, and who waited here makes its own stream wait for that event.
     """
 
     def __init__(self, leave_event: Callable[[], torch.cuda.Event] | None = None) -> None:

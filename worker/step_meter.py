@@ -22,6 +22,7 @@ from cluster.metrics import Metric, counter_family
 from engine.model_cost import ModelFlops, StepFlops
 from engine.step_input import StepInput
 from worker.peaks import Peak
+from worker.steps import DeviceSpan
 
 KINDS = ("prefill", "decode", "mixed")
 WINDOW_S = 30
@@ -33,8 +34,8 @@ TOKENS = Metric("baton_step_tokens_total", "counter", "Tokens that those steps c
 SECONDS = Metric(
     "baton_step_seconds_total",
     "counter",
-    "Time that those steps took, from their launch to their tokens being sampled. The rest of the time the worker had "
-    "nothing to compute.",
+    "Time that those steps took, from their launch to their tokens being sampled, on a GPU by its own clock. The rest "
+    "of the time the worker had nothing to compute.",
     _LABELS,
 )
 FLOPS = Metric(
@@ -107,7 +108,10 @@ class _Second:
 
 
 class StepMeter:
-    """Meters the steps of one worker. `launched` and `ended` are called in turn, on the engine thread."""
+    """Meters the steps of one worker. `launched` and `ended` are called in turn, on the engine thread.
+
+    Steps that a device computes behind the process count once the device has ended them, at the next `ended`.
+    """
 
     def __init__(self, model: ModelFlops) -> None:
         self.totals = _nothing()
@@ -115,16 +119,23 @@ class StepMeter:
         self._work: StepFlops | None = None
         self._begun_at = 0.0
         self._seconds: deque[_Second] = deque(maxlen=WINDOW_S + 1)
+        self._behind: deque[tuple[StepFlops, DeviceSpan]] = deque()
 
     def launched(self, step: StepInput, now: float) -> None:
         self._work, self._begun_at = self._model.of_step(step), now
 
-    def ended(self, now: float) -> None:
+    def ended(self, now: float, span: DeviceSpan | None = None) -> None:
         work, self._work = self._work, None
-        if work is None or not work.num_tokens:
-            return
+        if work is not None and work.num_tokens:
+            if span is None:
+                self._add(work, max(0.0, now - self._begun_at), now)
+            else:
+                self._behind.append((work, span))
+        while self._behind and (taken := self._behind[0][1].seconds()) is not None:
+            self._add(self._behind.popleft()[0], taken, now)
+
+    def _add(self, work: StepFlops, taken: float, now: float) -> None:
         kind = "mixed" if work.has_prompt and work.has_decode else "prefill" if work.has_prompt else "decode"
-        taken = max(0.0, now - self._begun_at)
         self.totals[kind].add(work, taken)
         if not self._seconds or self._seconds[-1].number != int(now):
             self._seconds.append(_Second(int(now)))

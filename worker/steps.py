@@ -1,4 +1,7 @@
-"""Records of the steps of one worker, on its engine thread: their cost (`StepClock`), a log of them (`StepLog`)."""
+"""Records of the steps of one worker, on its engine thread: their cost (`StepClock`), a log of them (`StepLog`).
+
+On a GPU a step is launched and computed later: there the device says when it began and ended it (`DeviceSpan`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from io import FileIO
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +41,32 @@ _RIDGE = np.array([1e-4, 1e-6, 1e-3, 1e-4, 1e-3])
 their tokens, so that what two workers learned can be compared."""
 
 
+class DeviceSpan(Protocol):
+    """A step on a device that runs behind the process, from its begin to its end; begun where it is made."""
+
+    def end(self) -> None:
+        """Ends it behind what has been launched so far; of several calls the last one counts."""
+        ...
+
+    def wait(self) -> None:
+        """Until the device has come to its end."""
+        ...
+
+    def seconds(self) -> float | None:
+        """From its begin to its end; None while the device has not come so far."""
+        ...
+
+    def seconds_until(self, following: DeviceSpan) -> float | None:
+        """From its begin to that of the step behind it; None while the device has not come so far."""
+        ...
+
+
 class StepClock:
     """Learns from the steps of one worker how long a step takes: least squares in which old steps fade.
 
     A step takes until the next one begins, where one follows: meanwhile its tokens are reported, and requests come and
-    go, which is a good part of a short step, and what clients see of it.
+    go, which is a good part of a short step, and what clients see of it. What a device computes behind the process is
+    taken in once the device has come so far: nobody waits for that.
 
     Each part's cost starts at nothing, and only what steps show moves it; one that would come out negative is left out,
     as two parts that always came together cannot be separated. Pure: whoever runs the steps says how long they took.
@@ -57,18 +83,47 @@ class StepClock:
         self._size: StepSize | None = None
         """Size of the last step, if it is to be taken in."""
         self._begun_at = self._ended_at = 0.0
+        self._behind: deque[tuple[StepSize | None, DeviceSpan]] = deque()
+        """Steps of a device that are not taken in yet, in their order, with their sizes if they are to be."""
+        self._is_resting = False
 
     def begins(self, now: float, step: StepSize | None) -> None:
         """The next step, or one that need not be taken in."""
         self._take_in(now)
         self._size, self._begun_at = step, now
 
-    def ends(self, now: float) -> None:
+    def ends(self, now: float, span: DeviceSpan | None = None) -> None:
+        """The step is over; with a span: for this process, and the device says how long it takes."""
         self._ended_at = now
+        if span is not None:
+            if self._is_resting:
+                self._settle()
+                self._behind.clear()  # there is a gap behind what is left, which is no step's
+                self._is_resting = False
+            self._behind.append((self._size, span))
+            self._size = None
+            self._settle()
 
     def rests(self) -> None:
         """No step follows the last one."""
         self._take_in(self._ended_at)
+        if self._behind:
+            self._is_resting = True
+            self._settle()
+
+    def _settle(self) -> None:
+        """Takes in the steps that the device has ended."""
+        while self._behind:
+            size, span = self._behind[0]
+            if len(self._behind) > 1:
+                seconds = span.seconds_until(self._behind[1][1])
+            else:
+                seconds = span.seconds() if self._is_resting else None
+            if seconds is None:
+                return
+            self._behind.popleft()
+            if size is not None:
+                self.note(size, seconds)
 
     def _take_in(self, until: float) -> None:
         if self._size is not None:

@@ -44,6 +44,8 @@ def next_tokens(tokens: list[int]) -> tuple[int, int]:
 class Step:
     """A step that was launched."""
 
+    span = None
+
     def __init__(self, ranks: Ranks, step: StepInput, is_long: bool) -> None:
         self._ranks = ranks
         self._step = step

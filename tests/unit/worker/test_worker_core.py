@@ -9,11 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from device_spans import FakeDevice, FakeSpan
 
 from cluster.failure_detector import FailureTimeouts
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2
 from cluster.settings import WorkerSettings
+from cluster.step_cost import StepSize
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow
@@ -33,6 +35,7 @@ class PendingStep:
 
     def __init__(self, num_rows: int) -> None:
         self.is_done = False
+        self.span: FakeSpan | None = None
         self._num_rows = num_rows
 
     def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
@@ -152,6 +155,20 @@ def test_a_worker_takes_no_larger_steps_than_it_has_reserved_memory_for() -> Non
         changed = json.dumps({"engine": {"max_num_batched_tokens": asked}})
         core.command(router, worker_pb2.Command(update_settings=worker_pb2.UpdateSettings(json=changed)))
         assert core._settings.engine.max_num_batched_tokens == taken
+
+
+def test_what_steps_cost_is_learned_from_the_device_that_computes_them() -> None:
+    core, ranks, router = make_core()
+    device = FakeDevice([0.5] * 20)
+    admit(core, router, "long", max_output_tokens=12)
+    for _ in range(12):
+        core.turn(wait=False)
+        ranks.steps[-1].span = device.begin()
+        device.now += 0.5
+        ranks.steps[-1].is_done = True
+        core.turn(wait=False)
+    cost = core._step_clock.cost
+    assert cost is not None and cost.of(StepSize(num_sequences=1, num_kv_tokens=50)) == pytest.approx(0.5, rel=0.05)
 
 
 def test_a_request_cancelled_while_its_step_runs_leaves_the_others_of_the_step_their_tokens() -> None:

@@ -14,6 +14,7 @@ import plain_kernels
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from device_spans import FakeDevice
 from engine_steps import make_runner
 from workers import ROOT
 
@@ -167,6 +168,27 @@ def test_two_steps_never_run_at_one_time(bench: Bench) -> None:
     bench.executor.may_end.set()
     assert bench.woken.acquire(timeout=SOON_S)
     assert bench.group.launch(a_step(1)).is_done
+
+
+def test_a_step_on_a_device_ends_with_its_tokens_and_one_more_may_wait_behind_it(bench: Bench) -> None:
+    device = FakeDevice([0.1] * 4)
+    bench.group._begin_span = device.begin
+    for _ in range(3):
+        launched = bench.group.launch(a_step(OVERLAP_TOKENS))
+        assert bench.woken.acquire(timeout=SOON_S)
+        launched.sample([])
+    tokens_of(launched)
+    assert device.calls == [
+        "step 1 begins",
+        "step 1 ends",
+        "step 2 begins",
+        "step 1 is awaited",
+        "step 2 ends",
+        "step 3 begins",
+        "step 2 is awaited",
+        "step 3 ends",
+        "step 3 ends",  # with its token
+    ]
 
 
 @pytest.mark.parametrize("num_tokens", [1, OVERLAP_TOKENS])

@@ -37,6 +37,7 @@ class ScoringStep:
     """A step that has run; the token of the greatest logit is 0."""
 
     is_done = True
+    span = None
 
     def __init__(self, step: StepInput) -> None:
         self._step = step

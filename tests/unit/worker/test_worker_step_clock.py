@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from device_spans import FakeDevice
 
 from cluster.step_cost import StepCost, StepSize
 from worker.steps import LEAST_STEPS, StepClock
@@ -77,3 +78,43 @@ def test_most_decode_steps_are_passed_over() -> None:
     wanted = sum(clock.wants(has_prompt=False) for _ in range(1000))
     assert 100 < wanted < 200
     assert clock.wants(has_prompt=True)
+
+
+def test_of_steps_that_are_only_queued_it_learns_the_devices_time() -> None:
+    """Steps that sampled nothing were over once they were launched: a prompt of 100 ms seemed to cost 1 ms."""
+    clock, sizes = StepClock(), steps(6, 300)
+    device = FakeDevice(TRUE.of(size) for size in sizes)
+    host_s = 0.0
+    for size in sizes:
+        clock.begins(host_s, size)
+        span = device.begin()
+        host_s += 0.001
+        clock.ends(host_s, span)
+        device.now = max(device.now, span.begun_at)  # one step ahead of the device, as a worker is
+    for size in steps(7, 50):
+        assert clock.cost_of(size) == pytest.approx(TRUE.of(size), rel=0.1)
+
+
+def test_the_time_between_two_bursts_is_no_steps() -> None:
+    size = StepSize(num_sequences=4, num_kv_tokens=400)
+    clock, device = StepClock(), FakeDevice([0.010] * 60)
+    for burst in range(20):
+        for _ in range(3):
+            clock.begins(device.now, size)
+            clock.ends(device.now, device.begin())
+        device.now = (burst + 1) * 5.0
+        for _ in range(2):
+            clock.rests()
+    assert clock.cost_of(size) == pytest.approx(0.010, rel=0.02)
+
+
+def test_nothing_is_learned_of_what_the_device_has_not_ended() -> None:
+    size = StepSize(num_sequences=4, num_kv_tokens=400)
+    clock, device = StepClock(), FakeDevice([0.010] * 8)
+    for _ in range(8):
+        clock.begins(0.0, size)
+        clock.ends(0.0, device.begin())
+    assert clock.cost is None
+    device.now = 0.035
+    clock.rests()
+    assert clock.cost_of(size) == pytest.approx(0.010, rel=0.02)

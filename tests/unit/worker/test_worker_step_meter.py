@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from device_spans import FakeDevice
 from prometheus_client import CollectorRegistry
 
 from engine.model_cost import ModelFlops
@@ -63,6 +64,19 @@ def test_counters_tell_the_same_by_their_rates() -> None:
     assert watched.value("baton_step_seconds_total", "mixed") == pytest.approx(0.020)
     assert watched.value("baton_device_peak_flops") == 1e6
     assert watched.value("baton_device_peak_bytes_per_second") == 1e5
+
+
+def test_a_step_that_a_device_computes_later_counts_with_its_time_there() -> None:
+    """What a step that sampled nothing took was the time of its launch, a hundred times too short."""
+    watched, device = Watched(), FakeDevice([0.100, 0.050])
+    for moment in (0.0, 0.1):
+        watched.meter.launched(step(8), 100.0 + moment)
+        watched.meter.ended(100.001 + moment, device.begin())
+        assert watched.value("baton_steps_total", "prefill") == 10 * moment
+        device.now += 0.100
+    watched.now = 100.2
+    assert watched.value("baton_step_seconds_total", "prefill") == pytest.approx(0.100)
+    assert watched.value("baton_mfu_ratio", "prefill") == pytest.approx(8100 / 0.100 / 1e6)
 
 
 def test_what_is_older_than_the_window_counts_no_more() -> None:
