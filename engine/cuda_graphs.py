@@ -1,10 +1,10 @@
 """Decode steps as CUDA graphs: one for each of a few batch sizes, captured at the start, replayed with new inputs.
 
 A step in which every sequence has one token launches the same kernels each time, so that a recording of them spares the
-CPU all but one launch. What changes from step to step lies in fixed memory (`_Inputs`): a step is padded to the next
-captured size, copied there, and the recording for that size runs. Rows of padding attend to one token of the scratch
-block, which no sequence owns, and write there; their logits are dropped. Everything else (prompts, mixed steps, more
-sequences than the largest size) is computed as ever. Knows no model: what is captured is a function.
+CPU all but one launch. What changes from step to step lies in fixed memory (`InputMemory`): a step is padded to the
+next captured size, copied there, and the recording for that size runs. Rows of padding attend to one token of the
+scratch block, which no sequence owns, and write there; their logits are dropped. Everything else (prompts, mixed steps,
+more sequences than the largest size) is computed as ever. Knows no model: what is captured is a function.
 
 Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, V vocabulary.
 """
@@ -14,18 +14,24 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.attention.interface import AttentionBatch, PagedBatch
-from engine.step_input import StepInput, build_step, is_decode
+from engine.step_input import SequenceSlice, StepInput, build_step, is_decode
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Records work that does the same to the same memory on each run; returns a function that repeats it."""
 
 _LARGEST = 512
 """More sequences than this keep the GPU busy without graphs."""
+_LINE = 32
+"""int32 of a cache line."""
+_CAPTURABLE_NCCL = (2, 9, 6)
+"""The first version whose collectives graphs can hold, among others that are launched one by one."""
 
 
 @dataclass(frozen=True)
@@ -53,63 +59,82 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     return (*sizes, most)
 
 
-def pad(step: StepInput, size: int, width: int, block_size: int, scratch_block: int) -> StepInput:
-    """A decode step as one of `size` sequences and tables of `width` blocks; what is added is in the scratch block."""
-    count = len(step.seqlens_k)
-    assert count <= size, f"{count} sequences do not fit in a step of {size}"
+class InputMemory:
+    """The fixed memory that the recordings of all sizes read, and the way there.
 
-    def filled(values: np.typing.NDArray[np.int32], filler: int) -> np.typing.NDArray[np.int32]:
-        return np.concatenate([values, np.full(size - count, filler, dtype=np.int32)])
-
-    tables = np.full((size, width), scratch_block, dtype=np.int32)
-    columns = min(width, step.block_tables.shape[1])
-    tables[:count, :columns] = step.block_tables[:, :columns]
-    return StepInput(
-        token_ids=filled(step.token_ids, 0),
-        positions=filled(step.positions, 0),
-        slot_mapping=filled(step.slot_mapping, scratch_block * block_size),
-        cu_seqlens_q=np.arange(size + 1, dtype=np.int32),
-        seqlens_k=filled(step.seqlens_k, 1),
-        block_tables=tables,
-        logits_indices=np.arange(size, dtype=np.int32),
-        block_copies=np.empty((0, 2), dtype=np.int32),
-        scored=np.empty((0, 3), dtype=np.int32),
-    )
-
-
-class _Inputs:
-    """The fixed memory of all sizes: each size reads the first rows of it."""
+    The vectors of a step of n rows lie one after another, each padded to whole cache lines, with its block tables
+    behind them, so that all of it comes in one copy. Block tables go on from there to rows of full width. A queued copy
+    may still be read from its host memory while the next step is laid out: so there are two of those, in turn.
+    """
 
     def __init__(self, most: int, width: int, block_size: int, scratch_block: int, device: torch.device) -> None:
         self._width, self._block_size, self._scratch_block, self._device = width, block_size, scratch_block, device
-        self._vectors = torch.zeros((5, most + 1), dtype=torch.int32, device=device)
-        self._tables = torch.zeros((most, width), dtype=torch.int32, device=device)
+        num_elements = 5 * _stride(most) + most * width
+        self._arrived = torch.zeros(num_elements, dtype=torch.int32, device=device)
+        self._tables = torch.full((most, width), scratch_block, dtype=torch.int32, device=device)
         self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
-        self.fill(build_step([], block_size), most)
+        self._staging = cycle([_Staging(num_elements, device), _Staging(num_elements, device)])
 
     def fill(self, step: StepInput, size: int) -> None:
-        """Writes the first `size` rows, in two copies. Pageable memory may be reused as soon as they return."""
-        width = min(self._width, step.block_tables.shape[1])
-        padded = pad(step, size, width, self._block_size, self._scratch_block)
-        vectors = np.zeros((5, size + 1), dtype=np.int32)
-        vectors[:4, :size] = padded.token_ids, padded.positions, padded.slot_mapping, padded.seqlens_k
-        vectors[4, 1:] = np.cumsum(padded.seqlens_k)
-        self._vectors[:, : size + 1].copy_(torch.from_numpy(vectors), non_blocking=True)
-        self._tables[:size, :width].copy_(torch.from_numpy(padded.block_tables), non_blocking=True)
+        """Writes a decode step as one of `size` sequences; those that are added are in the scratch block."""
+        count, columns = len(step.seqlens_k), min(self._width, step.block_tables.shape[1])
+        assert count <= size, f"{count} sequences do not fit in a step of {size}"
+        staging = next(self._staging)
+        host, num_vectors = staging.writable(), 5 * _stride(size)
+        vectors = host[:num_vectors].reshape(5, -1)
+        vectors[:4, :count] = step.token_ids, step.positions, step.slot_mapping, step.seqlens_k
+        vectors[:4, count:size] = [[0], [0], [self._scratch_block * self._block_size], [1]]
+        vectors[4, 0] = 0
+        np.cumsum(vectors[3, :size], dtype=np.int32, out=vectors[4, 1 : size + 1])
+        tables = host[num_vectors : num_vectors + size * columns].reshape(size, columns)
+        tables[:count] = step.block_tables[:, :columns]
+        tables[count:] = self._scratch_block
+        arrived = self._arrived[: num_vectors + size * columns]
+        staging.copy_to(arrived)
+        self._tables[:size, :columns].copy_(arrived[num_vectors:].view(size, columns))
 
     def of(self, size: int) -> DecodeInputs:
-        token_ids, positions, slots, seqlens_k = (row[:size] for row in self._vectors[:4])
+        """What a recording of this size reads."""
+        vectors = self._arrived[: 5 * _stride(size)].view(5, -1)
+        token_ids, positions, slots, seqlens_k = (row[:size] for row in vectors[:4])
         paged = PagedBatch(
             cu_seqlens_q=self._every[: size + 1],
-            cu_seqlens_k=self._vectors[4, : size + 1],
+            cu_seqlens_k=vectors[4, : size + 1],
             seqlens_k=seqlens_k,
             block_table=self._tables[:size],
             max_seqlen_q=1,
             max_seqlen_k=self._width * self._block_size,
         )
-        anything = pad(build_step([], self._block_size), size, 1, self._block_size, self._scratch_block)
+        anything = build_step([SequenceSlice((0,), 0, (self._scratch_block,), True)] * size, self._block_size)
         batch = AttentionBatch(anything, self._block_size, self._device, paged)
         return DecodeInputs(token_ids, positions, slots, self._every[:size], batch)
+
+
+class _Staging:
+    """Host memory from which a step is copied; on the way to a GPU page-locked, since only such a copy is queued."""
+
+    def __init__(self, num_elements: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._memory = torch.zeros(num_elements, dtype=torch.int32, pin_memory=is_cuda)
+        self._array: npt.NDArray[np.int32] = self._memory.numpy()
+        self._copied: torch.cuda.Event | None = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def writable(self) -> npt.NDArray[np.int32]:
+        """The memory, once the last copy from it is over."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._array
+
+    def copy_to(self, target: torch.Tensor) -> None:
+        """Queues a copy of the first elements."""
+        target.copy_(self._memory[: len(target)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(target.device))
+
+
+def _stride(size: int) -> int:
+    """Elements from one vector of a step of `size` rows to the next."""
+    return -(-(size + 1) // _LINE) * _LINE
 
 
 class DecodeGraphs:
@@ -126,27 +151,38 @@ class DecodeGraphs:
         scratch_block: int,
         vocab_size: int,
         device: torch.device,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """`most` sequences of at most `width` blocks. The largest size goes first: the others reuse its memory."""
+        """`most` sequences of at most `width` blocks. The largest size goes first: the others reuse its memory.
+
+        `agree` says whether something is so on every rank. A collective must be captured on all of them or on none.
+        """
         self.sizes = bucket_sizes(most)
         most = self.sizes[-1]
-        self._inputs = _Inputs(most, width, block_size, scratch_block, device)
+        self._inputs = InputMemory(most, width, block_size, scratch_block, device)
         self._logits = torch.empty((most, vocab_size), device=device)
         self._replays: dict[int, Callable[[], None]] = {}
         for size in reversed(self.sizes):
-            self._replays[size] = capture(self._work(compute, size))
+            self._inputs.fill(build_step([], block_size), size)
+            problem = ""
+            try:
+                self._replays[size] = capture(self._work(compute, size))
+            except RuntimeError as error:  # of CUDA, out of memory included
+                problem = str(error) or type(error).__name__
+            if not agree(not problem):
+                raise RuntimeError(problem or "another rank could not")
 
     def takes(self, step: StepInput) -> bool:
         """Whether `run` can compute it. Its block copies are the caller's to carry out."""
         return len(step.seqlens_k) <= self.sizes[-1] and is_decode(step)
 
     def run(self, step: StepInput) -> torch.Tensor:
-        """Float32 logits [S, V], a copy."""
+        """Float32 logits [S, V], which stay until the next call. Takes no memory on the device."""
         count = len(step.seqlens_k)
         size = self.sizes[bisect_left(self.sizes, count)]
         self._inputs.fill(step, size)
         self._replays[size]()
-        return self._logits[:count].clone()
+        return self._logits[:count]
 
     def _work(self, compute: Compute, size: int) -> Callable[[], None]:
         inputs, logits = self._inputs.of(size), self._logits[:size]
@@ -158,15 +194,20 @@ class DecodeGraphs:
 
 
 class CudaCapture:
-    """Captures on one device; all recordings share one memory pool, so they must not run at the same time."""
+    """Captures on one device. All recordings share one memory pool, so they must not run at the same time.
+
+    They are made on one stream: memory that one of them has freed is given to the next on the same stream only.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            stream = self._stream
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 work()  # what a first call sets up (handles, workspaces) must not be captured
@@ -189,7 +230,13 @@ def choose_capture(up_to: int, device: torch.device, tp_size: int, static_obstac
     if device.type != "cuda":
         return None, f"they need a CUDA device, this is {device.type}"
     if tp_size > 1:
-        return None, f"collectives of {tp_size} ranks are not captured"
+        version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        if version < _CAPTURABLE_NCCL:
+            return None, f"NCCL {_dotted(version)} cannot be captured; {_dotted(_CAPTURABLE_NCCL)} and newer can"
     if static_obstacle:
         return None, static_obstacle
     return CudaCapture(device), ""
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

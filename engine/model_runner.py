@@ -36,7 +36,7 @@ class StepOutput(NamedTuple):
     """The results of a step."""
 
     logits: torch.Tensor
-    """Float32 [R, V]."""
+    """Float32 [R, V]; of a replayed step they stay until the next step begins."""
     scores: PromptScores | None = None
     """None when no row is scored."""
 
@@ -69,6 +69,7 @@ class ModelRunner:
         """
         self.config = ModelConfig.from_folder(model_path)
         self.config.check_tp_size(tp.size)
+        self._tp = tp
         self.device = torch.device(resolve_device(device))
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
@@ -221,10 +222,18 @@ class ModelRunner:
                 scratch_block=self._num_blocks,
                 vocab_size=self.config.vocab_size,
                 device=self.device,
+                agree=self._is_so_on_every_rank,
             )
-        except RuntimeError as error:  # of CUDA, out of memory included; without graphs everything still works
+        except RuntimeError as error:  # without graphs everything still works
             return None, f"capturing them failed: {error}"
-        return graphs, f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences"
+        collectives = "" if self._tp.size == 1 else f", with the collectives of {self._tp.size} ranks"
+        return graphs, f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences{collectives}"
+
+    def _is_so_on_every_rank(self, is_so: bool) -> bool:
+        """Called by all ranks at once."""
+        if self._tp.size == 1:
+            return is_so
+        return bool(self._tp.all_gather(torch.tensor([is_so], dtype=torch.int32, device=self.device)).all())
 
     def _check_blocks(self, step: StepInput) -> None:
         """Refuses blocks that do not exist, to which kernels would write all the same."""

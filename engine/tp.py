@@ -66,7 +66,7 @@ class ProcessGroupTP:
         joined = tensor.new_empty((self.size * tensor.shape[0], *tensor.shape[1:]))
         _wait(self._group._allgather_base(joined, tensor.contiguous(), self._gather))
         dim %= tensor.ndim
-        return joined.unflatten(0, (self.size, -1)).movedim(0, dim).flatten(dim, dim + 1)
+        return joined.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
 
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""

@@ -53,10 +53,15 @@ class CudaSpan:
         self._ended.synchronize()
 
     def seconds(self) -> float | None:
-        return self._begun.elapsed_time(self._ended) / 1000 if self._ended.query() else None
+        return self._seconds_to(self._ended)
 
-    def seconds_until(self, following: CudaSpan) -> float | None:
-        return self._begun.elapsed_time(following._begun) / 1000 if following._begun.query() else None
+    def seconds_until(self, following: DeviceSpan) -> float | None:
+        assert isinstance(following, CudaSpan), "spans of two kinds of devices cannot be compared"
+        return self._seconds_to(following._begun)
+
+    def _seconds_to(self, event: torch.cuda.Event) -> float | None:
+        is_reached: bool = event.query()  # type: ignore[no-untyped-call]
+        return self._begun.elapsed_time(event) / 1000 if is_reached else None
 
 
 class LaunchedStep:

@@ -69,7 +69,8 @@ def run_in_chunks(
     rows, start = [], 0
     for size in chunks:
         piece = SequenceSlice(tuple(token_ids[start : start + size]), start, table, wants_logits=True)
-        rows.append(runner.forward(with_all_logits(build_step([piece], runner.block_size))))
+        logits = runner.forward(with_all_logits(build_step([piece], runner.block_size)))
+        rows.append(logits.clone())  # those of a replayed step stay only until the next one
         start += size
     assert start == len(token_ids)
     return torch.cat(rows)

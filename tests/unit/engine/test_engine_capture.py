@@ -1,0 +1,241 @@
+"""What decode steps as graphs read and reserve, on one stream, and on tensor-parallel ranks alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import plain_kernels
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from engine_steps import make_runner, on_each_rank
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from engine.attention.flash import FlashAttention
+from engine.cuda_graphs import CudaCapture, DecodeGraphs, InputMemory
+from engine.model_runner import ModelRunner
+from engine.step_input import SequenceSlice, StepInput, build_step
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 256  # that GPU kernels read in place
+
+
+def _starting_at(starts: list[int], block_size: int) -> StepInput:
+    """A decode step; its tables are as long as the longest sequence needs."""
+    width = max(starts, default=0) // block_size + 1
+    tables = [tuple(range(width * i, width * i + width)) for i in range(len(starts))]
+    slices = [SequenceSlice((i + 1,), start, tables[i], True) for i, start in enumerate(starts)]
+    return build_step(slices, block_size)
+
+
+@given(
+    batches=st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=3),
+    spare=st.integers(0, 5),
+    width=st.integers(7, 12),
+    block_size=st.sampled_from([16, 64]),
+)
+def test_inputs_are_the_steps_and_what_pads_them_is_in_the_scratch_block(
+    batches: list[list[int]], spare: int, width: int, block_size: int
+) -> None:
+    """Of one step after another in the same memory, with their block tables as far as they reach."""
+    scratch = 1000
+    memory = InputMemory(14, width, block_size, scratch, CPU)
+    for starts in batches:
+        step = _starting_at(starts, block_size)
+        count, size = len(starts), len(starts) + spare
+
+        memory.fill(step, size)
+        inputs = memory.of(size)
+
+        paged = inputs.batch.paged
+        vectors = [inputs.token_ids, inputs.positions, inputs.slots, paged.seqlens_k]
+        wanted = [step.token_ids, step.positions, step.slot_mapping, step.seqlens_k]
+        for ours, theirs in zip(vectors, wanted, strict=True):
+            assert ours.shape == (size,) and ours.dtype == torch.int32 and ours.is_contiguous()
+            assert ours[:count].tolist() == theirs.tolist()
+        assert paged.cu_seqlens_k.tolist() == [0, *np.cumsum(paged.seqlens_k.numpy())]
+        assert paged.cu_seqlens_q.tolist() == list(range(size + 1))
+        columns = step.block_tables.shape[1]
+        assert paged.block_table.shape == (size, width)
+        assert paged.block_table[:count, :columns].tolist() == step.block_tables.tolist()
+        assert (paged.block_table[count:, 0] == scratch).all()
+        assert (inputs.slots[count:] == scratch * block_size).all() and (paged.seqlens_k[count:] == 1).all()
+        assert not inputs.token_ids[count:].any() and not inputs.positions[count:].any()
+
+
+class _Made(TorchDispatchMode):
+    """Notes operations that take memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.names.append(str(func))
+        return out
+
+
+def test_a_replayed_step_takes_no_memory() -> None:
+    graphs = DecodeGraphs(
+        lambda inputs: torch.zeros(len(inputs.token_ids), VOCAB_SIZE),
+        lambda work: work,
+        most=9,
+        width=12,
+        block_size=16,
+        scratch_block=99,
+        vocab_size=VOCAB_SIZE,
+        device=CPU,
+    )
+    graphs._replays = dict.fromkeys(graphs._replays, lambda: None)  # what those take, they took when they were made
+    for starts in ([5], [3, 99, 17], list(range(9))):
+        with _Made() as made:
+            logits = graphs.run(_starting_at(starts, 16))
+        assert logits.shape == (len(starts), VOCAB_SIZE) and made.names == []
+
+
+class _FakeCuda:
+    """As much of torch.cuda as captures use. Memory is reserved for a pool and a stream, and taken again only there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.main = self.current = _FakeStream("main", self)
+        self.pool = "default"
+        self.reserved: Counter[tuple[str, _FakeStream]] = Counter()
+        self.calls: list[str] = []
+        self.num_replays = 0
+        names = {
+            "Stream": lambda: _FakeStream("side", self),
+            "current_stream": lambda: self.current,
+            "stream": lambda stream: self._under("current", stream),
+            "device": lambda device: nullcontext(),
+            "graph_pool_handle": lambda: "shared",
+            "CUDAGraph": lambda: self,
+            "graph": self._graph,
+        }
+        for name, value in names.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def take(self, size: int) -> None:
+        """Work that takes so much memory and frees it again."""
+        self.calls.append(f"{size} in {self.pool}")
+        self.reserved[self.pool, self.current] = max(size, self.reserved[self.pool, self.current])
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+    @contextmanager
+    def _graph(self, graph: Any, *, pool: str, stream: _FakeStream, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local"
+        with self._under("current", stream), self._under("pool", pool):
+            yield
+
+    @contextmanager
+    def _under(self, name: str, value: Any) -> Iterator[None]:
+        before = getattr(self, name)
+        setattr(self, name, value)
+        yield
+        setattr(self, name, before)
+
+
+class _FakeStream:
+    def __init__(self, name: str, cuda: _FakeCuda) -> None:
+        self._name, self._cuda = name, cuda
+
+    def wait_stream(self, other: _FakeStream) -> None:
+        self._cuda.calls.append(f"{self._name} waits for {other._name}")
+
+    def synchronize(self) -> None:
+        self._cuda.calls.append(f"{self._name} is over")
+
+
+def test_all_recordings_together_reserve_what_the_largest_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each recording was made on a stream of its own, so that none could use memory that another had freed."""
+    cuda = _FakeCuda(monkeypatch)
+    capture = CudaCapture(torch.device("cuda:0"))
+
+    replays = [capture(lambda size=size: cuda.take(size)) for size in (64, 32, 16)]  # type: ignore[misc]
+    replays[1]()
+
+    assert sorted(cuda.reserved.values()) == [64, 64]  # of the warm-ups, and of the recordings
+    assert {pool for pool, _ in cuda.reserved} == {"default", "shared"} and cuda.current is cuda.main
+    assert cuda.calls[:5] == [
+        "side waits for main",
+        "64 in default",
+        "side is over",
+        "64 in shared",
+        "main waits for side",
+    ]
+    assert cuda.num_replays == 1
+
+
+def _captured_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: list[Callable]) -> list[ModelRunner]:
+    """A runner for each rank, captured with a function of its own."""
+    folder = make_checkpoint("llama", tmp_path)
+    backend = FlashAttention(plain_kernels.flash_attn_varlen_func)
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (backend, "for this test"))
+    sizes = {"num_blocks": 8, "block_size": BLOCK_SIZE, "graphs_up_to": 3, "kernels": "torch"}
+    return on_each_rank(
+        len(captures),
+        lambda tp: make_runner(folder, tp=tp, capture=captures[tp.rank], **sizes),  # type: ignore[arg-type]
+    )
+
+
+def test_ranks_capture_the_same_steps_collectives_included(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replayed: list[list[int]] = [[], []]
+
+    def capture_of(rank: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def capture(work: Callable[[], None]) -> Callable[[], None]:
+            work()
+            return lambda: (work(), replayed[rank].append(1))[0]
+
+        return capture
+
+    ranks = _captured_at(tmp_path, monkeypatch, [capture_of(0), capture_of(1)])
+    (alone,) = _captured_at(tmp_path, monkeypatch, [lambda work: work])
+
+    assert {rank.graphs_reason for rank in ranks} == {
+        "3 sizes of decode steps, up to 3 sequences, with the collectives of 2 ranks"
+    }
+    for count in (1, 2, 3):
+        step = _starting_at([0] * count, BLOCK_SIZE)
+        logits = on_each_rank(2, lambda tp, step=step: ranks[tp.rank].forward(step).clone())  # type: ignore[misc]
+        assert torch.equal(logits[0], logits[1])
+        assert (logits[0] - alone.forward(step)).abs().max() < 1e-4
+    assert replayed == [[1] * 3, [1] * 3]
+
+
+def test_where_one_rank_cannot_capture_none_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective in a graph on one rank, and launched by itself on another, may never end."""
+
+    def fails_at_the_second(sizes: Iterator[bool]) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def capture(work: Callable[[], None]) -> Callable[[], None]:
+            work()
+            if next(sizes):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return work
+
+        return capture
+
+    ranks = _captured_at(
+        tmp_path,
+        monkeypatch,
+        [fails_at_the_second(iter([False] * 3)), fails_at_the_second(iter([False, True, False]))],
+    )
+
+    assert [rank.graphs_reason for rank in ranks] == [
+        "capturing them failed: another rank could not",
+        "capturing them failed: CUDA out of memory",
+    ]
+    step = _starting_at([0, 0], BLOCK_SIZE)
+    assert torch.equal(*on_each_rank(2, lambda tp: ranks[tp.rank].forward(step)))
