@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,22 @@ async def test_a_file_that_could_not_be_read_once_is_read_again_and_the_problem_
     assert await keys.refresh()
     assert keys.ring.find("revoked") is None and keys.ring.find("stays") is not None
     assert not await keys.refresh()
+
+
+async def test_a_revoked_key_goes_while_other_work_has_every_thread(file: Path) -> None:
+    key_file = KeyFile(str(file))
+    released = threading.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = asyncio.create_task(asyncio.to_thread(released.wait))
+    try:
+        with edited_keys(file) as found:
+            found.remove(REVOKED)
+        assert await asyncio.wait_for(key_file.refresh(), 10.0)
+        assert key_file.ring.find("revoked") is None and not busy.done()
+    finally:
+        released.set()
+        await busy
 
 
 async def test_a_change_of_a_files_mode_alone_has_it_read_again(file: Path) -> None:
