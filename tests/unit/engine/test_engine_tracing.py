@@ -1,0 +1,122 @@
+"""Whole steps on a CUDA device that is not there (`fake_cuda`): every format, on one rank and on two.
+
+A tensor on the wrong device, types that do not go together, and a value that is read back, for which a GPU would be
+waited for, all raise here. What is launched is counted.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
+from fake_cuda import DEVICE, EmptyCheckpoint, Launches, fake_cuda
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from engine.attention.registry import ATTENTION_BACKENDS
+from engine.model_runner import ModelRunner
+from engine.quantization.interface import weight_formats
+from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
+from engine.tp import ProcessGroupTP, SingleGroup, TPGroup
+
+BLOCK_SIZE = 256
+FORMATS = list(product(("bfloat16", "float16"), weight_formats(), ("auto", "int8", "fp8")))
+BACKENDS = [name for name in ("flash_attn", "triton") if name in ATTENTION_BACKENDS]
+MOST_LAUNCHES = {
+    ("none", "auto"): 16,
+    ("int8", "auto"): 28,
+    ("int4", "auto"): 48,
+    ("fp8", "auto"): 44,
+    ("none", "int8"): 43,
+    ("none", "fp8"): 43,
+}
+"""Operations of one layer in a decode step, by the formats of weights and KV. They may only become fewer; 12 is the
+goal."""
+
+DECODE = build_step([SequenceSlice((1,), 7, (block,), True) for block in range(3)], BLOCK_SIZE)
+MIXED = build_step(
+    [
+        SequenceSlice((1,), 300, (3, 4), True),
+        SequenceSlice((1,) * 40, 9, (0,), True, ScoredSpan(0, (2,) * 39, 3)),
+        SequenceSlice((1,) * 5, 0, (1,), False),
+    ],
+    BLOCK_SIZE,
+    [(5, 6)],
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: make_checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in KINDS}
+
+
+def _runner(folder: Path, attention: str, tp: TPGroup | None = None, **formats: str) -> ModelRunner:
+    return ModelRunner(
+        folder,
+        tp=tp or SingleGroup(),
+        device="cuda",
+        block_size=BLOCK_SIZE,
+        num_blocks=8,
+        attention=attention,
+        open_weights=EmptyCheckpoint,
+        **formats,  # type: ignore[arg-type]
+    )
+
+
+def _launched(runner: ModelRunner, step: StepInput) -> Launches:
+    with Launches() as launches:
+        output = runner.run(step)
+    assert output.logits.shape == (len(step.logits_indices), VOCAB_SIZE)
+    assert output.logits.dtype == torch.float32 and output.logits.device == torch.device(DEVICE)
+    assert output.scores is None or output.scores.logprobs.device == torch.device(DEVICE)
+    return launches
+
+
+def test_a_value_that_is_read_and_a_tensor_elsewhere_are_found() -> None:
+    with fake_cuda():
+        there, here = torch.ones(3, device=DEVICE), torch.ones(3)
+        with pytest.raises(DataDependentOutputException):
+            there.sum().item()
+        with pytest.raises(RuntimeError, match="device"):
+            there.add(here)
+        with Launches() as launches:
+            torch.nn.functional.linear(there[None, 1:], there[:2].expand(4, 2)).view(2, 2)
+    assert launches.names == {"aten::mm": 1}
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize(("number", "formats"), list(enumerate(FORMATS)), ids=[" ".join(names) for names in FORMATS])
+def test_a_step_in_any_format_stays_on_its_device_and_waits_for_nothing(
+    folders: dict[str, Path], number: int, formats: tuple[str, str, str], attention: str
+) -> None:
+    """Of each family in turn; two ranks each launch what the other does."""
+    dtype, quantization, kv_cache_dtype = formats
+    folder = folders[KINDS[number % len(KINDS)]]
+    named = {"dtype": dtype, "quantization": quantization, "kv_cache_dtype": kv_cache_dtype}
+    with fake_cuda():
+        alone = _runner(folder, attention, **named)
+        ranks = [
+            _runner(folder, attention, ProcessGroupTP(FakeProcessGroup._create_internal(rank, 2)), **named)
+            for rank in range(2)
+        ]
+        for step in (DECODE, MIXED):
+            assert _launched(alone, step).total > 0
+            assert _launched(ranks[0], step).names == _launched(ranks[1], step).names
+
+
+@pytest.mark.parametrize("formats", list(MOST_LAUNCHES), ids=" ".join)
+def test_a_layer_of_a_decode_step_launches_no_more_than_before(
+    tmp_path: Path, formats: tuple[str, str], record_property: Any
+) -> None:
+    named = {"dtype": "bfloat16", "quantization": formats[0], "kv_cache_dtype": formats[1]}
+    folders = [make_checkpoint("llama", tmp_path / str(count), num_hidden_layers=count) for count in (1, 3)]
+    with fake_cuda():
+        few, many = (_launched(_runner(folder, BACKENDS[-1], **named), DECODE) for folder in folders)
+    of_layer = (many.total - few.total) // 2
+    record_property("launches of a layer", of_layer)
+    names = {name: (many.names[name] - few.names[name]) / 2 for name in many.names}
+    assert of_layer <= MOST_LAUNCHES[formats], names
