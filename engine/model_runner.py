@@ -77,7 +77,8 @@ class ModelRunner:
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
         """The origin of Baton's own kernels, or why they are not used."""
-        self._attention, _ = choose_attention(attention, self.device, torch_dtype, native)
+        self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
+        self._attention, _ = choose_attention(attention, self.device, torch_dtype, native, block_size, self._kv_dtype)
         packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=native
@@ -93,7 +94,6 @@ class ModelRunner:
             checkpoint.check_all_read(ignored)
         self._native = native
         self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
-        self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         if capture is None:
             obstacle = self._attention.static_obstacle(block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)

@@ -31,7 +31,7 @@ from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
 from engine.layers.ops import choose_native
-from engine.memory import resolve_device, resolve_dtype
+from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.models.config import ModelConfig
 from kv_transfer.transports.selection import supported
 from worker.loading import checkpoint_digest, expect_memory, resolve
@@ -135,7 +135,11 @@ def _sizes(settings: WorkerSettings) -> dict[str, Any]:
 
 
 def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
-    backend, why = choose_attention(settings.engine.attention, torch.device(device), _dtype(settings, device))
+    dtype, engine = _dtype(settings, device), settings.engine
+    kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, str(dtype).removeprefix("torch."), device)
+    backend, why = choose_attention(
+        engine.attention, torch.device(device), dtype, None, engine.block_size, getattr(torch, kv_dtype)
+    )
     return {"name": backend.name, "why": why}
 
 

@@ -93,12 +93,12 @@ class EngineSection:
     device: choices.DeviceName = field(default="auto", metadata=FIXED)
     """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
     block_size: int = bounded(16, at_least=1, at_most=4096)
-    """Tokens of one KV block. On a GPU use a multiple of 256: attention reads such blocks in place, which CUDA graphs
-    need; others are gathered first."""
+    """Tokens of one KV block. Baton's attention for GPUs reads blocks of any size in place; flash_attn and varlen do so
+    in multiples of 256, and gather others first."""
     kv_cache_dtype: choices.KvCacheDtypeName = field(default="auto", metadata=FIXED)
     """What the KV pool holds; auto: the type that is computed in; int8, and on GPUs fp8: rounded, with a scale for each
-    head of each token, in little more than half of bfloat16's memory. A GPU unpacks such a pool before attention: it
-    holds almost twice the tokens, decodes slower, and does without CUDA graphs."""
+    head of each token, in little more than half of bfloat16's memory. On a GPU, Baton's own attention (triton) unpacks
+    such heads in registers; flash_attn and varlen gather and unpack them first, and do without CUDA graphs."""
     kv_cache_tokens: int | None = bounded(None, at_least=1, at_most=2**40)
     """Tokens that one worker's KV pool holds; null: what is left beside weights and the measured
     activations (GPU), or four requests of max_model_len at most (CPU). `baton config explain` shows the sum."""
@@ -114,7 +114,8 @@ class EngineSection:
     threads: int | None = bounded(None, at_least=1, at_most=1024)
     """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
     attention: choices.AttentionName = "auto"
-    """Attention kernel; auto: flash_attn where it is installed, else torch's own, else the CPU's."""
+    """Attention kernel; auto: the first of flash_attn (where it is installed and block_size is a multiple of 256),
+    Baton's own in Triton, torch's varlen and the CPU's that works and reads the KV cache in place."""
     kernels: choices.KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch."""

@@ -10,6 +10,7 @@ from cluster.errors import ConfigError
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import flash_attn_backend, varlen_backend
 from engine.attention.interface import Attention
+from engine.attention.triton import triton_backend
 from engine.native import Native
 
 Make = Callable[[torch.device, torch.dtype, Native | None], Attention | str]
@@ -18,6 +19,7 @@ Make = Callable[[torch.device, torch.dtype, Native | None], Attention | str]
 
 ATTENTION_BACKENDS: dict[str, Make] = {
     "flash_attn": flash_attn_backend,
+    "triton": triton_backend,
     "varlen": varlen_backend,
     "cpu": lambda device, dtype, kernels: CpuAttention(kernels),
 }
@@ -25,24 +27,42 @@ ATTENTION_BACKENDS: dict[str, Make] = {
 
 
 def choose_attention(
-    wanted: str, device: torch.device, dtype: torch.dtype, kernels: Native | None = None
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernels: Native | None = None,
+    block_size: int = 16,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[Attention, str]:
-    """A backend and, in a few words, why it is this one. `auto` takes the fastest that works here.
+    """A backend and, in a few words, why it is this one. `kv_dtype` is the pool's, by default `dtype`.
 
-    Raises ConfigError when the wanted one cannot run, naming why and what to use.
+    `auto` takes the first that works here and reads such pages where they lie, without which no decode step becomes a
+    CUDA graph; if none does, the first that works. Raises ConfigError when the wanted one cannot run, naming why and
+    what to use.
     """
-    if wanted != "auto" and wanted not in ATTENTION_BACKENDS:
-        names = ", ".join(("auto", *ATTENTION_BACKENDS))
-        raise ConfigError(f"attention: {wanted!r} is unknown; use {names}")
+    if wanted != "auto":
+        return _make(wanted, device, dtype, kernels), "asked for"
     reasons: dict[str, None] = {}
+    others: list[Attention] = []
     for name, make in ATTENTION_BACKENDS.items():
-        if wanted not in ("auto", name):
-            continue
         backend = make(device, dtype, kernels)
-        if isinstance(backend, str) and wanted == name:
-            raise ConfigError(f"attention: {wanted} cannot run: {backend}; use auto or cpu")
-        if not isinstance(backend, str):
-            why = [*reasons, *(() if name == "cpu" else ("the fastest here",))]
-            return backend, "asked for" if wanted == name else "; ".join(why)
-        reasons[backend] = None
-    raise AssertionError("no attention backend runs everywhere")
+        if isinstance(backend, str):
+            reasons[backend] = None
+        elif obstacle := backend.static_obstacle(block_size, kv_dtype or dtype):
+            reasons[f"{name}: {obstacle}"] = None
+            others.append(backend)
+        else:
+            return backend, "; ".join([*reasons, "the first that reads the KV cache in place"])
+    chosen = others[0]
+    why = [reason for reason in reasons if not reason.startswith(f"{chosen.name}: ")]
+    return chosen, "; ".join([*why, *(() if chosen.name == "cpu" else ("the fastest here",))])
+
+
+def _make(name: str, device: torch.device, dtype: torch.dtype, kernels: Native | None) -> Attention:
+    if name not in ATTENTION_BACKENDS:
+        names = ", ".join(("auto", *ATTENTION_BACKENDS))
+        raise ConfigError(f"attention: {name!r} is unknown; use {names}")
+    backend = ATTENTION_BACKENDS[name](device, dtype, kernels)
+    if isinstance(backend, str):
+        raise ConfigError(f"attention: {name} cannot run: {backend}; use auto or cpu")
+    return backend

@@ -17,12 +17,12 @@ so that products take `DOT` = float32 (`dot_type`); and a value assigned in a ke
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -46,7 +46,7 @@ def obstacle(device: torch.device) -> str:
     """Why no Triton kernel can run on this device; empty if one can."""
     if device.type != "cuda":
         return f"Triton's kernels need a CUDA device, this is {device.type}"
-    if importlib.util.find_spec("triton") is None:
+    if find_spec("triton") is None:
         return "triton is not installed; it comes with torch's CUDA builds for Linux"
     if capability(device) < OLDEST:
         return "Triton's kernels need compute capability 8.0 or newer"

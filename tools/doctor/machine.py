@@ -93,7 +93,7 @@ def flash_attn(subject: Subject) -> Iterator[Finding]:
         if is_wanted:
             yield problem("engine.attention is flash_attn, and flash-attn is not installed", remedy + ", or use auto")
         else:
-            yield warning("flash-attn is not installed: torch's own kernels compute attention", remedy)
+            yield warning("flash-attn is not installed: Baton's own kernels compute attention, or torch's", remedy)
     else:
         yield ok(f"flash-attn {part['found']['version']}")
 

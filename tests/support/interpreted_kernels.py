@@ -1,0 +1,28 @@
+"""Triton's interpreter made to work with this numpy: import it in a test of kernels before `engine.triton`.
+
+Skips the test module where triton has no build. `DEVICE` is where the kernels run: interpreted on the CPU, or compiled
+where there is a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton has no build for this platform")
+
+from triton.runtime import interpreter
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch(tensor: Any, scope: Any) -> None:
+    """numpy 2.4 refuses int() of an array of one element, which triton 3.6 makes of every scalar that bounds a loop."""
+    _patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = _patch
