@@ -47,10 +47,11 @@ SPARE_S = 5.0
 SLOWER_ON_CPU = 4
 """Limits on a CPU, which other programs may use, too."""
 MOST_PROCESSES = 8
-"""Kernels are compiled on the processor, in as many test processes where pytest-xdist is installed."""
+"""Test processes that share the GPU, where pytest-xdist is installed: kernels are compiled on the processor."""
 KERNEL_TESTS = "tests/unit/engine/test_engine_triton_*.py"
 COMPILING_TESTS = "tests/unit/engine/test_engine_triton_compile.py"
-TRACING_TESTS = "tests/unit/engine/test_engine_trac*.py"
+TRANSFER_TESTS = "tests/gpu/test_gpu_kv_*.py"
+TRACING_TESTS = "tests/unit/engine/test_engine_*trac*.py"
 WHEELS = {
     "grpc_health": "grpcio-health-checking",
     "grpc_status": "grpcio-status",
@@ -94,12 +95,13 @@ class Part:
 PARTS = (
     Part("ceilings", "versions, wheels that are missing, copy rate, products", 50, "benchmarks.gpu_engine"),
     Part("kernels", "Baton's kernels", 110, tests=KERNEL_TESTS, but=COMPILING_TESTS, is_parallel=True),
-    Part("tests", "the engine and the transfers (tests/gpu)", 100, tests="tests/gpu/test_*.py"),
+    Part("tests", "the engine (tests/gpu)", 80, tests="tests/gpu/test_*.py", but=TRANSFER_TESTS, is_parallel=True),
+    Part("transfers", "the transfers (tests/gpu)", 50, tests=TRANSFER_TESTS),
     Part("graphs", "CUDA graphs against eager steps, and their memory", 50, "benchmarks.gpu_engine"),
     Part("speed", "decode and prefill of an 8B shape, and one step's kernels", 110, "benchmarks.gpu_engine"),
-    Part("links", "CUDA IPC, Gloo, NCCL and TP 2 between two processes", 70, "benchmarks.gpu_links"),
-    Part("handoff", "two workers, one hand-off, tokens as of one worker", 55, "benchmarks.gpu_workers"),
-    Part("router", "a router in front of both workers", 55, "benchmarks.gpu_workers"),
+    Part("links", "CUDA IPC, Gloo, NCCL and TP 2 between two processes", 60, "benchmarks.gpu_links"),
+    Part("handoff", "two workers, one hand-off, tokens as of one worker", 45, "benchmarks.gpu_workers"),
+    Part("router", "a router in front of both workers", 45, "benchmarks.gpu_workers"),
 )
 
 CHECKS = (
@@ -208,7 +210,8 @@ def run_part(part: Part, device: str, limit_s: float, results: Results, log: Pat
 
     def read() -> None:
         assert process.stdout is not None
-        with process.stdout as output, log.open("w", encoding="utf-8") as file:
+        with process.stdout as output, log.open("a", encoding="utf-8") as file:
+            print(f"== {part.name}: {' '.join(command)}", file=file)
             for line in output:
                 text, mark, told = line.partition(MARK)  # pytest may have begun a line of dots
                 if mark:
@@ -287,7 +290,7 @@ def run_parts(
             continue
         limit_s = min(part.limit_s * (SLOWER_ON_CPU if device == "cpu" else 1), left_s)
         print(f"{part.name}: {part.what} (up to {limit_s:.0f} s)", file=sys.stderr, flush=True)
-        outcome = run_part(part, device, limit_s, results, folder / f"{part.name}.log")
+        outcome = run_part(part, device, limit_s, results, folder / "parts.log")
         yield outcome
         if outcome.status == "no device":
             return
@@ -325,8 +328,10 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A part; repeat it. Without it: every part.")] = None,
     device: Annotated[str, typer.Option(help="cuda, or cpu to try the program out.")] = "cuda",
     check: Annotated[bool, typer.Option("--check", help="What can be checked without a GPU instead.")] = False,
-    budget: Annotated[float, typer.Option(min=1, help="Seconds in all.")] = 600.0,
-    out: Annotated[Path, typer.Option(help="Folder of results.jsonl, results.json and logs.")] = ROOT / "build" / "gpu",
+    budget: Annotated[float, typer.Option(min=1, help="Seconds in all.")] = 580.0,
+    out: Annotated[Path, typer.Option(help="Folder of results.jsonl, results.json and parts.log.")] = ROOT
+    / "build"
+    / "gpu",
     after: Annotated[list[Path] | None, typer.Option(help="A results.jsonl of another folder to go on from.")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also run parts that have a result.")] = False,
     listed: Annotated[

@@ -104,7 +104,13 @@ def test_bfloat16_on_cuda_stays_near_float32_with_every_backend(
 def test_the_pool_is_planned_from_what_the_device_has_left_and_then_fits(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     settings = WorkerSettings.from_values(
-        worker_id="w", role="decode", model_path=str(folder), device="cuda", dtype="bfloat16", block_size=256
+        worker_id="w",
+        role="decode",
+        model_path=str(folder),
+        device="cuda",
+        dtype="bfloat16",
+        block_size=256,
+        memory_utilization=0.1,  # other tests use the device, too
     )
     demand = resolve(settings).demand
     runner = ModelRunner(folder, tp=SingleGroup(), device="cuda", dtype="bfloat16", block_size=256)
