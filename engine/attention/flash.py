@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from engine.native import Native
 from engine.step_input import SequenceSlice, build_step
 
 _PAGE_MULTIPLE = 256
+_MOST_OFF = 0.02
+"""Difference between two ways to compute a trial in bfloat16."""
 
 
 def flash_attn_backend(device: torch.device, dtype: torch.dtype, kernels: Native | None = None) -> Attention | str:
@@ -116,6 +118,8 @@ class VarlenAttention(_RaggedKernel):
         parameters = inspect.signature(function).parameters
         self._has_gqa = "enable_gqa" in parameters
         self._has_splits = "num_splits" in parameters
+        self._takes_groups = True
+        self._takes_groups = self._has_gqa or self._try_groups(device)
         self._paging_obstacle = "its varlen_attn takes no block_table"
         if {"block_table", "seqused_k"} <= parameters.keys():
             self._paging_obstacle = self._try_pages(device)
@@ -151,11 +155,7 @@ class VarlenAttention(_RaggedKernel):
         window: tuple[int, int],
     ) -> torch.Tensor:
         options: dict[str, Any] = {"block_table": paged.block_table, "seqused_k": paged.seqlens_k}
-        if paged.max_seqlen_q == 1 and window == (-1, 0) and q.shape[1] > k.shape[2]:
-            # The last token sees all keys, causal or not. Told so, the kernel takes query heads that share a KV head
-            # for rows of one sequence, and may then split the keys of long sequences over the whole GPU.
-            window = (-1, -1)
-        elif self._has_splits:
+        if self._has_splits and not _may_split(q, k, paged, window):
             # Split in any other case, rows of later sequences stay unwritten: github.com/pytorch/pytorch/issues/194167
             options["num_splits"] = 1
         return self._call(q, k, v, paged, scale=softmax_scale, window_size=window, **options)
@@ -165,20 +165,33 @@ class VarlenAttention(_RaggedKernel):
     ) -> torch.Tensor:
         if self._has_gqa:
             options["enable_gqa"] = True
-        elif "block_table" not in options and q.shape[1] != k.shape[1]:
+        elif not self._takes_groups and "block_table" not in options and q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+        if _may_split(q, k, paged, options["window_size"]):
+            options["window_size"] = (-1, -1)
         return super()._call(q, k, v, paged, **options)
+
+    def _try_groups(self, device: torch.device) -> bool:
+        """Whether query heads may share a KV head although no argument says so: as of torch 2.11, whose kernel takes
+        them. Else keys and values are copied for each."""
+        q, k, v = _noise(((8, 4, 64), (8, 2, 64), (8, 2, 64)), device)
+        ends = torch.tensor([0, 3, 8], dtype=torch.int32, device=device)
+        paged = PagedBatch(ends, ends, ends.diff(), ends[:0], 5, 5)
+        options: dict[str, Any] = {"scale": 0.125, "window_size": (-1, 0)}
+        copied = self._call(q, k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1), paged, **options)
+        try:
+            shared = self._call(q, k, v, paged, **options)
+        except (RuntimeError, ValueError, TypeError):
+            return False
+        return bool(shared.shape == copied.shape and (shared.float() - copied.float()).abs().max() < _MOST_OFF)
 
     def _try_pages(self, device: torch.device) -> str:
         """Why pages cannot be read through a table, empty if they can: some versions know the argument and refuse it.
 
         Two sequences in two pages, laid out in reverse: what is read in place must equal what is read after a copy.
         """
-        generator = torch.Generator().manual_seed(0)
-        q, k, v = (
-            torch.randn(shape, generator=generator).to(device, torch.bfloat16)
-            for shape in ((2, 4, 64), (2, _PAGE_MULTIPLE, 2, 64), (2, _PAGE_MULTIPLE, 2, 64))
-        )
+        pages = (2, _PAGE_MULTIPLE, 2, 64)
+        q, k, v = _noise(((2, 4, 64), pages, pages), device)
         step = build_step([SequenceSlice((0,), 99, (1,), True), SequenceSlice((0,), 199, (0,), True)], _PAGE_MULTIPLE)
         batch = AttentionBatch(step, _PAGE_MULTIPLE, device)
         self._paging_obstacle = "not tried yet"
@@ -188,7 +201,21 @@ class VarlenAttention(_RaggedKernel):
         except (RuntimeError, ValueError, TypeError) as error:
             return str(error).partition("\n")[0]
         difference = (in_place.float() - copied.float()).abs().max().item()
-        return "" if difference < 0.02 else f"it is off by {difference:.2g} in a trial"
+        return "" if difference < _MOST_OFF else f"it is off by {difference:.2g} in a trial"
+
+
+def _may_split(q: torch.Tensor, k: torch.Tensor, paged: PagedBatch, window: tuple[int, int]) -> bool:
+    """Whether every sequence has one token, which sees all keys, causal or not.
+
+    Told that there is no window, the kernel takes query heads that share a KV head for rows of one sequence, and may
+    then split the keys of long sequences over the whole GPU.
+    """
+    return paged.max_seqlen_q == 1 and window in ((-1, 0), (-1, -1)) and q.shape[1] > k.shape[-2]
+
+
+def _noise(shapes: Iterable[tuple[int, ...]], device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
 
 
 def _page_obstacle(block_size: int, kv_dtype: torch.dtype) -> str:

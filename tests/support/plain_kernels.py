@@ -134,7 +134,25 @@ def varlen_attn_without_groups(
     scale: float,
     window_size: tuple[int, int],
 ) -> torch.Tensor:
+    if k.shape[1] != q.shape[1]:
+        raise RuntimeError("q and k must have as many heads")
     return _varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size)
+
+
+def varlen_attn_of_2_11(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """Its kernel takes heads that share keys, which nothing says."""
+    return _varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size, enable_gqa=True)
 
 
 def _varlen_attn(

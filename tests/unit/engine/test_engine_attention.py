@@ -160,6 +160,7 @@ GPU_BACKENDS: dict[str, Callable[[], Any]] = {
     "varlen that refuses pages": lambda: VarlenAttention(plain_kernels.varlen_attn_that_refuses_pages, CPU),
     "varlen with wrong pages": lambda: VarlenAttention(plain_kernels.varlen_attn_with_wrong_pages, CPU),
     "varlen without pages": lambda: VarlenAttention(plain_kernels.varlen_attn_without_pages, CPU),
+    "varlen of torch 2.11": lambda: VarlenAttention(plain_kernels.varlen_attn_of_2_11, CPU),
     "varlen without groups": lambda: VarlenAttention(plain_kernels.varlen_attn_without_groups, CPU),
 }
 
@@ -176,6 +177,57 @@ def test_gpu_backends_hand_their_kernels_the_right_keys(
 
     out = GPU_BACKENDS[name]()(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
 
+    assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
+
+
+class Listener:
+    """A kernel of torch 2.11 that notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.heads: list[int] = []
+        self.windows: list[tuple[int, int]] = []
+
+    def __call__(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        cu_q: Any,
+        cu_k: Any,
+        max_q: int,
+        max_k: int,
+        *,
+        scale: float,
+        window_size: tuple[int, int],
+    ) -> torch.Tensor:
+        self.heads.append(k.shape[1])
+        self.windows.append(window_size)
+        return plain_kernels.varlen_attn_of_2_11(
+            q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
+        )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "window", "told"),
+    [
+        ("decode of very different lengths", (-1, -1), (-1, -1)),
+        ("decode of very different lengths", (4, 0), (4, 0)),
+        ("everything at once", (-1, -1), (-1, 0)),
+    ],
+)
+def test_a_kernel_that_takes_grouped_heads_gets_them_and_may_split_the_keys_of_decode_steps(
+    lengths: str, window: tuple[int, int], told: tuple[int, int]
+) -> None:
+    """Without `enable_gqa` keys and values were copied for each query head, and (-1, 0) rules a split of keys out."""
+    kernel = Listener()
+    backend = VarlenAttention(kernel, CPU)
+    kernel.heads.clear()
+    kernel.windows.clear()
+    problem = _problem(BATCHES[lengths], 16)
+
+    out = backend(problem.q, problem.k, problem.v, problem.batch, softmax_scale=0.4, window_size=window)
+
+    assert set(kernel.heads) == {KV_HEADS} and set(kernel.windows) == {told}
     assert torch.allclose(out, _by_definition(problem, 0.4, True, window), atol=1e-5)
 
 
