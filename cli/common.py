@@ -10,9 +10,9 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import IO, TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 import typer
 
@@ -170,9 +170,15 @@ def outcome() -> Iterator[None]:
     except KeyboardInterrupt as error:
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError as error:
-        # The reader has gone (`| head`); flush what is still buffered into nothing.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_to_nothing(sys.stdout)
         raise typer.Exit(ExitCode.FAILED) from error
+
+
+def _print_to_nothing(file: IO[str]) -> None:
+    """Its reader has gone (`| head`): what is still buffered, and all that follows, goes nowhere."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, file.fileno())
+    os.close(nothing)
 
 
 def exit_code(error: BatonError) -> int:
@@ -220,3 +226,39 @@ def table_console(min_width: int = 160) -> Console:
     if not console.is_terminal:
         console.width = max(console.width, min_width)
     return console
+
+
+class _LastingStdout:
+    """Standard output as it is, but that what cannot be written is dropped, and raises nothing."""
+
+    def __init__(self, stdout: IO[str]) -> None:
+        self._stdout = stdout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stdout, name)
+
+    def write(self, text: str) -> int:
+        with self._dropping():
+            self._stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._dropping():
+            self._stdout.flush()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Where the disk is full, the next line may find room again; a pipe stays closed."""
+        with suppress(OSError):
+            try:
+                yield
+            except BrokenPipeError:
+                _print_to_nothing(self._stdout)
+
+
+def lasting_console() -> Console:
+    """A console on stdout for a command that owns processes: that nobody reads it any more ends nothing."""
+    from rich.console import Console
+
+    file = None if sys.stdout is None else cast(IO[str], _LastingStdout(sys.stdout))
+    return Console(file=file, highlight=False, markup=False, emoji=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 then runs on in a Ray cluster that was there before; `baton stop` ends it.
 
 Owns the order (check the ports, start Ray, start the controller, show its events, end everything) and what the operator
-sees. The controller decides what runs where.
+sees, or does not: a closed pipe ends nothing. The controller decides what runs where.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cli.common import outcome
+from cli.common import lasting_console, outcome
 from cli.config import default_config
 from cluster.address import DEFAULT_ADDRESS, DEFAULT_ADMIN_ADDRESS, format_address, listen_error, parse_address
 from cluster.errors import BatonError, ConfigError, IncompatibleProtocol, InvalidRequest, NotReachable
@@ -294,12 +294,10 @@ class _View:
     """Output for the operator: a line that changes at a terminal, a line for each event elsewhere; then the banner."""
 
     def __init__(self, serving: ServingConfig, file: ConfigFile, stop: str) -> None:
-        from rich.console import Console
-
         self._serving = serving
         self._file = file
         self._stop = stop
-        self._console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console = lasting_console()
         self._status: Status | None = self._console.status("") if self._console.is_terminal else None
         self._began = time.monotonic()
         self.is_serving = False

@@ -7,7 +7,8 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 from cluster_fixture import BUNDLED_MODEL, PlainCluster, Stream, token_spec
 from serve_process import ROOT, Serve
+from waiting import until
 
 from benchmarks.redis_server import RedisServer, running_redis
 from cluster.config.diff import set_values
@@ -25,6 +27,7 @@ from tools.generation_stream import Transcript
 
 WAIT_S = 90.0
 NUM_TOKENS = 400
+LONG_TOKENS = 1900
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -69,6 +72,21 @@ class Served:
         names = (served.path for pid in self._pids() for served in psutil.Process(pid).open_files())
         return {Path(name) for name in names if Path(name).name.startswith("journal-")}
 
+    def ray_folder(self) -> Path:
+        return self._serve.ray_folder()
+
+    def hang_up(self) -> None:
+        """Nobody reads the output of `baton serve` any more, which has more to print then: a router that was lost is
+        ready again."""
+        before = self.router("router-1")
+        self._serve.hang_up(lambda: os.kill(before.pids[0], signal.SIGKILL))
+
+        def is_back() -> bool:
+            now = self.router("router-1")
+            return now.num_starts > before.num_starts and now.state == "ready"
+
+        until(is_back, "the router is ready again", WAIT_S)
+
     def end(self) -> int:
         """Its exit code."""
         self._admin.close()
@@ -90,17 +108,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def test_all_streams_go_on_when_the_router_of_the_default_cluster_is_killed(served: Served) -> None:
-    before, wanted, told = served.router(), specs() * 3, [0]
+    """It is killed once each has begun: a client that has had no answer has no id to come back with."""
+    before, wanted = served.router(), specs() * 3
+    told, lock = [0] * len(wanted), threading.Lock()
 
-    def kill_in_the_middle(count: int) -> None:
-        was_before, told[0] = told[0] < 60, told[0] + count
-        if was_before and told[0] >= 60:
-            os.kill(before.pids[0], signal.SIGKILL)
+    def kill_in_the_middle(number: int, count: int) -> None:
+        with lock:
+            was_before, told[number] = not is_middle(), told[number] + count
+            if was_before and is_middle():
+                os.kill(before.pids[0], signal.SIGKILL)
+
+    def is_middle() -> bool:
+        return all(told) and sum(told) >= 60 * len(told)
 
     with BatonClient(served.address) as client:
         undisturbed = [read(client, spec) for spec in wanted]
         with ThreadPoolExecutor(len(wanted)) as pool:
-            hooks = [kill_in_the_middle, *[lambda count: None] * (len(wanted) - 1)]
+            hooks = [partial(kill_in_the_middle, number) for number in range(len(wanted))]
             reads = [pool.submit(read, client, spec, hook) for spec, hook in zip(wanted, hooks, strict=True)]
             outputs = [future.result() for future in reads]
     after = served.router()
@@ -138,12 +162,31 @@ def test_a_stream_is_resumed_at_another_router(served: Served) -> None:
     check_resumed_elsewhere(served.address, served.router("router-1").address)
 
 
-def test_the_journal_is_one_private_file_that_goes_with_the_cluster(served: Served) -> None:
-    """The last test of this cluster: it ends it."""
+def test_the_journal_is_one_private_file(served: Served) -> None:
     files = served.journals()
     assert len({file.name.partition(".db")[0] for file in files}) == 1, files
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
-    assert served.end() == 0
+
+
+def test_a_cluster_whose_output_nobody_reads_serves_on_ends_its_streams_and_leaves_no_file(
+    served: Served,
+) -> None:
+    """The last test of this cluster: it ends it."""
+    files = {*served.journals(), served.ray_folder()}
+    served.hang_up()
+    transcript = Transcript()
+    ends: list[Future[int]] = []
+    with (
+        BatonClient(served.address) as client,
+        client.stream(token_spec([5, 6, 7], LONG_TOKENS), timeout_s=WAIT_S) as stream,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        for event in stream:
+            transcript.add(event)
+            if event.HasField("delta") and not ends:
+                ends.append(pool.submit(served.end))
+    assert transcript.is_complete and transcript.sequences[0].num_tokens == LONG_TOKENS
+    assert ends[0].result() == 0
     assert not [file for file in files if file.exists()]
 
 

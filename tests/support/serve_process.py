@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -33,6 +33,7 @@ class Serve:
         )
         self.output = ""
         self._grew = threading.Condition()
+        self._is_leaving = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -42,6 +43,13 @@ class Serve:
                 assert self._reader.is_alive(), f"ended without {pattern!r}:\n{self.output}"
                 assert self._grew.wait(90), f"no {pattern!r} for 90 s in:\n{self.output}"
         return found
+
+    def hang_up(self, cause_a_line: Callable[[], object]) -> None:
+        """Closes the pipe of its output behind the next line."""
+        self._is_leaving = True
+        cause_a_line()
+        self._reader.join(END_S)
+        assert self.process.stdout is not None and self.process.stdout.closed, "no line came"
 
     @property
     def address(self) -> str:
@@ -87,5 +95,8 @@ class Serve:
             with self._grew:
                 self.output += line
                 self._grew.notify_all()
+            if self._is_leaving:
+                self.process.stdout.close()
+                break
         with self._grew:
             self._grew.notify_all()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from scripted_router import ROOT, ScriptedRouter, baton, contents, start_baton
 
+from cli.common import lasting_console
 from cli.config import default_config
 from cluster.errors import (
     BatonError,
@@ -189,3 +190,18 @@ def test_a_call_returns_the_servers_answer(router: ScriptedRouter, nobody: str) 
         assert client.tokenize("abc") == [97, 98, 99]
     with BatonClient(nobody) as client, pytest.raises(NotReachable, match=f"nobody answers at {nobody}"):
         client.tokenize("abc")
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["nobody reads it", "its disk is full"])
+def test_what_a_command_that_owns_processes_cannot_print_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full" if is_full else writing, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        console = lasting_console()
+        for _ in range(3):
+            console.print("decode-0 was lost " * 1000)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # for what it still holds when it closes
+        console.print("stopped")
