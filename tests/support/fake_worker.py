@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
+from waiting import Changes
 
 from cluster import rpc
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
@@ -78,6 +79,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.protocol = ""
         """Versions that it says it speaks."""
         self.num_sessions = 0
+        """Calls of Session so far; `until_sessions` waits for them."""
+        self._sessions_begun = Changes()
         self.is_silent = False
         """Says nothing but what is emitted, as a stopped process says nothing at all."""
         self._heard: asyncio.Queue[worker_pb2.Command] = asyncio.Queue()
@@ -117,7 +120,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     async def Session(self, request_iterator: AsyncIterator[worker_pb2.Command], context: Any) -> AsyncIterator[Any]:
         session: asyncio.Queue[worker_pb2.EventBatch] = asyncio.Queue()
-        self.num_sessions += 1
+        self.note_session()
         info = worker_pb2.WorkerInfo(
             worker_id=self.worker_id,
             incarnation=self.incarnation,
@@ -139,6 +142,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             reader.cancel()
             self._sessions.discard(session)
+
+    def note_session(self) -> None:
+        self.num_sessions += 1
+        self._sessions_begun.tell()
+
+    async def until_sessions(self, count: int) -> None:
+        """Until Session has been called so often."""
+        await self._sessions_begun.until(lambda: self.num_sessions >= count)
 
     async def _listen(self, commands: AsyncIterator[worker_pb2.Command]) -> None:
         async for command in commands:

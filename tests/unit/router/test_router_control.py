@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -76,9 +75,7 @@ async def test_a_worker_of_another_protocol_is_refused_by_name_and_the_others_se
         workers.append(admin_pb2.WorkerAddress(worker_id="decode-1", address=later.address, role=DECODE))
         began_at = time.monotonic()
         await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
-        async with asyncio.timeout(20):
-            while later.num_sessions < 4:
-                await asyncio.sleep(0.01)
+        await later.until_sessions(4)
         assert time.monotonic() - began_at > 3 * 0.5 * 0.2, "it was asked again and again without a pause"
         seen = {worker.worker_id: worker for worker in (await status(router)).workers}
         assert seen["decode-1"].refusal == why and not seen["decode-1"].HasField("info")
@@ -94,11 +91,15 @@ async def test_a_worker_of_another_protocol_is_refused_by_name_and_the_others_se
     assert [line for line in warnings if why in line] == [f"no session with worker decode-1 at {later.address}: {why}"]
 
 
-async def test_a_worker_that_refuses_the_session_is_named_with_its_reason(tmp_path: Path) -> None:
+async def test_a_worker_that_refuses_the_session_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_client, "LONGEST_BACKOFF_S", 0.001)
     why = "worker decode-0 speaks protocol 3; its caller speaks 1: upgrade its caller first"
     prefill, decode = pair()
 
     async def refuse(_: object, context: Any) -> AsyncIterator[worker_pb2.EventBatch]:
+        decode.note_session()
         await rpc.abort(context, IncompatibleProtocol(why))
         yield worker_pb2.EventBatch()
 
@@ -109,10 +110,8 @@ async def test_a_worker_that_refuses_the_session_is_named_with_its_reason(tmp_pa
         named = admin_pb2.WorkerAddress
         workers = [named(worker_id=w.worker_id, address=w.address, role=w.role) for w in (prefill, decode)]
         await control.SetWorkers(admin_pb2.SetWorkersRequest(workers=workers))
-        async with asyncio.timeout(20):
-            while not (refusals := [w.refusal for w in (await status(router)).workers if w.refusal]):
-                await asyncio.sleep(0.01)
-    assert refusals == [why]
+        await decode.until_sessions(2)  # it is asked again once the first answer is known
+        assert [w.refusal for w in (await status(router)).workers if w.refusal] == [why]
     for worker in (prefill, decode):
         await worker.stop()
 
