@@ -71,6 +71,7 @@ def test_prints_one_json_object_with_the_promised_keys_and_leaves_no_process(mod
         assert all(rate > 0 for rate in rates.values())
 
 
+@pytest.mark.battery
 def test_as_a_module_it_shows_tables(model: Path) -> None:
     ended, left = run("-m", "benchmarks.kv_transfer", "--part", "bandwidth", *SMALL)
     assert ended.returncode == 0, ended.stderr
@@ -118,7 +119,8 @@ def test_a_worker_that_cannot_start_is_shown_with_what_it_said(model: Path, tmp_
     assert left == []
 
 
-@pytest.mark.parametrize("fault", ["kill", pytest.param("stop", marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("fault", ["kill", "stop"])
 def test_the_failover_benchmark_finds_nothing_lost_and_nothing_changed(fault: str) -> None:
     sizes = ("--seconds", "5", "--every", "1.5", "--stop-seconds", "0.5", "--streams", "3", "--requests", "6")
     ended, left = run("benchmarks/failover.py", "--json", "--signal", fault, "--tokens", "40", *sizes)
@@ -187,13 +189,17 @@ def test_the_resume_benchmark_finds_nothing_lost_and_nothing_changed() -> None:
     assert told["orphans"]["freed"] == 8 and told["orphans"]["still_running"] == 0
 
 
-def test_the_engines_benchmark_prints_the_promised_keys(model: Path) -> None:
-    sizes = ("--batch", "1", "--batch", "8", "--batch", "32", "--prompt", "20", "--prompt", "100", "--rounds", "1")
+@pytest.mark.parametrize(
+    "batches", [("1", "2"), pytest.param(("1", "8", "32"), marks=pytest.mark.battery)], ids=" ".join
+)
+def test_the_engines_benchmark_prints_the_promised_keys(model: Path, batches: tuple[str, ...]) -> None:
+    sizes = (*(text for size in batches for text in ("--batch", size)), "--prompt", "20", "--prompt", "100")
+    sizes = (*sizes, "--rounds", "1")
     ended, left = run("benchmarks/engine.py", "--json", "--model", str(model), "--quantization", "int8", *sizes)
     assert ended.returncode == 0, ended.stderr
     assert left == []
     told = json.loads(ended.stdout)
-    for size in ("1", "8", "32"):
+    for size in batches:
         assert told["decode"][size]["tok_s"] > 0 and told["decode"][size]["of_bandwidth"] > 0
     for size in ("20", "100"):
         assert told["prefill"][size]["tok_s"] > 0 and told["prefill"][size]["of_gemm"] > 0
@@ -258,6 +264,7 @@ def test_the_formats_benchmark_compares_them_all() -> None:
         assert row["perplexity"] == pytest.approx(exact, rel=0.1 if name == "int4" else 0.01), name
 
 
+@pytest.mark.battery
 def test_a_model_is_made_once_and_can_be_served(tmp_path: Path) -> None:
     first, _ = run("benchmarks/make_model.py", "S", str(tmp_path / "S"))
     again, _ = run("benchmarks/make_model.py", "S", str(tmp_path / "S"))
