@@ -93,12 +93,12 @@ class Part:
 
 
 PARTS = (
-    Part("ceilings", "versions, wheels that are missing, copy rate, products", 50, "benchmarks.gpu_engine"),
+    Part("ceilings", "versions, wheels that are missing, copy rate, products", 40, "benchmarks.gpu_engine"),
     Part("kernels", "Baton's kernels", 110, tests=KERNEL_TESTS, but=COMPILING_TESTS, is_parallel=True),
     Part("tests", "the engine (tests/gpu)", 80, tests="tests/gpu/test_*.py", but=TRANSFER_TESTS, is_parallel=True),
-    Part("transfers", "the transfers (tests/gpu)", 50, tests=TRANSFER_TESTS),
+    Part("transfers", "the transfers (tests/gpu)", 70, tests=TRANSFER_TESTS),
     Part("graphs", "CUDA graphs against eager steps, and their memory", 50, "benchmarks.gpu_engine"),
-    Part("speed", "decode and prefill of an 8B shape, and one step's kernels", 110, "benchmarks.gpu_engine"),
+    Part("speed", "decode and prefill of an 8B shape, and one step's kernels", 100, "benchmarks.gpu_engine"),
     Part("links", "CUDA IPC, Gloo, NCCL and TP 2 between two processes", 60, "benchmarks.gpu_links"),
     Part("handoff", "two workers, one hand-off, tokens as of one worker", 45, "benchmarks.gpu_workers"),
     Part("router", "a router in front of both workers", 45, "benchmarks.gpu_workers"),
@@ -348,7 +348,7 @@ def main(
     outcomes = list(run_parts(chosen, device, budget, results, out, is_again=again))
     told = {"revision": revision(), "device": device, "parts": {o.part: vars(o) for o in outcomes}}
     (out / "results.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
-    show(outcomes, Console(width=None if sys.stdout.isatty() else 160))
+    show(outcomes, Console(width=None if sys.stdout.isatty() else 160, markup=False))
     print(f"all of it is in {out / 'results.json'}")
     if outcomes and outcomes[-1].status == "no device":
         typer.echo(f"error: {outcomes[-1].error}", err=True)
