@@ -20,7 +20,7 @@ from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
 from engine.kv.pool import KvCache
 from engine.layers.linear import Loader
-from engine.layers.ops import choose_native
+from engine.layers.ops import choose_ops
 from engine.layers.rope import RopeTable
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import choose_form
@@ -75,7 +75,7 @@ class ModelRunner:
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
         self.block_size = block_size
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
-        native, self.kernels_reason = choose_native(kernels, self.device, torch_dtype, self.config.head_dim)
+        ops, native, self.kernels_reason = choose_ops(kernels, self.device, torch_dtype, self.config.head_dim)
         """The origin of Baton's own kernels, or why they are not used."""
         self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         self._attention, _ = choose_attention(attention, self.device, torch_dtype, native, block_size, self._kv_dtype)
@@ -86,7 +86,7 @@ class ModelRunner:
         """The form in which the weights are kept."""
         with open_weights(Path(model_path)) as checkpoint:
             keeps_codes = self.weight_form.keeps_codes
-            loader = Loader(checkpoint, tp, self.device, torch_dtype, native, quantization, packing, keeps_codes)
+            loader = Loader(checkpoint, tp, self.device, torch_dtype, native, quantization, packing, keeps_codes, ops)
             self._model = Decoder(self.config, loader, report or (lambda line: None))
             if packing is not None:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer

@@ -30,7 +30,7 @@ from cluster.program import ExitCode
 from cluster.settings import WorkerSettings
 from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
-from engine.layers.ops import choose_native
+from engine.layers.ops import TorchOps, choose_ops
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.models.config import ModelConfig
 from kv_transfer.transports.selection import supported
@@ -145,8 +145,8 @@ def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
 
 def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
     head_dim = ModelConfig.from_folder(settings.model.path).head_dim
-    native, why = choose_native(settings.engine.kernels, torch.device(device), _dtype(settings, device), head_dim)
-    return {"are_native": native is not None, "why": why}
+    ops, _, why = choose_ops(settings.engine.kernels, torch.device(device), _dtype(settings, device), head_dim)
+    return {"are_native": not isinstance(ops, TorchOps), "why": why}
 
 
 def _memory(settings: WorkerSettings) -> dict[str, Any]:

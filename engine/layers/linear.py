@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.layers.ops import Ops, TorchOps
+from engine.layers.ops import Ops
 from engine.native import Native
 from engine.quantization.integers import make_quantized
 from engine.quantization.interface import Matrix, make_matrix
@@ -38,10 +38,7 @@ class Loader:
     packing: Packing | None
     keeps_codes: bool
     """Whether what is packed stays so where it can (`Packing.keeps_codes`)."""
-
-    @property
-    def ops(self) -> Ops:
-        return self.kernels or TorchOps()
+    ops: Ops
 
     def linear(self, parts: Sequence[TensorSlice]) -> Matrix:
         """The matrix of all parts' outputs, one after another; each part may be plain or packed."""

@@ -1,12 +1,13 @@
 """Operations of a decoder layer other than matrix products and attention, in plain torch or by Baton's kernels.
 
-Both keep transformers' order of rounding, so that a model in bfloat16 generates what it would generate there.
+All keep transformers' order of rounding, so that a model in bfloat16 generates what it would generate there.
 
 Legend: T tokens, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, N blocks, K block_size.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import Protocol
 
 import torch
@@ -17,6 +18,7 @@ from cluster.errors import ConfigError
 from engine.kv.pool import encode, is_rounded
 from engine.layers.rope import rotate
 from engine.native import DTYPES, MAX_HEAD_DIM, Native, native
+from engine.triton.target import obstacle
 
 KERNELS_NAMES = ("auto", "native", "torch")
 Pages = tuple[Tensor, Tensor]
@@ -24,7 +26,7 @@ Pages = tuple[Tensor, Tensor]
 
 
 class Ops(Protocol):
-    """Implemented by `TorchOps`, and on the CPU by `engine.native.Native`."""
+    """Implemented by `TorchOps`, on the CPU by `engine.native.Native`, on GPUs by `engine.triton.fused.TritonOps`."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
         """x [T, E] over its root mean square (arXiv 1910.07467), times `weight`. With `add`: x += add first."""
@@ -96,6 +98,25 @@ def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_di
     if wanted == "native" and kernels is None:
         raise ConfigError(f"kernels: native cannot be used: {reason}; or set kernels to auto")
     return kernels, reason
+
+
+def choose_ops(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Ops, Native | None, str]:
+    """The operations to use; the kernels of `choose_native`; and where both come from, or why they are torch's.
+
+    `wanted` and what is raised are `choose_native`'s; `auto` takes Baton's kernels in Triton on a GPU.
+    """
+    kernels, reason = choose_native(wanted, device, dtype, head_dim)
+    if kernels is not None:
+        return kernels, kernels, reason
+    if wanted == "torch" or device.type == "cpu":
+        return TorchOps(), None, reason
+    if reason := obstacle(device) or _misfit(head_dim):
+        return TorchOps(), None, reason
+    return importlib.import_module("engine.triton.fused").TritonOps(), None, "in Triton"
+
+
+def _misfit(head_dim: int) -> str:
+    return "" if head_dim % 4 == 0 else f"Triton's kernels need heads of a multiple of 4 dimensions, not of {head_dim}"
 
 
 def _usable_native(device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Native | None, str]:

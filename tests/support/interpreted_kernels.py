@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ pytest.importorskip("triton", reason="triton has no build for this platform")
 from triton.runtime import interpreter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-_patch_lang_tensor = interpreter._patch_lang_tensor
+_patch_lang_tensor, _convert_float = interpreter._patch_lang_tensor, interpreter._convert_float
 
 
 def _patch(tensor: Any, scope: Any) -> None:
@@ -25,4 +26,13 @@ def _patch(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+def _convert(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
+    """triton 3.6 cuts float32 off where a GPU rounds it to the nearest bfloat16, ties to even."""
+    if not (source.is_fp32() and target.is_bf16()):
+        return _convert_float(numbers, source, target, rounding)
+    rounded = torch.from_numpy(np.ascontiguousarray(numbers)).bfloat16()
+    return rounded.view(torch.uint16).numpy()
+
+
 interpreter._patch_lang_tensor = _patch
+interpreter._convert_float = _convert

@@ -112,7 +112,7 @@ def attention(subject: Subject) -> Iterator[Finding]:
 
 @check()
 def kernels(subject: Subject) -> Iterator[Finding]:
-    """Baton's own kernels on a CPU; compiles them as a worker's start would, if nobody has yet."""
+    """Baton's own kernels; on a CPU, compiles them as a worker's start would, if nobody has yet."""
     refused = "install a C++ compiler (Debian: g++), or set kernels: auto"
     answers = yield from _answers(subject, "kernels", refused)
     for role, answer in answers:
