@@ -165,9 +165,10 @@ class Supervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        running, self._running = self._running, None
-        if running is not None:
-            await running.stop(grace_s)
+        if self._running is not None:
+            # It answers while it drains, so its card stays until it has ended.
+            await self._running.stop(grace_s)
+        self._running = None
         self._enter(SupervisorState.STOPPED)
 
     def _enter(self, state: SupervisorState) -> None:

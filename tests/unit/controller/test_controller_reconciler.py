@@ -123,6 +123,21 @@ async def test_a_start_that_fails_otherwise_is_tried_again(failure: Exception) -
     await stage.supervisor.stop(1.0)
 
 
+async def test_a_group_that_drains_has_its_card_until_it_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage()
+    seen: list[tuple[SupervisorState, Mapping[str, Any]]] = []
+
+    async def drain(grace_s: float) -> None:
+        seen.append((stage.supervisor.state, stage.supervisor.card))
+
+    stage.supervisor.run()
+    await stage.states(SupervisorState.STARTING, SupervisorState.READY)
+    monkeypatch.setattr(stage.groups[0], "stop", drain)
+    await stage.supervisor.stop(1.0)
+    assert seen == [(SupervisorState.READY, {"number": 0})]
+    assert (stage.supervisor.state, stage.supervisor.card) == (SupervisorState.STOPPED, {})
+
+
 async def test_stop_ends_a_running_group_and_starts_nothing_again() -> None:
     stage = Stage()
     stage.supervisor.run()
