@@ -2,14 +2,15 @@
 
 int8 has one scale for each output (its rows stay exact integers until the sum is scaled); int4 one for each group of
 inputs of each output, since sixteen steps are too few for a whole row. Codes of a checkpoint keep their own zero points
-and groups. Baton's kernels multiply such a weight as it is, rounding the rows to 8 bits for it; without them, and on
-GPUs, it is unpacked before each product.
+and groups. Baton's kernels for the CPU multiply such a weight as it is, rounding the rows to 8 bits for it; those in
+Triton make numbers of it in registers and round no row. Without either it is unpacked before each product.
 
 Legend: O outputs, I inputs, G groups of inputs, T rows.
 """
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from engine.native import Native
 from engine.native.structures import INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
 from engine.quantization.interface import Matrix, TiledMatrix, WeightFormat
+from engine.triton.target import obstacle
 
 _GROUP = 32
 """Inputs that share a scale in int4."""
@@ -76,6 +78,25 @@ class QuantizedMatrix:
         return F.linear(x, self._weight.dequantize(x.dtype), bias).to(dtype or x.dtype)
 
 
+class TritonMatrix:
+    """int8 or int4, of which a kernel makes numbers as it multiplies; loads Triton when it is made."""
+
+    def __init__(self, weight: Quantized, order: Tensor | None = None) -> None:
+        self._weight = weight
+        self._order = order
+        self._multiply = importlib.import_module("engine.triton.products").multiply_quantized
+        self.nbytes = weight.nbytes + (0 if order is None else order.nbytes)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        weight = self._weight
+        product: Tensor = self._multiply(
+            x, weight.data, weight.scales, weight.kind, weight.group, bias, dtype or x.dtype
+        )
+        return product
+
+
 def make_quantized(weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> Matrix:
     """Takes over a weight in int8 or int4.
 
@@ -83,7 +104,7 @@ def make_quantized(weight: Quantized, kernels: Native | None, order: Tensor | No
     """
     if kernels is not None and multiplies_quantized(kernels):
         return TiledMatrix(_tile(weight), kernels, order)
-    return QuantizedMatrix(weight, order)
+    return QuantizedMatrix(weight, order) if obstacle(weight.data.device) else TritonMatrix(weight, order)
 
 
 def multiplies_quantized(kernels: Native | None) -> bool:

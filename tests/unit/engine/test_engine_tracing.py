@@ -29,8 +29,8 @@ FORMATS = list(product(("bfloat16", "float16"), weight_formats(), ("auto", "int8
 BACKENDS = [name for name in ("flash_attn", "triton") if name in ATTENTION_BACKENDS]
 MOST_LAUNCHES = {
     ("none", "auto"): 9,
-    ("int8", "auto"): 21,
-    ("int4", "auto"): 41,
+    ("int8", "auto"): 9,
+    ("int4", "auto"): 9,
     ("fp8", "auto"): 37,
     ("none", "int8"): 9,
     ("none", "fp8"): 9,

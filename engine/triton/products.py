@@ -1,0 +1,174 @@
+"""Products with weights in fewer bits, which become numbers in registers: no unpacked weight is ever in memory.
+
+One program multiplies N outputs of the weight with M rows. It goes through the inputs in steps of K: the weight's bytes
+are loaded, turned into numbers of the type that is computed in, and multiplied there (the weight is the left operand,
+so that few rows fill the narrow side of a tile). int8 has one scale for each output, which the sum is multiplied with;
+int4 has one for each group of inputs, which the numbers are. Sums are float32, in an order that only the number of rows
+of the step, by its bucket in `TUNING`, can change.
+
+Legend: T rows, I inputs, O outputs, G groups of inputs, N outputs, M rows and K inputs of a tile.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.native.structures import INT4, INT4_ZEROS, INT8
+from engine.triton.paged_tile import as_numbers, dot_type
+from engine.triton.target import Case
+
+_NAMES = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
+
+
+class ProductTuning(NamedTuple):
+    """How a tile is computed. K is in inputs of one byte; int4 takes twice as many where rows are few."""
+
+    num_outputs: int
+    num_rows: int
+    num_inputs: int
+    num_warps: int
+    num_stages: int
+
+
+TUNING = {
+    16: ProductTuning(32, 16, 128, 4, 5),
+    32: ProductTuning(32, 32, 128, 4, 4),
+    64: ProductTuning(64, 64, 64, 4, 4),
+    128: ProductTuning(128, 128, 64, 8, 3),
+}
+"""By the rows of the step, up to which it holds; the last for more as well. Chosen without a GPU, for all of them."""
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def quantized_product(
+    x,  # [T, I]
+    data,  # int8 [O, I], or uint8 [O, I / 2], the first of two inputs in the low half
+    scales,  # float32 [O], bfloat16 [O, G] or float16 [O, G, 2]
+    bias,  # [O]
+    out,  # [T, O]
+    num_rows,
+    x_stride,
+    num_outputs,
+    num_inputs,
+    group,
+    N: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    SHARED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DOT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Grid: tiles of rows, tiles of outputs. `SHARED`: inputs that surely lie in one group, a power of two."""
+    row = tl.program_id(0) * M + tl.arange(0, M)
+    output = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+    is_row, is_output = row < num_rows, output < num_outputs
+    x_rows = x + row.to(tl.int64)[None, :] * x_stride
+    acc = tl.full([N, M], 0.0, tl.float32)
+    for start in range(0, num_inputs, K):
+        inputs = start + tl.arange(0, K)
+        part = tl.load(x_rows + inputs[:, None], mask=(inputs < num_inputs)[:, None] & is_row[None, :], other=0.0)
+        if FORMAT == "int8":
+            at = data + output[:, None] * num_inputs + inputs[None, :]
+            codes = tl.load(at, mask=is_output[:, None] & (inputs < num_inputs)[None, :], other=0)
+            weight = as_numbers(codes, "int8", DOT)
+        else:
+            pairs = start // 2 + tl.arange(0, K // 2)
+            at = data + output[:, None] * (num_inputs // 2) + pairs[None, :]
+            both = tl.load(at, mask=is_output[:, None] & (pairs < num_inputs // 2)[None, :], other=0)
+            codes = tl.join(both & 15, both >> 4).reshape(N, K // SHARED, SHARED)
+            # Codes are the lowest bits of 2**23: a GPU converts few integers at a time.
+            steps = (codes.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+            first = start + tl.arange(0, K // SHARED) * SHARED
+            inside = is_output[:, None] & (first < num_inputs)[None, :]
+            where = output[:, None] * (num_inputs // group) + (first // group)[None, :]
+            if FORMAT == "int4":
+                scale = tl.load(scales + where, mask=inside, other=0.0).to(tl.float32)
+                numbers = (steps - 8.0) * scale[:, :, None]
+            else:
+                scale = tl.load(scales + 2 * where, mask=inside, other=0.0).to(tl.float32)
+                zero = tl.load(scales + 2 * where + 1, mask=inside, other=0.0).to(tl.float32)
+                numbers = (steps - zero[:, :, None]) * scale[:, :, None]
+            weight = numbers.reshape(N, K).to(DOT)
+        acc = tl.dot(weight, part.to(DOT), acc, input_precision="ieee")
+    if FORMAT == "int8":
+        acc = acc * tl.load(scales + output, mask=is_output, other=0.0)[:, None]
+    if HAS_BIAS:
+        acc = acc + tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
+    at = out + row.to(tl.int64)[None, :] * num_outputs + output[:, None]
+    tl.store(at, acc.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+
+
+def multiply_quantized(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scales: torch.Tensor,
+    kind: int,
+    group: int,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """x [T, I] times a weight as `engine.quantization.integers.Quantized` keeps it, plus bias: [T, O] in `dtype`."""
+    num_rows, num_inputs = x.shape
+    num_outputs = data.shape[0]
+    out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
+    if num_rows == 0:
+        return out
+    tuning = next((TUNING[most] for most in TUNING if num_rows <= most), TUNING[128])
+    width = tuning.num_inputs * (2 if kind != INT8 and tuning.num_rows <= 32 else 1)
+    grid = (triton.cdiv(num_rows, tuning.num_rows), triton.cdiv(num_outputs, tuning.num_outputs))
+    quantized_product[grid](
+        x,
+        data,
+        scales,
+        x if bias is None else bias,
+        out,
+        num_rows,
+        x.stride(0),
+        num_outputs,
+        num_inputs,
+        max(group, 1),
+        tuning.num_outputs,
+        tuning.num_rows,
+        width,
+        width if kind == INT8 else math.gcd(group, width),
+        _NAMES[kind],
+        dot_type(x.dtype),
+        bias is not None,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    return out
+
+
+def cases() -> Iterator[Case]:
+    """Each kind of weight with each number of rows that has tiles of its own, and the other types."""
+    for kind, group in ((INT8, 0), (INT4, 32), (INT4_ZEROS, 128)):
+        for num_rows in TUNING:
+            yield _case(torch.bfloat16, kind, group, num_rows)
+    for dtype in (torch.float16, torch.float32):
+        yield _case(dtype, INT4_ZEROS, 128, 16)
+    yield _case(torch.float16, INT8, 0, 128)
+
+
+def _case(dtype: torch.dtype, kind: int, group: int, num_rows: int) -> Case:
+    def launch() -> None:
+        data, scales = _storage(kind, group, 256, 512)
+        x = torch.zeros((num_rows, 512), dtype=dtype)
+        multiply_quantized(x, data, scales, kind, group, None, dtype)
+
+    groups = f", groups of {group}" if group else ""
+    return Case(f"{_NAMES[kind]}{groups}, {num_rows} rows in {str(dtype).removeprefix('torch.')}", launch)
+
+
+def _storage(kind: int, group: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if kind == INT8:
+        return torch.zeros((num_outputs, num_inputs), dtype=torch.int8), torch.zeros(num_outputs)
+    data = torch.zeros((num_outputs, num_inputs // 2), dtype=torch.uint8)
+    if kind == INT4:
+        return data, torch.zeros((num_outputs, num_inputs // group), dtype=torch.bfloat16)
+    return data, torch.zeros((num_outputs, num_inputs // group, 2), dtype=torch.float16)
