@@ -1,6 +1,7 @@
 """Operations of a decoder layer other than matrix products and attention, in plain torch or by Baton's kernels.
 
-All keep transformers' order of rounding, so that a model in bfloat16 generates what it would generate there.
+Baton's kernels keep transformers' order of rounding, so that a model in bfloat16 generates what it would generate
+there. Plain torch does, too, but for RMSNorm, which rounds once, after the weight.
 
 Legend: T tokens, E hidden_size, W width of the MLP, Hq/H query/KV heads, D head_dim, N blocks, K block_size.
 """
