@@ -150,8 +150,9 @@ KEYS, NUMBERS = st.sampled_from(["k", "l"]), st.integers(1, 4)
 CLAIMS = st.builds(Claim, st.sampled_from(["a", "b"]), st.integers(1, 3))
 DATA_PARTS = st.sampled_from([b"", b"1", b"\0\xff", b"22"])
 BATCH = st.lists(st.builds(Write, KEYS, CLAIMS, NUMBERS, DATA_PARTS, st.booleans(), st.just(TTL_S)), max_size=5)
+TAKE = st.tuples(st.just("take"), KEYS, CLAIMS, CLAIMS).filter(lambda take: take[2].epoch < take[3].epoch)
 STEPS = st.lists(
-    st.one_of(BATCH, st.tuples(st.just("take"), KEYS, CLAIMS, CLAIMS), st.tuples(st.just("delete"), KEYS, CLAIMS)),
+    st.one_of(BATCH, TAKE, st.tuples(st.just("delete"), KEYS, CLAIMS)),
     max_size=8,
 )
 
