@@ -192,7 +192,9 @@ def run_part(part: Part, device: str, limit_s: float, results: Results, log: Pat
         results.append(part.name, status=outcome.status, seconds=0.0, error=outcome.error)
         return outcome
     results.append(part.name, began=True)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
+    # A part that runs tests begins afresh, also where a test of Baton's has begun it.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment = {**inherited, "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
     if device == "cpu":
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     process = subprocess.Popen(
