@@ -40,7 +40,8 @@ def locked(*names: str) -> dict[str, Requirement]:
             pin, *hashes = line.split(" --hash=")
             assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", each.strip()) for each in hashes), line
             requirement = Requirement(pin)
-            assert canonicalize_name(requirement.name) not in found, f"{requirement.name} is locked twice"
+            locked_before = found.get(canonicalize_name(requirement.name), requirement)
+            assert locked_before == requirement, f"{requirement.name} is locked to two versions"
             found[canonicalize_name(requirement.name)] = requirement
     return found
 
