@@ -95,7 +95,7 @@ class Store(Protocol):
     async def read(self, key: str) -> Log | None: ...
 
     async def take(self, key: str, held: Claim, wanted: Claim, ttl_s: float) -> bool:
-        """Compare and set: the log goes from one claim to one of a later epoch. False when it is not `held` any more."""
+        """Compare and set: the log goes from one claim to one of a later epoch. False when it is no longer `held`."""
         ...
 
     async def delete(self, keys: Sequence[tuple[str, Claim]]) -> None:
