@@ -174,7 +174,9 @@ def test_a_router_that_speaks_with_two_workers_which_do_not_speak_with_each_othe
         for stream in streams:
             assert "local prefill on decode-0 after" in stream.timing().placement, stream.timing()
         why = "worker prefill-9 speaks protocol 2; worker decode-0 speaks 1: upgrade worker decode-0 first"
-        assert why in later.stderr() and why in cluster.processes[DECODE].stderr()
+        # gRPC may end a call on which somebody still writes with "Internal error from Core" instead of the refusal.
+        while why not in later.stderr() or why not in cluster.processes[DECODE].stderr():
+            assert_exact(streams_of(cluster, client), reference)
 
 
 def until_serving(client: BatonClient) -> None:
