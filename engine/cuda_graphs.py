@@ -94,7 +94,7 @@ class InputMemory:
         self._tables[:size, :columns].copy_(arrived[num_vectors:].view(size, columns))
 
     def of(self, size: int) -> DecodeInputs:
-        """What a recording of this size reads."""
+        """Returns what a recording of this size reads."""
         vectors = self._arrived[: 5 * _stride(size)].view(5, -1)
         token_ids, positions, slots, seqlens_k = (row[:size] for row in vectors[:4])
         paged = PagedBatch(

@@ -35,7 +35,7 @@ _USAGE = re.compile(r"Function (\S+):\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(
 
 @dataclass(frozen=True)
 class KernelUsage:
-    """What one compiled kernel takes on one GPU."""
+    """Holds what one compiled kernel takes on one GPU."""
 
     case: str
     kernel: str

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.interface import PagedBatch
-from engine.kv.pool import cell_size
-from engine.triton.paged_tile import LOG2_E, attend_tile, dot_type, kv_format
+from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_tile, attention_cases, dot_type, kv_format
 from engine.triton.target import Case, capability
 
 SPLIT_TOKENS = 256
@@ -27,7 +26,6 @@ MAX_SPLITS = 32
 """Splits of one sequence: with the 8 KV heads of common models, two programs for each multiprocessor of an H100."""
 _PROGRAMS = 4096
 """About so many programs are launched: more than run at a time, few enough that those without work cost little."""
-_MIN_ROWS = 16  # of a matrix product
 
 
 class DecodeTuning(NamedTuple):
@@ -205,7 +203,7 @@ def paged_decode(
     0 leaves them. `sinks` [Hq]: a score for each head that takes its share of the softmax and adds no value.
     """
     num_sequences, num_heads, num_q_heads, head_dim = len(paged.seqlens_k), k.shape[2], q.shape[1], q.shape[2]
-    group, padded = num_q_heads // num_heads, max(_MIN_ROWS, triton.next_power_of_2(head_dim))
+    group, padded = num_q_heads // num_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
     tuning = TUNING[max(known for known in TUNING if known <= capability(q.device))]
     most_seen = paged.max_seqlen_k if left < 0 else min(paged.max_seqlen_k, left + 1)
     num_parts = max(1, min(MAX_SPLITS, triton.cdiv(most_seen, SPLIT_TOKENS)))
@@ -232,8 +230,8 @@ def paged_decode(
         group,
         head_dim,
         padded,
-        max(_MIN_ROWS, triton.next_power_of_2(group)),
-        max(_MIN_ROWS, min(128, tuning.tile_bytes // (padded * q.itemsize))),
+        max(MIN_ROWS, triton.next_power_of_2(group)),
+        max(MIN_ROWS, min(128, tuning.tile_bytes // (padded * q.itemsize))),
         k.shape[1],
         *k.stride()[:3],
         kv_format(k, capability(q.device)),
@@ -265,38 +263,4 @@ def paged_decode(
 
 
 def cases() -> Iterator[Case]:
-    """The shapes of common models, the types, and what a model may ask for."""
-    for head_dim, num_heads, group in ((128, 8, 4), (64, 8, 4), (256, 4, 2), (96, 32, 1), (128, 4, 7)):
-        yield _case(torch.bfloat16, torch.bfloat16, head_dim, num_heads, group)
-    for dtype in (torch.float16, torch.float32):
-        yield _case(dtype, dtype, 128, 8, 4)
-    for kv_dtype in (torch.int8, torch.uint8):
-        yield _case(torch.bfloat16, kv_dtype, 128, 8, 4)
-    yield _case(torch.bfloat16, torch.bfloat16, 128, 8, 4, left=4095, soft_cap=50.0, has_sinks=True)
-
-
-def _case(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    group: int,
-    *,
-    left: int = -1,
-    soft_cap: float = 0.0,
-    has_sinks: bool = False,
-) -> Case:
-    def launch() -> None:
-        pages = torch.zeros((2, 16, num_heads, cell_size(head_dim, kv_dtype)), dtype=kv_dtype)
-        q = torch.zeros((2, num_heads * group, head_dim), dtype=dtype)
-        one = torch.ones(2, dtype=torch.int32)
-        paged = PagedBatch(
-            torch.arange(3, dtype=torch.int32), one, one, torch.zeros((2, 64), dtype=torch.int32), 1, 8192
-        )
-        sinks = torch.zeros(num_heads * group, dtype=dtype) if has_sinks else None
-        out = torch.empty_like(q)
-        paged_decode(q, pages, pages, paged, out, scale=0.1, left=left, soft_cap=soft_cap, sinks=sinks)
-
-    names = [str(each).removeprefix("torch.") for each in (dtype, kv_dtype)]
-    extras = f", window {left + 1}, cap, sinks" if has_sinks else ""
-    return Case(f"decode {names[0]} over {names[1]}, {head_dim} x {group}{extras}", launch)
+    return attention_cases("decode", paged_decode, [0, 1, 2], longest=8192, spilled=0)

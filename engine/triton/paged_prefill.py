@@ -10,18 +10,17 @@ rows of a tile, N keys of a tile.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.attention.interface import PagedBatch
-from engine.kv.pool import cell_size, is_rounded
-from engine.triton.paged_tile import LOG2_E, attend_tile, dot_type, kv_format
+from engine.kv.pool import is_rounded
+from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_tile, attention_cases, dot_type, kv_format
 from engine.triton.target import Case, capability
 
-_MIN_ROWS = 16  # of a matrix product
 _MOST_SPILLED = 128  # bytes of a thread, of 1020 that it has in registers
 
 
@@ -209,7 +208,7 @@ def paged_prefill(
     """Attends [T, Hq, D] queries of the sequences with several new tokens to pages [N, K, H, D]; fills their rows of
     `out`. `window` as in `engine.attention.interface`, causal being (-1, 0); the rest as in `paged_decode`."""
     num_sequences, num_heads, num_q_heads, head_dim = len(paged.seqlens_k), k.shape[2], q.shape[1], q.shape[2]
-    group, padded = num_q_heads // num_heads, max(_MIN_ROWS, triton.next_power_of_2(head_dim))
+    group, padded = num_q_heads // num_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
     tuning = _tuning(q.dtype, padded, capability(q.device))
     rows = max(tuning.rows, triton.next_power_of_2(group))
     num_tiles = q.shape[0] // (rows // group) + num_sequences
@@ -252,36 +251,8 @@ def _tuning(dtype: torch.dtype, padded: int, arch: int) -> PrefillTuning:
 
 
 def cases() -> Iterator[Case]:
-    """The shapes of common models, the types, and what a model may ask for."""
-    for head_dim, num_heads, group in ((128, 8, 4), (64, 8, 4), (256, 4, 2), (96, 32, 1), (128, 4, 7)):
-        yield _case(torch.bfloat16, torch.bfloat16, head_dim, num_heads, group)
-    for dtype in (torch.float16, torch.float32):
-        yield _case(dtype, dtype, 128, 8, 4)
-    for kv_dtype in (torch.int8, torch.uint8):
-        yield _case(torch.bfloat16, kv_dtype, 128, 8, 4)
-    yield _case(torch.bfloat16, torch.bfloat16, 128, 8, 4, left=4095, soft_cap=50.0, has_sinks=True)
+    return attention_cases("prefill", _with_window, [0, 32], longest=32, spilled=_MOST_SPILLED)
 
 
-def _case(
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    head_dim: int,
-    num_heads: int,
-    group: int,
-    *,
-    left: int = -1,
-    soft_cap: float = 0.0,
-    has_sinks: bool = False,
-) -> Case:
-    def launch() -> None:
-        pages = torch.zeros((2, 16, num_heads, cell_size(head_dim, kv_dtype)), dtype=kv_dtype)
-        q = torch.zeros((32, num_heads * group, head_dim), dtype=dtype)
-        ends = torch.tensor([0, 32], dtype=torch.int32)
-        paged = PagedBatch(ends, ends, ends[1:], torch.zeros((1, 64), dtype=torch.int32), 32, 32)
-        sinks = torch.zeros(num_heads * group, dtype=dtype) if has_sinks else None
-        out = torch.empty_like(q)
-        paged_prefill(q, pages, pages, paged, out, scale=0.1, window=(left, 0), soft_cap=soft_cap, sinks=sinks)
-
-    names = [str(each).removeprefix("torch.") for each in (dtype, kv_dtype)]
-    extras = f", window {left + 1}, cap, sinks" if has_sinks else ""
-    return Case(f"prefill {names[0]} over {names[1]}, {head_dim} x {group}{extras}", launch, _MOST_SPILLED)
+def _with_window(*args: Any, left: int = -1, **options: Any) -> None:
+    paged_prefill(*args, window=(left, 0), **options)

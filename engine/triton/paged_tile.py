@@ -8,14 +8,19 @@ The softmax is the online one of FlashAttention (arXiv 2205.14135), in powers of
 Legend: M query rows, N keys, D head_dim, C its padding to a power of two, G query heads of a KV head.
 """
 
+from collections.abc import Callable, Iterator
+
 import torch
 import triton
 import triton.language as tl
 
-from engine.kv.pool import is_rounded
-from engine.triton.target import is_interpreted
+from engine.attention.interface import PagedBatch
+from engine.kv.pool import cell_size, is_rounded
+from engine.triton.target import Case, is_interpreted
 
 LOG2_E = 1.4426950408889634
+MIN_ROWS = 16
+"""Of a matrix product on a GPU."""
 _NATIVE_FP8 = 89
 """From this compute capability on, fp8 is converted by an instruction."""
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -27,7 +32,7 @@ def dot_type(dtype: torch.dtype) -> object:
 
 
 def kv_format(pages: torch.Tensor, capability: int) -> str:
-    """What one element of the pages is, and how it becomes a number."""
+    """Says what one element of the pages is, and how it becomes a number."""
     if not is_rounded(pages.dtype):
         return "plain"
     if pages.dtype == torch.int8:
@@ -120,3 +125,39 @@ def attend_tile(
         weights = weights * load_scales(v_pages + cells, inside, D)[None, :]
     acc = tl.dot(weights.to(DOT), as_numbers(v, FORMAT, DOT), acc * shrink[:, None], input_precision="ieee")
     return acc, total, new_most
+
+
+Attend = Callable[..., None]
+"""Attends q over pages: (q, k, v, paged, out, *, left, soft_cap, sinks)."""
+
+
+def attention_cases(kind: str, attend: Attend, cu_seqlens_q: list[int], longest: int, spilled: int) -> Iterator[Case]:
+    """The shapes of common models, the types, and what a model may ask for, each as a call of `attend`.
+
+    `longest`: keys that a sequence may have. `spilled`: bytes of a thread at most.
+    """
+    bf16 = torch.bfloat16
+
+    def case(
+        dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, num_heads: int, group: int, has_all: bool = False
+    ) -> Case:
+        def launch() -> None:
+            pages = torch.zeros((2, 16, num_heads, cell_size(head_dim, kv_dtype)), dtype=kv_dtype)
+            q = torch.zeros((cu_seqlens_q[-1], num_heads * group, head_dim), dtype=dtype)
+            ends = torch.tensor(cu_seqlens_q, dtype=torch.int32)
+            lengths, table = ends.diff(), torch.zeros((len(ends) - 1, 64), dtype=torch.int32)
+            paged = PagedBatch(ends, ends, lengths, table, int(lengths.max()), longest)
+            extras = {"left": 4095, "soft_cap": 50.0, "sinks": q[0, :, 0].contiguous()} if has_all else {}
+            attend(q, pages, pages, paged, torch.empty_like(q), scale=0.1, **extras)
+
+        names = [str(each).removeprefix("torch.") for each in (dtype, kv_dtype)]
+        extras = ", window 4096, cap, sinks" if has_all else ""
+        return Case(f"{kind} {names[0]} over {names[1]}, {head_dim} x {group}{extras}", launch, spilled)
+
+    for head_dim, num_heads, group in ((128, 8, 4), (64, 8, 4), (256, 4, 2), (96, 32, 1), (128, 4, 7)):
+        yield case(bf16, bf16, head_dim, num_heads, group)
+    for dtype in (torch.float16, torch.float32):
+        yield case(dtype, dtype, 128, 8, 4)
+    for kv_dtype in (torch.int8, torch.uint8):
+        yield case(bf16, kv_dtype, 128, 8, 4)
+    yield case(bf16, bf16, 128, 8, 4, has_all=True)
