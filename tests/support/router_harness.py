@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,11 +89,18 @@ class Router:
         return health_pb2_grpc.HealthStub(self.channel)
 
     async def until_health(self, status: int, service: str = "") -> None:
+        async for known in self.healths(service):
+            if known == status:
+                return
+
+    async def healths(self, service: str = "") -> AsyncGenerator[int, None]:
+        """The status now, and each that follows."""
         call = self.health.Watch(health_pb2.HealthCheckRequest(service=service))
-        async for answer in call:
-            if answer.status == status:
-                break
-        call.cancel()
+        try:
+            async for answer in call:
+                yield answer.status
+        finally:
+            call.cancel()
 
     async def until_serving(self) -> None:
         await asyncio.wait_for(self.until_health(health_pb2.HealthCheckResponse.SERVING), 20)

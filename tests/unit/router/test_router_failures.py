@@ -303,8 +303,11 @@ async def test_shutdown_refuses_new_requests_and_lets_running_ones_end(tmp_path:
     prefill, decode = pair()
     async with running_router(tmp_path, (prefill, decode), drain_timeout_s=20.0) as router:
         stream, events, key = await begin(router, prefill)
+        healths = router.healths()
+        assert await anext(healths) == SERVING
         stopping = asyncio.ensure_future(router.server.stop())
-        await router.until_health(NOT_SERVING)
+        assert await anext(healths) == NOT_SERVING
+        await healths.aclose()
         assert isinstance(await refusal(router.stream(text_spec())), Unavailable)
         decode.emit(phase(key, DECODE), tokens(key, 1, ids("b"), finish_reason=LENGTH))
         events += await rest(stream)
