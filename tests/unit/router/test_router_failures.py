@@ -308,7 +308,10 @@ async def test_shutdown_refuses_new_requests_and_lets_running_ones_end(tmp_path:
         stopping = asyncio.ensure_future(router.server.stop())
         assert await anext(healths) == NOT_SERVING
         await healths.aclose()
-        assert isinstance(await refusal(router.stream(text_spec())), Unavailable)
+        # gRPC itself cancels a call that comes while the port is closing; our client repeats it, and so does this.
+        while isinstance(error := await refusal(router.stream(text_spec())), Cancelled):
+            pass
+        assert isinstance(error, Unavailable)
         decode.emit(phase(key, DECODE), tokens(key, 1, ids("b"), finish_reason=LENGTH))
         events += await rest(stream)
         await stopping
