@@ -32,7 +32,8 @@ class ServedCluster:
     """`address` and `http_address` are the router's, `admin_address` the controller's, `file` the cluster.yaml that is
     watched, `pid` that of `baton serve`. It ends with this process, however that ends."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables beside this process's own."""
         self.file = file
         self.address = ""
         self.http_address = ""
@@ -42,6 +43,7 @@ class ServedCluster:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "cli.main", "serve", "--config", str(file), "--port", "0"],
             cwd=ROOT,
+            env={**os.environ, **(environment or {})},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -54,7 +56,13 @@ class ServedCluster:
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls, config: Path, values: Mapping[str, Any], start_s: float = START_S) -> Iterator[ServedCluster]:
+    def running(
+        cls,
+        config: Path,
+        values: Mapping[str, Any],
+        start_s: float = START_S,
+        environment: Mapping[str, str] | None = None,
+    ) -> Iterator[ServedCluster]:
         """Of a configuration, with these keys set anew in a copy. Raises ProgramFailed for a bad start;
         also for one of more than `start_s`."""
         model = load_config(config).model.path
@@ -62,7 +70,7 @@ class ServedCluster:
             file = Path(folder) / "cluster.yaml"
             text = config.read_text(encoding="utf-8")
             file.write_text(set_values(text, {"model.path": model, **values}), encoding="utf-8")
-            cluster = cls(file)
+            cluster = cls(file, environment)
             try:
                 cluster._await_banner(start_s)
                 yield cluster

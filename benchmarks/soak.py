@@ -50,6 +50,9 @@ LEAST_QUIET_S = 30.0
 REST_S = 120.0
 """From the last client's end until nothing is held: a worker that was killed is back by then."""
 LOOK_EVERY_S = 0.2
+SMALL_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""oneDNN and torch keep 1,024 compiled products each, one for every number of rows that a step has had: some 400 MiB a
+worker, which take half an hour to fill and would hide slow growth of anything else. Small, they are full at once."""
 CAPACITY_STREAMS = 24
 LEFT_S = 90.0
 """That a cluster gets to end whose soak was killed."""
@@ -111,7 +114,7 @@ class Soak:
             "log_dir": str(self._logs.absolute()),
         }
         self._say("the cluster starts")
-        with ServedCluster.running(self._args.config, values, START_S) as cluster:
+        with ServedCluster.running(self._args.config, values, START_S, SMALL_KERNEL_CACHES) as cluster:
             yield cluster
 
     def _begin(self, cluster: ServedCluster, watch: Watch) -> None:
