@@ -83,6 +83,13 @@ class SampleRow:
     sequence_index: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    num_unread: int = 0
+    """Output tokens behind those, which were sampled and are still on the device."""
+
+    @property
+    def position(self) -> int:
+        """How many output tokens come before the sampled one."""
+        return len(self.output_token_ids) + self.num_unread
 
 
 class SampledToken(NamedTuple):

@@ -1,4 +1,4 @@
-"""Owns the choice of the next token: logits in, one SampledToken for each row out, whole batches in a few tensor ops.
+"""Owns the choice of the next token: logits in, one token for each row out, whole batches in a few tensor ops.
 
 Order: logit rules (bias, allowed ids, constraint, stop ban, penalties), temperature, top-k, top-p within top-k, min-p,
 then Gumbel-max with `engine.sampling.rng`. A row's token depends on its own logits, params, sequence index and position
@@ -10,7 +10,8 @@ Legend: R rows, S rows that sample (the others are greedy), V vocabulary, I indi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import is_
 
 import numpy as np
@@ -30,27 +31,62 @@ class Sampler:
         self.vocab_size = vocab_size
         self._plan: _Plan | None = None
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        """Chooses a token for each row of float32 logits [R, V], which stay as they are."""
+        """Chooses a token for each row of float32 logits [R, V], which stay as they are, and waits for it."""
+        return self.launch(logits, rows).read()
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> Samples:
+        """Sets `sample` off. The logits may change once all that was launched on their stream before is done."""
         assert logits.shape == (len(rows), self.vocab_size), f"{tuple(logits.shape)} for {len(rows)} rows"
         assert logits.dtype == torch.float32, logits.dtype
         if not rows:
-            return []
+            return Samples(torch.empty(0, dtype=torch.int64, device=logits.device))
         plan = self._plan_of([row.params for row in rows], logits.device)
         token_ids = plan.choose(plan.rules.apply(logits, rows), rows)  # [R]
-        sampled = [SampledToken(token_id) for token_id in token_ids.tolist()]
-        if plan.logprob_rows:
-            plan.add_logprobs(sampled, logits)
-        for r, problem in plan.rules.problems.items():
-            sampled[r] = SampledToken(-1, problem=problem)
-        return sampled
+        logprobs = plan.logprobs(token_ids, logits) if plan.logprob_rows else None
+        return Samples(token_ids, logprobs, plan.rules.problems)
 
     def _plan_of(self, batch: list[SamplingParams], device: torch.device) -> _Plan:
         plan = self._plan
         if plan is None or not plan.is_for(batch, device):
             self._plan = plan = _Plan(batch, self.vocab_size, device)
         return plan
+
+
+@dataclass(frozen=True)
+class _Logprobs:
+    """Logprobs of L rows of a batch, on the device."""
+
+    wanted: list[tuple[int, int]]
+    """Each row and how many of the most likely tokens it asked for."""
+    own: Tensor  # [L] of the chosen tokens
+    ranks: Tensor  # [L]
+    top_ids: Tensor  # [L, K]
+    top_logprobs: Tensor  # [L, K]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The tokens of one batch, on the device until they are read."""
+
+    token_ids: Tensor
+    """int64 [R]; anything where there is a problem."""
+    _logprobs: _Logprobs | None = None
+    _problems: Mapping[int, str] = field(default_factory=dict)
+
+    def read(self) -> list[SampledToken]:
+        """Waits for the device."""
+        sampled = [SampledToken(token_id) for token_id in self.token_ids.tolist()]
+        if (logprobs := self._logprobs) is not None:
+            own = zip(logprobs.wanted, logprobs.own.tolist(), logprobs.ranks.tolist(), strict=True)
+            others = zip(logprobs.top_ids.tolist(), logprobs.top_logprobs.tolist(), strict=True)
+            for ((r, num_top), logprob, rank), (top_ids, top_values) in zip(own, others, strict=True):
+                alternatives = tuple(zip(top_ids[:num_top], top_values[:num_top], strict=True))
+                sampled[r] = SampledToken(sampled[r].token_id, logprob, rank, alternatives)
+        for r, problem in self._problems.items():
+            sampled[r] = SampledToken(-1, problem=problem)
+        return sampled
 
 
 class _Plan:
@@ -86,24 +122,19 @@ class _Plan:
 
     def _draw(self, logits: Tensor, rows: Sequence[SampleRow]) -> Tensor:
         """Gumbel-max over [S, V]. Subtracting the maximum first keeps the smallest temperature from overflowing."""
-        keys = row_keys(self._seeds, [r.sequence_index for r in rows], [len(r.output_token_ids) for r in rows])
+        keys = row_keys(self._seeds, [r.sequence_index for r in rows], [r.position for r in rows])
         tempered = (logits - logits.amax(-1, keepdim=True)).div_(self._temperature)
         scores = gumbel(torch.from_numpy(keys).to(self.device), self._token_ids).add_(tempered)
         return scores.argmax(-1) if self._filter is None else self._filter.choose(tempered, scores)
 
-    def add_logprobs(self, sampled: list[SampledToken], logits: Tensor) -> None:
-        """Completes the rows that asked, from the model's raw distribution."""
+    def logprobs(self, token_ids: Tensor, logits: Tensor) -> _Logprobs:
+        """Returns those of the rows that asked, in the model's raw distribution."""
         logprobs = logits[self._logprob_index].log_softmax(-1)
-        chosen = torch.tensor([sampled[r].token_id for r in self.logprob_rows], device=self.device).unsqueeze(1)
-        chosen_logprobs = logprobs.gather(1, chosen)
-        ranks = (logprobs > chosen_logprobs).sum(-1) + 1
+        own = logprobs.gather(1, token_ids[self._logprob_index].unsqueeze(1))
+        ranks = (logprobs > own).sum(-1) + 1
         top = logprobs.topk(self._num_top, dim=-1)
-        own = zip(self.logprob_rows, chosen_logprobs[:, 0].tolist(), ranks.tolist(), strict=True)
-        others = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        for (r, logprob, rank), (top_ids, top_values) in zip(own, others, strict=True):
-            num_top = self.batch[r].top_logprobs or 0
-            alternatives = tuple(zip(top_ids[:num_top], top_values[:num_top], strict=True))
-            sampled[r] = SampledToken(sampled[r].token_id, logprob, rank, alternatives)
+        wanted = [(r, self.batch[r].top_logprobs or 0) for r in self.logprob_rows]
+        return _Logprobs(wanted, own[:, 0], ranks, top.indices, top.values)
 
 
 def _most_likely(logits: Tensor) -> Tensor:
@@ -204,7 +235,7 @@ class LogitRules:
         banned = [
             r * self._vocab_size + token_id
             for r, minimum, stops in self._banned_until
-            if len(rows[r].output_token_ids) < minimum and (r not in allowed or _is_more_than(allowed[r], stops))
+            if rows[r].position < minimum and (r not in allowed or _is_more_than(allowed[r], stops))
             for token_id in stops
         ]
         if not (self._is_static or banned or allowed):
