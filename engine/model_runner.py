@@ -30,6 +30,7 @@ from engine.native.decode_step import choose_decode_step
 from engine.sampling.prompt_logprobs import PromptScores, score_rows
 from engine.step_input import IntArray, StepInput
 from engine.tp import TPGroup
+from engine.upload import upload
 
 
 class StepOutput(NamedTuple):
@@ -244,4 +245,4 @@ class ModelRunner:
 
     def _to_device(self, array: IntArray, dtype: type[np.int32] | type[np.int64]) -> torch.Tensor:
         """A copy, since arrays that came as bytes cannot be written and torch would warn."""
-        return torch.from_numpy(array.astype(dtype)).to(self.device, non_blocking=True)
+        return upload(array.astype(dtype), self.device)

@@ -21,6 +21,7 @@ import torch
 
 from engine.kv.pool import decode, is_rounded
 from engine.step_input import IntArray, StepInput
+from engine.upload import upload
 
 Derived = TypeVar("Derived")
 _MAX_GATHERED = 1 << 16
@@ -60,7 +61,7 @@ class AttentionBatch:
         return cast(Derived, self._derived[key])
 
     def to_device(self, array: np.typing.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
+        return upload(array, self.device)
 
     @cached_property
     def seqlens_q(self) -> IntArray:

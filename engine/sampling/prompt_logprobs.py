@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sampling.params import SampledToken
 from engine.step_input import IntArray
+from engine.upload import upload
 
 SLICE_BYTES = 16 << 20
 
@@ -50,7 +52,7 @@ def score_rows(
 ) -> PromptScores:
     """`logits_of` returns float32 logits [R, V] of rows [R] of the flat batch. For the same `scored` it is called with
     the same rows in the same order, as tensor-parallel ranks need."""
-    rows, targets = (torch.from_numpy(scored[:, column].astype("int64")).to(device) for column in (0, 1))
+    rows, targets = (upload(scored[:, column], device, np.int64) for column in (0, 1))
     most = min(vocab_size, int(scored[:, 2].max()))
     step = rows_of_slice(vocab_size)
     parts = [

@@ -22,6 +22,7 @@ from torch import Tensor
 from engine.sampling.constraint import ConstraintFailed
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.rng import gumbel, row_keys
+from engine.upload import upload
 
 
 class Sampler:
@@ -98,12 +99,12 @@ class _Plan:
         self.rules = LogitRules(batch, vocab_size, device)
         self.logprob_rows = [r for r, p in enumerate(batch) if p.top_logprobs is not None]
         self._num_top = min(vocab_size, max((batch[r].top_logprobs or 0 for r in self.logprob_rows), default=0))
-        self._logprob_index = torch.tensor(self.logprob_rows, device=device)
+        self._logprob_index = upload(self.logprob_rows, device, np.int64)
         self._sampling_rows = [r for r, p in enumerate(batch) if not p.is_greedy]
-        self._sampling_index = torch.tensor(self._sampling_rows, device=device)
+        self._sampling_index = upload(self._sampling_rows, device, np.int64)
         sampling = [batch[r] for r in self._sampling_rows]
         self._seeds = [p.seed for p in sampling]
-        self._temperature = torch.tensor([p.temperature for p in sampling], device=device).unsqueeze(1)  # [S, 1]
+        self._temperature = upload([p.temperature for p in sampling], device, np.float32).unsqueeze(1)  # [S, 1]
         self._token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
         is_filtered = any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in sampling)
         self._filter = _Filter(sampling, vocab_size, device) if is_filtered else None
@@ -124,7 +125,7 @@ class _Plan:
         """Gumbel-max over [S, V]. Subtracting the maximum first keeps the smallest temperature from overflowing."""
         keys = row_keys(self._seeds, [r.sequence_index for r in rows], [r.position for r in rows])
         tempered = (logits - logits.amax(-1, keepdim=True)).div_(self._temperature)
-        scores = gumbel(torch.from_numpy(keys).to(self.device), self._token_ids).add_(tempered)
+        scores = gumbel(upload(keys, self.device, np.int32), self._token_ids).add_(tempered)
         return scores.argmax(-1) if self._filter is None else self._filter.choose(tempered, scores)
 
     def logprobs(self, token_ids: Tensor, logits: Tensor) -> _Logprobs:
@@ -152,13 +153,14 @@ class _Filter:
 
     def __init__(self, sampling: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
         top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in sampling]
-        self._top_k = torch.tensor(top_k, device=device)
-        self._top_p = torch.tensor([p.top_p if p.top_p < 1 else math.inf for p in sampling], device=device)
-        self._floor = torch.tensor([math.log(p.min_p) if p.min_p > 0 else -math.inf for p in sampling], device=device)
+        self._top_k = upload(top_k, device, np.int64)
+        self._top_p = upload([p.top_p if p.top_p < 1 else math.inf for p in sampling], device, np.float32)
+        floor = [math.log(p.min_p) if p.min_p > 0 else -math.inf for p in sampling]
+        self._floor = upload(floor, device, np.float32)
         self._token_ids = torch.arange(vocab_size, device=device)
         nested = [s for s, p in enumerate(sampling) if p.top_p < 1 and top_k[s] < vocab_size]
-        self._nested = torch.tensor(nested, dtype=torch.int64, device=device)  # rows whose top_p counts within top_k
-        self._nested_last = torch.tensor([[top_k[s] - 1] for s in nested], dtype=torch.int64, device=device)
+        self._nested = upload(nested, device, np.int64)  # rows whose top_p counts within top_k
+        self._nested_last = upload([top_k[s] - 1 for s in nested], device, np.int64).unsqueeze(1)
         self._nested_width = max((top_k[s] for s in nested), default=0)
 
     def choose(self, tempered: Tensor, scores: Tensor) -> Tensor:
@@ -206,12 +208,10 @@ class LogitRules:
             _require_in_vocabulary("logit_bias", p.logit_bias, vocab_size)
             _require_in_vocabulary("allowed_token_ids", p.allowed_token_ids, vocab_size)
         bias = [(r * vocab_size + t, b) for r, p in enumerate(batch) for t, b in p.logit_bias.items()]
-        self._bias_indices = torch.tensor([index for index, _ in bias], dtype=torch.int64, device=device)
-        self._bias_values = torch.tensor([value for _, value in bias], dtype=torch.float32, device=device)
+        self._bias_indices = upload([index for index, _ in bias], device, np.int64)
+        self._bias_values = upload([value for _, value in bias], device, np.float32)
         self._allowed = [
-            (r, torch.tensor(p.allowed_token_ids, dtype=torch.int64, device=device))
-            for r, p in enumerate(batch)
-            if p.allowed_token_ids
+            (r, upload(p.allowed_token_ids, device, np.int64)) for r, p in enumerate(batch) if p.allowed_token_ids
         ]
         self._constrained = [(r, p.constraint) for r, p in enumerate(batch) if p.constraint is not None]
         self.problems: dict[int, str] = {}
@@ -247,9 +247,9 @@ class LogitRules:
         for r, token_ids in self._allowed:
             logits[r] = torch.full_like(logits[r], -torch.inf).index_copy_(0, token_ids, logits[r, token_ids])
         for r, may_follow in allowed.items():
-            logits[r].masked_fill_(torch.from_numpy(~may_follow).to(self._device), -torch.inf)
+            logits[r].masked_fill_(upload(~may_follow, self._device, np.bool_), -torch.inf)
         if banned:
-            flat.index_fill_(0, torch.tensor(banned, device=self._device), -torch.inf)
+            flat.index_fill_(0, upload(banned, self._device, np.int64), -torch.inf)
         if self._repetition:
             self._penalize_repetition(flat, rows)
         if self._output:
@@ -285,11 +285,11 @@ class LogitRules:
 
     def _flatten(self, row_of: Sequence[int], tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor:
         flat = np.concatenate([t + r * self._vocab_size for r, t in zip(row_of, tokens, strict=True)])
-        return torch.from_numpy(flat).to(self._device)  # [I]
+        return upload(flat, self._device, np.int64)  # [I]
 
     def _spread(self, values: Sequence[float], tokens: Sequence[npt.NDArray[np.int64]]) -> Tensor:
         spread = np.repeat(np.array(values, dtype=np.float32), [len(t) for t in tokens])
-        return torch.from_numpy(spread).to(self._device)  # [I]
+        return upload(spread, self._device, np.float32)  # [I]
 
 
 def _tokens(*sequences: Sequence[int]) -> npt.NDArray[np.int64]:

@@ -23,6 +23,8 @@ from engine.checkpoint import Checkpoint, TensorSlice
 
 DEVICE = "cuda:0"
 _active: list[Launches] = []
+_pinned: list[torch.Tensor] = []
+"""Memory that is page-locked."""
 _CAPABILITY = (9, 0)
 _HAVE_KERNELS = ("aten::_fused_rms_norm",)
 """Operations that torch's CUDA build computes in one kernel, and its CPU build takes to pieces."""
@@ -39,8 +41,11 @@ def fake_cuda() -> Iterator[None]:
         patch.setitem(sys.modules, "flash_attn", _flash_attn())
         for kernels in _triton_kernels():
             patch.setattr(kernels, "run", _note_kernel)
-        with FakeTensorMode(allow_non_fake_inputs=True), _WithoutGuards():
-            yield
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True), _WithoutGuards():
+                yield
+        finally:
+            _pinned.clear()
 
 
 def _flash_attn() -> ModuleType:
@@ -102,6 +107,9 @@ class Launches(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
+        self.blocking: Counter[str] = Counter()
+        """Copies to the device that wait until it has done what was launched before: from memory that is not
+        page-locked, or without `non_blocking`."""
 
     def __enter__(self) -> Launches:
         _active.append(self)
@@ -120,11 +128,26 @@ class Launches(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if func.namespace != "prim" and not func.is_view and name not in _LAUNCH_NOTHING:
             self.names[name] += 1
+        if _is_blocking_copy(name, args, kwargs):
+            self.blocking[name] += 1
         return func(*args, **kwargs)
 
     @property
     def total(self) -> int:
         return self.names.total()
+
+
+def _is_blocking_copy(name: str, args: Any, kwargs: Any) -> bool:
+    is_queued = kwargs.get("non_blocking", False)
+    if name == "aten::copy_":
+        target, source = args[:2]
+        is_queued = is_queued or (len(args) > 2 and args[2])
+    elif name == "aten::_to_copy" and kwargs.get("device") is not None:
+        target, source = torch.empty(0, device=kwargs["device"]), args[0]
+    else:
+        return False
+    host = source if source.device.type == "cpu" else target
+    return source.device != target.device and not (is_queued and any(host is each for each in _pinned))
 
 
 class _WithoutGuards(TorchFunctionMode):
@@ -138,6 +161,9 @@ class _WithoutGuards(TorchFunctionMode):
             return aten.copy_(_at(*args[:2]), args[2])
         if func is torch.Tensor.copy_:
             return aten.copy_(*args, **kwargs)
+        if func is torch.Tensor.pin_memory:
+            _pinned.append(args[0].detach())
+            return _pinned[-1]
         if func is torch.Tensor.contiguous:
             return aten.contiguous(*args, **kwargs)
         if func is torch.Tensor.view and isinstance(args[1], torch.dtype):
@@ -148,15 +174,15 @@ class _WithoutGuards(TorchFunctionMode):
 def _at(tensor: Any, index: Any) -> Any:
     parts = index if isinstance(index, tuple) else (index,)
     dim = 0
-    for part in parts:
+    for number, part in enumerate(parts):
         if part is None:
             tensor, dim = tensor.unsqueeze(dim), dim + 1
         elif part is Ellipsis:
-            dim = tensor.ndim - sum(other is not None for other in parts[parts.index(part) + 1 :])
+            dim = tensor.ndim - sum(other is not None for other in parts[number + 1 :])
         elif isinstance(part, int):
             tensor = tensor.select(dim, part)
         elif isinstance(part, slice):
             tensor, dim = torch.ops.aten.slice(tensor, dim, part.start, part.stop, part.step or 1), dim + 1
         else:  # tensors, which stand next to each other and at the end
-            return torch.ops.aten.index(tensor, [None] * dim + list(parts[parts.index(part) :]))
+            return torch.ops.aten.index(tensor, [None] * dim + list(parts[number:]))
     return tensor

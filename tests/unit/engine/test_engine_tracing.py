@@ -73,6 +73,7 @@ def _runner(folder: Path, attention: str, tp: TPGroup | None = None, **formats: 
 def _launched(runner: ModelRunner, step: StepInput) -> Launches:
     with Launches() as launches:
         output = runner.run(step)
+    assert not launches.blocking
     assert output.logits.shape == (len(step.logits_indices), VOCAB_SIZE)
     assert output.logits.dtype == torch.float32 and output.logits.device == torch.device(DEVICE)
     assert output.scores is None or output.scores.logprobs.device == torch.device(DEVICE)
