@@ -28,6 +28,7 @@ from cluster.errors import BatonError
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
 from cluster.settings import JsonSettings
+from engine.kv.pool import choose_page_copies
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import Landing, Sending, TransferEngine
@@ -79,7 +80,15 @@ class Peer:
         self._tcp = socket.socket(fileno=settings.tcp_fd)
         for connection in (self._grants, self._tcp):
             connection.settimeout(TIMEOUT_S)
-        self._engine = TransferEngine(self._kv, LAYOUT, 0, timeout_s=TIMEOUT_S, host=HOST, digest=settings.digest)
+        self._engine = TransferEngine(
+            self._kv,
+            LAYOUT,
+            0,
+            timeout_s=TIMEOUT_S,
+            host=HOST,
+            digest=settings.digest,
+            page_kernel=choose_page_copies("auto", self._kv.device),
+        )
         self._stores = StoreClients(TIMEOUT_S)
         self._pairs: dict[str, Pair] = {}
         if settings.is_sender:

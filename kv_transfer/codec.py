@@ -57,8 +57,10 @@ class SlotCodec:
         is_sender: bool,
         wire_format: str = "native",
         digest: str = "on",
+        kernel: pages.PageKernel | None = None,
     ) -> None:
-        """`digest` (`on`, `sampled`, `off`) is the sender's choice; a receiver checks what the header says.
+        """`digest` (`on`, `sampled`, `off`) is the sender's choice; a receiver checks what the header says. `kernel`
+        copies pages.
 
         Raises LayoutMismatch, and ValueError for heads that this rank does not hold or an unknown digest policy.
         """
@@ -73,6 +75,7 @@ class SlotCodec:
         self._num_heads = heads.stop - heads.start
         self._head_dim = local.head_dim
         self._policy = DigestPolicy(digest)
+        self._kernel = kernel
 
     def slot_bytes(self, num_cells: int) -> int:
         """Size of a slot that holds any range of up to `num_cells` tokens times layers, a multiple of 64."""
@@ -115,22 +118,22 @@ class SlotCodec:
         codes, scales = self._views(slot, what)
         self._clear_padding(slot, what)
         if scales is None:
-            pages.gather(kv, block_table, what, self._heads, codes)
+            pages.gather(kv, block_table, what, self._heads, codes, self._kernel)
             return
         for piece, place in self._pieces(kv, what):
             values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
-            pages.gather(kv, block_table, piece, self._heads, values)
+            pages.gather(kv, block_table, piece, self._heads, values, self._kernel)
             quantize(values, codes[place], scales[place])
 
     def _decode(self, slot: Tensor, kv: Tensor, block_table: Sequence[int], what: Range) -> None:
         codes, scales = self._views(slot, what)
         if scales is None:
-            pages.scatter(kv, block_table, what, self._heads, codes)
+            pages.scatter(kv, block_table, what, self._heads, codes, self._kernel)
             return
         for piece, place in self._pieces(kv, what):
             values = torch.empty(codes[place].shape, dtype=kv.dtype, device=kv.device)
             dequantize(codes[place], scales[place], values)
-            pages.scatter(kv, block_table, piece, self._heads, values)
+            pages.scatter(kv, block_table, piece, self._heads, values, self._kernel)
 
     def _pieces(self, kv: Tensor, what: Range) -> Iterator[tuple[Range, tuple[slice, slice, slice]]]:
         """Cuts a range so that what is in work at once stays in a cache; with each piece its place in the views."""

@@ -3,7 +3,8 @@
 Addresses are token positions, mapped through a block table; nothing outside the range is read or written. It knows
 neither ranks nor transports. It runs on the tensors' device, in the current stream, and does not synchronize.
 
-On a GPU a range is one kernel. On the CPU it is one strided copy for each run of tokens that lie side by side in the
+On a GPU a range is one kernel: `engine.triton.page_copies`, where the worker has passed it on and it takes the range,
+else torch's index operations. On the CPU it is one strided copy for each run of tokens that lie side by side in the
 pool: numpy's, with a token's heads as one element, because torch copies short rows at half the speed; torch's own where
 values are cast. Either lets other threads run Python meanwhile.
 
@@ -13,7 +14,7 @@ l, T and h the layers, tokens and heads of the range. kv is [L, 2, N, B, H, D], 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,25 @@ from torch import Tensor
 
 from kv_transfer.actions import Range
 
+PageKernel = Callable[[Tensor, Sequence[int], int, slice, slice, Tensor, bool], bool]
+"""`engine.triton.page_copies.copy_range`; returns False, and has done nothing, for a range that it does not take."""
 _HELD_GIL_ELEMENTS = 500
 """numpy keeps the GIL while it copies so few elements, whatever their size."""
 
 
-def gather(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, out: Tensor) -> None:
+def gather(
+    kv: Tensor,
+    block_table: Sequence[int],
+    what: Range,
+    heads: slice,
+    out: Tensor,
+    kernel: PageKernel | None = None,
+) -> None:
     """Copies the range, of the local heads `heads`, into `out`. Raises ValueError."""
     with torch.inference_mode():
         tokens = _token_rows(kv, block_table, what, heads, out)
+        if out.dtype == kv.dtype and _copied_by(kernel, kv, block_table, what, heads, out, is_gather=True):
+            return
         if kv.is_cuda:
             rows = _row_index(kv, block_table, what)
             if out.dtype == kv.dtype:
@@ -41,12 +53,23 @@ def gather(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, ou
             buffer[...] = pool
 
 
-def scatter(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, source: Tensor) -> None:
+def scatter(
+    kv: Tensor,
+    block_table: Sequence[int],
+    what: Range,
+    heads: slice,
+    source: Tensor,
+    kernel: PageKernel | None = None,
+) -> None:
     """Copies `source` to the range, of the local heads `heads`. Raises ValueError."""
     with torch.inference_mode():
         tokens = _token_rows(kv, block_table, what, heads, source)
+        if kernel is not None or kv.is_cuda:
+            source = source.to(kv.dtype)
+        if _copied_by(kernel, kv, block_table, what, heads, source, is_gather=False):
+            return
         if kv.is_cuda:
-            tokens.index_copy_(2, _row_index(kv, block_table, what), source.to(kv.dtype))
+            tokens.index_copy_(2, _row_index(kv, block_table, what), source)
             return
         for pool, buffer in _copies(tokens, block_table, what, kv.shape[3], source):
             pool[...] = buffer
@@ -70,6 +93,24 @@ def check_range(kv: Tensor, block_table: Sequence[int], what: Range) -> None:
     blocks = block_table[first : last + 1]
     if min(blocks) < 0 or max(blocks) >= num_blocks:
         raise ValueError(f"block table {list(blocks)} names a block outside the pool of {num_blocks}")
+
+
+def _copied_by(
+    kernel: PageKernel | None,
+    kv: Tensor,
+    block_table: Sequence[int],
+    what: Range,
+    heads: slice,
+    buffer: Tensor,
+    *,
+    is_gather: bool,
+) -> bool:
+    """Whether there is a kernel, and it has copied the range."""
+    if kernel is None:
+        return False
+    first, offset = divmod(what.token_start, kv.shape[3])
+    blocks = block_table[first : (what.token_end - 1) // kv.shape[3] + 1]
+    return kernel(kv, blocks, offset, slice(what.layer_start, what.layer_end), heads, buffer, is_gather)
 
 
 def _token_rows(kv: Tensor, block_table: Sequence[int], what: Range, heads: slice, buffer: Tensor) -> Tensor:

@@ -75,8 +75,10 @@ class TransferEngine:
         digest: str = "on",
         faults: Faults | None = None,
         compute_stream: torch.cuda.Stream | None = None,
+        page_kernel: pages.PageKernel | None = None,
     ) -> None:
-        """`host` is this machine's address as the peers see it; `digest` is `on`, `sampled` or `off`.
+        """`host` is this machine's address as the peers see it; `digest` is `on`, `sampled` or `off`; `page_kernel`
+        copies pages where torch would.
 
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
@@ -90,6 +92,7 @@ class TransferEngine:
         self._host = host
         self._digest = digest
         self._faults = faults
+        self._page_kernel = page_kernel
         self._stores = StoreClients(timeout_s)
         self._compute_stream: Any = compute_stream
         if kv.is_cuda and compute_stream is None:
@@ -192,6 +195,7 @@ class TransferEngine:
             is_sender=spec.is_sender,
             wire_format=spec.agreed.wire_format,
             digest=self._digest,
+            kernel=self._page_kernel,
         )
 
     def _make_routes(self, pair: RankPair, remote: KvLayout) -> int:

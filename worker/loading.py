@@ -19,7 +19,7 @@ from cluster.protocol import spoken
 from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
-from engine.kv.pool import cell_size
+from engine.kv.pool import cell_size, choose_page_copies
 from engine.layers.ops import choose_native
 from engine.memory import (
     Activations,
@@ -207,6 +207,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         host=settings.host,
         digest=resolved.digest,
         faults=_faults_of(settings),
+        page_kernel=choose_page_copies(settings.engine.kernels, runner.device),
     )
     end_helpers()  # steps run on other threads
     return LoadedRank(runner, transfer_engine, plan)

@@ -119,8 +119,8 @@ class EngineSection:
     Baton's own in Triton, torch's varlen and the CPU's that works and reads the KV cache in place."""
     kernels: choices.KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
-    compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention;
-    auto: Baton's kernels in Triton where they can be had."""
+    compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,
+    and who copies pages in a hand-off; auto: Baton's kernels in Triton where they can be had."""
     enforce_eager: bool = False
     """Launch each operation of a decode step by itself, instead of replaying CUDA graphs captured at the start: starts
     sooner and takes less GPU memory, decodes slower. No difference on a CPU."""

@@ -9,8 +9,13 @@ Legend: L layers, N blocks, K block_size, H KV heads of this rank, D head_dim, C
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from engine.triton.target import obstacle
 
 SCALE_BYTES = 4
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
@@ -47,6 +52,14 @@ class KvCache:
         """Copies whole blocks of all layers: int64 [C, 2] of source and target. All are read before one is written."""
         sources, targets = copies.unbind(dim=1)
         self.pool.index_copy_(2, targets, self.pool.index_select(2, sources))
+
+
+def choose_page_copies(kernels: str, device: torch.device) -> Callable[..., bool] | None:
+    """`engine.triton.page_copies.copy_range`; None where it cannot run, or `kernels` is `torch`."""
+    if kernels == "torch" or obstacle(device):
+        return None
+    copy_range: Callable[..., bool] = importlib.import_module("engine.triton.page_copies").copy_range
+    return copy_range
 
 
 def is_rounded(dtype: torch.dtype) -> bool:

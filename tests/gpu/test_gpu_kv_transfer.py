@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cluster.errors import TransferFailed
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
+from engine.kv.pool import choose_page_copies
 from kv_transfer import pages
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
@@ -69,6 +70,7 @@ IPC_SENDER = """
 import sys, threading, queue, torch
 from cluster.pb import handoff_pb2, rank_pb2
 from cluster.lifecycle import RequestKey
+from engine.kv.pool import choose_page_copies
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
@@ -78,7 +80,8 @@ layout = KvLayout(
 )
 kv = torch.arange(layers * 2 * tokens * 8 * 128, device="cuda", dtype=torch.int32).view(torch.int16)[::2]
 kv = kv.contiguous().view(torch.bfloat16).view(layers, 2, tokens // 16, 16, 8, 128)
-engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled")
+kernel = choose_page_copies("auto", kv.device)
+engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled", page_kernel=kernel)
 agreed = handoff_pb2.ReceiverHello(
     store_address=sys.argv[5], transport="cuda_ipc", wire_format="native", chunk_tokens=chunk, num_slots=slots
 )
@@ -145,18 +148,20 @@ def start_side(rank: int, device: str, timeout_s: float, address: str) -> subpro
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("what", [Range(0, 48, 0, 3), Range(3, 4, 0, 1), Range(5, 37, 1, 3)], ids=str)
 @pytest.mark.parametrize("heads", [slice(0, HEADS), slice(1, 3)], ids=["all heads", "some heads"])
-def test_page_copies_equal_those_of_the_cpu(dtype: torch.dtype, what: Range, heads: slice) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_page_copies_equal_those_of_the_cpu(dtype: torch.dtype, what: Range, heads: slice, kernels: str) -> None:
+    kernel = choose_page_copies(kernels, torch.device("cuda"))
     kv = torch.randn(LAYERS, 2, 7, 16, HEADS, DIM).to(dtype)
     shape = (what.layer_end - what.layer_start, 2, what.num_tokens, heads.stop - heads.start, DIM)
     out = torch.empty(shape, dtype=dtype)
     gathered = out.cuda()
     pages.gather(kv, TABLE, what, heads, out)
-    pages.gather(kv.cuda(), TABLE, what, heads, gathered)
+    pages.gather(kv.cuda(), TABLE, what, heads, gathered, kernel)
     assert torch.equal(gathered.cpu(), out)
     target = torch.full_like(kv, POISON)
     scattered = target.cuda()
     pages.scatter(target, TABLE, what, heads, out)
-    pages.scatter(scattered, TABLE, what, heads, gathered)
+    pages.scatter(scattered, TABLE, what, heads, gathered, kernel)
     assert torch.equal(scattered.cpu(), target)
 
 
@@ -168,8 +173,10 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
 ) -> None:
     truth = torch.randn(LAYERS, 2, 7, 16, HEADS, DIM).to(torch.bfloat16)
     sender_kv, receiver_kv = torch.full_like(truth, POISON).cuda(), torch.full_like(truth, POISON).cuda()
+    kernel = choose_page_copies("auto", sender_kv.device)
     engines = [
-        TransferEngine(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest) for kv in (sender_kv, receiver_kv)
+        TransferEngine(kv, LAYOUT, 0, timeout_s=20, host="127.0.0.1", digest=digest, page_kernel=kernel)
+        for kv in (sender_kv, receiver_kv)
     ]
     specs = [spec(store_address, side, LAYOUT, transport, 48, 2, wire_format) for side in (True, False)]
     with ThreadPoolExecutor(2) as pool:
@@ -207,7 +214,8 @@ def ipc_pair(
         num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
     )
     kv = torch.zeros(layers, 2, tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
-    engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1")
+    kernel = choose_page_copies("auto", kv.device)
+    engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", page_kernel=kernel)
     command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         try:

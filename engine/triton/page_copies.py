@@ -1,0 +1,128 @@
+"""Copies a range of tokens, of several layers, between a paged KV pool and a contiguous buffer: one launch for all.
+
+Bytes are copied as they are, whatever a head is made of, in words of four. A thread loads and stores 16 bytes at once
+where the heads of a token that are copied, those that are not, and both addresses are multiples of 16 bytes; 8 or 4
+where they are multiples of no more than that. Programs share the words of the range alone, so neither the block size
+nor the number of heads leaves threads idle. Nothing outside the range is read or written.
+
+Legend: L layers of the pool, N blocks, B tokens of a block, P words of a token in a layer's keys (or values), l layers
+and T tokens of the range, W of a token's words that are copied.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from engine.triton.target import Case
+
+_TILE_WORDS, _NUM_WARPS = 4096, 4  # 8 times 16 bytes on their way for each thread; chosen without a GPU
+_WORD_BYTES, _MOST_AT_ONCE = 4, 4
+_MOST_WORDS = 1 << 30
+
+
+@triton.jit(do_not_specialize=["num_blocks", "first_plane", "first_token", "num_tokens"])
+def copy_tokens(
+    pool,  # int32 [2 L, N, B, P]
+    buffer,  # int32 [2 l, T, W]
+    blocks,  # int32: the blocks of the range, in order
+    num_blocks,  # N
+    first_plane,
+    first_token,  # in its block
+    num_tokens,  # T
+    B: tl.constexpr,
+    P: tl.constexpr,
+    FIRST: tl.constexpr,
+    W: tl.constexpr,
+    UNIT: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_GATHER: tl.constexpr,
+):
+    """Grid: tiles of T W words, 2 l planes. `FIRST`: the first of a token's words that is copied."""
+    plane = tl.program_id(1).to(tl.int64)
+    piece = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = piece < num_tokens * (W // UNIT)
+    token = first_token + piece // (W // UNIT)
+    block = tl.load(blocks + token // B, mask=inside, other=0).to(tl.int64)
+    slot = (first_plane + plane) * num_blocks * B + block * B + token % B
+    word = tl.arange(0, UNIT)[None, :]
+    words = pool + ((slot * (P // UNIT) + FIRST // UNIT + piece % (W // UNIT)) * UNIT)[:, None] + word
+    copied = buffer + ((plane * num_tokens * (W // UNIT) + piece) * UNIT)[:, None] + word
+    mask = tl.broadcast_to(inside[:, None], words.shape)
+    if IS_GATHER:
+        tl.store(copied, tl.load(words, mask=mask), mask=mask)
+    else:
+        tl.store(words, tl.load(copied, mask=mask), mask=mask)
+
+
+def copy_range(
+    pool: torch.Tensor,
+    blocks: Sequence[int],
+    first_token: int,
+    layers: slice,
+    heads: slice,
+    buffer: torch.Tensor,
+    is_gather: bool,
+) -> bool:
+    """Copies pages to the buffer, or the buffer to pages, on the current stream; waits for nothing.
+
+    `pool` is [L, 2, N, B, H, D], `buffer` [l, 2, T, h, D] of the same type, both contiguous; `blocks` are the ids of
+    the blocks that hold the T tokens, the first of which is `first_token` of the first block. Returns False, and has
+    done nothing, where a word would have parts of two heads or the range has too many words.
+    """
+    _, two, num_blocks, block_size, num_heads, head_dim = pool.shape
+    assert pool.is_contiguous() and buffer.is_contiguous() and pool.dtype == buffer.dtype
+    head_bytes, num_tokens = head_dim * pool.element_size(), buffer.shape[2]
+    sizes = [count * head_bytes for count in (num_heads, heads.start, heads.stop - heads.start)]
+    if any(size % _WORD_BYTES for size in (*sizes, pool.data_ptr(), buffer.data_ptr())):
+        return False
+    token_words, first_word, copied_words = (size // _WORD_BYTES for size in sizes)
+    if num_tokens * copied_words > _MOST_WORDS:
+        return False
+    unit = math.gcd(token_words, first_word, copied_words, _MOST_AT_ONCE)
+    ids = torch.tensor([int(block) for block in blocks], dtype=torch.int32, pin_memory=pool.is_cuda)
+    copy_tokens[(triton.cdiv(num_tokens * copied_words, _TILE_WORDS), two * (layers.stop - layers.start))](
+        pool.view(-1).view(torch.int32),
+        buffer.view(-1).view(torch.int32),
+        ids.to(pool.device, non_blocking=True),
+        num_blocks,
+        two * layers.start,
+        first_token,
+        num_tokens,
+        block_size,
+        token_words,
+        first_word,
+        copied_words,
+        unit,
+        _TILE_WORDS // unit,
+        is_gather,
+        num_warps=_NUM_WARPS,
+    )
+    return True
+
+
+def cases() -> Iterator[Case]:
+    """Heads of common models in each type, all of them and some; the last two 8 and 4 bytes at once."""
+    for dtype, head_dim, num_heads, heads, block_size in (
+        (torch.bfloat16, 128, 8, slice(0, 8), 16),
+        (torch.bfloat16, 128, 8, slice(0, 8), 24),
+        (torch.bfloat16, 128, 8, slice(2, 4), 16),
+        (torch.float32, 64, 2, slice(0, 2), 16),
+        (torch.int8, 132, 8, slice(0, 8), 16),
+        (torch.uint8, 132, 2, slice(0, 2), 16),
+        (torch.int8, 132, 1, slice(0, 1), 16),
+    ):
+        yield _case(dtype, block_size, num_heads, head_dim, heads)
+
+
+def _case(dtype: torch.dtype, block_size: int, num_heads: int, head_dim: int, heads: slice) -> Case:
+    def launch() -> None:
+        pool = torch.zeros((2, 2, 3, block_size, num_heads, head_dim), dtype=dtype)
+        buffer = torch.zeros((2, 2, 20, heads.stop - heads.start, head_dim), dtype=dtype)
+        for is_gather in (True, False):
+            assert copy_range(pool, (2, 0), 3, slice(0, 2), heads, buffer, is_gather)
+
+    kind = f"{str(dtype).removeprefix('torch.')}, {head_dim}"
+    return Case(f"tokens of {kind}, heads {heads.start}-{heads.stop} of {num_heads}, blocks of {block_size}", launch)
