@@ -137,22 +137,22 @@ class GenerationService:
     async def _send(self, reader: StreamReader, call: Call) -> None:
         """Sends every event until the request is over. A client that named an interval gets that and no pauses."""
         live = reader.live
-        writer = StreamWriter(call, reader, self._stalled_client_timeout_s)
         is_spaced = live.request.stream_interval_tokens is None
-        while True:
-            reader.check()
-            await reader.output.wait()
-            reader.check()
-            is_over = live.is_over
-            events = reader.take()
-            if reader.is_kept:
-                await self.resumables.before_send(reader, events)
-            for event in events:
-                await writer.write(event)
-            if is_over:
-                return
-            if is_spaced and live.first_token_at is not None and self._rate.spacing_s:
-                await reader.output.pause(self._rate.spacing_s)
+        async with StreamWriter(call, reader, self._stalled_client_timeout_s) as writer:
+            while True:
+                reader.check()
+                await reader.output.wait()
+                reader.check()
+                is_over = live.is_over
+                events = reader.take()
+                if reader.is_kept:
+                    await self.resumables.before_send(reader, events)
+                for event in events:
+                    await writer.write(event)
+                if is_over:
+                    return
+                if is_spaced and live.first_token_at is not None and self._rate.spacing_s:
+                    await reader.output.pause(self._rate.spacing_s)
 
     async def CancelGeneration(self, request: pb.CancelGenerationRequest, call: Call) -> pb.CancelGenerationResponse:
         """Answers for another tenant's generation as if it did not exist."""

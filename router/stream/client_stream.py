@@ -17,6 +17,8 @@ import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from cluster.errors import Aborted
 from cluster.lifecycle import RequestState
@@ -34,7 +36,7 @@ LEAST_SPACING_S = 0.002
 MOST_PENDING_BYTES = 128 * 1024
 """Bytes behind the message that gRPC keeps, which was as large at most when it was written."""
 LOOK_S = 0.5
-"""Interval at which a write that takes longer is checked."""
+"""Interval at which a stream is checked for a write that takes long."""
 _TOKEN_BYTES = 64
 _LOGPROB_BYTES, _ALTERNATIVE_BYTES = 64, 32
 
@@ -152,36 +154,52 @@ class MessageRate:
 
 
 class StreamWriter:
-    """Writes the messages of one stream. `timeout_s`: how long one message may take."""
+    """Writes the messages of one stream, within `async with`, which raises ClientStalled. `timeout_s`: how long one
+    message may take. One timer serves all messages, as most take no time."""
 
     def __init__(self, call: Call, reader: StreamReader, timeout_s: float) -> None:
         self._call = call
         self._output = reader.output
         self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._limit = asyncio.timeout(None)
+        self._begun_at: float | None = None
+        """When the write under way began; None: there is none."""
         request, bytes_per_token = reader.live.request, _TOKEN_BYTES
         if request.wants_logprobs:
             bytes_per_token += _LOGPROB_BYTES + request.sampling.top_logprobs * _ALTERNATIVE_BYTES
         self._most_pending_tokens = MOST_PENDING_BYTES // bytes_per_token
 
-    async def write(self, message: GenerateStreamResponse) -> None:
-        """Returns when the next one may be written. Raises ClientStalled."""
-        loop = asyncio.get_running_loop()
+    async def __aenter__(self) -> Self:
+        await self._limit.__aenter__()
+        # Never later than a write that begins now may last, so that its end is not missed.
+        self._look_s = min(LOOK_S, self._timeout_s)
+        self._timer = self._loop.call_later(self._look_s, self._look)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._timer.cancel()
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                self._timer = loop.call_later(LOOK_S, self._look, limit, loop)
-                try:
-                    await self._call.write(message)
-                finally:
-                    self._timer.cancel()
+            await self._limit.__aexit__(kind, error, traceback)
         except TimeoutError:
             raise ClientStalled(
                 f"the client does not read: {self._output.num_pending} tokens wait for it, "
                 "and its generation was cancelled; call again, and read the stream as it comes"
             ) from None
 
-    def _look(self, limit: asyncio.Timeout, loop: asyncio.AbstractEventLoop) -> None:
-        """Ends the write now if too much waits behind it."""
-        if self._output.num_pending > self._most_pending_tokens:
-            limit.reschedule(loop.time())
+    async def write(self, message: GenerateStreamResponse) -> None:
+        """Returns when the next one may be written."""
+        self._begun_at = self._loop.time()
+        await self._call.write(message)
+        self._begun_at = None
+
+    def _look(self) -> None:
+        """Ends the stream if its write takes too long, or too much waits behind it."""
+        now, begun_at = self._loop.time(), self._begun_at
+        left_s = self._timeout_s if begun_at is None else begun_at + self._timeout_s - now
+        if begun_at is not None and (left_s <= 0 or self._output.num_pending > self._most_pending_tokens):
+            self._limit.reschedule(now)
         else:
-            self._timer = loop.call_later(LOOK_S, self._look, limit, loop)
+            self._timer = self._loop.call_later(min(self._look_s, left_s), self._look)

@@ -76,3 +76,26 @@ def test_invalid_utf8_inside_a_chat_message_is_named_by_the_message() -> None:
     spec.chat.messages.add().update({"role": "QQQQ"})
     data = request_with(spec.SerializeToString().replace(b"QQQQ", b"\xc3\x28QQ"))
     assert named(data) == ["spec.chat.messages[1]"]
+
+
+PROMPTS = {
+    "text": (b"\x12\x00", b"\x12\x02ab"),
+    "token_ids": (b"\x1a\x03\x0a\x01\x07", b"\x1a\x02\x08\x07"),
+    "chat": (b"\x22\x00",),
+}
+"""Fields of GenerationSpec.prompt as bytes. The second of the token ids is one byte shorter than protobuf writes it."""
+OTHERS = (b"", b"\x0a\x00", b"\x52\x01r", b"\x32\x02\x20\x07", b"\x32\x02\x20\x07" * 3)
+"""Other fields of it: none, an empty one, a request_id, and stop_token_ids, again one byte short each."""
+
+
+@given(
+    st.lists(st.sampled_from([(name, field) for name in PROMPTS for field in PROMPTS[name]]), max_size=3),
+    st.sampled_from(OTHERS),
+    st.sampled_from(OTHERS),
+)
+def test_exclusive_fields_are_found_whatever_else_makes_up_for_their_bytes(
+    prompts: list[tuple[str, bytes]], before: bytes, after: bytes
+) -> None:
+    result = decode(request_with(before + b"".join(field for _, field in prompts) + after))
+    is_clear = len({name for name, _ in prompts}) <= 1
+    assert isinstance(result, pb.GenerateRequest if is_clear else Malformed)
