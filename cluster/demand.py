@@ -11,7 +11,7 @@ from typing import Self
 from cluster.pb import admin_pb2
 
 
-@dataclass(frozen=True)
+@dataclass
 class Demand:
     """Sums over the last seconds."""
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -68,8 +67,7 @@ TRANSITIONS: Mapping[RequestState, frozenset[RequestState]] = MappingProxyType(
 """Every legal move; a state without one is terminal."""
 
 
-@dataclass(frozen=True)
-class StateEntry:
+class StateEntry(NamedTuple):
     """One entry of the history: `state` was entered at `at` (seconds on the caller's clock) because of `why`."""
 
     state: RequestState

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.errors import BatonError
 from cluster.pb import generation_pb2, worker_pb2
@@ -46,8 +46,7 @@ Refusal = tuple[str, BatonError]
 """Reason, one of `observe.counters.REFUSAL_REASONS`, and the client's error."""
 
 
-@dataclass(frozen=True)
-class AdmissionRequest:
+class AdmissionRequest(NamedTuple):
     """A request as admission sees it."""
 
     work: RequestLoad

@@ -70,7 +70,7 @@ class DemandWindow:
         """Each with its start, the newest last."""
 
     def add_arrival(self, now: float) -> None:
-        self._add(now, Demand(num_arrived=1))
+        self._bucket(now).num_arrived += 1
 
     def add_placement(
         self, now: float, num_prompt_tokens: int, num_cached_tokens: int, num_sequences: int, most_output_tokens: int
@@ -81,24 +81,21 @@ class DemandWindow:
         among running ones those with long outputs are over-represented.
         """
         num_new = max(0, num_prompt_tokens - num_cached_tokens)
-        size = StepSize.of_prompt(num_new, num_cached_tokens)
         num_output_tokens = self._lengths.expected(most_output_tokens)
-        self._add(
-            now,
-            Demand(
-                num_placed=1,
-                num_prompt_tokens=num_new,
-                num_attended=size.num_attended,
-                num_cached_tokens=num_cached_tokens,
-                num_sequences=num_sequences,
-                num_output_tokens=num_sequences * num_output_tokens,
-                num_kv_tokens=num_sequences * (num_prompt_tokens + num_output_tokens / 2),
-            ),
-        )
+        bucket = self._bucket(now)
+        bucket.num_placed += 1
+        bucket.num_prompt_tokens += num_new
+        bucket.num_attended += StepSize.of_prompt(num_new, num_cached_tokens).num_attended
+        bucket.num_cached_tokens += num_cached_tokens
+        bucket.num_sequences += num_sequences
+        bucket.num_output_tokens += num_sequences * num_output_tokens
+        bucket.num_kv_tokens += num_sequences * (num_prompt_tokens + num_output_tokens / 2)
 
     def add_end(self, now: float, *, is_kept: bool) -> None:
         """A request ended, within the objectives or not. Requests that their clients cancelled do not count."""
-        self._add(now, Demand(num_ended=1, num_kept=is_kept))
+        bucket = self._bucket(now)
+        bucket.num_ended += 1
+        bucket.num_kept += is_kept
 
     def sums(self, now: float) -> tuple[float, Demand]:
         """Length of the window in seconds, and the sums over it."""
@@ -111,15 +108,14 @@ class DemandWindow:
         since = now if self._since is None else self._since
         return min(max(now - since, _BUCKET_S), self._window_s), total
 
-    def _add(self, now: float, demand: Demand) -> None:
+    def _bucket(self, now: float) -> Demand:
+        """The newest bucket, to be added to."""
         self._drop_old(now)
         if self._since is None:
             self._since = now
-        if self._buckets and now - self._buckets[-1][0] < _BUCKET_S:
-            began, before = self._buckets.pop()
-            self._buckets.append((began, before + demand))
-        else:
-            self._buckets.append((now, demand))
+        if not self._buckets or now - self._buckets[-1][0] >= _BUCKET_S:
+            self._buckets.append((now, Demand()))
+        return self._buckets[-1][1]
 
     def _drop_old(self, now: float) -> None:
         while self._buckets and now - self._buckets[0][0] >= self._window_s:

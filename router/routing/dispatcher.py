@@ -222,18 +222,19 @@ class Dispatcher:
 
     def _move_away(self) -> None:
         """Moves requests off workers that should not decode, to where there is room and the weights are the same."""
-        ready = [] if self.waiting.is_closed else [worker for worker in self.fleet if worker.is_ready]
-        by_revision = {revision: self.fleet.candidates(revision)[1] for revision in {w.weights_revision for w in ready}}
-        for worker in ready:
-            others = by_revision[worker.weights_revision]
-            why = why_emptied(worker) if others and worker not in others else ""
-            residents, num_under_way = residents_of(worker, self.running.on(worker)) if why else ([], 0)
-            if residents:
-                rooms = [DecodeRoom.of(other, self.context.loads[other.worker_id]) for other in others]
-                for move in choose_moves(residents, rooms, num_under_way):
-                    live = self.running.get(move.request_id)
-                    assert live is not None, move.request_id
-                    self.running.move(live, move.to_id, why)
+        if self.waiting.is_closed:
+            return
+        for worker in self.fleet:
+            why = why_emptied(worker) if self.context.loads[worker.worker_id].decoding.num_sequences else ""
+            others = self.fleet.candidates(worker.weights_revision)[1] if why else []
+            if not others or worker in others:
+                continue
+            residents, num_under_way = residents_of(worker, self.running.on(worker))
+            rooms = [DecodeRoom.of(other, self.context.loads[other.worker_id]) for other in others]
+            for move in choose_moves(residents, rooms, num_under_way):
+                live = self.running.get(move.request_id)
+                assert live is not None, move.request_id
+                self.running.move(live, move.to_id, why)
 
     def _on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
         """Each event concerns one request, and an error in handling it fails only that one."""

@@ -80,6 +80,10 @@ class Fleet:
         able = [w for w in self._workers.values() if w.role == role and w.can_take_work]
         return [w for w in able if w.speed is Speed.USUAL or self._may_probe(w)] or able
 
+    def _has_ready(self, role: worker_pb2.Role) -> bool:
+        """Whether `ready` has any, without making the list."""
+        return any(w.role == role and w.can_take_work for w in self._workers.values())
+
     def _may_probe(self, worker: WorkerClient) -> bool:
         return worker.speed is Speed.PROBED and not self._num_requests(worker)
 
@@ -105,9 +109,9 @@ class Fleet:
     @property
     def can_serve(self) -> bool:
         """A decode worker is ready, and a prefill worker where one is needed; or a prefill worker that does both."""
-        if not self.ready(DECODE):
-            return self.has_served and bool(self.ready(PREFILL))
-        return bool(self.ready(PREFILL)) or not self.needs_prefill
+        if not self._has_ready(DECODE):
+            return self.has_served and self._has_ready(PREFILL)
+        return not self.needs_prefill or self._has_ready(PREFILL)
 
     @property
     def weights_revision(self) -> str:

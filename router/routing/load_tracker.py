@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from cluster.step_cost import NO_STEP, StepSize
 
 
-@dataclass(frozen=True)
-class RequestLoad:
+class RequestLoad(NamedTuple):
     """Size of one request. Output tokens of earlier attempts count as prompt."""
 
     num_prompt_tokens: int
@@ -50,8 +50,7 @@ class PlacementKind(StrEnum):
     """The request moved here from another decode worker."""
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(NamedTuple):
     """The workers of a request, by id, and the reason that Timing.placement gives."""
 
     prefill_id: str | None
@@ -70,9 +69,9 @@ class Placement:
         return self.decode_id if self.prefill_id is None else self.prefill_id
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Load:
-    """Outstanding work of one worker."""
+    """Outstanding work of one worker. Never changed, as `StepSize` is not."""
 
     prompts: StepSize = NO_STEP
     """Prompt tokens to compute."""
@@ -96,9 +95,14 @@ class Load:
             self.num_tokens + other.num_tokens,
         )
 
-    def __neg__(self) -> Load:
+    def __sub__(self, other: Load) -> Load:
         return Load(
-            -self.prompts, -self.num_prompts, -self.num_retries, -self.sequences, -self.decoding, -self.num_tokens
+            self.prompts - other.prompts,
+            self.num_prompts - other.num_prompts,
+            self.num_retries - other.num_retries,
+            self.sequences - other.sequences,
+            self.decoding - other.decoding,
+            self.num_tokens - other.num_tokens,
         )
 
 
@@ -117,13 +121,18 @@ class LoadTracker:
         return self._loads.get(worker_id, NOTHING)
 
     def add(self, worker_id: str, load: Load) -> None:
-        """Called by `Charge`; a worker at zero is forgotten."""
+        """Called by `Charge`."""
         self.num_retries += load.num_retries
-        total = self[worker_id] + load
-        if total == NOTHING:
+        self._loads[worker_id] = self[worker_id] + load
+
+    def remove(self, worker_id: str, load: Load) -> None:
+        """Called by `Charge`, for what it has added; a worker at zero is forgotten."""
+        self.num_retries -= load.num_retries
+        left = self[worker_id] - load
+        if left == NOTHING:
             self._loads.pop(worker_id, None)
         else:
-            self._loads[worker_id] = total
+            self._loads[worker_id] = left
 
 
 class Charge:
@@ -141,29 +150,31 @@ class Charge:
         loads.add(placement.computing_id, self._prefill)
         self.queued = loads[placement.computing_id].prompts
         """Its prompt and those before it."""
-        for _ in range(work.num_sequences):
-            loads.add(placement.decode_id, self._sequence)
-        loads.add(placement.decode_id, self._held)
+        all_sequences = StepSize(
+            num_sequences=work.num_sequences, num_kv_tokens=work.num_sequences * work.num_prompt_tokens
+        )
+        loads.add(placement.decode_id, Load(sequences=all_sequences, num_tokens=work.num_output_tokens))
 
     def prefill_done(self) -> bool:
         """Called for each token; only the first call does anything, and returns True."""
         if self._prefill is NOTHING:
             return False
-        self._loads.add(self._placement.computing_id, -self._prefill)
+        self._loads.remove(self._placement.computing_id, self._prefill)
         self._prefill = NOTHING
         self._sequence = Load(sequences=self._size, decoding=self._size)
-        for _ in range(self._num_sequences):
-            self._loads.add(self._placement.decode_id, Load(decoding=self._size))
+        size, count = self._size, self._num_sequences
+        decoding = StepSize(num_sequences=count, num_kv_tokens=count * size.num_kv_tokens)
+        self._loads.add(self._placement.decode_id, Load(decoding=decoding))
         return True
 
     def sequence_done(self) -> None:
         if self._num_sequences:
             self._num_sequences -= 1
-            self._loads.add(self._placement.decode_id, -self._sequence)
+            self._loads.remove(self._placement.decode_id, self._sequence)
 
     def all_done(self) -> None:
         self.prefill_done()
         while self._num_sequences:
             self.sequence_done()
-        self._loads.add(self._placement.decode_id, -self._held)
+        self._loads.remove(self._placement.decode_id, self._held)
         self._held = NOTHING

@@ -18,7 +18,7 @@ Knows no connection and no clock; a policy chooses among the workers that remain
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cluster.errors import BatonError
@@ -139,7 +139,7 @@ def alone(worker_id: str) -> Placement:
 def stood_in(placement: Placement) -> Placement:
     """The placement, relabelled as a local prefill on a prefill worker that stands in for a decode worker."""
     what = placement.reason.partition(": ")[0]
-    return replace(placement, reason=f"{what}: no decode worker is ready", kind=PlacementKind.LOCAL_NO_DECODE)
+    return placement._replace(reason=f"{what}: no decode worker is ready", kind=PlacementKind.LOCAL_NO_DECODE)
 
 
 def moved(last: Placement, to_id: str, why: str, work: RequestLoad) -> Placement:
@@ -172,6 +172,6 @@ def next_placement(
         chosen = choose(untried, [reachable[decode_id]])
         if chosen.prefill_id is not None:
             reason = f"retried {after}: {chosen.prefill_id} -> {decode_id}"
-            return replace(chosen, reason=reason, kind=PlacementKind.RETRIED)
+            return chosen._replace(reason=reason, kind=PlacementKind.RETRIED)
         why = "sooner than on another worker"
     return Placement(None, decode_id, f"local prefill on {decode_id} {after}: {why}", kind=PlacementKind.RETRIED)

@@ -144,7 +144,10 @@ class RunningRequests:
         return placement
 
     def _place(self, live: LiveRequest, placement: Placement, *, is_move: bool = False) -> None:
-        """Sends the request to its workers: to decode first, which has to reserve before prefill can send."""
+        """Sends the request to its workers: to prefill first, whose Open is on its way while decode is sent its part.
+
+        Decode takes both in either order.
+        """
         self._fleet.has_served = True
         decode = self._fleet[placement.decode_id]
         prefill = self._fleet[placement.prefill_id] if placement.prefill_id is not None else None
@@ -162,11 +165,11 @@ class RunningRequests:
         for worker in attempt.workers:
             self._on_worker.setdefault(worker, set()).add(live.key.request_id)
         self._admission.on_placed(live.key.request_id, live.work, self._clock())
-        decode.send(_admit(live, worker_pb2.ROLE_DECODE, expect_handoff=prefill is not None))
         if prefill is None:
             self._counters.local_prefills += 1
         else:
             prefill.send(_admit(live, worker_pb2.ROLE_PREFILL, decode_peer=_peer(decode)))
+        decode.send(_admit(live, worker_pb2.ROLE_DECODE, expect_handoff=prefill is not None))
         for sequence in live.sequences:
             if sequence.end is not None:  # by an earlier attempt
                 attempt.cancel(sequence.index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from cluster.errors import BatonError, Cancelled, InternalError
@@ -212,12 +212,12 @@ class LiveRequest:
         if len(self.sequences) == 1 and self.num_tokens:
             token_ids = (*token_ids, *self.sequences[0].known_ids)
         prompt = PromptHashes(token_ids, request.cache_salt)
-        work = replace(self.work, num_prompt_tokens=len(request.prompt_token_ids) + self.num_tokens)
+        work = self.work._replace(num_prompt_tokens=len(request.prompt_token_ids) + self.num_tokens)
         uses_cache = not request.bypass_prefix_cache and request.prompt_logprobs is None
         session = SessionKey(self.principal.tenant, request.session_id) if request.session_id else None
         return RoutingRequest(work, prompt, uses_cache, session)
 
-    @property
+    @cached_property
     def work(self) -> RequestLoad:
         """The load of the request as it came."""
         num_prompt, sampling = len(self.request.prompt_token_ids), self.request.sampling
