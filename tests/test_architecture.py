@@ -40,6 +40,7 @@ DECIDES = (
     "engine/sampling/constraint.py",
     "engine/sampling/params.py",
     "worker/core.py",
+    "worker/step_pipeline.py",
 )
 """What chooses what runs next; decisions are tested without torch."""
 RAY_ONLY_IN = (

@@ -27,7 +27,7 @@ from cluster.pb import rank_pb2
 from engine.cpu_runtime import end_helpers
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, Samples
 from engine.step_input import StepInput
 from worker.handoff_connection import Done, Post
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
@@ -65,7 +65,7 @@ class CudaSpan:
 
 
 class LaunchedStep:
-    """A step on its way, or done (`worker.core.Launched`)."""
+    """A step on its way, or done (`worker.step_pipeline.Launched`)."""
 
     def __init__(
         self, step: StepInput, sampler: Sampler, meter: StepMeter | None, begin: Callable[[], DeviceSpan] | None
@@ -76,6 +76,7 @@ class LaunchedStep:
         self._meter = meter
         self._begin = begin
         self._future: Future[StepOutput] = Future()
+        self._samples: Samples | None = None
         if meter is not None:
             meter.launched(step, time.monotonic())
 
@@ -83,17 +84,19 @@ class LaunchedStep:
     def is_done(self) -> bool:
         return self._future.done()
 
-    def sample(self, rows: Seq[Seq[SampleRow]]) -> list[SampledToken]:
+    def sample(self, rows: Seq[Seq[SampleRow]]) -> None:
         logits = self._future.result().logits
         flat = [row for of_one in rows for row in of_one]
         if flat and len(flat) != len(rows):
             logits = logits[[i for i, of_one in enumerate(rows) for _ in of_one]]
-        sampled = self._sampler.sample(logits, flat) if flat else []
+        self._samples = self._sampler.launch(logits, flat) if flat else None
         if self.span is not None and flat:
             self.span.end()
         if self._meter is not None:
             self._meter.ended(time.monotonic(), self.span)
-        return sampled
+
+    def tokens(self) -> list[SampledToken]:
+        return [] if self._samples is None else self._samples.read()
 
     def scores(self) -> list[SampledToken]:
         scores = self._future.result().scores
@@ -123,7 +126,7 @@ class _Pending:
 
 
 class RankGroup:
-    """The ranks of a worker (`worker.core.Ranks`): rank 0's executor, and a socket for each rank from 1 on."""
+    """The ranks of a worker (`worker.step_pipeline.Ranks`): rank 0's executor, and a socket for each rank from 1 on."""
 
     def __init__(
         self,

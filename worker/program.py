@@ -37,7 +37,7 @@ from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.selection import host_id
-from worker.core import Core, Inbox, Ranks
+from worker.core import Core, Inbox
 from worker.group import CudaSpan, RankGroup
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
@@ -59,6 +59,7 @@ from worker.rank import ErrorKind, RankExecutor
 from worker.rank_socket import RankConnection, accept, connect, hello, read_frame, write_frame
 from worker.service import SpeakingLoop, WorkerService
 from worker.step_meter import StepMeter
+from worker.step_pipeline import Ranks
 from worker.steps import StepLog
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ class Step:
         self.is_long = is_long
         self.num_layers_done = 0
         self._rows: list[tuple[Any, Cells, str]] = []
-        self._new: Cells | None = None
+        self._sampled: list[SampledToken] = []
         self._context: list[list[int]] = []
 
     @property
@@ -61,10 +61,13 @@ class Step:
             self._run(self._ranks.pages.num_layers)
         return self.num_layers_done == self._ranks.pages.num_layers
 
-    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
         assert self.is_done
         flat = [row for of_one in rows for row in of_one]
-        return self._ranks.sampler.sample(torch.from_numpy(self._logits(rows)), flat) if flat else []
+        self._sampled = self._ranks.sampler.sample(torch.from_numpy(self._logits(rows)), flat) if flat else []
+
+    def tokens(self) -> list[SampledToken]:
+        return self._sampled
 
     def scores(self) -> list[SampledToken]:
         return []
@@ -99,7 +102,7 @@ class Step:
         step, node = self._step, self._ranks.node
         for source, target in step.block_copies.tolist():
             self._ranks.pages.copy_block(source, target)
-        flight = node.core._flight
+        flight = node.core._steps._flight
         assert flight is not None
         for row, scheduled in enumerate(flight.decoding + flight.prefilling):
             sequence, length = scheduled.sequence, int(step.seqlens_k[row])

@@ -114,7 +114,7 @@ class Node:
 
     def turn(self) -> bool:
         """False when there was nothing to do, and nothing can be until something is posted."""
-        if not self._has_worked and self.core.inbox.is_empty and self.core._flight is None:
+        if not self._has_worked and self.core.inbox.is_empty and self.core._steps.is_idle:
             return False
         self._has_worked = self.core.turn(wait=False)
         return True

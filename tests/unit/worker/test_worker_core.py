@@ -38,10 +38,12 @@ class PendingStep:
         self.span: FakeSpan | None = None
         self._num_rows = num_rows
 
-    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
         assert len(rows) == self._num_rows
-        flat = [row for of_one in rows for row in of_one]
-        return Sampler(VOCABULARY).sample(torch.zeros(len(flat), VOCABULARY), flat) if flat else []
+        self._rows = [row for of_one in rows for row in of_one]
+
+    def tokens(self) -> list[SampledToken]:
+        return Sampler(VOCABULARY).sample(torch.zeros(len(self._rows), VOCABULARY), self._rows)
 
     def scores(self) -> list[SampledToken]:
         return []
@@ -141,7 +143,7 @@ def test_settings_that_change_hold_from_the_next_step_on(monkeypatch: pytest.Mon
     ranks.steps[0].is_done = True
     with monkeypatch.context() as patch:
         budgets: list[tuple[int, float]] = []
-        patch.setattr("worker.core.StepBudget", lambda *given: budgets.append(given[:2]) or StepBudget(*given))
+        patch.setattr("worker.step_pipeline.StepBudget", lambda *given: budgets.append(given[:2]) or StepBudget(*given))
         core.turn(wait=False)
         core.turn(wait=False)
     assert budgets == [(16, 0.007)]
@@ -167,7 +169,7 @@ def test_what_steps_cost_is_learned_from_the_device_that_computes_them() -> None
         device.now += 0.5
         ranks.steps[-1].is_done = True
         core.turn(wait=False)
-    cost = core._step_clock.cost
+    cost = core._steps.cost
     assert cost is not None and cost.of(StepSize(num_sequences=1, num_kv_tokens=50)) == pytest.approx(0.5, rel=0.05)
 
 

@@ -42,9 +42,11 @@ class ScoringStep:
     def __init__(self, step: StepInput) -> None:
         self._step = step
 
-    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> list[SampledToken]:
-        flat = [row for of_one in rows for row in of_one]
-        return Sampler(VOCABULARY).sample(torch.zeros(len(flat), VOCABULARY), flat) if flat else []
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
+        self._rows = [row for of_one in rows for row in of_one]
+
+    def tokens(self) -> list[SampledToken]:
+        return Sampler(VOCABULARY).sample(torch.zeros(len(self._rows), VOCABULARY), self._rows)
 
     def scores(self) -> list[SampledToken]:
         rows = self._step.positions[self._step.scored[:, 0]]
@@ -230,7 +232,7 @@ def test_a_request_cancelled_while_its_prompt_is_scored_leaves_the_others_theirs
     bench = Bench(budget=60)
     bench.admit("gone", PROMPT[:50], 1)
     bench.admit("stays", PROMPT, 1)
-    bench.core._flight = bench.core._launch()
+    bench.core._steps._flight = bench.core._steps._launch(bench.core._settings)
     key = worker_pb2.RequestKey(request_id="gone", attempt=1)
     bench.core.command(bench.router, worker_pb2.Command(cancel=worker_pb2.Cancel(key=key)))
     bench.run()

@@ -1,0 +1,252 @@
+"""The steps of one worker, from their plan to their output: what both roles want computed, as one batch.
+
+    plan -> launched -> sampled (the choice of tokens is set off) -> read -> processed by the roles
+
+A long step runs elsewhere while the engine thread goes on taking events in; blocks that are released meanwhile stay
+held until the step has ended. Knows no tensors: ranks compute, sample and answer with plain values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol
+
+from cluster.crash_record import CrashRecord
+from cluster.lifecycle import RequestKey
+from cluster.pb import worker_pb2
+from cluster.settings import WorkerSettings
+from cluster.step_cost import StepCost, StepSize
+from decode_worker.scheduler import BlockCopies
+from engine.kv.block_manager import BlockManager
+from engine.sampling.params import SampledToken, SampleRow
+from engine.sequence import ScheduledSequence, Sequence
+from engine.step_budget import StepBudget
+from engine.step_input import StepInput, build_step
+from worker.decode_role import DecodeRole
+from worker.handoffs import Handoffs
+from worker.prefill_role import PrefillRole
+from worker.reporter import Reporter
+from worker.steps import DeviceSpan, StepClock, StepLog
+
+
+class Launched(Protocol):
+    """A step that was launched."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its output is there; on a device that runs behind, whether it is queued there."""
+        ...
+
+    @property
+    def span(self) -> DeviceSpan | None:
+        """The step on a device that may still be at it when it `is_done`; None where `is_done` is its end."""
+        ...
+
+    def sample(self, rows: Seq[Seq[SampleRow]]) -> None:
+        """Sets the choice of tokens off: of each row of logits for its rows, one or more. Waits for the step to be
+        done, and raises what made it fail."""
+        ...
+
+    def tokens(self) -> list[SampledToken]:
+        """Waits for the tokens that `sample` set off."""
+        ...
+
+    def scores(self) -> list[SampledToken]:
+        """The prompt tokens that the step was to score."""
+        ...
+
+
+class Ranks(Protocol):
+    """The tensor-parallel ranks of this worker, as one (`worker.group.RankGroup`)."""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps launched: a transfer command may name the newest, or the next, as the one it follows."""
+        ...
+
+    def launch(self, step: StepInput) -> Launched:
+        """Sets one forward pass off on every rank; the one before it must be done.
+
+        A short step is done when this returns. When a long one ends, something is posted to the engine thread.
+        """
+        ...
+
+
+@dataclass
+class Flight:
+    """A step that has been launched, and what it was scheduled from."""
+
+    number: int
+    """Counted from 1, as transfer commands name steps."""
+    launched: Launched
+    decoding: list[ScheduledSequence]
+    prefilling: list[ScheduledSequence]
+    ends: list[ScheduledSequence]
+    """Shares that lead to tokens, as they were at the launch: a sequence aborted since has lost its count."""
+    num_scored: list[int]
+    """Prompt tokens that each share scores, those that decode first."""
+    preempted: list[Sequence]
+    copies: BlockCopies
+
+    @property
+    def scheduled(self) -> list[ScheduledSequence]:
+        return self.decoding + self.prefilling
+
+
+class StepPipeline:
+    """Runs one step at a time."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        blocks: BlockManager,
+        prefill: PrefillRole,
+        decode: DecodeRole,
+        handoffs: Handoffs,
+        reporter: Reporter,
+        *,
+        stats: worker_pb2.WorkerStats,
+        step_log: StepLog,
+        crash_record: CrashRecord | None,
+        clock: Callable[[], float],
+        fail: Callable[[RequestKey, str], None],
+    ) -> None:
+        """Steps and tokens are counted in `stats`. `fail` gives up a request that no worker can go on with."""
+        self._ranks = ranks
+        self._blocks = blocks
+        self._prefill = prefill
+        self._decode = decode
+        self._handoffs = handoffs
+        self._reporter = reporter
+        self._stats = stats
+        self._step_log = step_log
+        self._crash_record = crash_record
+        self._clock = clock
+        self._fail = fail
+        self._step_clock = StepClock()
+        self._flight: Flight | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step is under way."""
+        return self._flight is None
+
+    @property
+    def cost(self) -> StepCost | None:
+        """What steps have been found to cost; None before there are enough to tell."""
+        return self._step_clock.cost
+
+    def advance(self, settings: WorkerSettings) -> bool:
+        """Launches a step if none is under way, and processes the output of one that is done.
+
+        True when a step has ended; False when there is nothing to do before something is posted.
+        """
+        if self._flight is None:
+            self._flight = self._launch(settings)
+        has_ended = self._flight is not None and self._flight.launched.is_done
+        if has_ended:
+            self._finish()
+        return has_ended
+
+    def _launch(self, settings: WorkerSettings) -> Flight | None:
+        """Plans a step and sets it off; None when there is nothing to run."""
+        number = self._ranks.num_steps + 1
+        budget = StepBudget(settings.engine.max_num_batched_tokens, settings.slo.tpot_s, lambda: self._step_clock.cost)
+        decoding, preempted, copies = self._decode.plan(budget)
+        prefilling = self._prefill.plan(budget, number - 1)
+        scheduled = decoding + prefilling
+        if not scheduled:
+            self._step_clock.rests()
+            self._decode.copied(copies)
+            if self._crash_record is not None:
+                self._crash_record.rests()
+            return None
+        slices = [p.sequence.slice(p.num_tokens) for p in scheduled]
+        step = build_step(slices, self._blocks.block_size, copies)
+        for p in prefilling:
+            self._prefill.step_launching(p, number)
+        ends = [p for p in scheduled if p.num_tokens == p.sequence.num_remaining]
+        _ask_ahead(ends)
+        num_scored = [len(s.scored.next_token_ids) if s.scored is not None else 0 for s in slices]
+        self._blocks.begin_step()
+        has_prompt = len(step.token_ids) > len(scheduled)
+        if has_prompt or self._reporter.is_pressing:  # nothing waits for a long step; who starts is known before it
+            self._reporter.flush()
+        if self._crash_record is not None:
+            self._crash_record.step_begins(p.sequence.request.key.request_id for p in scheduled)
+        size = _size_of(scheduled) if self._step_clock.wants(has_prompt) else None
+        self._step_clock.begins(self._clock(), size)
+        launched = self._ranks.launch(step)
+        return Flight(number, launched, decoding, prefilling, ends, num_scored, preempted, copies)
+
+    def _finish(self) -> None:
+        """Processes the output of a step that has ended."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        rows = self._sample(flight)
+        sampled = self._read(flight, rows)
+        scores: dict[int, list[SampledToken]] = {}
+        if any(flight.num_scored):
+            tokens = iter(flight.launched.scores())
+            scores = {id(p): list(islice(tokens, n)) for p, n in zip(flight.scheduled, flight.num_scored, strict=True)}
+        self._blocks.end_step()
+        self._handoffs.step_ended(flight.number)
+        self._decode.copied(flight.copies)
+        self._count(flight)
+        for p in flight.ends:
+            problem = next((token.problem for token in sampled[id(p)] if token.problem), "")
+            if problem:
+                self._fail(p.sequence.request.key, f"the output cannot be constrained any further: {problem}")
+        for p in flight.decoding:
+            self._decode.process_output(p, sampled[id(p)], scores.get(id(p), ()))
+        for p in flight.prefilling:
+            self._prefill.process_output(p, sampled[id(p)], flight.number, scores.get(id(p), ()))
+        self._step_log.write(self._stats.num_steps, flight.scheduled, flight.preempted, self._blocks)
+
+    def _sample(self, flight: Flight) -> list[list[SampleRow]]:
+        """Sets the choice of a step's tokens off; returns the rows of each of its ends."""
+        rows = [p.sequence.sample_rows() for p in flight.ends]
+        flight.launched.sample(rows)
+        self._step_clock.ends(self._clock(), flight.launched.span)
+        return rows
+
+    def _read(self, flight: Flight, rows: list[list[SampleRow]]) -> dict[int, list[SampledToken]]:
+        """The tokens each share of the step leads to, none for one that ends inside its prompt."""
+        sampled: dict[int, list[SampledToken]] = {id(p): [] for p in flight.scheduled}
+        tokens = iter(flight.launched.tokens())
+        for p, of_one in zip(flight.ends, rows, strict=True):
+            sampled[id(p)] = list(islice(tokens, len(of_one)))
+        return sampled
+
+    def _count(self, flight: Flight) -> None:
+        self._stats.num_steps += 1
+        for p in flight.decoding:
+            if p.num_tokens == 1:
+                self._stats.num_decode_tokens += 1
+            else:
+                self._stats.num_prefill_tokens += p.num_tokens
+        self._stats.num_prefill_tokens += sum(p.num_tokens for p in flight.prefilling)
+
+
+def _ask_ahead(ends: list[ScheduledSequence]) -> None:
+    """Asks which tokens may follow, so that the answers are there when the step is done."""
+    constrained = [p.sequence for p in ends if p.sequence.request.params.constraint is not None]
+    for row in (row for sequence in constrained for row in sequence.sample_rows()):
+        assert row.params.constraint is not None
+        row.params.constraint.ask(row.sequence_index, row.output_token_ids)
+    for sequence in constrained:
+        assert sequence.request.params.constraint is not None
+        sequence.request.params.constraint.flush()
+
+
+def _size_of(scheduled: list[ScheduledSequence]) -> StepSize:
+    """One token of a sequence is its next one; more are a prompt's, or computed like those."""
+    held = [p.sequence.num_computed_tokens + 1 for p in scheduled if p.num_tokens == 1]
+    size = StepSize(num_sequences=len(held), num_kv_tokens=sum(held))
+    for p in scheduled:
+        if p.num_tokens > 1:
+            size += StepSize.of_prompt(p.num_tokens, p.sequence.num_computed_tokens)
+    return size
