@@ -37,9 +37,9 @@ from engine.attention import cpu
 from engine.model_cost import ModelFlops
 from engine.model_runner import ModelRunner
 from engine.native.decode_step import DecodeStep
-from engine.quantization.fp8 import Fp8Matrix
+from engine.quantization.fp8 import Fp8Matrix, ScaledFp8Matrix
 from engine.quantization.integers import QuantizedMatrix
-from engine.quantization.interface import TiledMatrix
+from engine.quantization.interface import TiledMatrix, TritonMatrix
 from engine.quantization.plain import TorchMatrix
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
@@ -51,7 +51,7 @@ CONTEXT = 192
 """Tokens of each decoding sequence: the middle of 128 of prompt and 128 of output."""
 SHARES_OF = 32
 """Sequences of the step that is looked into."""
-MATRICES = (TorchMatrix, TiledMatrix, QuantizedMatrix, Fp8Matrix)
+MATRICES = (TorchMatrix, TiledMatrix, TritonMatrix, QuantizedMatrix, Fp8Matrix, ScaledFp8Matrix)
 BATCH_SIZES = [1, 8, 32, 128]
 PROMPT_SIZES = [512, 1024, 4096, 8192]
 

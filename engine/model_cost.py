@@ -22,10 +22,9 @@ import torch
 from engine.kv.pool import cell_size
 from engine.models.config import ModelConfig
 from engine.models.decoder import MatrixShape, layer_matrices, layer_vector_elements, vocabulary_matrix
-from engine.native import Native
 from engine.native.structures import INT4_ZEROS
 from engine.quantization.integers import multiplies_quantized, stored_bytes
-from engine.quantization.interface import weight_formats
+from engine.quantization.interface import Kernels, TritonProducts, weight_formats
 from engine.quantization.plain import keeps_plain
 from engine.step_input import StepInput
 
@@ -45,6 +44,8 @@ class WeightForm:
     """Whether Baton's kernels multiply with the weights, which are then padded for them."""
     are_codes_tiled: bool = False
     """Whether they multiply with the codes of a packed checkpoint."""
+    are_in_triton: bool = False
+    """Whether Baton's kernels in Triton multiply with weights in fewer bits, as they are."""
 
     @property
     def element_type(self) -> torch.dtype:
@@ -53,7 +54,7 @@ class WeightForm:
     @property
     def is_unpacked(self) -> bool:
         """Whether each matrix is unpacked before it is multiplied with."""
-        return self.quantization != "none" and not self.is_tiled
+        return self.quantization != "none" and not self.is_tiled and not self.are_in_triton
 
     def bytes_of(self, shape: tuple[int, int]) -> int:
         """Bytes that a weight [O, I] takes."""
@@ -62,13 +63,20 @@ class WeightForm:
 
 
 def choose_form(
-    config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Native | None
+    config: ModelConfig, *, dtype: str, device: str, quantization: str, kernels: Kernels | None
 ) -> WeightForm:
-    """`kernels` as `engine.layers.ops.choose_native` gives them."""
     packing, kind = config.packing, _torch_dtype(dtype)
     keeps_codes = packing is not None and packing.keeps_codes(quantization, kind, kernels)
     is_tiled = weight_formats()[quantization].is_tiled(kernels, kind)
-    return WeightForm(dtype, device, quantization, keeps_codes, is_tiled, keeps_codes and multiplies_quantized(kernels))
+    return WeightForm(
+        dtype,
+        device,
+        quantization,
+        keeps_codes,
+        is_tiled,
+        are_codes_tiled=keeps_codes and multiplies_quantized(kernels),
+        are_in_triton=isinstance(kernels, TritonProducts),
+    )
 
 
 def kv_bytes_per_token(config: ModelConfig, tp_size: int, kv_dtype: str) -> int:

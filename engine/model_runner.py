@@ -26,6 +26,7 @@ from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.model_cost import choose_form
 from engine.models.config import ModelConfig
 from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
+from engine.native import Native
 from engine.native.decode_step import choose_decode_step
 from engine.sampling.prompt_logprobs import PromptScores, score_rows
 from engine.step_input import IntArray, StepInput
@@ -76,18 +77,19 @@ class ModelRunner:
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
         self.block_size = block_size
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
-        ops, native, self.kernels_reason = choose_ops(kernels, self.device, torch_dtype, self.config.head_dim)
+        ops, products, self.kernels_reason = choose_ops(kernels, self.device, torch_dtype, self.config.head_dim)
         """The origin of Baton's own kernels, or why they are not used."""
+        native = products if isinstance(products, Native) else None
         self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         self._attention, _ = choose_attention(attention, self.device, torch_dtype, native, block_size, self._kv_dtype)
         packing = self.config.packing
         self.weight_form = choose_form(
-            self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=native
+            self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
         )
         """The form in which the weights are kept."""
         with open_weights(Path(model_path)) as checkpoint:
             keeps_codes = self.weight_form.keeps_codes
-            loader = Loader(checkpoint, tp, self.device, torch_dtype, native, quantization, packing, keeps_codes, ops)
+            loader = Loader(checkpoint, tp, self.device, torch_dtype, products, quantization, packing, keeps_codes, ops)
             self._model = Decoder(self.config, loader, report or (lambda line: None))
             if packing is not None:
                 checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer

@@ -20,7 +20,7 @@ from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
 from engine.kv.pool import cell_size, choose_page_copies
-from engine.layers.ops import choose_native
+from engine.layers.ops import choose_kernels
 from engine.memory import (
     Activations,
     MemoryDemand,
@@ -36,8 +36,8 @@ from engine.memory import (
 from engine.model_cost import ModelFlops, WeightForm, choose_form
 from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
-from engine.native import Native
 from engine.profiling import measure_activations
+from engine.quantization.interface import Kernels
 from engine.tp import TPGroup, make_process_group
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
@@ -78,10 +78,19 @@ class Resolved:
     def weight_form(self) -> WeightForm:
         """The form in which each rank keeps its weights; may compile Baton's kernels. Raises ConfigError without those
         that are wanted."""
+        return choose_form(
+            self.config,
+            dtype=self.dtype,
+            device=self.device,
+            quantization=self.settings.model.quantization,
+            kernels=self._kernels,
+        )
+
+    @property
+    def _kernels(self) -> Kernels | None:
         dtype: torch.dtype = getattr(torch, self.dtype)
-        native, _ = choose_native(self.settings.engine.kernels, torch.device(self.device), dtype, self.config.head_dim)
-        quantization = self.settings.model.quantization
-        return choose_form(self.config, dtype=self.dtype, device=self.device, quantization=quantization, kernels=native)
+        wanted = self.settings.engine.kernels
+        return choose_kernels(wanted, torch.device(self.device), dtype, self.config.head_dim)[0]
 
     @property
     def demand(self) -> MemoryDemand:
@@ -106,11 +115,11 @@ class Resolved:
         return ModelFlops.of(self.config, self.settings.tp_size, self.weight_form, self.kv_dtype)
 
     @property
-    def product_form(self) -> tuple[torch.dtype, str, Native | None]:
+    def product_form(self) -> tuple[torch.dtype, str, Kernels | None]:
         """How weights are multiplied: the type computed in, what they are rounded to, and Baton's kernels, if used."""
         dtype: torch.dtype = getattr(torch, self.dtype)
-        native, _ = choose_native(self.settings.engine.kernels, torch.device(self.device), dtype, self.config.head_dim)
-        return dtype, "int4" if self.weight_form.keeps_codes else self.settings.model.quantization, native
+        quantization = "int4" if self.weight_form.keeps_codes else self.settings.model.quantization
+        return dtype, quantization, self._kernels
 
     @property
     def layout(self) -> KvLayout:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.native import Native
-from engine.quantization.interface import make_matrix
+from engine.quantization.interface import Kernels, make_matrix
 
 _TERA, _GIGA = 1e12, 1e9
 _ROUNDS_S = 0.04
@@ -81,7 +80,7 @@ def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:
     return Peak(tflops * _TERA, known.bandwidth * _GIGA, f"the datasheet of the NVIDIA {known.name}")
 
 
-def measure_cpu(dtype: torch.dtype, quantization: str, kernels: Native | None) -> Peak:
+def measure_cpu(dtype: torch.dtype, quantization: str, kernels: Kernels | None) -> Peak:
     """The rates that the calling thread attains with the threads it has: the best of a few products, in the form in
     which the model is multiplied, and of a few copies. Takes a tenth of a second, and 140 MB until it returns."""
     matrix = make_matrix(torch.randn(_SIZE, _SIZE, dtype=dtype), kernels, quantization)

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.layers.ops import Ops
-from engine.native import Native
+from engine.quantization.fp8 import ScaledFp8Matrix
 from engine.quantization.integers import make_quantized
-from engine.quantization.interface import Matrix, make_matrix
+from engine.quantization.interface import Kernels, Matrix, RoundedRows, Rows, make_matrix
 from engine.quantization.packed import Packing, keep_codes, read_codes
 from engine.tp import TPGroup
 
@@ -33,7 +33,7 @@ class Loader:
     tp: TPGroup
     device: torch.device
     dtype: torch.dtype
-    kernels: Native | None
+    kernels: Kernels | None
     quantization: str
     packing: Packing | None
     keeps_codes: bool
@@ -94,9 +94,9 @@ class RmsNorm:
         self._eps = eps
         self._ops = loader.ops
 
-    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """With `add`, x += add comes first, in place."""
-        return self._ops.rms_norm(x, self.weight, self._eps, add)
+    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None, rounds: bool = False) -> Rows:
+        """With `add`, x += add comes first, in place. `rounds`: for a layer that takes rounded rows."""
+        return self._ops.rms_norm(x, self.weight, self._eps, add, rounds)
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,20 @@ class Linear(Protocol):
     bias: torch.Tensor | None
 
 
+def takes_rounded(matrix: Matrix) -> bool:
+    """Whether what computes the rows for this matrix should round them."""
+    return isinstance(matrix, ScaledFp8Matrix)
+
+
+def _multiply(
+    matrix: Matrix, x: Rows, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if isinstance(x, RoundedRows):
+        assert isinstance(matrix, ScaledFp8Matrix), "only a product in fp8 takes rounded rows"
+        return matrix(x, bias, dtype)
+    return matrix(x, bias, dtype)
+
+
 class ColumnParallelLinear:
     """Several projections of the same input in one matrix product: [T, E] to [T, O], outputs in the given order."""
 
@@ -126,8 +140,8 @@ class ColumnParallelLinear:
         biases = [TensorSlice(f"{p.name}.bias", (p.total,), 0, p.own.start, p.own.stop) for p in projections]
         self.bias = loader.stack(biases) if bias else None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.matrix(x, self.bias)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return _multiply(self.matrix, x, self.bias)
 
 
 class RowParallelLinear:
@@ -140,8 +154,8 @@ class RowParallelLinear:
         self.bias = loader.stack([TensorSlice(f"{name}.bias", (num_outputs,))]) if bias else None
         self._tp = loader.tp
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.matrix(x, self.bias if self._tp.rank == 0 else None)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        out = _multiply(self.matrix, x, self.bias if self._tp.rank == 0 else None)
         self._tp.all_reduce(out)
         return out
 
@@ -184,6 +198,6 @@ class VocabParallelHead:
         self._vocab_size = vocab_size
         self._tp = loader.tp
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self.matrix(hidden, dtype=torch.float32)
+    def __call__(self, hidden: Rows) -> torch.Tensor:
+        logits = _multiply(self.matrix, hidden, dtype=torch.float32)
         return self._tp.all_gather(logits, dim=-1)[:, : self._vocab_size]

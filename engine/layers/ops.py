@@ -19,6 +19,8 @@ from cluster.errors import ConfigError
 from engine.kv.pool import encode, is_rounded
 from engine.layers.rope import rotate
 from engine.native import DTYPES, MAX_HEAD_DIM, Native, native
+from engine.quantization.fp8 import round_to_fp8
+from engine.quantization.interface import Kernels, RoundedRows, Rows, TritonProducts
 from engine.triton.target import obstacle
 
 KERNELS_NAMES = ("auto", "native", "torch")
@@ -29,11 +31,14 @@ Pages = tuple[Tensor, Tensor]
 class Ops(Protocol):
     """Implemented by `TorchOps`, on the CPU by `engine.native.Native`, on GPUs by `engine.triton.fused.TritonOps`."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
-        """x [T, E] over its root mean square (arXiv 1910.07467), times `weight`. With `add`: x += add first."""
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None, rounds: bool = False) -> Rows:
+        """x [T, E] over its root mean square (arXiv 1910.07467), times `weight`. With `add`: x += add first.
+
+        `rounds`: rounded to fp8 for the product that comes next, here and below.
+        """
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Rows:
         """SwiGLU's middle (arXiv 2002.05202): silu(gate) * up of [T, 2 W]."""
         ...
 
@@ -57,14 +62,16 @@ class Ops(Protocol):
 class TorchOps:
     """On any device, in any floating type."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None, rounds: bool = False) -> Rows:
         if add is not None:
             x.add_(add)
-        return F.rms_norm(x, weight.shape, weight, eps)
+        out = F.rms_norm(x, weight.shape, weight, eps)
+        return RoundedRows(*round_to_fp8(out), out.dtype) if rounds else out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Rows:
         width = gate_up.shape[1] // 2
-        return F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+        out = F.silu(gate_up[:, :width]).mul_(gate_up[:, width:])
+        return RoundedRows(*round_to_fp8(out), out.dtype) if rounds else out
 
     def rotate_and_store(
         self,
@@ -101,19 +108,28 @@ def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_di
     return kernels, reason
 
 
-def choose_ops(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Ops, Native | None, str]:
-    """The operations to use; the kernels of `choose_native`; and where both come from, or why they are torch's.
+def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Kernels | None, str]:
+    """The kernels that multiply matrices, and their origin; or None where torch's do, and why.
 
     `wanted` and what is raised are `choose_native`'s; `auto` takes Baton's kernels in Triton on a GPU.
     """
     kernels, reason = choose_native(wanted, device, dtype, head_dim)
-    if kernels is not None:
+    if kernels is not None or wanted == "torch" or device.type == "cpu":
+        return kernels, reason
+    if reason := obstacle(device):
+        return None, reason
+    return TritonProducts(), "in Triton"
+
+
+def choose_ops(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Ops, Kernels | None, str]:
+    """The operations to use; the kernels of `choose_kernels`; and where the operations come from, or why they are
+    torch's."""
+    kernels, reason = choose_kernels(wanted, device, dtype, head_dim)
+    if isinstance(kernels, Native):
         return kernels, kernels, reason
-    if wanted == "torch" or device.type == "cpu":
-        return TorchOps(), None, reason
-    if reason := obstacle(device) or _misfit(head_dim):
-        return TorchOps(), None, reason
-    return importlib.import_module("engine.triton.fused").TritonOps(), None, "in Triton"
+    if kernels is None or (misfit := _misfit(head_dim)):
+        return TorchOps(), kernels, reason if kernels is None else misfit
+    return importlib.import_module("engine.triton.fused").TritonOps(), kernels, reason
 
 
 def _misfit(head_dim: int) -> str:

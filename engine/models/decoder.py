@@ -26,8 +26,10 @@ from engine.layers.linear import (
     VocabParallelEmbedding,
     VocabParallelHead,
     VocabShard,
+    takes_rounded,
 )
 from engine.models.config import ModelConfig
+from engine.quantization.interface import Rows
 
 Hidden = tuple[torch.Tensor, torch.Tensor | None]
 """The residual [T, E] after the last layer, and the last layer's output, which is still to be added."""
@@ -82,9 +84,10 @@ class SelfAttention:
         window = config.layer_windows[layer]
         self.window_size = (-1, -1) if window is None else (window - 1, 0)
 
-    def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
+    def __call__(self, x: Rows, context: StepContext) -> torch.Tensor:
         pages = context.kv.pages(self.layer)
-        qkv = self.qkv(x).view(x.shape[0], self.num_heads + 2 * self.num_kv_heads, self._head_dim)
+        qkv = self.qkv(x)
+        qkv = qkv.view(qkv.shape[0], self.num_heads + 2 * self.num_kv_heads, self._head_dim)
         q = self._ops.rotate_and_store(
             qkv, self.head_norm, self._eps, context.rope_rows, context.slots, pages, self.num_heads
         )
@@ -97,7 +100,7 @@ class SelfAttention:
             softmax_scale=self._head_dim**-0.5,
             window_size=self.window_size,
         )
-        return self.out(out.reshape(x.shape[0], -1))
+        return self.out(out.flatten(1))
 
     def _projection(self, name: str, total: int, heads: range) -> Projection:
         size = self._head_dim
@@ -122,8 +125,8 @@ class GatedMlp:
         )
         self._ops = loader.ops
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self._ops.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return self.down(self._ops.silu_mul(self.gate_up(x), takes_rounded(self.down.matrix)))
 
 
 class DecoderLayer:
@@ -138,8 +141,9 @@ class DecoderLayer:
 
     def __call__(self, residual: torch.Tensor, add: torch.Tensor | None, context: StepContext) -> torch.Tensor:
         """Adds `add`, the output of the layer before, to the residual [T, E]; returns what is to be added next."""
-        add = self.attention(self.input_norm(residual, add), context)
-        return self.mlp(self.mlp_norm(residual, add))
+        x = self.input_norm(residual, add, takes_rounded(self.attention.qkv.matrix))
+        add = self.attention(x, context)
+        return self.mlp(self.mlp_norm(residual, add, takes_rounded(self.mlp.gate_up.matrix)))
 
 
 class Decoder:
@@ -177,7 +181,8 @@ class Decoder:
         """Logits [R, V] of [R] rows of a step; `hidden` is not changed."""
         residual, add = hidden
         last = residual.index_select(0, rows)
-        return self.head(self.norm(last, None if add is None else add.index_select(0, rows)))
+        last_add = None if add is None else add.index_select(0, rows)
+        return self.head(self.norm(last, last_add, takes_rounded(self.head.matrix)))
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,11 @@ class Native:
             pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
             self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *[_COUNT] * 6, _FLOAT, _COUNT])
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None) -> Tensor:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None, rounds: bool = False
+    ) -> Tensor:
         """[T, E] normalised; with `add`, x += add first, in place."""
+        assert not rounds, "no product on a CPU takes rounded rows"
         num_tokens, width = x.shape
         out = torch.empty((num_tokens, width), dtype=x.dtype)
         self._functions["rms_norm", x.dtype](
@@ -77,8 +80,9 @@ class Native:
         )
         return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def silu_mul(self, gate_up: Tensor, rounds: bool = False) -> Tensor:
         """silu(gate) * up of [T, 2 W]: [T, W]."""
+        assert not rounds, "no product on a CPU takes rounded rows"
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_tokens, width), dtype=gate_up.dtype)
         self._functions["silu_mul", gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), num_tokens, width)

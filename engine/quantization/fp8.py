@@ -1,18 +1,29 @@
 """The format `fp8`: float8_e4m3fn, whose steps grow with the value, with one float32 scale for each output.
 
-GPUs that multiply in fp8 do so.
+GPUs that multiply in fp8 do so, by rows of activations that are rounded as well. On other GPUs Baton's kernels in
+Triton make numbers of the weight in registers and round no row. Without either it is unpacked before each product.
 
 Legend: T rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.native import Native
-from engine.quantization.interface import Matrix, WeightFormat
+from engine.quantization.interface import (
+    Kernels,
+    Matrix,
+    RoundedRows,
+    Rows,
+    TritonMatrix,
+    TritonProducts,
+    WeightFormat,
+)
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _CAPABILITY = (8, 9)
@@ -21,29 +32,38 @@ _MULTIPLE = 16
 
 
 class Fp8Matrix:
-    """In a product in fp8, rows of x are rounded as well, each with a scale of its own, and the sum is bfloat16;
-    otherwise the weight is unpacked whole before each product, which is slow."""
+    """Unpacked whole before each product, which is slow."""
 
-    def __init__(self, weight: Tensor, is_multiplied_in_fp8: bool) -> None:
+    def __init__(self, weight: Tensor) -> None:
         self._weight, self._scales = round_to_fp8(weight)
-        self._in_fp8 = is_multiplied_in_fp8 and all(size % _MULTIPLE == 0 for size in weight.shape)
         self.nbytes = self._weight.nbytes + self._scales.nbytes
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        dtype = dtype or x.dtype
-        if not self._in_fp8:
-            return F.linear(x, self._weight.float().mul_(self._scales).to(x.dtype), bias).to(dtype)
-        rows, scales = round_to_fp8(x)
-        bias = None if bias is None else bias.to(torch.bfloat16)
+        return F.linear(x, self._weight.float().mul_(self._scales).to(x.dtype), bias).to(dtype or x.dtype)
+
+
+class ScaledFp8Matrix:
+    """Multiplied in fp8: rows of x are rounded as well, each with a scale of its own, and the sum is bfloat16."""
+
+    def __init__(self, weight: Tensor, round_rows: Callable[[Tensor], RoundedRows] | None = None) -> None:
+        """`round_rows` rounds those that come unrounded as `round_to_fp8` does, which it is by default."""
+        self._weight, scales = round_to_fp8(weight)
+        self._scales = scales.t()
+        self._round = round_rows
+        self.nbytes = self._weight.nbytes + self._scales.nbytes
+
+    def __call__(self, x: Rows, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if isinstance(x, Tensor):
+            x = RoundedRows(*round_to_fp8(x), x.dtype) if self._round is None else self._round(x)
         product: Tensor = torch._scaled_mm(
-            rows,
+            x.codes,
             self._weight.t(),
-            scale_a=scales,
-            scale_b=self._scales.t(),
-            bias=bias,
+            scale_a=x.scales,
+            scale_b=self._scales,
+            bias=None if bias is None else bias.to(torch.bfloat16),
             out_dtype=torch.bfloat16,
         )
-        return product.to(dtype)
+        return product.to(dtype or x.dtype)
 
 
 def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,8 +73,22 @@ def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     return (values / scales).to(torch.float8_e4m3fn), scales
 
 
-def _make(weight: Tensor, kernels: Native | None) -> Matrix:
-    return Fp8Matrix(weight, weight.is_cuda and torch.cuda.get_device_capability(weight.device) >= _CAPABILITY)
+def _make(weight: Tensor, kernels: Kernels | None) -> Matrix:
+    if _multiplies_in_fp8(weight):
+        uses_triton = isinstance(kernels, TritonProducts)
+        return ScaledFp8Matrix(
+            weight, importlib.import_module("engine.triton.rounding").rounded if uses_triton else None
+        )
+    if isinstance(kernels, TritonProducts):
+        codes, scales = round_to_fp8(weight)
+        return TritonMatrix(codes.view(torch.uint8), scales.flatten(), "fp8")
+    return Fp8Matrix(weight)
+
+
+def _multiplies_in_fp8(weight: Tensor) -> bool:
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < _CAPABILITY:
+        return False
+    return all(size % _MULTIPLE == 0 for size in weight.shape)
 
 
 def _size_bytes(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_tiled: bool) -> int:

@@ -10,7 +10,6 @@ Legend: O outputs, I inputs, G groups of inputs, T rows.
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,11 +18,12 @@ from torch import Tensor
 
 from engine.native import Native
 from engine.native.structures import INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
-from engine.quantization.interface import Matrix, TiledMatrix, WeightFormat
-from engine.triton.target import obstacle
+from engine.quantization.interface import Kernels, Matrix, TiledMatrix, TritonMatrix, TritonProducts, WeightFormat
 
 _GROUP = 32
 """Inputs that share a scale in int4."""
+_IN_TRITON = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
+"""What `engine.triton.products` calls them."""
 
 
 @dataclass(frozen=True)
@@ -78,38 +78,21 @@ class QuantizedMatrix:
         return F.linear(x, self._weight.dequantize(x.dtype), bias).to(dtype or x.dtype)
 
 
-class TritonMatrix:
-    """int8 or int4, of which a kernel makes numbers as it multiplies; loads Triton when it is made."""
-
-    def __init__(self, weight: Quantized, order: Tensor | None = None) -> None:
-        self._weight = weight
-        self._order = order
-        self._multiply = importlib.import_module("engine.triton.products").multiply_quantized
-        self.nbytes = weight.nbytes + (0 if order is None else order.nbytes)
-
-    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        if self._order is not None:
-            x = x.index_select(1, self._order)
-        weight = self._weight
-        product: Tensor = self._multiply(
-            x, weight.data, weight.scales, weight.kind, weight.group, bias, dtype or x.dtype
-        )
-        return product
-
-
-def make_quantized(weight: Quantized, kernels: Native | None, order: Tensor | None = None) -> Matrix:
+def make_quantized(weight: Quantized, kernels: Kernels | None, order: Tensor | None = None) -> Matrix:
     """Takes over a weight in int8 or int4.
 
     `order`, int64 [I]: the input of x that each input of the weight is, where those are in an order of their own.
     """
-    if kernels is not None and multiplies_quantized(kernels):
+    if isinstance(kernels, TritonProducts):
+        return TritonMatrix(weight.data, weight.scales, _IN_TRITON[weight.kind], weight.group, order)
+    if kernels is not None and kernels.has_products:
         return TiledMatrix(_tile(weight), kernels, order)
-    return QuantizedMatrix(weight, order) if obstacle(weight.data.device) else TritonMatrix(weight, order)
+    return QuantizedMatrix(weight, order)
 
 
-def multiplies_quantized(kernels: Native | None) -> bool:
+def multiplies_quantized(kernels: Kernels | None) -> bool:
     """Whether int8 and int4 are multiplied as they are, laid out in tiles."""
-    return kernels is not None and kernels.has_products
+    return isinstance(kernels, Native) and kernels.has_products
 
 
 def quantize(weight: Tensor, wanted: str) -> Quantized:
@@ -141,7 +124,7 @@ def stored_bytes(shape: tuple[int, int], kind: int, group: int, is_tiled: bool) 
 
 
 def _format(name: str) -> WeightFormat:
-    def make(weight: Tensor, kernels: Native | None) -> Matrix:
+    def make(weight: Tensor, kernels: Kernels | None) -> Matrix:
         return make_quantized(quantize(weight, name), kernels)
 
     def size_bytes(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_tiled: bool) -> int:

@@ -1,5 +1,5 @@
-"""The interfaces of loaded weights, `Matrix`, and of their formats, `WeightFormat`; where formats are found; the matrix
-in tiles.
+"""The interfaces of loaded weights, `Matrix`, and of their formats, `WeightFormat`; where formats are found; the
+matrices that Baton's kernels multiply with, in tiles on the CPU, as they are on GPUs.
 
 A file of this folder declares the formats that it implements as FORMATS, by the names of `model.quantization`
 (`QuantizationName` in `cluster.config.choices`); nothing else needs to know of them.
@@ -24,6 +24,28 @@ from engine.native import Native
 from engine.native.structures import Tiles
 
 
+@dataclass(frozen=True)
+class TritonProducts:
+    """Products by Baton's kernels in Triton, which must be able to run on the weight's device."""
+
+
+Kernels = Native | TritonProducts
+"""By whose kernels matrices are multiplied, as `engine.layers.ops.choose_kernels` says; else by torch's."""
+
+
+@dataclass(frozen=True)
+class RoundedRows:
+    """Rows of activations in fp8, as what computes them can leave them for the product that comes next."""
+
+    codes: Tensor  # float8_e4m3fn [T, I]
+    scales: Tensor  # float32 [T, 1], to multiply them with
+    dtype: torch.dtype
+    """The type that they had."""
+
+
+Rows = Tensor | RoundedRows
+
+
 class Matrix(Protocol):
     """A weight [O, I]; called with [T, I] gives [T, O]."""
 
@@ -41,14 +63,14 @@ class Matrix(Protocol):
 class WeightFormat:
     """A form of weights as `model.quantization` names it."""
 
-    make: Callable[[Tensor, Native | None], Matrix]
-    """Takes a weight over. The kernels are those of `engine.layers.ops.choose_native`."""
+    make: Callable[[Tensor, Kernels | None], Matrix]
+    """Takes a weight over."""
     size_bytes: Callable[[tuple[int, int], torch.dtype, torch.device, bool], int]
     """The memory that `make` will take for a weight [O, I] of a type on a device, known before it is read; the last
     argument: Baton's kernels multiply with it."""
-    is_tiled: Callable[[Native | None, torch.dtype], bool]
-    """Whether Baton's kernels, where there are any, multiply with such weights in a model that computes in this type.
-    Otherwise a format other than `none` unpacks each weight before it is multiplied with."""
+    is_tiled: Callable[[Kernels | None, torch.dtype], bool]
+    """Whether Baton's kernels for the CPU, where there are any, multiply with such weights in a model that computes in
+    this type. Otherwise a format other than `none` unpacks each weight before it is multiplied with."""
 
 
 @cache
@@ -59,8 +81,8 @@ def weight_formats() -> dict[str, WeightFormat]:
     return {name: form for module in modules for name, form in getattr(module, "FORMATS", {}).items()}
 
 
-def make_matrix(weight: Tensor, kernels: Native | None = None, quantization: str = "none") -> Matrix:
-    """Takes the weight over. The kernels are those of `engine.layers.ops.choose_native`."""
+def make_matrix(weight: Tensor, kernels: Kernels | None = None, quantization: str = "none") -> Matrix:
+    """Takes the weight over."""
     return weight_formats()[quantization].make(weight, kernels)
 
 
@@ -81,3 +103,22 @@ class TiledMatrix:
             x = x.index_select(1, self.order)
         bias = None if bias is None else bias.to(torch.bfloat16)
         return self._kernels.linear(x.to(torch.bfloat16), self.tiles, bias, dtype)
+
+
+class TritonMatrix:
+    """A weight in fewer bits, of which a kernel makes numbers as it multiplies; loads Triton when it is made."""
+
+    def __init__(self, data: Tensor, scales: Tensor, form: str, group: int = 0, order: Tensor | None = None) -> None:
+        """The first four are those of `engine.triton.products.multiply`.
+
+        `order`, int64 [I]: the input of x that each input of the weight is; None: the natural order.
+        """
+        self._data, self._scales, self._form, self._group, self._order = data, scales, form, group, order
+        self._multiply = importlib.import_module("engine.triton.products").multiply
+        self.nbytes = data.nbytes + scales.nbytes + (0 if order is None else order.nbytes)
+
+    def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        if self._order is not None:
+            x = x.index_select(1, self._order)
+        product: Tensor = self._multiply(x, self._data, self._scales, self._form, self._group, bias, dtype or x.dtype)
+        return product

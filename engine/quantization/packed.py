@@ -19,9 +19,9 @@ from torch import Tensor
 
 from cluster.errors import CheckpointError
 from engine.checkpoint import Checkpoint, Fields, TensorSlice
-from engine.native import Native
 from engine.native.structures import INT4_SPAN
 from engine.quantization.integers import Quantized, keep
+from engine.quantization.interface import Kernels, TritonProducts
 
 Method = Literal["awq", "gptq"]
 _WHERE = "config.json: quantization_config"
@@ -57,14 +57,17 @@ class Packing:
         """Codes in one int32."""
         return WORD_BITS // self.bits
 
-    def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Native | None) -> bool:
+    def keeps_codes(self, quantization: str, dtype: torch.dtype, kernels: Kernels | None) -> bool:
         """Whether a model that is loaded so multiplies with codes of four bits as they are, wherever that can be.
 
-        The codes lose nothing by it; kernels round activations to 8 bits for the product, of the size of what bfloat16
-        rounds. Without kernels it would cost time, and is done only where less memory is asked for.
+        The codes lose nothing by it; kernels for the CPU round activations to 8 bits for the product, of the size of
+        what bfloat16 rounds, those in Triton round none. Without kernels it would cost time, and is done only where
+        less memory is asked for.
         """
-        is_free = quantization == "none" and dtype == torch.bfloat16 and kernels is not None and kernels.has_products
-        return self.bits == 4 and (is_free or quantization == "int4")
+        is_free = isinstance(kernels, TritonProducts) or (
+            kernels is not None and kernels.has_products and dtype == torch.bfloat16
+        )
+        return self.bits == 4 and ((is_free and quantization == "none") or quantization == "int4")
 
     def kept_group(self, num_inputs: int, num_ranks: int) -> int | None:
         """Inputs of a group where codes are kept, in a layer of so many inputs on each rank; None where they cannot be.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.native import Native
 from engine.native.structures import BF16, TILE, Tiles
-from engine.quantization.interface import Matrix, TiledMatrix, WeightFormat
+from engine.quantization.interface import Kernels, Matrix, TiledMatrix, WeightFormat
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
@@ -56,13 +56,15 @@ def keeps_plain(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     return not (is_tiled and _fills_pairs(shape)) and _forms(shape, dtype, device)[1]
 
 
-def multiplies_plain(kernels: Native | None, dtype: torch.dtype) -> bool:
+def multiplies_plain(kernels: Kernels | None, dtype: torch.dtype) -> bool:
     """Whether Baton's kernels multiply with weights of this type, laid out in tiles."""
-    return kernels is not None and kernels.has_bf16_products and dtype == torch.bfloat16 and not _multiplies_in_tiles()
+    if not isinstance(kernels, Native) or not kernels.has_bf16_products:
+        return False
+    return dtype == torch.bfloat16 and not _multiplies_in_tiles()
 
 
-def _make(weight: Tensor, kernels: Native | None) -> Matrix:
-    if kernels is not None and multiplies_plain(kernels, weight.dtype) and _fills_pairs(weight.shape):
+def _make(weight: Tensor, kernels: Kernels | None) -> Matrix:
+    if isinstance(kernels, Native) and multiplies_plain(kernels, weight.dtype) and _fills_pairs(weight.shape):
         return TiledMatrix(_tile(weight), kernels)
     return TorchMatrix(weight)
 

@@ -1,8 +1,9 @@
 """What a decoder layer computes between its products and attention, one kernel each: `engine.layers.ops.Ops`.
 
 Numbers are computed in float32 and rounded where plain torch rounds them in transformers' order. A row is computed to
-the same bits alone and among any others. Rounded pages get the bits that `engine.kv.pool.encode` gives on the CPU, on
-every GPU: codes are made by integer operations, and quotients are rounded as IEEE 754 says.
+the same bits alone and among any others. Rounded pages get the bits that `engine.kv.pool.encode` gives on the CPU. What
+a product in fp8 takes next is rounded here (`engine.triton.rounding`): norms have the whole row anyway, gates then get
+a program that has.
 
 No program writes what another thread of it may still read: tiles have no fewer elements than its threads hold, and
 queries go to a tensor of their own.
@@ -18,9 +19,19 @@ import triton
 import triton.language as tl
 
 from engine.kv.pool import cell_size, is_rounded
+from engine.quantization.interface import Rows
+from engine.triton.rounding import (
+    MAX_COLUMNS,
+    as_rounded,
+    code,
+    num_columns,
+    num_warps,
+    rounded,
+    rounded_memory,
+    store_rounded,
+)
 from engine.triton.target import Case
 
-_MIN_COLUMNS = 256  # eight for each thread of a warp: none holds what another one holds too
 _SILU_COLUMNS = 1024
 _TILE_ELEMENTS = 1024
 
@@ -36,13 +47,15 @@ def add_rms_norm(
     x,  # [T, E]
     add,  # [T, E]
     weight,  # [E]
-    out,  # [T, E]
+    out,  # [T, E], codes if ROUNDS
+    scales,  # [T], if ROUNDS
     x_stride,
     add_stride,
     eps,
     E: tl.constexpr,
     COLUMNS: tl.constexpr,
     HAS_ADD: tl.constexpr,
+    ROUNDS: tl.constexpr,
 ):
     """Grid: T."""
     row = tl.program_id(0).to(tl.int64)
@@ -54,32 +67,25 @@ def add_rms_norm(
         tl.store(x + row * x_stride + column, values.to(x.dtype.element_ty), mask=is_there)
     normed = _rounded(values * tl.rsqrt(tl.sum(values * values, 0) / E + eps), x)
     scaled = normed * tl.load(weight + column, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(out + row * E + column, scaled.to(out.dtype.element_ty), mask=is_there)
+    if ROUNDS:
+        store_rounded(_rounded(scaled, x), out, scales, row, column, E)
+    else:
+        tl.store(out + row * E + column, scaled.to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
-def silu_and_mul(gate_up, out, stride, W: tl.constexpr, COLUMNS: tl.constexpr):
-    """Grid: T, tiles of columns."""
+def silu_and_mul(gate_up, out, scales, stride, W: tl.constexpr, COLUMNS: tl.constexpr, ROUNDS: tl.constexpr):
+    """Grid: T, tiles of columns; if ROUNDS, one tile, whose codes and scale `out` and `scales` get."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_there = column < W
     gate = tl.load(gate_up + row * stride + column, mask=is_there, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + W + column, mask=is_there, other=0.0).to(tl.float32)
     turned = _rounded(gate / (1.0 + tl.exp(-gate)), gate_up)
-    tl.store(out + row * W + column, (turned * up).to(out.dtype.element_ty), mask=is_there)
-
-
-@triton.jit
-def _code(x, FORMAT: tl.constexpr):
-    """Numbers within the format's range as the bytes of their nearest codes, ties to even, as uint32."""
-    if FORMAT == "int8":
-        return (x + 12582912.0).to(tl.uint32, bitcast=True) & 0xFF  # 1.5 * 2**23: its last digits count ones
-    bits = x.to(tl.uint32, bitcast=True)
-    sign, bits = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
-    # 2**14 is so large that float32 keeps just the digits of float8_e4m3fn's subnormal numbers beside it.
-    small = (bits.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
-    normal = (bits - 0x3C000000 + 0x7FFFF + ((bits >> 20) & 1)) >> 20  # exponents count from 7, not from 127
-    return sign | tl.where(bits < 0x3C800000, small, normal)
+    if ROUNDS:
+        store_rounded(_rounded(turned * up, gate_up), out, scales, row, column, W)
+    else:
+        tl.store(out + row * W + column, (turned * up).to(out.dtype.element_ty), mask=is_there)
 
 
 @triton.jit
@@ -96,8 +102,8 @@ def _store_heads(pages, cells, first, second, d, is_mine, D: tl.constexpr, FORMA
         scale = tl.div_rn(tl.maximum(largest, 1e-30), tl.full(largest.shape, limit, tl.float32))
         wide = tl.broadcast_to(scale[:, None], first.shape)
         kind = pages.dtype.element_ty
-        tl.store(pages + at, _code(tl.div_rn(first, wide), FORMAT).to(tl.uint8).to(kind, bitcast=True), mask=inside)
-        codes = _code(tl.div_rn(second, wide), FORMAT).to(tl.uint8).to(kind, bitcast=True)
+        tl.store(pages + at, code(tl.div_rn(first, wide), FORMAT).to(tl.uint8).to(kind, bitcast=True), mask=inside)
+        codes = code(tl.div_rn(second, wide), FORMAT).to(tl.uint8).to(kind, bitcast=True)
         tl.store(pages + at + D // 2, codes, mask=inside)
         tl.store((pages + cells + D).to(tl.pointer_type(tl.float32)), scale, mask=is_mine)
 
@@ -162,35 +168,47 @@ class TritonOps:
     """`engine.layers.ops.Ops`, one launch each. Rows are contiguous; heads have a multiple of four dimensions."""
 
     def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, add: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        add: torch.Tensor | None = None,
+        rounds: bool = False,
+    ) -> Rows:
         num_tokens, width = x.shape
         assert x.stride(1) == 1 and (add is None or add.stride(1) == 1), "rows lie apart"
-        out = torch.empty((num_tokens, width), dtype=x.dtype, device=x.device)
-        columns = max(_MIN_COLUMNS, triton.next_power_of_2(width))
+        out, scales = _results(x, width, rounds)
+        columns = num_columns(width)
         add_rms_norm[(num_tokens,)](
             x,
             x if add is None else add,
             weight,
             out,
+            scales,
             x.stride(0),
             0 if add is None else add.stride(0),
             eps,
             width,
             columns,
             add is not None,
-            num_warps=max(1, min(16, columns // 512)),
+            rounds,
+            num_warps=min(16, num_warps(columns)),
         )
-        return out
+        return as_rounded(out, scales, x.dtype) if rounds else out
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def silu_mul(self, gate_up: torch.Tensor, rounds: bool = False) -> Rows:
         num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
         assert gate_up.stride(1) == 1, "rows lie apart"
-        out = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-        silu_and_mul[(num_tokens, triton.cdiv(width, _SILU_COLUMNS))](
-            gate_up, out, gate_up.stride(0), width, _SILU_COLUMNS, num_warps=4
+        if rounds and width > MAX_COLUMNS:
+            unrounded = self.silu_mul(gate_up)
+            assert isinstance(unrounded, torch.Tensor)
+            return rounded(unrounded)
+        out, scales = _results(gate_up, width, rounds)
+        columns = num_columns(width) if rounds else _SILU_COLUMNS
+        silu_and_mul[(num_tokens, triton.cdiv(width, columns))](
+            gate_up, out, scales, gate_up.stride(0), width, columns, rounds, num_warps=max(4, num_warps(columns))
         )
-        return out
+        return as_rounded(out, scales, gate_up.dtype) if rounds else out
 
     def rotate_and_store(
         self,
@@ -234,35 +252,48 @@ class TritonOps:
         return out
 
 
+def _results(like: torch.Tensor, width: int, rounds: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Room for rows and, where they are to be rounded, for their scales."""
+    if rounds:
+        return rounded_memory(len(like), width, like.device)
+    out = torch.empty((len(like), width), dtype=like.dtype, device=like.device)
+    return out, out
+
+
 def cases() -> Iterator[Case]:
     """The shapes of common models, the types, and every format of pages."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for width in (4096, 16_384):
             yield _norm_case(dtype, width)
+            yield _norm_case(dtype, width, rounds=True)
         yield _silu_case(dtype, 14_336)
+        yield _silu_case(dtype, 14_336, rounds=True)
         for kv_dtype in (dtype, torch.int8, torch.uint8):
             yield _turn_case(dtype, kv_dtype, 128, False)
     for width in (896, 8192):
         yield _norm_case(torch.bfloat16, width)
+    for width in (896, MAX_COLUMNS):
+        yield _silu_case(torch.bfloat16, width, rounds=True)
     for kv_dtype in (torch.bfloat16, torch.int8, torch.uint8):
         yield _turn_case(torch.bfloat16, kv_dtype, 128, True)
     for head_dim in (64, 80, 96, 256):
         yield _turn_case(torch.bfloat16, torch.bfloat16, head_dim, False)
 
 
-def _norm_case(dtype: torch.dtype, width: int) -> Case:
+def _norm_case(dtype: torch.dtype, width: int, rounds: bool = False) -> Case:
     def launch() -> None:
         x = torch.zeros((2, width), dtype=dtype)
-        TritonOps().rms_norm(x, x[0], 1e-5)
-        TritonOps().rms_norm(x, x[0], 1e-5, torch.zeros_like(x))
+        TritonOps().rms_norm(x, x[0], 1e-5, None, rounds)
+        TritonOps().rms_norm(x, x[0], 1e-5, torch.zeros_like(x), rounds)
 
-    return Case(f"norm of {width} {_name(dtype)}", launch)
+    return Case(f"norm of {width} {_name(dtype)}{' to fp8' * rounds}", launch)
 
 
-def _silu_case(dtype: torch.dtype, width: int) -> Case:
-    return Case(
-        f"silu * mul of {width} {_name(dtype)}", lambda: TritonOps().silu_mul(torch.zeros((2, 2 * width), dtype=dtype))
-    )
+def _silu_case(dtype: torch.dtype, width: int, rounds: bool = False) -> Case:
+    def launch() -> None:
+        TritonOps().silu_mul(torch.zeros((2, 2 * width), dtype=dtype), rounds)
+
+    return Case(f"silu * mul of {width} {_name(dtype)}{' to fp8' * rounds}", launch)
 
 
 def _turn_case(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, has_norm: bool) -> Case:

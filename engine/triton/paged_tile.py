@@ -37,6 +37,11 @@ def kv_format(pages: torch.Tensor, capability: int) -> str:
         return "plain"
     if pages.dtype == torch.int8:
         return "int8"
+    return fp8_format(capability)
+
+
+def fp8_format(capability: int) -> str:
+    """Says how codes of fp8 become numbers."""
     return "fp8" if capability >= _NATIVE_FP8 else "fp8 by bits"
 
 

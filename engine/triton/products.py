@@ -2,9 +2,9 @@
 
 One program multiplies N outputs of the weight with M rows. It goes through the inputs in steps of K: the weight's bytes
 are loaded, turned into numbers of the type that is computed in, and multiplied there (the weight is the left operand,
-so that few rows fill the narrow side of a tile). int8 has one scale for each output, which the sum is multiplied with;
-int4 has one for each group of inputs, which the numbers are. Sums are float32, in an order that only the number of rows
-of the step, by its bucket in `TUNING`, can change.
+so that few rows fill the narrow side of a tile). int8 and fp8 have one scale for each output, which the sum is
+multiplied with; int4 has one for each group of inputs, which the numbers are. Sums are float32, in an order that only
+the number of rows of the step, by its bucket in `TUNING`, can change.
 
 Legend: T rows, I inputs, O outputs, G groups of inputs, N outputs, M rows and K inputs of a tile.
 """
@@ -17,11 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.native.structures import INT4, INT4_ZEROS, INT8
-from engine.triton.paged_tile import as_numbers, dot_type
-from engine.triton.target import Case
-
-_NAMES = {INT8: "int8", INT4: "int4", INT4_ZEROS: "int4 with zeros"}
+from engine.triton.paged_tile import as_numbers, dot_type, fp8_format
+from engine.triton.target import Case, capability
 
 
 class ProductTuning(NamedTuple):
@@ -46,7 +43,7 @@ TUNING = {
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_product(
     x,  # [T, I]
-    data,  # int8 [O, I], or uint8 [O, I / 2], the first of two inputs in the low half
+    data,  # int8 [O, I]; uint8 [O, I], codes of fp8; or uint8 [O, I / 2], the first of two inputs in the low half
     scales,  # float32 [O], bfloat16 [O, G] or float16 [O, G, 2]
     bias,  # [O]
     out,  # [T, O]
@@ -72,10 +69,10 @@ def quantized_product(
     for start in range(0, num_inputs, K):
         inputs = start + tl.arange(0, K)
         part = tl.load(x_rows + inputs[:, None], mask=(inputs < num_inputs)[:, None] & is_row[None, :], other=0.0)
-        if FORMAT == "int8":
+        if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "fp8 by bits":
             at = data + output[:, None] * num_inputs + inputs[None, :]
             codes = tl.load(at, mask=is_output[:, None] & (inputs < num_inputs)[None, :], other=0)
-            weight = as_numbers(codes, "int8", DOT)
+            weight = as_numbers(codes, FORMAT, DOT)
         else:
             pairs = start // 2 + tl.arange(0, K // 2)
             at = data + output[:, None] * (num_inputs // 2) + pairs[None, :]
@@ -95,7 +92,7 @@ def quantized_product(
                 numbers = (steps - zero[:, :, None]) * scale[:, :, None]
             weight = numbers.reshape(N, K).to(DOT)
         acc = tl.dot(weight, part.to(DOT), acc, input_precision="ieee")
-    if FORMAT == "int8":
+    if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "fp8 by bits":
         acc = acc * tl.load(scales + output, mask=is_output, other=0.0)[:, None]
     if HAS_BIAS:
         acc = acc + tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[:, None]
@@ -103,23 +100,28 @@ def quantized_product(
     tl.store(at, acc.to(out.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
 
 
-def multiply_quantized(
+def multiply(
     x: torch.Tensor,
     data: torch.Tensor,
     scales: torch.Tensor,
-    kind: int,
+    form: str,
     group: int,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x [T, I] times a weight as `engine.quantization.integers.Quantized` keeps it, plus bias: [T, O] in `dtype`."""
+    """x [T, I] times a weight, plus bias: [T, O] in `dtype`.
+
+    `form` is `int8`, `int4` or `int4 with zeros`, as `engine.quantization.integers.Quantized` keeps them in groups, or
+    `fp8`: bytes of float8_e4m3fn [O, I] and float32 scales [O].
+    """
     num_rows, num_inputs = x.shape
     num_outputs = data.shape[0]
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
     tuning = next((TUNING[most] for most in TUNING if num_rows <= most), TUNING[128])
-    width = tuning.num_inputs * (2 if kind != INT8 and tuning.num_rows <= 32 else 1)
+    is_halved = form.startswith("int4")
+    width = tuning.num_inputs * (2 if is_halved and tuning.num_rows <= 32 else 1)
     grid = (triton.cdiv(num_rows, tuning.num_rows), triton.cdiv(num_outputs, tuning.num_outputs))
     quantized_product[grid](
         x,
@@ -135,8 +137,8 @@ def multiply_quantized(
         tuning.num_outputs,
         tuning.num_rows,
         width,
-        width if kind == INT8 else math.gcd(group, width),
-        _NAMES[kind],
+        math.gcd(group, width) if is_halved else width,
+        fp8_format(capability(x.device)) if form == "fp8" else form,
         dot_type(x.dtype),
         bias is not None,
         num_warps=tuning.num_warps,
@@ -147,28 +149,30 @@ def multiply_quantized(
 
 def cases() -> Iterator[Case]:
     """Each kind of weight with each number of rows that has tiles of its own, and the other types."""
-    for kind, group in ((INT8, 0), (INT4, 32), (INT4_ZEROS, 128)):
+    for form, group in (("int8", 0), ("int4", 32), ("int4 with zeros", 128), ("fp8", 0)):
         for num_rows in TUNING:
-            yield _case(torch.bfloat16, kind, group, num_rows)
+            yield _case(torch.bfloat16, form, group, num_rows)
     for dtype in (torch.float16, torch.float32):
-        yield _case(dtype, INT4_ZEROS, 128, 16)
-    yield _case(torch.float16, INT8, 0, 128)
+        yield _case(dtype, "int4 with zeros", 128, 16)
+    for form in ("int8", "fp8"):
+        yield _case(torch.float16, form, 0, 128)
 
 
-def _case(dtype: torch.dtype, kind: int, group: int, num_rows: int) -> Case:
+def _case(dtype: torch.dtype, form: str, group: int, num_rows: int) -> Case:
     def launch() -> None:
-        data, scales = _storage(kind, group, 256, 512)
+        data, scales = _storage(form, group, 256, 512)
         x = torch.zeros((num_rows, 512), dtype=dtype)
-        multiply_quantized(x, data, scales, kind, group, None, dtype)
+        multiply(x, data, scales, form, group, None, dtype)
 
     groups = f", groups of {group}" if group else ""
-    return Case(f"{_NAMES[kind]}{groups}, {num_rows} rows in {str(dtype).removeprefix('torch.')}", launch)
+    return Case(f"{form}{groups}, {num_rows} rows in {str(dtype).removeprefix('torch.')}", launch)
 
 
-def _storage(kind: int, group: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    if kind == INT8:
-        return torch.zeros((num_outputs, num_inputs), dtype=torch.int8), torch.zeros(num_outputs)
+def _storage(form: str, group: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if not group:
+        dtype = torch.int8 if form == "int8" else torch.uint8
+        return torch.zeros((num_outputs, num_inputs), dtype=dtype), torch.zeros(num_outputs)
     data = torch.zeros((num_outputs, num_inputs // 2), dtype=torch.uint8)
-    if kind == INT4:
+    if form == "int4":
         return data, torch.zeros((num_outputs, num_inputs // group), dtype=torch.bfloat16)
     return data, torch.zeros((num_outputs, num_inputs // group, 2), dtype=torch.float16)

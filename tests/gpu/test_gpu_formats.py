@@ -15,9 +15,9 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.interface import Attention, AttentionBatch
 from engine.attention.registry import choose_attention
 from engine.kv.pool import decode, encode
-from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
+from engine.quantization.fp8 import ScaledFp8Matrix, round_to_fp8
 from engine.quantization.integers import quantize
-from engine.quantization.interface import make_matrix
+from engine.quantization.interface import TritonProducts, make_matrix
 from engine.step_input import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
@@ -30,10 +30,13 @@ def _has_fp8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
+@pytest.mark.parametrize("kernels", [None, TritonProducts()], ids=["torch", "triton"])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 7, 33, 257, 2048])
 @pytest.mark.parametrize("shape", [(1536, 4096), (4096, 14336), (144, 512)], ids=str)
-def test_products_in_fp8_are_those_of_rounded_rows(shape: tuple[int, int], num_rows: int, with_bias: bool) -> None:
+def test_products_in_fp8_are_those_of_rounded_rows(
+    shape: tuple[int, int], num_rows: int, with_bias: bool, kernels: TritonProducts | None
+) -> None:
     if not _has_fp8():
         pytest.skip("this GPU does not multiply in fp8")
     generator = torch.Generator(DEVICE).manual_seed(3)
@@ -41,26 +44,29 @@ def test_products_in_fp8_are_those_of_rounded_rows(shape: tuple[int, int], num_r
     weight, x, bias = (torch.randn(s, generator=generator, device=DEVICE).bfloat16() for s in sizes)
     x *= torch.logspace(-3, 3, num_rows, device=DEVICE)[:, None].bfloat16()
     weight *= torch.logspace(-3, 3, shape[0], device=DEVICE)[:, None].bfloat16()
-    matrix = make_matrix(weight.clone(), None, "fp8")
+    matrix = make_matrix(weight.clone(), kernels, "fp8")
     rows, stored = ((codes.double() * scales) for codes, scales in map(round_to_fp8, (x, weight)))
     exact = rows @ stored.T + (bias.double() if with_bias else 0)
     sizes_of_terms = rows.abs() @ stored.abs().T
 
     product = matrix(x, bias if with_bias else None)
 
-    assert isinstance(matrix, Fp8Matrix) and product.dtype == torch.bfloat16
+    assert isinstance(matrix, ScaledFp8Matrix) and product.dtype == torch.bfloat16
     assert bool(((product.double() - exact).abs() <= 0.01 * (sizes_of_terms + exact.abs())).all())
     assert matrix(x, dtype=torch.float32).dtype == torch.float32
 
 
+@pytest.mark.parametrize("kernels", [None, TritonProducts()], ids=["torch", "triton"])
 @pytest.mark.parametrize("wanted", ["int8", "int4"])
 @pytest.mark.parametrize("num_rows", [0, 1, 33, 257])
-def test_weights_in_fewer_bits_are_unpacked_as_on_the_cpu(wanted: str, num_rows: int) -> None:
+def test_weights_in_fewer_bits_are_unpacked_as_on_the_cpu(
+    wanted: str, num_rows: int, kernels: TritonProducts | None
+) -> None:
     generator = torch.Generator().manual_seed(3)
     weight, x = (torch.randn(size, generator=generator).bfloat16() for size in ((130, 2048), (num_rows, 2048)))
     stored = quantize(weight, wanted).dequantize(torch.float64)
 
-    product = make_matrix(weight.to(DEVICE), None, wanted)(x.to(DEVICE))
+    product = make_matrix(weight.to(DEVICE), kernels, wanted)(x.to(DEVICE))
 
     exact = x.double() @ stored.T
     torch.testing.assert_close(product.cpu().double(), exact, atol=0.5, rtol=0.01)

@@ -25,19 +25,18 @@ DEVICE = "cuda:0"
 _active: list[Launches] = []
 _pinned: list[torch.Tensor] = []
 """Memory that is page-locked."""
-_CAPABILITY = (9, 0)
 _HAVE_KERNELS = ("aten::_fused_rms_norm",)
 """Operations that torch's CUDA build computes in one kernel, and its CPU build takes to pieces."""
 _LAUNCH_NOTHING = ("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty", "aten::detach")
 
 
 @contextmanager
-def fake_cuda() -> Iterator[None]:
+def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """Tensors that are made in this context are fake; those from outside may be copied to the device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("engine.model_runner.resolve_device", lambda wanted: DEVICE)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: _CAPABILITY)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         patch.setitem(sys.modules, "flash_attn", _flash_attn())
         for kernels in _triton_kernels():
             patch.setattr(kernels, "run", _note_kernel)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.native import native
-from engine.quantization.fp8 import Fp8Matrix, round_to_fp8
+from engine.quantization.fp8 import ScaledFp8Matrix, round_to_fp8
 from engine.quantization.integers import Quantized, keep, make_quantized, quantize
 from engine.quantization.interface import TiledMatrix, make_matrix, weight_formats
 from engine.quantization.plain import TorchMatrix, multiplies_plain
@@ -175,7 +175,7 @@ def test_products_in_fp8_are_those_of_rounded_rows(num_rows: int, dtype: torch.d
     weight, bias, x = problem(num_rows, (144, 512), dtype)
     x *= torch.logspace(-3, 3, num_rows)[:, None].to(dtype)
     weight *= torch.logspace(-3, 3, 144)[:, None].to(dtype)
-    matrix = Fp8Matrix(weight.clone(), is_multiplied_in_fp8=True)
+    matrix = ScaledFp8Matrix(weight.clone())
     rows, stored = ((codes.double() * scales) for codes, scales in map(round_to_fp8, (x, weight)))
 
     for used in (None, bias):

@@ -14,6 +14,7 @@ from engine.memory import Activations, MemoryDemand, MemoryPlan, estimate_activa
 from engine.model_cost import WeightForm, choose_form, largest_matrix_elements
 from engine.models.config import ModelConfig
 from engine.native import native
+from engine.quantization.interface import TritonProducts
 
 GIB = 1 << 30
 KV_BYTES = 2 * 4 * 4 * 16 * 4  # keys and values, layers, KV heads, head_dim, float32
@@ -165,6 +166,7 @@ def test_weights_in_fp8_are_unpacked_on_every_cpu_and_count_so(config: ModelConf
     forms = {name: choose_form(config, **sizes, quantization=name, kernels=kernels) for name in ("none", "fp8")}
     plain, fp8 = (estimate_activations(demand_of(config, **vars(form)), "").size_bytes for form in forms.values())
     assert fp8 == plain + 6 * largest_matrix_elements(config, 1)
+    assert not choose_form(config, **sizes, quantization="fp8", kernels=TritonProducts()).is_unpacked
 
 
 def test_weights_that_kernels_multiply_as_they_are_take_nothing_more(config: ModelConfig) -> None:

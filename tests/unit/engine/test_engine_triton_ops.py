@@ -15,7 +15,10 @@ from interpreted_kernels import DEVICE
 
 from engine.kv.pool import POOL_DTYPES, decode, encode
 from engine.layers.ops import Ops, TorchOps, choose_ops
+from engine.quantization.fp8 import round_to_fp8
+from engine.quantization.interface import RoundedRows, Rows, TritonMatrix, TritonProducts, make_matrix
 from engine.triton.fused import TritonOps
+from engine.triton.rounding import MAX_COLUMNS, rounded
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 ULPS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -66,6 +69,54 @@ def test_the_gate_is_rounded_before_the_product(dtype: torch.dtype, num_tokens: 
         return [ops.silu_mul(5 * randn(num_tokens, 2 * width, dtype=dtype).to(device))]
 
     check(*both(compute)[0])
+
+
+WIDTHS = [(1, 64), (3, 5000), (0, 64), (2, MAX_COLUMNS + 16)]
+
+
+def check_rounded(plain: Rows, found: Rows) -> None:
+    """The codes and scales that plain torch on the CPU makes of the same rows."""
+    assert isinstance(plain, torch.Tensor) and isinstance(found, RoundedRows) and found.dtype == plain.dtype
+    codes, scales = round_to_fp8(plain.cpu())
+    assert torch.equal(found.codes.cpu().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(found.scales.cpu(), scales)
+
+
+def uneven(num_tokens: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of all sizes, the last one of zeros."""
+    rows = randn(num_tokens, width, dtype=dtype) * torch.logspace(-4, 2, num_tokens, dtype=torch.float64)[:, None]
+    rows[-1:] = 0 if num_tokens > 1 else rows[-1:]
+    return rows.to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("num_tokens", "width"), WIDTHS)
+def test_rows_for_a_product_in_fp8_are_rounded_to_the_bits_of_plain_torch(
+    dtype: torch.dtype, num_tokens: int, width: int
+) -> None:
+    """By themselves, behind a norm, and behind a gate."""
+    ops, x, gate_up = TritonOps(), uneven(num_tokens, width, dtype), uneven(num_tokens, 2 * width, dtype)
+    weight, add = (randn(*shape, dtype=dtype, seed=1).to(DEVICE) for shape in ((width,), (num_tokens, width)))
+
+    check_rounded(x, rounded(x))
+    check_rounded(ops.silu_mul(gate_up), ops.silu_mul(gate_up, rounds=True))
+    for others in ((), (add,)):
+        sums = [x.clone(), x.clone()]
+        plain, found = (
+            ops.rms_norm(s, weight, 1e-5, *others, rounds=r) for s, r in zip(sums, (False, True), strict=True)
+        )
+        check_rounded(plain, found)
+        assert torch.equal(*sums)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, which interprets the kernel
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_row_that_is_not_finite_does_not_become_so_by_rounding(wrong: float) -> None:
+    x = randn(3, 64).to(DEVICE)
+    x[1, 5] = wrong
+    found = rounded(x)
+    numbers = found.codes.cpu().float() * found.scales.cpu()
+    assert numbers[[0, 2]].isfinite().all() and not numbers[1].isfinite().any()
 
 
 def turn(
@@ -150,6 +201,13 @@ def test_a_row_alone_and_among_others_is_the_same_to_the_bit() -> None:
     ops = TritonOps()
     assert torch.equal(ops.rms_norm(x, weight, 1e-5)[4:5], ops.rms_norm(x[4:5], weight, 1e-5))
     assert torch.equal(ops.silu_mul(x)[4:5], ops.silu_mul(x[4:5]))
+    for all_rows, one in (
+        (rounded(x), rounded(x[4:5])),
+        (ops.rms_norm(x, weight, 1e-5, rounds=True), ops.rms_norm(x[4:5], weight, 1e-5, rounds=True)),
+        (ops.silu_mul(x, rounds=True), ops.silu_mul(x[4:5], rounds=True)),
+    ):
+        assert torch.equal(all_rows.scales[4:5], one.scales)
+        assert torch.equal(*(rows.codes.view(torch.uint8)[-1 if rows is one else 4] for rows in (all_rows, one)))
 
 
 def _runner(folder: Path, ops: Ops, monkeypatch: pytest.MonkeyPatch, **formats: Any) -> Any:
@@ -184,6 +242,46 @@ def test_a_model_gives_the_logits_that_it_gives_in_plain_torch(
     assert (found - expected).pow(2).mean().sqrt() <= bound * size
 
 
+class UnfusedOps(TritonOps):
+    """Leaves it to the product to round its rows."""
+
+    def rms_norm(self, *arguments: Any) -> Rows:
+        return super().rms_norm(*arguments[:4])
+
+    def silu_mul(self, gate_up: torch.Tensor, rounds: bool = False) -> Rows:
+        return super().silu_mul(gate_up)
+
+
+@pytest.mark.parametrize("is_in_fp8", [True, False], ids=["rows rounded", "rows as they are"])
+def test_a_model_with_weights_in_fp8_gives_the_logits_that_it_gives_in_plain_torch(
+    tmp_path: Path, is_in_fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit where it multiplies rounded rows, whoever rounds them; else with weights that are unpacked whole."""
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    ids = torch.randint(0, VOCAB_SIZE, (12,), generator=torch.Generator().manual_seed(1)).tolist()
+    monkeypatch.setattr("engine.quantization.fp8._multiplies_in_fp8", lambda weight: is_in_fp8)
+    formats = {"dtype": "bfloat16", "quantization": "fp8", "attention": "cpu"}
+    others = [(UnfusedOps() if is_in_fp8 else TorchOps(), None), (TritonOps(), TritonProducts())]
+
+    logits = []
+    for ops, kernels in others:
+        monkeypatch.setattr("engine.model_runner.choose_ops", lambda *_, of=(ops, kernels, "a test's"): of)
+        logits.append(run_in_chunks(make_runner(folder, device=str(DEVICE), **formats), ids, [6, 4, 1, 1]))
+
+    expected, found = logits
+    off = (found - expected).pow(2).mean().sqrt() / expected.pow(2).mean().sqrt()
+    assert off == 0 if is_in_fp8 else off <= 0.02
+
+
+def test_who_asks_for_torch_gets_no_product_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, device = torch.ones(32, 64), torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    for wanted, is_in_triton in (("auto", True), ("torch", False)):
+        _, kernels, _ = choose_ops(wanted, device, torch.bfloat16, 128)
+        for quantization in ("int8", "int4", "fp8"):
+            assert isinstance(make_matrix(weight, kernels, quantization), TritonMatrix) == is_in_triton
+
+
 @pytest.mark.parametrize(
     ("wanted", "device", "head_dim", "kind", "reason"),
     [
@@ -200,7 +298,8 @@ def test_a_gpu_takes_them_unless_torch_is_wanted(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     ops, kernels, why = choose_ops(wanted, torch.device(device), torch.bfloat16, head_dim)
 
-    assert type(ops) is kind and kernels is None and reason in why
+    assert type(ops) is kind and reason in why
+    assert isinstance(kernels, TritonProducts) == (device == "cuda" and wanted == "auto")
 
 
 def test_an_older_gpu_computes_in_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

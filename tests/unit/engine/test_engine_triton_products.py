@@ -1,19 +1,28 @@
-"""Products in Triton with int8 and int4 weights, interpreted (or on a GPU, if there is one), against unpacked ones."""
+"""Products in Triton with weights in fewer bits, interpreted (or on a GPU, if there is one), against unpacked ones."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_steps import make_runner, run_in_chunks
 from fake_cuda import DEVICE as FAKE_DEVICE
 from fake_cuda import Launches, fake_cuda
 from interpreted_kernels import DEVICE
+from packed_checkpoints import Format, make_packed
 
-from engine.quantization.integers import Quantized, TritonMatrix, keep, make_quantized, quantize
+from engine.layers.ops import TorchOps
+from engine.model_cost import weight_bytes
+from engine.quantization.fp8 import round_to_fp8
+from engine.quantization.integers import Quantized, keep, make_quantized, quantize
+from engine.quantization.interface import Matrix, TritonMatrix, TritonProducts, make_matrix
 from engine.triton.products import TUNING
+from engine.triton.target import compiling_for
 
+KERNELS = TritonProducts()
 KINDS = ["int8", "int4", "kept 32", "kept 64", "kept 96"]
 
 
@@ -35,7 +44,12 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> Quantized:
 
 
 def product_of(weight: Quantized, x: torch.Tensor, order: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-    matrix = TritonMatrix(weight.to(DEVICE), None if order is None else order.to(DEVICE))
+    matrix = make_quantized(weight.to(DEVICE), KERNELS, None if order is None else order.to(DEVICE))
+    return multiplied(matrix, x, **options)
+
+
+def multiplied(matrix: Matrix, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    assert isinstance(matrix, TritonMatrix)
     options = {name: value.to(DEVICE) if name == "bias" else value for name, value in options.items()}
     return matrix(x.to(DEVICE), **options).cpu()
 
@@ -94,6 +108,27 @@ def test_a_row_has_the_same_bits_alone_and_among_as_many_as_share_its_tiles(kind
         assert torch.equal(product_of(weight, x)[:fewest], product_of(weight, x[:fewest]))
 
 
+@pytest.mark.parametrize("arch", [80, 90], ids=["by bits", "by an instruction"])
+@pytest.mark.parametrize("num_rows", [1, 33])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_in_fp8_are_multiplied_as_on_the_cpu_where_no_product_is_in_fp8(
+    dtype: torch.dtype, num_rows: int, arch: int
+) -> None:
+    """Rows stay as they are, and large and small outputs are as good as others."""
+    weight, x = randn(70, 384, seed=1) * torch.logspace(-3, 3, 70)[:, None], randn(num_rows, 384).to(dtype)
+    weight = weight.to(dtype)
+    codes, scales = round_to_fp8(weight)
+    stored = codes.double() * scales
+    exact, sizes = x.double() @ stored.T, x.double().abs() @ stored.abs().T
+    if arch != 80 and DEVICE.type == "cuda":
+        pytest.skip("the GPU's own capability counts")
+    with compiling_for(arch):
+        found = multiplied(make_matrix(weight.to(DEVICE), KERNELS, "fp8"), x)
+    assert found.dtype == dtype
+    tolerance = {torch.float32: 1e-5, torch.float16: 0.002, torch.bfloat16: 0.01}[dtype]
+    assert bool(((found.double() - exact).abs() <= tolerance * sizes).all())
+
+
 @pytest.mark.parametrize("kind", ["int8", "int4", "kept 64"])
 def test_no_weight_is_unpacked_in_memory(kind: str) -> None:
     """A product is one launch, and the largest tensor that it makes is its result."""
@@ -101,9 +136,28 @@ def test_no_weight_is_unpacked_in_memory(kind: str) -> None:
     with fake_cuda():
         place = torch.device(FAKE_DEVICE)
         there = [torch.empty(part.shape, dtype=part.dtype, device=place) for part in (weight.data, weight.scales)]
-        matrix = make_quantized(replace(weight, data=there[0], scales=there[1]), None)
+        matrix = make_quantized(replace(weight, data=there[0], scales=there[1]), KERNELS)
         x = torch.empty(shape, dtype=torch.bfloat16, device=place)
         with Launches() as launches:
             out = matrix(x)
     assert launches.names == {"triton::quantized_product": 1}
     assert out.shape == (shape[0], 256) and out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_codes_of_a_checkpoint_stay_in_four_bits_where_kernels_multiply_them(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without being asked for, since nothing is lost by it: the logits are those of the decoded weights."""
+    packed, _ = make_packed(Format("awq", 64), tmp_path)
+    ids, logits, nbytes = list(range(5, 17)), [], []
+    for kernels in (None, KERNELS):
+        monkeypatch.setattr("engine.model_runner.choose_ops", lambda *_, of=kernels: (TorchOps(), of, "a test's"))
+        runner = make_runner(packed, device=str(DEVICE), dtype=dtype, attention="cpu")
+        logits.append(run_in_chunks(runner, ids, [10, 1, 1]).float().cpu())
+        nbytes.append(weight_bytes(runner.config, 1, runner.weight_form))
+        assert runner.weight_form.keeps_codes == (kernels is not None) and not runner.weight_form.is_unpacked
+
+    tolerance = {"bfloat16": 0.03, "float32": 1e-5}[dtype]
+    assert (logits[1] - logits[0]).pow(2).mean().sqrt() <= tolerance * logits[0].pow(2).mean().sqrt()
+    assert nbytes[1] < 0.6 * nbytes[0]
