@@ -11,7 +11,7 @@ import asyncio
 import hmac
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import grpc
 
 from cluster import rpc
 from cluster.api_keys import ApiKey, Scope, digest_of, load_keys
-from cluster.errors import BatonError, ConfigError, PermissionDenied, Unauthenticated
+from cluster.errors import ConfigError, PermissionDenied, Unauthenticated
 
 HEADER = "authorization"
 _SCHEME = "bearer"
@@ -115,7 +115,7 @@ class KeyFile:
         return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+class Gate(rpc.CallGate):
     """`keys` None: no keys are needed. `scopes`: which one a service needs, by its full name."""
 
     def __init__(self, keys: KeyRing | None, scopes: Mapping[str, Scope], open_services: Iterable[str]) -> None:
@@ -144,17 +144,8 @@ class Gate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in 
         if self._keys is not None and service not in self._open:
             self._check_scope(self._find(self._keys, metadata), service)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        service = handler_call_details.method.rpartition("/")[0].lstrip("/")
-        try:
-            self.check(handler_call_details.invocation_metadata or (), service)
-        except BatonError as error:
-            return rpc.refusal(error)
-        return await continuation(handler_call_details)
+    def check_call(self, service: str, method: str, metadata: Metadata) -> None:
+        self.check(metadata, service)
 
     def _check_scope(self, key: ApiKey, service: str) -> None:
         needed = self._scopes.get(service)

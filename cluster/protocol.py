@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
-
-import grpc
+from collections.abc import Iterable
 
 from cluster import rpc
 from cluster.errors import IncompatibleProtocol
@@ -54,7 +51,7 @@ def inside_metadata(token: str) -> tuple[tuple[str, str], ...]:
     return (*token_metadata(token), (HEADER, spoken()))
 
 
-class ProtocolGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+class ProtocolGate(rpc.CallGate):
     """Refuses callers that speak no version of this process's, but of the services named open. `who`: whose port it is.
     `may_be_silent`: callers need not say what they speak, since they may be people's own programs."""
 
@@ -64,29 +61,23 @@ class ProtocolGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gen
         self._may_be_silent = may_be_silent
         self._refused = ""
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        service, _, method = handler_call_details.method.lstrip("/").rpartition("/")
-        said = next((v for name, v in handler_call_details.invocation_metadata or () if name == HEADER), "")
+    def check_call(self, service: str, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        said = next((value for name, value in metadata if name == HEADER), "")
         text = said if isinstance(said, str) else said.decode(errors="replace")
         if service in self._open or (self._may_be_silent and not text):
-            return await continuation(handler_call_details)
+            return
         try:
             check_protocol(self._who, spoken(), "its caller", text)
         except IncompatibleProtocol as error:
             if error.message != self._refused:  # a caller that comes again and again is told of once
                 self._refused = error.message
                 log.warning("%s was refused: %s", method, error.message)
-            return rpc.refusal(error)
-        return await continuation(handler_call_details)
+            raise
 
 
 def inside_gates(
     token: str, who: str, open_services: Iterable[str] = (), greeting_services: Iterable[str] = ()
-) -> tuple[grpc.aio.ServerInterceptor[Any, Any], ...]:
+) -> tuple[rpc.CallGate, ...]:
     """The interceptors of a server that only the cluster's own processes call. `greeting_services`: their first message
     says the version, which they check. gRPC may tell a caller that writes at once to a stream that is refused before it
     is read of an internal error instead of the refusal."""

@@ -8,7 +8,8 @@ back into the same exception. Knows no service and no message of Baton.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -35,6 +36,7 @@ __all__ = [
     "DOMAIN",
     "INTERNAL_MESSAGE_BYTES",
     "PUBLIC_MESSAGE_BYTES",
+    "CallGate",
     "ServerLimits",
     "abort",
     "channel_options",
@@ -251,6 +253,26 @@ def from_rpc_error(error: grpc.RpcError) -> BatonError:
         return NotReachable(message)
     kind = _BY_REASON.get((details.reason or "", code)) or _BY_CODE.get(code, InternalError)
     return kind(message, violations=details.violations, retry_after_s=details.retry_after_s)
+
+
+class CallGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """Lets a call through to its method, or ends it before its message is read."""
+
+    @abstractmethod
+    def check_call(self, service: str, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        """Raises BatonError for a call that may not go on; `service` is its full name."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        service, _, method = handler_call_details.method.lstrip("/").rpartition("/")
+        try:
+            self.check_call(service, method, handler_call_details.invocation_metadata or ())
+        except BatonError as error:
+            return refusal(error)
+        return await continuation(handler_call_details)
 
 
 def _code(name: str) -> grpc.StatusCode:

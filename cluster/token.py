@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import grpc
 
 from cluster import rpc
 from cluster.address import is_loopback, parse_address
@@ -37,7 +34,7 @@ def is_token(token: str, shown: str | bytes) -> bool:
     return not token or hmac.compare_digest(token.encode(), given)
 
 
-class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+class TokenGate(rpc.CallGate):
     """Refuses calls that do not show the token, but of the services named open. `who`: whose port this is."""
 
     def __init__(self, token: str, who: str, open_services: Iterable[str] = ()) -> None:
@@ -45,21 +42,13 @@ class TokenGate(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generi
         self._who = who
         self._open = frozenset(open_services)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
-        service = handler_call_details.method.rpartition("/")[0].lstrip("/")
-        shown = [value for name, value in handler_call_details.invocation_metadata or () if name == HEADER]
-        if service in self._open or is_token(self._token, shown[0] if len(shown) == 1 else ""):
-            return await continuation(handler_call_details)
-        return rpc.refusal(
-            PermissionDenied(
+    def check_call(self, service: str, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> None:
+        shown = [value for name, value in metadata if name == HEADER]
+        if service not in self._open and not is_token(self._token, shown[0] if len(shown) == 1 else ""):
+            raise PermissionDenied(
                 f"{self._who} wants the token of its cluster: run the command as the user who started the cluster, on "
                 f"that machine, or put the token into {TOKEN_VARIABLE}"
             )
-        )
 
 
 def token_gates(token: str, who: str, open_services: Iterable[str] = ()) -> tuple[TokenGate, ...]:
