@@ -13,8 +13,7 @@ from cluster.errors import InvalidRequest
 from cluster.grammar import GrammarFailed, GrammarProcesses
 from cluster.pb import generation_pb2 as pb
 from router.api.call import ValidatedRequest
-from router.api.grammar import MOST_CHOICES
-from router.api.grammar_bounds import LONGEST_REGEX, check_bounds
+from router.api.grammar import LONGEST_REGEX, MOST_CHOICES, check_bounds
 from router.api.served_model import ServedModel
 from router.api.tokenizer import Tokenizer
 from router.api.validate import validate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.api.grammar_bounds import (
+from router.api.grammar import (
     DEEPEST,
     LONGEST_GRAMMAR,
     LONGEST_REGEX,
