@@ -28,6 +28,8 @@ Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 _LARGEST = 512
 """More sequences than this keep the GPU busy without graphs."""
+_NUM_VECTORS = 6
+"""Of a step: token ids, positions, slots, lengths, their sums, and where each token lies."""
 _LINE = 32
 """int32 of a cache line."""
 _CAPTURABLE_NCCL = (2, 9, 6)
@@ -65,27 +67,39 @@ class InputMemory:
     The vectors of a step of n rows lie one after another, each padded to whole cache lines, with its block tables
     behind them, so that all of it comes in one copy. Block tables go on from there to rows of full width. A queued copy
     may still be read from its host memory while the next step is laid out: so there are two of those, in turn.
+
+    In front of all that lie the tokens that the step before led to, as the device wrote them: the recording picks each
+    token from there or from those that came.
     """
 
     def __init__(self, most: int, width: int, block_size: int, scratch_block: int, device: torch.device) -> None:
         self._width, self._block_size, self._scratch_block, self._device = width, block_size, scratch_block, device
-        num_elements = 5 * _stride(most) + most * width
-        self._arrived = torch.zeros(num_elements, dtype=torch.int32, device=device)
+        num_elements = _NUM_VECTORS * _stride(most) + most * width
+        self._memory = torch.zeros(_stride(most) + num_elements, dtype=torch.int32, device=device)
+        self._sampled, self._arrived = self._memory[: _stride(most)], self._memory[_stride(most) :]
+        self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.full((most, width), scratch_block, dtype=torch.int32, device=device)
         self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
         self._staging = cycle([_Staging(num_elements, device), _Staging(num_elements, device)])
 
-    def fill(self, step: StepInput, size: int) -> None:
-        """Writes a decode step as one of `size` sequences; those that are added are in the scratch block."""
+    def fill(self, step: StepInput, size: int, sampled: torch.Tensor | None = None) -> None:
+        """Writes a decode step as one of `size` sequences; those that are added are in the scratch block.
+
+        `sampled` [R], no more than the largest size: the tokens that the step before led to, if it needs them.
+        """
         count, columns = len(step.seqlens_k), min(self._width, step.block_tables.shape[1])
         assert count <= size, f"{count} sequences do not fit in a step of {size}"
         staging = next(self._staging)
-        host, num_vectors = staging.writable(), 5 * _stride(size)
-        vectors = host[:num_vectors].reshape(5, -1)
+        host, num_vectors = staging.writable(), _NUM_VECTORS * _stride(size)
+        vectors = host[:num_vectors].reshape(_NUM_VECTORS, -1)
         vectors[:4, :count] = step.token_ids, step.positions, step.slot_mapping, step.seqlens_k
         vectors[:4, count:size] = [[0], [0], [self._scratch_block * self._block_size], [1]]
         vectors[4, 0] = 0
         np.cumsum(vectors[3, :size], dtype=np.int32, out=vectors[4, 1 : size + 1])
+        vectors[5, :size] = np.arange(len(self._sampled), len(self._sampled) + size)
+        if sampled is not None:
+            vectors[5, :count] = step.token_places(len(self._sampled))
+            self._sampled[: len(sampled)].copy_(sampled)
         tables = host[num_vectors : num_vectors + size * columns].reshape(size, columns)
         tables[:count] = step.block_tables[:, :columns]
         tables[count:] = self._scratch_block
@@ -93,10 +107,15 @@ class InputMemory:
         staging.copy_to(arrived)
         self._tables[:size, :columns].copy_(arrived[num_vectors:].view(size, columns))
 
+    def pick_tokens(self, size: int) -> None:
+        """Puts each token where `of` has it; part of a recording."""
+        places = self._arrived[: _NUM_VECTORS * _stride(size)].view(_NUM_VECTORS, -1)[5, :size]
+        torch.index_select(self._memory[: len(self._sampled) + size], 0, places, out=self._token_ids[:size])
+
     def of(self, size: int) -> DecodeInputs:
         """Returns what a recording of this size reads."""
-        vectors = self._arrived[: 5 * _stride(size)].view(5, -1)
-        token_ids, positions, slots, seqlens_k = (row[:size] for row in vectors[:4])
+        vectors = self._arrived[: _NUM_VECTORS * _stride(size)].view(_NUM_VECTORS, -1)
+        positions, slots, seqlens_k = (row[:size] for row in vectors[1:4])
         paged = PagedBatch(
             cu_seqlens_q=self._every[: size + 1],
             cu_seqlens_k=vectors[4, : size + 1],
@@ -107,7 +126,7 @@ class InputMemory:
         )
         anything = build_step([SequenceSlice((0,), 0, (self._scratch_block,), True)] * size, self._block_size)
         batch = AttentionBatch(anything, self._block_size, self._device, paged)
-        return DecodeInputs(token_ids, positions, slots, self._every[:size], batch)
+        return DecodeInputs(self._token_ids[:size], positions, slots, self._every[:size], batch)
 
 
 class _Staging:
@@ -172,15 +191,19 @@ class DecodeGraphs:
             if not agree(not problem):
                 raise RuntimeError(problem or "another rank could not")
 
-    def takes(self, step: StepInput) -> bool:
+    def takes(self, step: StepInput, sampled: torch.Tensor | None = None) -> bool:
         """Whether `run` can compute it. Its block copies are the caller's to carry out."""
-        return len(step.seqlens_k) <= self.sizes[-1] and is_decode(step)
+        num_rows = max(len(step.seqlens_k), 0 if sampled is None else len(sampled))
+        return num_rows <= self.sizes[-1] and is_decode(step)
 
-    def run(self, step: StepInput) -> torch.Tensor:
-        """Float32 logits [S, V], which stay until the next call. Takes no memory on the device."""
+    def run(self, step: StepInput, sampled: torch.Tensor | None = None) -> torch.Tensor:
+        """Float32 logits [S, V], which stay until the next call. Takes no memory on the device.
+
+        `sampled`: the tokens that the step before led to, if it needs them.
+        """
         count = len(step.seqlens_k)
         size = self.sizes[bisect_left(self.sizes, count)]
-        self._inputs.fill(step, size)
+        self._inputs.fill(step, size, sampled)
         self._replays[size]()
         return self._logits[:count]
 
@@ -188,6 +211,7 @@ class DecodeGraphs:
         inputs, logits = self._inputs.of(size), self._logits[:size]
 
         def work() -> None:
+            self._inputs.pick_tokens(size)
             logits.copy_(compute(inputs))
 
         return work

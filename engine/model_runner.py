@@ -167,24 +167,31 @@ class ModelRunner:
         return self.run(step, on_layer).logits
 
     @torch.inference_mode()
-    def run(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def run(
+        self,
+        step: StepInput,
+        on_layer: Callable[[int], None] | None = None,
+        sampled: torch.Tensor | None = None,
+    ) -> StepOutput:
         """Copies blocks, writes the new tokens' KV, and returns logits and scores, equal on every rank.
 
         `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
+        `sampled`, int64 [R] on the device, are the tokens that the step before led to; a step that needs them is
+        launched without waiting for them.
         """
         assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
         if self.decode_step is not None and on_layer is None and self.decode_step.takes(step):
-            return StepOutput(self.decode_step.run(step))
+            return StepOutput(self.decode_step.run(step if sampled is None else step.with_tokens(sampled.numpy())))
         self._check_blocks(step)
         if len(step.block_copies):
             self._kv.copy_blocks(self._to_device(step.block_copies, np.int64))
         if len(step.token_ids) == 0:
             return StepOutput(torch.empty((0, self.config.vocab_size), device=self.device))
-        if self._graphs is not None and on_layer is None and self._graphs.takes(step):
-            return StepOutput(self._graphs.run(step))
+        if self._graphs is not None and on_layer is None and self._graphs.takes(step, sampled):
+            return StepOutput(self._graphs.run(step, sampled))
         hidden = self._compute(
-            self._to_device(step.token_ids, np.int32),
+            self._token_ids(step, sampled),
             self._to_device(step.positions, np.int32),
             self._to_device(step.slot_mapping, np.int64),
             AttentionBatch(step, self.block_size, self.device),
@@ -196,6 +203,14 @@ class ModelRunner:
         vocab_size = self.config.vocab_size
         scores = score_rows(step.scored, lambda rows: self._model.logits(hidden, rows), vocab_size, self.device)
         return StepOutput(logits, scores)
+
+    def _token_ids(self, step: StepInput, sampled: torch.Tensor | None) -> torch.Tensor:
+        """int32 [T]"""
+        own = self._to_device(step.token_ids, np.int32)
+        if sampled is None:
+            return own
+        places = self._to_device(step.token_places(len(sampled)), np.int32)
+        return torch.cat((sampled.int(), own)).index_select(0, places)
 
     def _compute(
         self,

@@ -2,11 +2,14 @@
 
 Legend: T tokens of all sequences in the step, S sequences, B blocks in the longest table, R rows whose logits are
 wanted, P rows that are scored for their next token, which is known, C block copies. Arrays are int32 and never change.
+
+A step may be launched before the tokens are read that the step before it led to. Such a token stands in `token_ids` as
+-1 - r, where r is the row whose logits it was sampled from, in the order of the step before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -25,7 +28,7 @@ class StepInput:
     `seqlens_k[s]` tokens. Before anything else, `block_copies` (source, target) pages are copied.
     """
 
-    token_ids: IntArray  # [T]
+    token_ids: IntArray  # [T] below 0: not read yet
     positions: IntArray  # [T]
     slot_mapping: IntArray  # [T] block_id * block_size + offset of each new token
     cu_seqlens_q: IntArray  # [S+1]
@@ -34,6 +37,21 @@ class StepInput:
     logits_indices: IntArray  # [R] rows of the flat batch
     block_copies: IntArray  # [C, 2]
     scored: IntArray  # [P, 3] row of the flat batch, the token that follows it, alternatives wanted beside that
+
+    @property
+    def has_unread_tokens(self) -> bool:
+        """Whether it needs what the step before it led to."""
+        return len(self.token_ids) > 0 and bool(self.token_ids.min() < 0)
+
+    def token_places(self, first: int) -> IntArray:
+        """Where each token lies, [T], if those of the step before lie from 0 on and `token_ids` from `first` on."""
+        own = np.arange(first, first + len(self.token_ids), dtype=np.int32)
+        return np.where(self.token_ids < 0, -1 - self.token_ids, own)
+
+    def with_tokens(self, sampled: IntArray) -> StepInput:
+        """The same step with every token known: `sampled` [R] are those that the step before led to."""
+        every = np.concatenate([sampled, self.token_ids], dtype=np.int32)
+        return replace(self, token_ids=every[self.token_places(len(sampled))])
 
     def to_bytes(self) -> bytes:
         """Shapes as int32 (two for each array, the second 0 for a vector), then the data, little-endian."""
@@ -76,6 +94,7 @@ class SequenceSlice:
     """One sequence's share of a step: `token_ids` are new, at positions from `start` on."""
 
     token_ids: tuple[int, ...]
+    """Below 0: not read yet, as in `StepInput`."""
     start: int
     block_table: tuple[int, ...]
     wants_logits: bool

@@ -6,7 +6,8 @@ whose connection closes ends the whole worker: a tensor-parallel group lives and
 
 Long steps run on a compute thread, so that the engine thread goes on taking events in; short ones where they are
 launched, since handing them over would cost more than it frees. One step runs at a time. On a GPU it is then queued: a
-step that samples nothing is done before the device has begun it, and at most one waits behind the one that runs.
+step that samples nothing is done before the device has begun it, and at most one waits behind the one that runs. A
+step may take the tokens of the one before it from the device, once their choice is set off and before they are read.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
 from worker.rank_socket import RankConnection, read_frame, write_frame
 from worker.step_meter import StepMeter
 from worker.steps import DeviceSpan
+
+Compute = Callable[[StepInput, torch.Tensor | None], StepOutput]
+"""A forward pass of a step, and of the tokens that the one before it led to if it needs them."""
 
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 
@@ -68,10 +72,16 @@ class LaunchedStep:
     """A step on its way, or done (`worker.step_pipeline.Launched`)."""
 
     def __init__(
-        self, step: StepInput, sampler: Sampler, meter: StepMeter | None, begin: Callable[[], DeviceSpan] | None
+        self,
+        step: StepInput,
+        sampler: Sampler,
+        meter: StepMeter | None,
+        begin: Callable[[], DeviceSpan] | None,
+        sampled: torch.Tensor | None,
     ) -> None:
         self.span: DeviceSpan | None = None
         self._step = step
+        self._sampled_before = sampled
         self._sampler = sampler
         self._meter = meter
         self._begin = begin
@@ -102,11 +112,17 @@ class LaunchedStep:
         scores = self._future.result().scores
         return [] if scores is None else scores.tokens()
 
-    def run(self, compute: Callable[[StepInput], StepOutput]) -> None:
+    @property
+    def sampled(self) -> torch.Tensor:
+        """The tokens that it leads to, int64 [R] on the device, once `sample` has set their choice off."""
+        assert self._samples is not None, "a step needs tokens of the one before it, which was not sampled"
+        return self._samples.token_ids
+
+    def run(self, compute: Compute) -> None:
         try:
             if self._begin is not None:
                 self.span = self._begin()
-            output = compute(self._step)
+            output = compute(self._step, self._sampled_before)
             if self.span is not None:
                 self.span.end()
         except BaseException as error:
@@ -178,10 +194,12 @@ class RankGroup:
         return f"tensor-parallel rank {', '.join(silent)} of this worker is silent" if silent else ""
 
     def launch(self, step: StepInput) -> LaunchedStep:
-        assert self._newest is None or self._newest.is_done, "a step was launched before the one before it was done"
+        before = self._newest
+        assert before is None or before.is_done, "a step was launched before the one before it was done"
+        sampled = before.sampled if before is not None and step.has_unread_tokens else None
         self._number += 1
         self._num_steps += 1
-        launched = self._newest = LaunchedStep(step, self._sampler, self._meter, self._begin_span)
+        launched = self._newest = LaunchedStep(step, self._sampler, self._meter, self._begin_span, sampled)
         if self._followers:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
         if len(step.token_ids) >= OVERLAP_TOKENS:
@@ -220,9 +238,9 @@ class RankGroup:
 
         ahead: DeviceSpan | None = None
 
-        def compute(step: StepInput) -> StepOutput:
+        def compute(step: StepInput, sampled: torch.Tensor | None) -> StepOutput:
             try:
-                output = self._local.step(step)
+                output = self._local.step(step, sampled)
                 if ahead is not None:
                     ahead.wait()
                 return output

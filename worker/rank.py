@@ -139,14 +139,16 @@ class RankExecutor:
         _start("kv-gather", self._run_gathers)
         _start("kv-issue", self._run_issues)
 
-    def step(self, step: StepInput) -> StepOutput:
+    def step(self, step: StepInput, sampled: torch.Tensor | None = None) -> StepOutput:
         """Runs one forward pass. Steps are counted from 1 in the order of these calls.
 
-        Nobody waits for the layers of a decode step, and only a step that tells of none can be replayed as a whole.
+        `sampled`: the tokens that the step before led to, on the device, for a step that was launched before they are
+        read. Nobody waits for the layers of a decode step, and only a step that tells of none can be replayed as a
+        whole.
         """
         notes_layers = len(step.token_ids) >= OVERLAP_TOKENS and not is_decode(step)
         with self._on_device():
-            output = self._runner.run(step, on_layer=self._progress.layer_done if notes_layers else None)
+            output = self._runner.run(step, self._progress.layer_done if notes_layers else None, sampled)
             self._progress.step_done()
         return output
 

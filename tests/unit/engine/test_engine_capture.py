@@ -53,6 +53,7 @@ def test_inputs_are_the_steps_and_what_pads_them_is_in_the_scratch_block(
         count, size = len(starts), len(starts) + spare
 
         memory.fill(step, size)
+        memory.pick_tokens(size)
         inputs = memory.of(size)
 
         paged = inputs.batch.paged

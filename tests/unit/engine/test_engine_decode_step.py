@@ -93,6 +93,17 @@ def test_a_step_that_came_as_bytes_gives_the_same(folder: Path) -> None:
     assert torch.equal(runner.forward(StepInput.from_bytes(step.to_bytes())), runner.forward(step))
 
 
+def test_tokens_that_are_not_read_yet_give_the_same_as_those_that_are(folder: Path) -> None:
+    """In one call and layer by layer."""
+    runner, step = prepared(folder), decode_step(LENGTHS)
+    sampled = torch.tensor([*step.token_ids[::-1], 3])
+    ahead = replace(step, token_ids=np.arange(-len(LENGTHS), 0, dtype=np.int32))
+    ahead.token_ids[0] = step.token_ids[0]  # this one is known
+    expected = runner.forward(step)
+    assert torch.equal(runner.run(ahead, sampled=sampled).logits, expected)
+    assert torch.equal(runner.run(ahead, lambda count: None, sampled).logits, expected)
+
+
 def test_the_number_of_threads_changes_nothing(folder: Path) -> None:
     runner, step = prepared(folder), decode_step(LENGTHS)
     before = torch.get_num_threads()

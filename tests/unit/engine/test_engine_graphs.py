@@ -206,6 +206,27 @@ def test_what_is_no_decode_step_is_computed_as_ever(case: Case) -> None:
     assert layers == [1, 2, 3, 4] and (crowd - case.expected[0]).abs().max() < 1e-4
 
 
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_tokens_are_taken_from_the_step_before_without_being_read(case: Case, data: st.DataObject) -> None:
+    """By replays and by steps that are computed as ever; a step of more rows than any recording has comes before."""
+    num_rows = data.draw(st.sampled_from([1, 3, MOST, MOST + 3]))
+    sampled = torch.tensor(data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=num_rows, max_size=num_rows)))
+    ahead = data.draw(st.lists(st.integers(-num_rows, VOCAB_SIZE - 1), min_size=1, max_size=MOST))
+    known = [token if token >= 0 else int(sampled[-1 - token]) for token in ahead]
+    replays = len(case.replayed)
+    prompt = [SequenceSlice((1, 2, 3), 0, (40,), wants_logits=True)] if data.draw(st.booleans()) else []
+
+    given, expected = (
+        build_step([SequenceSlice((t,), 0, (i,), True) for i, t in enumerate(tokens)] + prompt, BLOCK_SIZE)
+        for tokens in (ahead, known)
+    )
+    logits = case.graphs.run(given, sampled=sampled).logits.clone()
+
+    assert len(case.replayed) - replays == (not prompt and num_rows <= MOST)
+    assert torch.allclose(logits, case.eager.forward(expected), atol=1e-4)
+
+
 def test_logits_of_one_step_do_not_depend_on_the_one_before(case: Case) -> None:
     steps = [build_step([SequenceSlice((ids,), 0, (2,), wants_logits=True)], BLOCK_SIZE) for ids in (5, 6)]
 

@@ -104,3 +104,22 @@ def test_a_decode_step_is_laid_out_as_any_other(sequences: list[tuple[int, int]]
     assert_equal(short, replace(long, block_copies=np.zeros((0, 2), dtype=np.int32)))
     assert is_decode(short) == is_decode(long) == bool(slices)
     assert is_decode(StepInput.from_bytes(short.to_bytes())) == bool(slices)
+
+
+@settings(max_examples=60, deadline=None)
+@given(slices=SLICES, sampled=st.lists(st.integers(0, 500), min_size=1, max_size=6), data=st.data())
+def test_tokens_that_are_not_read_yet_are_those_that_the_step_before_led_to(
+    slices: list[SequenceSlice], sampled: list[int], data: st.DataObject
+) -> None:
+    """Some of a step's tokens stand for rows of the step before, also in the bytes for other ranks."""
+    rows = [data.draw(st.none() | st.integers(0, len(sampled) - 1)) for s in slices for _ in s.token_ids]
+    tokens, ids = iter(rows), iter(t for s in slices for t in s.token_ids)
+    ahead = [
+        replace(s, token_ids=tuple(t if (r := next(tokens)) is None else -1 - r for t in s.token_ids)) for s in slices
+    ]
+    step = StepInput.from_bytes(build_step(ahead, 4).to_bytes())
+
+    assert step.has_unread_tokens == any(row is not None for row in rows)
+    known = step.with_tokens(np.array(sampled, dtype=np.int64))
+    assert known.token_ids.tolist() == [next(ids) if row is None else (next(ids), sampled[row])[1] for row in rows]
+    assert_equal(replace(known, token_ids=step.token_ids), step)

@@ -7,6 +7,7 @@ waited for, all raise here. What is launched is counted.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,9 @@ def _runner(folder: Path, attention: str, tp: TPGroup | None = None, **formats: 
     )
 
 
-def _launched(runner: ModelRunner, step: StepInput) -> Launches:
+def _launched(runner: ModelRunner, step: StepInput, sampled: torch.Tensor | None = None) -> Launches:
     with Launches() as launches:
-        output = runner.run(step)
+        output = runner.run(step, sampled=sampled)
     assert not launches.blocking
     assert output.logits.shape == (len(step.logits_indices), VOCAB_SIZE)
     assert output.logits.dtype == torch.float32 and output.logits.device == torch.device(DEVICE)
@@ -107,6 +108,8 @@ def test_a_step_in_any_format_stays_on_its_device_and_waits_for_nothing(
             _runner(folder, attention, ProcessGroupTP(FakeProcessGroup._create_internal(rank, 2)), **named)
             for rank in range(2)
         ]
+        sampled = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+        assert _launched(alone, replace(DECODE, token_ids=-DECODE.token_ids), sampled).total > 0
         for step in (DECODE, MIXED):
             assert _launched(alone, step).total > 0
             assert _launched(ranks[0], step).names == _launched(ranks[1], step).names

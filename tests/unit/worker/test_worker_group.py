@@ -47,12 +47,14 @@ class FakeExecutor:
 
     def __init__(self) -> None:
         self.ran_on: list[str] = []
+        self.sampled: list[torch.Tensor | None] = []
         self.num_threads: list[int] = []
         self.may_end = threading.Event()
         self.may_end.set()
         self.error: Exception | None = None
 
-    def step(self, step: StepInput) -> StepOutput:
+    def step(self, step: StepInput, sampled: torch.Tensor | None = None) -> StepOutput:
+        self.sampled.append(sampled)
         self.ran_on.append(threading.current_thread().name)
         self.num_threads.append(torch.get_num_threads())
         assert self.may_end.wait(SOON_S)
@@ -161,6 +163,19 @@ def test_a_long_step_runs_beside_its_launcher_and_wakes_it(bench: Bench) -> None
     assert bench.executor.num_threads == [torch.get_num_threads()]
 
 
+@pytest.mark.parametrize("num_tokens", [2, OVERLAP_TOKENS])
+def test_a_step_gets_the_tokens_of_the_one_before_it_that_nobody_has_read(bench: Bench, num_tokens: int) -> None:
+    first = bench.group.launch(a_step(2))
+    ahead = SequenceSlice((-1, *range(1, num_tokens)), 0, tuple(range(4)), wants_logits=True)
+    with pytest.raises(AssertionError, match="which was not sampled"):
+        bench.group.launch(build_step([ahead], 16))
+    first.sample([[greedy()]])
+    second = bench.group.launch(build_step([ahead], 16))
+    assert second.is_done or bench.woken.acquire(timeout=SOON_S)
+    assert [None if given is None else given.tolist() for given in bench.executor.sampled] == [None, [0]]
+    assert [token.token_id for token in first.tokens()] == [0] and len(tokens_of(second)) == 1
+
+
 def test_two_steps_never_run_at_one_time(bench: Bench) -> None:
     bench.executor.may_end.clear()
     bench.group.launch(a_step(OVERLAP_TOKENS))
@@ -261,7 +276,7 @@ def test_a_real_model_computes_the_same_on_either_thread_and_tells_of_every_laye
         assert torch.equal(when_told, runner.kv[layer]), f"layer {layer} was written after it was told of"
 
     executor = FakeExecutor()
-    executor.step = runner.run  # type: ignore[method-assign]
+    executor.step = lambda step, sampled=None: runner.run(step, sampled=sampled)  # type: ignore[method-assign]
     woken = threading.Event()
     sampler = Sampler(runner.config.vocab_size)
     group = RankGroup(

@@ -45,7 +45,9 @@ class FakeRunner:
         self.num_written = 0
         """Layers of all steps together."""
 
-    def run(self, step: StepInput, on_layer: Callable[[int], None] | None = None) -> StepOutput:
+    def run(
+        self, step: StepInput, on_layer: Callable[[int], None] | None = None, sampled: torch.Tensor | None = None
+    ) -> StepOutput:
         for layer in range(1, NUM_LAYERS + 1):
             if not self.is_free:
                 assert self.may_write.acquire(timeout=SOON_S)
