@@ -6,6 +6,7 @@ after their parent has gone), is named, killed, and fails the run.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -32,6 +33,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ[MARK] = uuid.uuid4().hex
+with contextlib.suppress(ImportError):  # a machine that only checks its GPU need not have it
+    import hypothesis
+
+    hypothesis.settings.register_profile("baton", deadline=None)  # an example takes what a busy machine makes of it
+    hypothesis.settings.load_profile("baton")
 # A shell has what it starts in the background ignore SIGINT, and what a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

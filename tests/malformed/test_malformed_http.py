@@ -49,7 +49,7 @@ async def test_nothing_that_is_sent_over_http_fails_inside(tmp_path: Path, num: 
         loop = asyncio.get_running_loop()
         statuses = Counter[int]()
 
-        @settings(max_examples=num, deadline=None, derandomize=True, database=None)
+        @settings(max_examples=num, derandomize=True, database=None)
         @given(st.sampled_from(["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]), BODIES)
         def send(path: str, body: dict[str, Any]) -> None:
             other = "messages" if path == "/v1/completions" else "prompt"

@@ -77,7 +77,6 @@ def throw(address: str, count: int) -> Flood:
 
     @settings(
         max_examples=count,
-        deadline=None,
         database=None,
         phases=(Phase.generate,),
         suppress_health_check=list(HealthCheck),

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scripted_router import baton
 
@@ -50,7 +50,6 @@ def test_what_is_left_out_has_its_default() -> None:
     assert key == ApiKey("a", DIGEST, "acme", ("generate",), 1.0, KeyQuota())
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.builds(

@@ -342,7 +342,7 @@ def test_a_very_long_line_is_shown_around_the_mistake(folder: Path) -> None:
     assert line[caret.index("^")] == "0"
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(value=st.text(max_size=40), key=st.sampled_from([key.path for key in reference()]))
 def test_whatever_stands_in_a_key_is_read_or_refused_but_never_breaks(folder: Path, value: str, key: str) -> None:
     text = f"metadata: {{serving: {{model: {{path: m}}, {nested(key, value)}}}}}"

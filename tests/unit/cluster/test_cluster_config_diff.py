@@ -48,7 +48,7 @@ def test_processes_take_over_the_run_time_values_of_the_sections_that_they_have(
     assert replace(taken.engine, max_num_batched_tokens=worker.engine.max_num_batched_tokens) == worker.engine
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 99), st.integers(1, 99), st.floats(1, 9).map(lambda s: round(s, 3)))
 def test_values_set_in_the_shipped_file_are_read_back_and_nothing_else_changes(
     prefill: int, decode: int, tpot_ms: float

@@ -157,7 +157,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_a_file_and_memory_say_the_same_of_every_batch(path: Path, steps: Sequence[object]) -> None:
     async def play(store: Store) -> list[object]:

@@ -114,7 +114,7 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_redis_and_memory_say_the_same(redis_of_session: RedisServer, steps: list[object]) -> None:
     async def play(store: Store, key: str) -> list[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.step_cost import StepCost, StepSize, usual, usual_by_role
@@ -15,7 +15,6 @@ WHOLE = st.builds(StepCost, PART, PART, PART, PART, PART)
 STEP = StepSize(100, 5050, 3, 300)
 
 
-@settings(deadline=None)
 @given(st.lists(WHOLE, min_size=1, max_size=5))
 def test_of_workers_that_have_seen_everything_a_step_takes_the_mean(costs: list[StepCost]) -> None:
     assert usual(costs).of(STEP) == pytest.approx(fmean(cost.of(STEP) for cost in costs))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.schema import ROLES, RoleName
@@ -208,7 +208,6 @@ def devices(members: Sequence[Member]) -> int:
     return sum(m.tp_size for m in members)
 
 
-@settings(deadline=None)
 @given(fleets(), wants(), st.one_of(st.none(), st.integers(0, 8)))
 def test_every_plan_ends_in_what_is_wanted_and_keeps_every_minimum_on_its_way(
     members: list[Member], wanted: dict[RoleName, Wanted], spare: int | None
@@ -238,7 +237,6 @@ def test_every_plan_ends_in_what_is_wanted_and_keeps_every_minimum_on_its_way(
     assert plan_ratio(now, wanted) == ()
 
 
-@settings(deadline=None)
 @given(fleets(), wants())
 def test_as_many_workers_flip_as_can_unless_both_roles_exchange_some(
     members: list[Member], wanted: dict[RoleName, Wanted]

@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from split_loads import COSTS, FOUR, OUTPUTS, PROMPTS, SLO, WORKER, load
 
@@ -62,7 +62,6 @@ def test_a_prompt_that_would_be_late_there_is_not_theirs() -> None:
     assert service.of(1, 4) == pytest.approx(service.mu_prefill)
 
 
-@settings(deadline=None)
 @given(
     prompt_s=st.floats(1e-3, 2.0),
     num_output_tokens=st.floats(1, 1000),
@@ -79,7 +78,6 @@ def test_the_best_split_is_next_to_the_ratio_of_both_rates(
     assert abs(best - min(max(exact, 1), num_workers - 1)) <= 1
 
 
-@settings(deadline=None)
 @given(
     prompt_s=st.floats(1e-3, 2.0),
     local=st.floats(0.5, 5.0),

@@ -350,6 +350,4 @@ class BlockManagerWalk(RuleBasedStateMachine):
 
 
 TestBlockManagerWalk = BlockManagerWalk.TestCase
-TestBlockManagerWalk.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
-)
+TestBlockManagerWalk.settings = settings(max_examples=60, stateful_step_count=40, derandomize=True, database=None)

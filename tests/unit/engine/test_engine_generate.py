@@ -91,7 +91,7 @@ PARAMS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(
     requests=st.lists(st.tuples(PROMPTS, PARAMS), min_size=1, max_size=4),
     block_size=st.sampled_from([1, 3, 4]),

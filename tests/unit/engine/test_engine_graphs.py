@@ -138,7 +138,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(graphs, eager, token_ids, expected, kv, replayed)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_replayed_step_equals_transformers_and_writes_nothing_but_its_own_tokens(
     case: Case, data: st.DataObject

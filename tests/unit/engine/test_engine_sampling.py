@@ -106,7 +106,7 @@ PARAMS = st.builds(
 ROWS = st.lists(st.builds(SampleRow, PARAMS, st.integers(0, 15), TOKEN_IDS, TOKEN_IDS), min_size=1, max_size=5)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
+@settings(max_examples=150, derandomize=True, database=None)
 @given(rows=ROWS, seed=st.integers(0, 1000))
 def test_every_batch_chooses_what_the_plain_reference_chooses(rows: list[SampleRow], seed: int) -> None:
     logits = random_logits(len(rows), VOCAB, seed)

@@ -72,7 +72,7 @@ SLICES = st.lists(
 COPIES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)), max_size=3)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@settings(max_examples=60, derandomize=True, database=None)
 @given(slices=SLICES, copies=COPIES)
 def test_a_step_survives_the_way_through_bytes(slices: list[SequenceSlice], copies: list[tuple[int, int]]) -> None:
     step = build_step(slices, 4, copies)
@@ -92,7 +92,7 @@ def test_bytes_whose_length_is_not_what_their_header_says_are_refused(damage: ob
         StepInput.from_bytes(damage(example().to_bytes()))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(0, 70)), max_size=9), st.sampled_from([4, 16]))
 def test_a_decode_step_is_laid_out_as_any_other(sequences: list[tuple[int, int]], block_size: int) -> None:
     """Its short way against the long one, which a block copy makes it take."""

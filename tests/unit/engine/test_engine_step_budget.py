@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.lifecycle import RequestKey
@@ -74,7 +74,6 @@ def test_a_step_that_is_planned_again_begins_afresh() -> None:
     assert budget.prompt(prompt(50)) == 20
 
 
-@settings(deadline=None)
 @given(
     num_decoding=st.integers(1, 50),
     held=st.integers(1, 5000),

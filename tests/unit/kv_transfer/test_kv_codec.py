@@ -167,7 +167,7 @@ def cuts(draw: st.DrawFn) -> tuple[int, int, int, int, list[Range]]:
 
 
 @given(cuts(), st.sampled_from(WIRE_FORMATS))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_prompt_cut_into_any_rectangles_arrives_whole(
     cut: tuple[int, int, int, int, list[Range]], wire_format: str
 ) -> None:

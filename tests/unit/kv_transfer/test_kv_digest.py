@@ -54,7 +54,7 @@ def test_every_single_flipped_bit_is_found(compute: Compute, data: bytes) -> Non
 
 @both
 @given(data=payloads, places=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_swapped_words_are_found(compute: Compute, data: bytes, places: st.DataObject) -> None:
     payload = tensor(data).view(torch.int64)
     one, other = (places.draw(st.integers(0, len(payload) - 1)) for _ in range(2))
@@ -78,7 +78,7 @@ def test_words_that_differ_in_their_highest_bit_alone_are_no_exception(compute: 
 
 @both
 @given(data=payloads, by=st.integers(1, 191))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_shifted_payload_is_found(compute: Compute, data: bytes, by: int) -> None:
     by %= len(data)
     shifted = data[by:] + data[:by]
@@ -88,7 +88,7 @@ def test_a_shifted_payload_is_found(compute: Compute, data: bytes, by: int) -> N
 
 @both
 @given(data=payloads, missing=st.integers(1, 192))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_payload_that_stops_early_is_found(compute: Compute, data: bytes, missing: int) -> None:
     kept = data[: max(0, len(data) - missing)]
     truncated = kept + bytes(len(data) - len(kept))
@@ -100,7 +100,7 @@ def test_a_payload_that_stops_early_is_found(compute: Compute, data: bytes, miss
 
 @both
 @given(data=payloads, other=payloads)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_another_payload_or_another_seed_has_another_digest(compute: Compute, data: bytes, other: bytes) -> None:
     assert compute(tensor(data), SEED) != compute(tensor(data), SEED + 1)
     assume(data != other)

@@ -76,7 +76,7 @@ def test_every_single_flipped_bit_is_found(kind: DigestKind, wire_format: str) -
 
 @pytest.mark.parametrize("wire_format", WIRE_FORMATS)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bytes_that_changed_places_or_were_lost_are_found(wire_format: str, data: st.DataObject) -> None:
     crossing = Crossing(wire_format)
     size = crossing.size

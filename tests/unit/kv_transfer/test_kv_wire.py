@@ -40,7 +40,7 @@ rows = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_
 @given(rows, st.sampled_from(list(CODES)))
 @example([torch.finfo(torch.float32).max], "int8")
 @example([torch.finfo(torch.float32).max], "fp8")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_no_value_is_further_off_than_promised(row: list[float], name: str) -> None:
     values = torch.tensor([row])
     off = (round_trip(values, name).double() - values.double()).abs()

@@ -115,7 +115,7 @@ events = st.lists(
 
 
 @given(events)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_what_is_counted_is_what_waits_and_all_of_it_runs_once(story: list[tuple[str, str, int, int]]) -> None:
     order, waiting, num_added = FairOrder(), dict[str, tuple[str, int]](), 0
     for what, tenant, priority, cost in story:
@@ -146,7 +146,7 @@ def test_what_is_counted_is_what_waits_and_all_of_it_runs_once(story: list[tuple
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.lists(st.integers(1, 50), min_size=1, max_size=200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_two_that_both_wait_are_never_further_apart_than_one_request_of_each(a: list[int], b: list[int]) -> None:
     order = FairOrder()
     for name, costs in (("a", a), ("b", b)):
@@ -165,7 +165,7 @@ def test_two_that_both_wait_are_never_further_apart_than_one_request_of_each(a: 
 @given(
     st.integers(1, 50), st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), max_size=300), st.integers(-1, 1)
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_nobody_is_starved_however_many_come_later(cost: int, later: list[tuple[str, int]], priority: int) -> None:
     """The victim's tenant has half the weight, and the others' class is as high or higher."""
     order = FairOrder()
@@ -191,7 +191,7 @@ def test_nobody_is_starved_however_many_come_later(cost: int, later: list[tuple[
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50), st.integers(-1, 1)), max_size=60), st.integers(0, 1)
 )
 @example([("a", 1, 0), ("b", 1, 0), ("b", 3, 0)], 0)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_what_is_predicted_to_run_before_a_newcomer_is_enough(
     others: list[tuple[str, int, int]], priority: int
 ) -> None:

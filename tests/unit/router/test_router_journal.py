@@ -268,7 +268,7 @@ def serve_weights(router: Router, revision: str) -> None:
         worker.weights_revision = revision
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flushes=st.sets(st.integers(0, 11)), leaves_at=st.integers(1, 11), held=st.integers(0, 11))
 def test_a_store_that_forgets_between_any_two_messages_is_told_again(
     tmp_path_factory: pytest.TempPathFactory, flushes: set[int], leaves_at: int, held: int

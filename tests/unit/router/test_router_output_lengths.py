@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.routing.demand import FIRST_GUESS_TOKENS, OutputLengths
@@ -31,7 +31,6 @@ def test_what_ended_long_ago_counts_less_and_less() -> None:
     assert 890 < lengths.expected(1000) <= 900
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 5000))), st.integers(1, 5000))
 def test_it_is_a_length_that_can_be(ended: list[tuple[int, int]], most: int) -> None:
     lengths = OutputLengths()

@@ -117,7 +117,7 @@ def test_of_a_prompt_that_nobody_has_only_the_first_group_is_looked_at(monkeypat
     assert looked == {"end of 0": 2, "block of 0": 1, "end of 1": 1, "block of 1": 3}
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(st.lists(st.integers(0, len(LONG_HASHES)), min_size=1, max_size=80))
 def test_of_workers_that_hold_beginnings_of_a_prompt_each_ones_length_is_found(lengths: list[int]) -> None:
     holders = Holders()
@@ -161,7 +161,7 @@ CHANGES = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(st.lists(CHANGES, max_size=30))
 def test_workers_that_share_a_table_know_what_each_would_know_alone(
     changes: list[tuple[int, str, set[bytes]]],

@@ -122,7 +122,7 @@ MOVES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+@settings(max_examples=300, derandomize=True, database=None)
 @given(st.lists(MOVES, max_size=60), st.integers(1, 5), st.integers(1, 20))
 def test_whatever_is_lost_on_the_way_a_router_that_asks_knows_the_cache(
     moves: list[tuple[str, list[int] | str]], most_hashes: int, most_changes: int

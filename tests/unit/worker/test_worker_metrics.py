@@ -260,7 +260,7 @@ CALLS = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(CALLS, max_size=30))
 def test_events_in_any_order_neither_raise_nor_make_a_new_series(calls: list[tuple[object, ...]]) -> None:
     metrics = HandoffMetrics()

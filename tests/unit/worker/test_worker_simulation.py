@@ -243,7 +243,7 @@ scenes = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 @given(scene=scenes)
 def test_any_cluster_under_any_faults_tells_the_right_tokens_once_and_gives_everything_back(scene: Scene) -> None:
     scene.load.carry(scene.world())
