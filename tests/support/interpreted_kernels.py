@@ -1,4 +1,4 @@
-"""Triton's interpreter made to work with this numpy: import it in a test of kernels before `engine.triton`.
+"""Triton's interpreter made to work with this numpy, and faster: import it in a test of kernels before `engine.triton`.
 
 Skips the test module where triton has no build. `DEVICE` is where the kernels run: interpreted on the CPU, or compiled
 where there is a GPU.
@@ -34,5 +34,16 @@ def _convert(numbers: Any, source: Any, target: Any, rounding: Any) -> Any:
     return rounded.view(torch.uint16).numpy()
 
 
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """triton 3.6 looks through the whole language whenever one device function calls another: most of its time. What
+    that changes stays, and the kernel that is run has done the rest."""
+    if function.fn not in _seen:
+        _seen.add(function.fn)
+        interpreter._patch_lang(function.fn)
+    return function.rewrite()(*args, **kwargs)
+
+
+_seen: set[Any] = set()
 interpreter._patch_lang_tensor = _patch
+interpreter.InterpretedFunction.__call__ = _call
 interpreter._convert_float = _convert
