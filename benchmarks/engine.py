@@ -72,6 +72,15 @@ class Spent:
         return 1.0 - self.share("products") - self.share("attention")
 
 
+def sample_next(sampler: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
+    """Tokens of the rows, whose outputs, lists, grow by them."""
+    token_ids = [sampled.token_id for sampled in sampler.sample(logits, rows)]
+    for row, token_id in zip(rows, token_ids, strict=True):
+        assert isinstance(row.output_token_ids, list), "the output of a row cannot grow"
+        row.output_token_ids.append(token_id)
+    return token_ids
+
+
 class Bench:
     """One loaded model."""
 
@@ -90,16 +99,16 @@ class Bench:
         sizes = {"num_blocks": -(-max_tokens // block_size), "block_size": block_size}
         self.runner = ModelRunner(folder, tp=SingleGroup(), **{"device": "cpu", "dtype": "auto", **sizes, **wanted})
         self.config = self.runner.config
-        self._sampler = Sampler(self.config.vocab_size)
+        self._sampler = Sampler(self.config.vocab_size, wanted.get("kernels", "auto"))
         self._params = SamplingParams(max_output_tokens=1, temperature=0.0)
 
     def decode(self, batch_size: int, num_steps: int) -> None:
         """So many steps of `batch_size` sequences, each with a table of its own."""
-        rows = [SampleRow(self._params, 0, (1,), []) for _ in range(batch_size)]
+        rows = [SampleRow(self._params, i, (1,), []) for i in range(batch_size)]
         token_ids = [5] * batch_size
         for _ in range(num_steps):
             logits = self.runner.forward(self.decode_step(token_ids))
-            token_ids = [sampled.token_id for sampled in self._sampler.sample(logits, rows)]
+            token_ids = sample_next(self._sampler, logits, rows)
 
     def decode_step(self, token_ids: list[int]) -> StepInput:
         """One token for each sequence, whose number is its place in the list."""

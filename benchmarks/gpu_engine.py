@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine import Bench, timed
+from benchmarks.engine import Bench, sample_next, timed
 from benchmarks.gpu_part import Clock, attempt, found, run_named
 from engine.checkpoint import Checkpoint, TensorSlice
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 256
@@ -44,6 +46,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16, varlen": {"graphs": True, "attention": "varlen"},
 }
 """In the order in which they are measured while there is time."""
+SAMPLED: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {},
+    "filtered": {"top_k": 50, "top_p": 0.95},
+    "penalised": {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    "scored": {"top_logprobs": 5},
+}
+"""Rows whose sampling is timed."""
 VARIANT_S = 12.0
 """A variant is not begun with less time than this."""
 NOT_HERE = {"ray"}
@@ -234,6 +244,8 @@ def speed(device: str, clock: Clock) -> None:
         for size in plan.prompt if name == "bf16" else plan.prompt[:1]:
             attempt(f"{name}: prefill of {size}", lambda size=size, bench=bench: measure_prefill(bench, plan, size))  # type: ignore[misc]
         if name == "bf16":
+            for size in plan.batch:
+                attempt(f"sampling of {size}", lambda size=size: measure_sampling(plan, size))  # type: ignore[misc]
             attempt("kernels of one step", lambda bench=bench: profile_step(bench, plan))  # type: ignore[misc]
         del bench
         plan.forget()
@@ -266,6 +278,18 @@ def measure_prefill(bench: Bench, plan: Plan, size: int) -> dict[str, float]:
         "tok_s": round(size / took_s, 1),
         "mfu": float(f"{bench.prefill_flops(size) / took_s / limit:.3g}"),
     }
+
+
+def measure_sampling(plan: Plan, size: int) -> dict[str, float]:
+    """Microseconds of one choice of tokens with its reading, by Baton's kernels and in plain torch."""
+    logits, found_us = torch.randn((size, plan.sizes[-1]), device=plan.device) * 3, {}
+    for name, fields in SAMPLED.items():
+        for by, kernels in (("us", "auto"), ("torch_us", "torch")):
+            sampler = Sampler(plan.sizes[-1], kernels)
+            rows = [SampleRow(SamplingParams(seed=i, **fields), 0, (1, 2, 3), []) for i in range(size)]
+            took_s = median_s(lambda: sample_next(sampler, logits, rows), plan.device)  # noqa: B023
+            found_us[f"{name}_{by}"] = round(1e6 * took_s, 1)
+    return found_us
 
 
 def profile_step(bench: Bench, plan: Plan) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from engine.attention.interface import AttentionBatch
 from engine.attention.registry import choose_attention
 from engine.checkpoint import Checkpoint
+from engine.copies import upload
 from engine.cuda_graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
 from engine.kv.pool import KvCache
 from engine.layers.linear import Loader
@@ -31,7 +32,6 @@ from engine.native.decode_step import choose_decode_step
 from engine.sampling.prompt_logprobs import PromptScores, score_rows
 from engine.step_input import IntArray, StepInput
 from engine.tp import TPGroup
-from engine.upload import upload
 
 
 class StepOutput(NamedTuple):

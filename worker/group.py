@@ -20,15 +20,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+import numpy as np
 import torch
 
 from cluster.errors import BatonError
 from cluster.failure_detector import FailureDetector, FailureTimeouts, Liveness
 from cluster.pb import rank_pb2
+from engine.copies import upload
 from engine.cpu_runtime import end_helpers
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow
-from engine.sampling.sampler import Sampler, Samples
+from engine.sampling.sampler import Sampler
+from engine.sampling.samples import Samples
 from engine.step_input import StepInput
 from worker.handoff_connection import Done, Post
 from worker.rank import OVERLAP_TOKENS, ErrorKind, RankExecutor, Reply
@@ -98,7 +101,8 @@ class LaunchedStep:
         logits = self._future.result().logits
         flat = [row for of_one in rows for row in of_one]
         if flat and len(flat) != len(rows):
-            logits = logits[[i for i, of_one in enumerate(rows) for _ in of_one]]
+            copied = [i for i, of_one in enumerate(rows) for _ in of_one]
+            logits = logits.index_select(0, upload(copied, logits.device, np.int64))
         self._samples = self._sampler.launch(logits, flat) if flat else None
         if self.span is not None and flat:
             self.span.end()

@@ -129,10 +129,12 @@ class Leader(_Rank):
         self._report_choices(loaded)
         timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
         meter = None if settings.metrics_port is None else StepMeter(resolved.work)
+        sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
+        sampler.warm_up(loaded.runner.device)
         group = self._group = RankGroup(
             lambda reply: RankExecutor(loaded.runner, loaded.transfer_engine, reply),
             followers,
-            Sampler(resolved.config.vocab_size),
+            sampler,
             post=inbox.post,
             lost=self._rank_lost,
             timing=timing,

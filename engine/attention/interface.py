@@ -19,9 +19,9 @@ from typing import Any, Protocol, TypeVar, cast
 import numpy as np
 import torch
 
+from engine.copies import upload
 from engine.kv.pool import decode, is_rounded
 from engine.step_input import IntArray, StepInput
-from engine.upload import upload
 
 Derived = TypeVar("Derived")
 _MAX_GATHERED = 1 << 16

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.copies import upload
 from engine.sampling.params import SampledToken
 from engine.step_input import IntArray
-from engine.upload import upload
 
 SLICE_BYTES = 16 << 20
 

@@ -35,10 +35,12 @@ MULTIPLIER_3 = _signed(0x31848BAB)
 
 def row_keys(seeds: Sequence[int], sequence_indices: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.int32]:
     """One 64-bit key a row, as int32 [R, 2]. Seeds are taken modulo 2**64."""
-    key = np.array([seed & UINT64_MASK for seed in seeds], dtype=np.uint64)
-    for counter in (sequence_indices, positions):
-        key = _splitmix64(_splitmix64(key) ^ np.array(counter, dtype=np.uint64))
-    return key.astype("<u8").view("<i4").reshape(-1, 2).astype(np.int32)
+    return _halves(_splitmix64(_sequence_keys(seeds, sequence_indices) ^ np.array(positions, dtype=np.uint64)))
+
+
+def sequence_keys(seeds: Sequence[int], sequence_indices: Sequence[int]) -> npt.NDArray[np.int32]:
+    """What is the same in a row's key at every position, int32 [R, 2]: splitmix64 of this ^ position is the key."""
+    return _halves(_sequence_keys(seeds, sequence_indices))
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -63,6 +65,15 @@ def _xor_shift(bits: Tensor, shift: int, scratch: Tensor) -> Tensor:
     """bits ^= bits >>> shift; the mask undoes the sign that int32's shift drags in."""
     torch.bitwise_right_shift(bits, shift, out=scratch)
     return bits.bitwise_xor_(scratch.bitwise_and_((1 << (32 - shift)) - 1))
+
+
+def _sequence_keys(seeds: Sequence[int], sequence_indices: Sequence[int]) -> npt.NDArray[np.uint64]:
+    key = _splitmix64(np.array([seed & UINT64_MASK for seed in seeds], dtype=np.uint64))
+    return _splitmix64(_splitmix64(key ^ np.array(sequence_indices, dtype=np.uint64)))
+
+
+def _halves(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.int32]:
+    return keys.astype("<u8").view("<i4").reshape(-1, 2).astype(np.int32)
 
 
 def _splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

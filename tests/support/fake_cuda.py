@@ -18,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from engine.checkpoint import Checkpoint, TensorSlice
 
@@ -37,6 +38,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         patch.setattr("engine.model_runner.resolve_device", lambda wanted: DEVICE)
         patch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        patch.setattr(torch.cuda, "current_stream", lambda device: None)
+        patch.setattr(torch.cuda, "Event", _Event)
         patch.setitem(sys.modules, "flash_attn", _flash_attn())
         for kernels in _triton_kernels():
             patch.setattr(kernels, "run", _note_kernel)
@@ -45,6 +48,18 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
                 yield
         finally:
             _pinned.clear()
+
+
+class Waited(Exception):
+    """The host has waited for the device."""
+
+
+class _Event:
+    def record(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        raise Waited("for an event")
 
 
 def _flash_attn() -> ModuleType:
@@ -86,7 +101,7 @@ def _triton_kernels() -> list[Any]:
 
 
 def _note_kernel(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    devices = {value.device for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)}
+    devices = {value.device for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
     assert devices == {torch.device(DEVICE)}, f"{kernel.__name__} gets tensors of {sorted(map(str, devices))}"
     for launches in _active:
         launches.names[f"triton::{kernel.__name__}"] += 1
@@ -160,6 +175,9 @@ class _WithoutGuards(TorchFunctionMode):
             return aten.copy_(_at(*args[:2]), args[2])
         if func is torch.Tensor.copy_:
             return aten.copy_(*args, **kwargs)
+        if func is torch.empty and kwargs.pop("pin_memory", False):
+            _pinned.append(torch.empty(*args, **kwargs))
+            return _pinned[-1]
         if func is torch.Tensor.pin_memory:
             _pinned.append(args[0].detach())
             return _pinned[-1]
