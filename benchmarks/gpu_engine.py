@@ -29,6 +29,7 @@ from benchmarks.gpu_part import Clock, attempt, found, run_named
 from engine.checkpoint import Checkpoint, TensorSlice
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.step_input import SequenceSlice, build_step
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_SIZE = 256
@@ -38,6 +39,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {"graphs": True},
     "fp8": {"graphs": True, "quantization": "fp8"},
+    "bf16, deterministic": {"graphs": True, "deterministic": True},
     "int8": {"graphs": True, "quantization": "int8"},
     "int4": {"graphs": True, "quantization": "int4"},
     "bf16, kv int8": {"graphs": True, "kv_cache_dtype": "int8"},
@@ -243,12 +245,33 @@ def speed(device: str, clock: Clock) -> None:
             attempt(f"{name}: decode of {size}", lambda size=size, bench=bench: measure_decode(bench, plan, size))  # type: ignore[misc]
         for size in plan.prompt if name == "bf16" else plan.prompt[:1]:
             attempt(f"{name}: prefill of {size}", lambda size=size, bench=bench: measure_prefill(bench, plan, size))  # type: ignore[misc]
+        if wanted.get("deterministic"):
+            attempt(f"{name}: bits", lambda bench=bench: compare_bits(bench, plan))  # type: ignore[misc]
         if name == "bf16":
             for size in plan.batch:
                 attempt(f"sampling of {size}", lambda size=size: measure_sampling(plan, size))  # type: ignore[misc]
             attempt("kernels of one step", lambda bench=bench: profile_step(bench, plan))  # type: ignore[misc]
         del bench
         plan.forget()
+
+
+def compare_bits(bench: Bench, plan: Plan) -> dict[str, Any]:
+    """Logits of one sequence: beside others, and generated token by token instead of computed at once."""
+    beside = [bench.runner.forward(bench.decode_step([5] * size))[0].clone() for size in plan.batch]
+    ids, table = tuple(range(3, 3 + min(plan.context, plan.chunk))), tuple(range(-(-plan.context // BLOCK_SIZE)))
+
+    def last_logits(*ends: int) -> torch.Tensor:
+        logits = torch.empty(0)
+        for start, end in zip((0, *ends), (*ends, len(ids)), strict=True):
+            logits = bench.runner.forward(build_step([SequenceSlice(ids[start:end], start, table, True)], BLOCK_SIZE))
+        return logits[0].clone()
+
+    at_once, generated = last_logits(), last_logits(len(ids) // 2, *range(len(ids) - 8, len(ids)))
+    differing = {
+        "beside_others": sum(not torch.equal(logits, beside[0]) for logits in beside),
+        "generated": int((at_once != generated).sum()),
+    }
+    return differing | ({"error": "a token's logits are not the same in any step"} if any(differing.values()) else {})
 
 
 def measure_decode(bench: Bench, plan: Plan, size: int) -> dict[str, float]:

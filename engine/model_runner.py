@@ -31,7 +31,7 @@ from engine.native import Native
 from engine.native.decode_step import choose_decode_step
 from engine.sampling.prompt_logprobs import PromptScores, score_rows
 from engine.step_input import IntArray, StepInput
-from engine.tp import TPGroup
+from engine.tp import OrderedSums, TPGroup
 
 
 class StepOutput(NamedTuple):
@@ -59,29 +59,34 @@ class ModelRunner:
         quantization: str = "none",
         kv_cache_dtype: str = "auto",
         kernels: str = "auto",
+        deterministic: bool = False,
         graphs_up_to: int = 0,
         capture: Capture | None = None,
         open_weights: Callable[[Path], Checkpoint] = Checkpoint,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
-        Without `num_blocks` there is no KV pool until `make_pool`.
+        Without `num_blocks` there is no KV pool until `make_pool`. `deterministic`: a token's logits have the same bits
+        in any step, generated or as a part of a prompt.
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
         self.config = ModelConfig.from_folder(model_path)
         self.config.check_tp_size(tp.size)
+        tp = OrderedSums(tp) if deterministic and tp.size > 1 else tp
         self._tp = tp
         self.device = torch.device(resolve_device(device))
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
         self.block_size = block_size
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
-        ops, products, self.kernels_reason = choose_ops(kernels, self.device, torch_dtype, self.config.head_dim)
+        ops, products, self.kernels_reason = choose_ops(
+            kernels, self.device, torch_dtype, self.config.head_dim, deterministic
+        )
         """The origin of Baton's own kernels, or why they are not used."""
         native = products if isinstance(products, Native) else None
         self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
-        self._attention, _ = choose_attention(attention, self.device, torch_dtype, native, block_size, self._kv_dtype)
+        self._attention, _ = choose_attention(attention, self.device, torch_dtype, products, block_size, self._kv_dtype)
         packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products

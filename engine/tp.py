@@ -1,7 +1,8 @@
 """Tensor-parallel groups: `TPGroup`, the two collectives that layers need, and its implementations.
 
 `SingleGroup` is one rank; `ProcessGroupTP` spans processes over Gloo or NCCL, made from a store and never torch's
-default group. Layers get a group as an argument and know neither. Every rank gets the same bits of a sum.
+default group. Layers get a group as an argument and know neither. Every rank gets the same bits of a sum; `OrderedSums`
+gives them to each row whatever else is summed with it.
 """
 
 from __future__ import annotations
@@ -71,6 +72,28 @@ class ProcessGroupTP:
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""
         self._group.abort()
+
+
+class OrderedSums:
+    """The ranks of another group, whose sums are made in float32 and in rank order, whatever the tensor's size.
+
+    NCCL and Gloo choose the order by the size, and by where an element lies. So each rank gets all terms here and adds
+    them itself: among n ranks it receives n / 2 times as much.
+    """
+
+    def __init__(self, group: TPGroup) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        first, *others = self._group.all_gather(tensor.unsqueeze(0), dim=0)
+        total = first.float()
+        for term in others:
+            total += term
+        tensor.copy_(total)
+
+    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return self._group.all_gather(tensor, dim)
 
 
 def _wait(work: Any) -> None:

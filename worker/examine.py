@@ -33,6 +33,7 @@ from engine.checkpoint import Checkpoint
 from engine.layers.ops import TorchOps, choose_ops
 from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.models.config import ModelConfig
+from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
 from worker.loading import checkpoint_digest, expect_memory, resolve
 
@@ -137,15 +138,17 @@ def _sizes(settings: WorkerSettings) -> dict[str, Any]:
 def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
     dtype, engine = _dtype(settings, device), settings.engine
     kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, str(dtype).removeprefix("torch."), device)
+    kernels = TritonProducts(engine.deterministic) if device != "cpu" else None
     backend, why = choose_attention(
-        engine.attention, torch.device(device), dtype, None, engine.block_size, getattr(torch, kv_dtype)
+        engine.attention, torch.device(device), dtype, kernels, engine.block_size, getattr(torch, kv_dtype)
     )
     return {"name": backend.name, "why": why}
 
 
 def _kernels(settings: WorkerSettings, device: str) -> dict[str, Any]:
-    head_dim = ModelConfig.from_folder(settings.model.path).head_dim
-    ops, _, why = choose_ops(settings.engine.kernels, torch.device(device), _dtype(settings, device), head_dim)
+    engine, head_dim = settings.engine, ModelConfig.from_folder(settings.model.path).head_dim
+    dtype = _dtype(settings, device)
+    ops, _, why = choose_ops(engine.kernels, torch.device(device), dtype, head_dim, engine.deterministic)
     return {"are_native": not isinstance(ops, TorchOps), "why": why}
 
 

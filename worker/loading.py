@@ -89,8 +89,8 @@ class Resolved:
     @property
     def _kernels(self) -> Kernels | None:
         dtype: torch.dtype = getattr(torch, self.dtype)
-        wanted = self.settings.engine.kernels
-        return choose_kernels(wanted, torch.device(self.device), dtype, self.config.head_dim)[0]
+        engine, device = self.settings.engine, torch.device(self.device)
+        return choose_kernels(engine.kernels, device, dtype, self.config.head_dim, engine.deterministic)[0]
 
     @property
     def demand(self) -> MemoryDemand:
@@ -203,6 +203,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         quantization=settings.model.quantization,
         kv_cache_dtype=settings.engine.kv_cache_dtype,
         kernels=settings.engine.kernels,
+        deterministic=settings.engine.deterministic,
         graphs_up_to=0 if settings.engine.enforce_eager else settings.engine.max_num_seqs,
         report=report,
     )

@@ -254,6 +254,25 @@ def _check_device(config: ServingConfig) -> Iterator[ConfigFinding]:
             "native are for the CPU, and engine.device is cuda; use auto",
             ("engine.device",),
         )
+    if config.engine.deterministic:
+        yield from _check_deterministic(config)
+
+
+def _check_deterministic(config: ServingConfig) -> Iterator[ConfigFinding]:
+    """What is known to break the promise before a device is looked at."""
+    engine = config.engine
+    for key, value, fitting in (
+        ("engine.kernels", engine.kernels, ("auto", "native")),
+        ("engine.attention", engine.attention, ("auto", "triton", "cpu")),
+        ("transfer.wire_format", config.transfer.wire_format, ("native",)),
+    ):
+        if value not in fitting:
+            yield ConfigFinding(
+                key,
+                f"{value} does not give a token the same bits in any step, and engine.deterministic is true; use "
+                f"{fitting[0]}",
+                ("engine.deterministic",),
+            )
 
 
 def _check_timers(config: ServingConfig) -> Iterator[ConfigFinding]:

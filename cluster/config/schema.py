@@ -121,6 +121,10 @@ class EngineSection:
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,
     and who copies pages in a hand-off; auto: Baton's kernels in Triton where they can be had."""
+    deterministic: bool = False
+    """Give each token the same bits whatever else a step holds, and whether it is generated or a part of a prompt, so
+    that a request that moves or is replayed goes on with the same tokens where weights, GPU and tensor_parallel are
+    alike. Slower; needs Baton's own kernels, and transfer.wire_format native. docs/gpu.md says what it costs."""
     enforce_eager: bool = False
     """Launch each operation of a decode step by itself, instead of replaying CUDA graphs captured at the start: starts
     sooner and takes less GPU memory, decodes slower. No difference on a CPU."""

@@ -41,7 +41,7 @@ class _DecodeGroup:
 
 @dataclass(frozen=True)
 class _Alone:
-    """Sequences of one new token, for the kernel."""
+    """Tokens that the kernel computes one by one: those of sequences with one new token, or all."""
 
     rows: torch.Tensor  # int64 [n] of the batch's tokens
     tables: torch.Tensor  # int32 [n, B]
@@ -75,7 +75,8 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self, kernels: Native | None = None) -> None:
-        """`kernels` as `engine.layers.ops.choose_native` gives them for the type that is to be computed in."""
+        """`kernels` as `engine.layers.ops.choose_native` gives them for the type that is to be computed in. Where they
+        are fixed, a prompt's tokens are computed like generated ones, each by itself, which takes longer."""
         self._kernels = kernels
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -116,9 +117,11 @@ class CpuAttention:
         window: tuple[int, int],
     ) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
-        alone = batch.once("cpu alone", lambda: _alone(batch))
+        alone = batch.once("cpu alone", lambda: _alone(batch, is_every=kernels.is_fixed))
         if alone is not None:
             kernels.paged_attention(q, pages, alone.tables, alone.lengths, alone.rows, out, scale, window[0])
+        if kernels.is_fixed:
+            return out
         if not kernels.computes_prompts(q.dtype, q.shape[2]):
             self._attend_prefills(q, *pages, batch, scale, window, out)
             return out
@@ -185,15 +188,19 @@ class CpuAttention:
         return keys, values
 
 
-def _alone(batch: AttentionBatch) -> _Alone | None:
-    step = batch.step
-    members = np.flatnonzero(batch.seqlens_q == 1)
+def _alone(batch: AttentionBatch, *, is_every: bool) -> _Alone | None:
+    """`is_every`: also the tokens of sequences with several new ones."""
+    step, counts = batch.step, batch.seqlens_q
+    members = np.flatnonzero(counts > 0 if is_every else counts == 1)
     if not len(members):
         return None
+    sequences = members.repeat(counts[members])
+    rows = np.arange(len(step.token_ids)) if is_every else step.cu_seqlens_q[members].astype(np.int64)
+    behind = step.cu_seqlens_q[sequences + 1] - 1 - rows  # tokens of the same sequence
     return _Alone(
-        rows=torch.from_numpy(step.cu_seqlens_q[members].astype(np.int64)),
-        tables=torch.from_numpy(step.block_tables[members]),
-        lengths=torch.from_numpy(step.seqlens_k[members]),
+        rows=torch.from_numpy(rows),
+        tables=torch.from_numpy(step.block_tables[sequences]),
+        lengths=torch.from_numpy((step.seqlens_k[sequences] - behind).astype(np.int32)),
     )
 
 

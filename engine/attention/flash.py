@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from engine.attention.interface import Attention, AttentionBatch, PagedBatch
+from engine.attention.interface import Attention, AttentionBatch, PagedBatch, unfixed
 from engine.kv.pool import is_rounded
-from engine.native import Native
+from engine.quantization.interface import Kernels
 from engine.step_input import SequenceSlice, build_step
 
 _PAGE_MULTIPLE = 256
@@ -24,9 +24,9 @@ _MOST_OFF = 0.02
 """Difference between two ways to compute a trial in bfloat16."""
 
 
-def flash_attn_backend(device: torch.device, dtype: torch.dtype, kernels: Native | None = None) -> Attention | str:
+def flash_attn_backend(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Attention | str:
     """The flash-attn package's backend, or why there is none."""
-    if obstacle := _obstacle(device, dtype):
+    if obstacle := _obstacle(device, dtype) or unfixed(kernels):
         return obstacle
     try:
         module = importlib.import_module("flash_attn")
@@ -35,9 +35,9 @@ def flash_attn_backend(device: torch.device, dtype: torch.dtype, kernels: Native
     return FlashAttention(module.flash_attn_varlen_func)
 
 
-def varlen_backend(device: torch.device, dtype: torch.dtype, kernels: Native | None = None) -> Attention | str:
+def varlen_backend(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Attention | str:
     """The backend over torch's varlen_attn, or why there is none."""
-    if obstacle := _obstacle(device, dtype):
+    if obstacle := _obstacle(device, dtype) or unfixed(kernels):
         return obstacle
     try:
         module = importlib.import_module("torch.nn.attention.varlen")

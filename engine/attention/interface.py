@@ -21,6 +21,7 @@ import torch
 
 from engine.copies import upload
 from engine.kv.pool import decode, is_rounded
+from engine.quantization.interface import Kernels
 from engine.step_input import IntArray, StepInput
 
 Derived = TypeVar("Derived")
@@ -141,6 +142,11 @@ class Attention(Protocol):
     ) -> torch.Tensor:
         """[T, Hq, D] queries against [N, K, H, D] pages; returns [T, Hq, D]."""
         ...
+
+
+def unfixed(kernels: Kernels | None) -> str:
+    """Says that a backend whose rows depend on one another does not fit, where kernels are fixed; empty elsewhere."""
+    return "a row's bits depend on the rest of the step there" if kernels is not None and kernels.is_fixed else ""
 
 
 def _part(step: StepInput, rows: slice, sequences: slice) -> StepInput:

@@ -9,19 +9,20 @@ import torch
 from cluster.errors import ConfigError
 from engine.attention.cpu import CpuAttention
 from engine.attention.flash import flash_attn_backend, varlen_backend
-from engine.attention.interface import Attention
+from engine.attention.interface import Attention, unfixed
 from engine.attention.triton import triton_backend
 from engine.native import Native
+from engine.quantization.interface import Kernels
 
-Make = Callable[[torch.device, torch.dtype, Native | None], Attention | str]
+Make = Callable[[torch.device, torch.dtype, Kernels | None], Attention | str]
 """Makes a backend for a device and a type, or returns why there is none. The kernels are those of
-`engine.layers.ops.choose_native`."""
+`engine.layers.ops.choose_kernels`; where they are fixed, a row must have the same bits in any step."""
 
 ATTENTION_BACKENDS: dict[str, Make] = {
     "flash_attn": flash_attn_backend,
     "triton": triton_backend,
     "varlen": varlen_backend,
-    "cpu": lambda device, dtype, kernels: CpuAttention(kernels),
+    "cpu": lambda device, dtype, kernels: _cpu_backend(kernels),
 }
 """In the order in which `auto` prefers them; the last one runs everywhere."""
 
@@ -30,7 +31,7 @@ def choose_attention(
     wanted: str,
     device: torch.device,
     dtype: torch.dtype,
-    kernels: Native | None = None,
+    kernels: Kernels | None = None,
     block_size: int = 16,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Attention, str]:
@@ -58,7 +59,13 @@ def choose_attention(
     return chosen, "; ".join([*why, *(() if chosen.name == "cpu" else ("the fastest here",))])
 
 
-def _make(name: str, device: torch.device, dtype: torch.dtype, kernels: Native | None) -> Attention:
+def _cpu_backend(kernels: Kernels | None) -> Attention | str:
+    if isinstance(kernels, Native):
+        return CpuAttention(kernels)
+    return unfixed(kernels) or CpuAttention()
+
+
+def _make(name: str, device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> Attention:
     if name not in ATTENTION_BACKENDS:
         names = ", ".join(("auto", *ATTENTION_BACKENDS))
         raise ConfigError(f"attention: {name!r} is unknown; use {names}")

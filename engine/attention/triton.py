@@ -1,7 +1,8 @@
 """Attention by Baton's own kernels in Triton (`engine.triton`): over pages of any block size, rounded ones included.
 
 Sequences with one new token are computed by the kernels of `paged_decode`, whatever else is in the step, and all others
-by that of `paged_prefill`: each row to the same bits in any batch and chunk.
+by that of `paged_prefill`: each row to the same bits in any batch and chunk. Where kernels are fixed, that of
+`paged_prefill` computes all of them, so that a token has the same bits generated and as a part of a prompt.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ import importlib
 import torch
 
 from engine.attention.interface import Attention, AttentionBatch
-from engine.native import Native
+from engine.quantization.interface import Kernels
 from engine.triton.target import obstacle
 
 
-def triton_backend(device: torch.device, dtype: torch.dtype, kernels: Native | None = None) -> Attention | str:
+def triton_backend(device: torch.device, dtype: torch.dtype, kernels: Kernels | None = None) -> Attention | str:
     """Baton's backend for GPUs, or why there is none."""
     if reason := obstacle(device):
         return reason
-    return TritonAttention()
+    return TritonAttention(is_fixed=kernels is not None and kernels.is_fixed)
 
 
 class TritonAttention:
@@ -27,7 +28,8 @@ class TritonAttention:
 
     name = "triton"
 
-    def __init__(self) -> None:
+    def __init__(self, is_fixed: bool = False) -> None:
+        self._fewest_tokens = 1 if is_fixed else 2
         self._decode = importlib.import_module("engine.triton.paged_decode").paged_decode
         self._prefill = importlib.import_module("engine.triton.paged_prefill").paged_prefill
 
@@ -49,10 +51,10 @@ class TritonAttention:
     ) -> torch.Tensor:
         paged, left, right = batch.paged, window_size[0], 0 if causal else window_size[1]
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        if paged.max_seqlen_q > 1:
-            self._prefill(
-                q, k, v, paged, out, scale=softmax_scale, window=(left, right), soft_cap=soft_cap, sinks=sinks
-            )
-        if paged.max_seqlen_q == 1 or (batch.seqlens_q == 1).any():
+        fewest = self._fewest_tokens
+        if paged.max_seqlen_q >= fewest:
+            options = {"scale": softmax_scale, "soft_cap": soft_cap, "sinks": sinks}
+            self._prefill(q, k, v, paged, out, window=(left, right), fewest=fewest, **options)
+        if fewest > 1 and (paged.max_seqlen_q == 1 or (batch.seqlens_q == 1).any()):
             self._decode(q, k, v, paged, out, scale=softmax_scale, left=left, soft_cap=soft_cap, sinks=sinks)
         return out

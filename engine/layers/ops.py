@@ -108,23 +108,34 @@ def choose_native(wanted: str, device: torch.device, dtype: torch.dtype, head_di
     return kernels, reason
 
 
-def choose_kernels(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Kernels | None, str]:
+def choose_kernels(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
+) -> tuple[Kernels | None, str]:
     """The kernels that multiply matrices, and their origin; or None where torch's do, and why.
 
-    `wanted` and what is raised are `choose_native`'s; `auto` takes Baton's kernels in Triton on a GPU.
+    `wanted` and what is raised are `choose_native`'s; `auto` takes Baton's kernels in Triton on a GPU. `deterministic`:
+    fixed ones; raises ConfigError where there are none.
     """
-    kernels, reason = choose_native(wanted, device, dtype, head_dim)
-    if kernels is not None or wanted == "torch" or device.type == "cpu":
-        return kernels, reason
-    if reason := obstacle(device):
-        return None, reason
-    return TritonProducts(), "in Triton"
+    native, reason = choose_native(wanted, device, dtype, head_dim)
+    if native is not None:
+        return native.fixed() if deterministic else native, reason
+    if wanted != "torch" and device.type != "cpu":
+        reason = obstacle(device) or (_misfit(head_dim) if deterministic else "")
+        if not reason:
+            return TritonProducts(deterministic), "in Triton"
+    if deterministic:
+        raise ConfigError(
+            f"engine.deterministic needs Baton's own kernels, which are not used: {reason}; set it to false"
+        )
+    return None, reason
 
 
-def choose_ops(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> tuple[Ops, Kernels | None, str]:
+def choose_ops(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, deterministic: bool = False
+) -> tuple[Ops, Kernels | None, str]:
     """The operations to use; the kernels of `choose_kernels`; and where the operations come from, or why they are
     torch's."""
-    kernels, reason = choose_kernels(wanted, device, dtype, head_dim)
+    kernels, reason = choose_kernels(wanted, device, dtype, head_dim, deterministic)
     if isinstance(kernels, Native):
         return kernels, kernels, reason
     if kernels is None or (misfit := _misfit(head_dim)):

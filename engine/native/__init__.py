@@ -10,6 +10,7 @@ Hq/H query/KV heads, D head_dim, W width of an MLP.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from functools import cache
 from typing import Any
@@ -42,6 +43,9 @@ _PAGE_SIGNATURES: dict[str, list[Any]] = {
 class Native:
     """The loaded library. Calls let other threads run; they compute with torch's number of threads."""
 
+    is_fixed = False
+    """Whether who uses it is to give a row the same bits in any step (`fixed`); its own functions do."""
+
     def __init__(self, library: str) -> None:
         self._library = ctypes.CDLL(library)
         self._functions: dict[tuple[str | torch.dtype, ...], Any] = {}
@@ -67,6 +71,12 @@ class Native:
         if self._has_prompts:
             pages = [_POINTER, _POINTER, _FLAG, _POINTER, _POINTER]
             self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *[_COUNT] * 6, _FLOAT, _COUNT])
+
+    def fixed(self) -> Native:
+        """The same library, for a model whose rows are to have the same bits in any step."""
+        other = copy.copy(self)
+        other.is_fixed = True
+        return other
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, add: Tensor | None = None, rounds: bool = False

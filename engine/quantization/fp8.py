@@ -1,7 +1,8 @@
 """The format `fp8`: float8_e4m3fn, whose steps grow with the value, with one float32 scale for each output.
 
 GPUs that multiply in fp8 do so, by rows of activations that are rounded as well. On other GPUs Baton's kernels in
-Triton make numbers of the weight in registers and round no row. Without either it is unpacked before each product.
+Triton make numbers of the weight in registers and round no row; so do those whose rows must not depend on one another.
+Without either it is unpacked before each product.
 
 Legend: T rows, I inputs, O outputs.
 """
@@ -23,6 +24,7 @@ from engine.quantization.interface import (
     TritonMatrix,
     TritonProducts,
     WeightFormat,
+    check_fixed,
 )
 
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -74,15 +76,15 @@ def round_to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _make(weight: Tensor, kernels: Kernels | None) -> Matrix:
-    if _multiplies_in_fp8(weight):
-        uses_triton = isinstance(kernels, TritonProducts)
-        return ScaledFp8Matrix(
-            weight, importlib.import_module("engine.triton.rounding").rounded if uses_triton else None
-        )
-    if isinstance(kernels, TritonProducts):
+    if isinstance(kernels, TritonProducts) and (kernels.is_fixed or not _multiplies_in_fp8(weight)):
         codes, scales = round_to_fp8(weight)
-        return TritonMatrix(codes.view(torch.uint8), scales.flatten(), "fp8")
-    return Fp8Matrix(weight)
+        return TritonMatrix(kernels, codes.view(torch.uint8), scales.flatten(), "fp8")
+    if not _multiplies_in_fp8(weight):
+        check_fixed(kernels, "fp8")
+        return Fp8Matrix(weight)
+    if kernels is None:
+        return ScaledFp8Matrix(weight)
+    return ScaledFp8Matrix(weight, importlib.import_module("engine.triton.rounding").rounded)
 
 
 def _multiplies_in_fp8(weight: Tensor) -> bool:

@@ -18,7 +18,15 @@ from torch import Tensor
 
 from engine.native import Native
 from engine.native.structures import INT4, INT4_ZEROS, INT8, SPAN, TILE, Tiles
-from engine.quantization.interface import Kernels, Matrix, TiledMatrix, TritonMatrix, TritonProducts, WeightFormat
+from engine.quantization.interface import (
+    Kernels,
+    Matrix,
+    TiledMatrix,
+    TritonMatrix,
+    TritonProducts,
+    WeightFormat,
+    check_fixed,
+)
 
 _GROUP = 32
 """Inputs that share a scale in int4."""
@@ -84,9 +92,10 @@ def make_quantized(weight: Quantized, kernels: Kernels | None, order: Tensor | N
     `order`, int64 [I]: the input of x that each input of the weight is, where those are in an order of their own.
     """
     if isinstance(kernels, TritonProducts):
-        return TritonMatrix(weight.data, weight.scales, _IN_TRITON[weight.kind], weight.group, order)
+        return TritonMatrix(kernels, weight.data, weight.scales, _IN_TRITON[weight.kind], weight.group, order)
     if kernels is not None and kernels.has_products:
         return TiledMatrix(_tile(weight), kernels, order)
+    check_fixed(kernels, "int8 or int4")
     return QuantizedMatrix(weight, order)
 
 

@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cluster.errors import ConfigError
 from engine.native import Native
 from engine.native.structures import Tiles
 
@@ -27,6 +28,9 @@ from engine.native.structures import Tiles
 @dataclass(frozen=True)
 class TritonProducts:
     """Products by Baton's kernels in Triton, which must be able to run on the weight's device."""
+
+    is_fixed: bool = False
+    """Whether a row has the same bits in any number of rows; unrounded weights are then multiplied so, too."""
 
 
 Kernels = Native | TritonProducts
@@ -86,6 +90,15 @@ def make_matrix(weight: Tensor, kernels: Kernels | None = None, quantization: st
     return weight_formats()[quantization].make(weight, kernels)
 
 
+def check_fixed(kernels: Kernels | None, form: str) -> None:
+    """Raises ConfigError where torch's product, which is all there is, would break what fixed kernels promise."""
+    if kernels is not None and kernels.is_fixed:
+        raise ConfigError(
+            f"engine.deterministic is true, and this machine has no kernel that multiplies weights in {form}: set "
+            "model.quantization: none or engine.deterministic: false"
+        )
+
+
 class TiledMatrix:
     """bfloat16, int8 or int4 by Baton's own kernel. In fewer bits integers are multiplied: each row of x is rounded to
     8 bits, with a scale for every `engine.native.structures.SPAN` inputs."""
@@ -106,19 +119,29 @@ class TiledMatrix:
 
 
 class TritonMatrix:
-    """A weight in fewer bits, of which a kernel makes numbers as it multiplies; loads Triton when it is made."""
+    """A weight of which a kernel in Triton makes numbers as it multiplies; loads Triton when it is made."""
 
-    def __init__(self, data: Tensor, scales: Tensor, form: str, group: int = 0, order: Tensor | None = None) -> None:
-        """The first four are those of `engine.triton.products.multiply`.
+    def __init__(
+        self,
+        kernels: TritonProducts,
+        data: Tensor,
+        scales: Tensor | None,
+        form: str,
+        group: int = 0,
+        order: Tensor | None = None,
+    ) -> None:
+        """All but `order` are those of `engine.triton.products.multiply`.
 
         `order`, int64 [I]: the input of x that each input of the weight is; None: the natural order.
         """
         self._data, self._scales, self._form, self._group, self._order = data, scales, form, group, order
+        self._is_fixed = kernels.is_fixed
         self._multiply = importlib.import_module("engine.triton.products").multiply
-        self.nbytes = data.nbytes + scales.nbytes + (0 if order is None else order.nbytes)
+        self.nbytes = sum(tensor.nbytes for tensor in (data, scales, order) if tensor is not None)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         if self._order is not None:
             x = x.index_select(1, self._order)
-        product: Tensor = self._multiply(x, self._data, self._scales, self._form, self._group, bias, dtype or x.dtype)
+        weight = self._data, self._scales, self._form, self._group
+        product: Tensor = self._multiply(x, *weight, bias, dtype or x.dtype, self._is_fixed)
         return product

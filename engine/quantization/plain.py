@@ -15,7 +15,15 @@ from torch import Tensor
 
 from engine.native import Native
 from engine.native.structures import BF16, TILE, Tiles
-from engine.quantization.interface import Kernels, Matrix, TiledMatrix, WeightFormat
+from engine.quantization.interface import (
+    Kernels,
+    Matrix,
+    TiledMatrix,
+    TritonMatrix,
+    TritonProducts,
+    WeightFormat,
+    check_fixed,
+)
 
 _PACKED_FROM_ROWS = 6
 """In float32, fewer rows than this multiply faster unpacked."""
@@ -25,9 +33,12 @@ _PACKED_FOR_ROWS = 32
 
 class TorchMatrix:
     """In torch. In float32 on the CPU a matrix that fits in a cache keeps both forms, a larger one the packed one:
-    a single row is bound by memory and by the cost of the call, and there MKL is quicker. In bfloat16 it never is."""
+    a single row is bound by memory and by the cost of the call, and there MKL is quicker. In bfloat16 it never is.
 
-    def __init__(self, weight: Tensor) -> None:
+    `is_fixed`: always the packed form, which gives a row the same bits beside any others, but alone: it gets company.
+    """
+
+    def __init__(self, weight: Tensor, is_fixed: bool = False) -> None:
         num_outputs, num_inputs = weight.shape
         is_packed, is_plain = _forms((num_outputs, num_inputs), weight.dtype, weight.device)
         self._num_outputs = num_outputs
@@ -35,6 +46,7 @@ class TorchMatrix:
         if is_packed:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         self._plain = weight if is_plain else None
+        self._is_fixed = is_fixed
         self.nbytes = weight.nbytes * (is_packed + is_plain)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,7 +55,9 @@ class TorchMatrix:
 
     def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         num_rows = x.shape[0]
-        if self._plain is not None and (self._packed is None or num_rows < _PACKED_FROM_ROWS):
+        if self._is_fixed and num_rows == 1:
+            return self._multiply(x.expand(2, -1).contiguous(), bias)[:1]
+        if self._plain is not None and not self._is_fixed and (self._packed is None or num_rows < _PACKED_FROM_ROWS):
             return F.linear(x, self._plain, bias)
         if num_rows == 0:
             return x.new_empty(0, self._num_outputs)
@@ -66,7 +80,11 @@ def multiplies_plain(kernels: Kernels | None, dtype: torch.dtype) -> bool:
 def _make(weight: Tensor, kernels: Kernels | None) -> Matrix:
     if isinstance(kernels, Native) and multiplies_plain(kernels, weight.dtype) and _fills_pairs(weight.shape):
         return TiledMatrix(_tile(weight), kernels)
-    return TorchMatrix(weight)
+    if isinstance(kernels, TritonProducts) and kernels.is_fixed:
+        return TritonMatrix(kernels, weight, None, "plain")
+    if not _can_pack(weight.dtype, weight.device):
+        check_fixed(kernels, str(weight.dtype).removeprefix("torch."))
+    return TorchMatrix(weight, is_fixed=kernels is not None and kernels.is_fixed)
 
 
 def _size_bytes(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, is_tiled: bool) -> int:

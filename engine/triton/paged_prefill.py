@@ -3,7 +3,7 @@
 One program attends a tile of queries of one KV head: neighbouring tokens, each with all query heads that share its
 keys. Tiles of keys begin at multiples of their size, whatever a chunk begins with, so that a token is computed to the
 same bits in whichever chunk and batch it comes. Programs with most keys start first. Sequences with one new token are
-left out.
+left to `paged_decode`, unless they are to have the bits that a prompt's token has.
 
 Legend: T tokens, S sequences, Hq/H query/KV heads, G = Hq / H, D head_dim, C its padding to a power of two, M query
 rows of a tile, N keys of a tile.
@@ -89,6 +89,7 @@ def prefill_tiles(
     RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    FEWEST: tl.constexpr,
 ):
     """Grid: H, at least as many tiles as all sequences have."""
     TOKENS: tl.constexpr = M // G
@@ -98,7 +99,7 @@ def prefill_tiles(
     begin = tl.load(cu_seqlens_q + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - begin
     first = (tile - begin // TOKENS - sequence) * TOKENS
-    if num_queries <= 1:
+    if num_queries < FEWEST:
         return
     if first >= num_queries:
         return
@@ -204,9 +205,10 @@ def paged_prefill(
     window: tuple[int, int] = (-1, 0),
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    fewest: int = 2,
 ) -> None:
-    """Attends [T, Hq, D] queries of the sequences with several new tokens to pages [N, K, H, D]; fills their rows of
-    `out`. `window` as in `engine.attention.interface`, causal being (-1, 0); the rest as in `paged_decode`."""
+    """Attends [T, Hq, D] queries of the sequences with `fewest` and more new tokens to pages [N, K, H, D]; fills their
+    rows of `out`. `window` as in `engine.attention.interface`, causal being (-1, 0); the rest as in `paged_decode`."""
     num_sequences, num_heads, num_q_heads, head_dim = len(paged.seqlens_k), k.shape[2], q.shape[1], q.shape[2]
     group, padded = num_q_heads // num_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
     tuning = _tuning(q.dtype, padded, capability(q.device))
@@ -238,6 +240,7 @@ def paged_prefill(
         *window,
         bool(soft_cap),
         sinks is not None,
+        fewest,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )

@@ -1,10 +1,12 @@
-"""Products with weights in fewer bits, which become numbers in registers: no unpacked weight is ever in memory.
+"""Products with weights in fewer bits, which become numbers in registers: no unpacked weight is ever in memory; and
+products whose rows have the same bits in any number, with weights as they are, too.
 
 One program multiplies N outputs of the weight with M rows. It goes through the inputs in steps of K: the weight's bytes
 are loaded, turned into numbers of the type that is computed in, and multiplied there (the weight is the left operand,
 so that few rows fill the narrow side of a tile). int8 and fp8 have one scale for each output, which the sum is
 multiplied with; int4 has one for each group of inputs, which the numbers are. Sums are float32, in an order that only
-the number of rows of the step, by its bucket in `TUNING`, can change.
+the number of rows of the step, by its bucket in `TUNING`, can change. Fixed products have one tile for any number of
+rows: each element then comes from the same instructions, whatever is computed beside it.
 
 Legend: T rows, I inputs, O outputs, G groups of inputs, N outputs, M rows and K inputs of a tile.
 """
@@ -38,13 +40,21 @@ TUNING = {
     128: ProductTuning(128, 128, 64, 8, 3),
 }
 """By the rows of the step, up to which it holds; the last for more as well. Chosen without a GPU, for all of them."""
+FIXED = ProductTuning(64, 64, 64, 4, 5)
+"""For any number of rows: as many as still leave a GPU waiting for the weights of a decode step, not for its sums."""
+FIXED_WIDE = ProductTuning(128, 64, 64, 8, 4)
+"""For a weight of so many outputs that larger tiles still give every multiprocessor work."""
+_WIDE_OUTPUTS = 16_384
+_FIXED_FLOAT32 = ProductTuning(64, 64, 32, 4, 3)
+_NEIGHBOURS = 8
+"""Tiles of rows that are computed side by side, so that both they and the weight's tiles are found in the L2 cache."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_product(
     x,  # [T, I]
-    data,  # int8 [O, I]; uint8 [O, I], codes of fp8; or uint8 [O, I / 2], the first of two inputs in the low half
-    scales,  # float32 [O], bfloat16 [O, G] or float16 [O, G, 2]
+    data,  # [O, I], int8, codes of fp8, numbers; or uint8 [O, I / 2], the first of two inputs in the low half
+    scales,  # float32 [O], bfloat16 [O, G] or float16 [O, G, 2]; anything for numbers
     bias,  # [O]
     out,  # [T, O]
     num_rows,
@@ -59,17 +69,23 @@ def quantized_product(
     FORMAT: tl.constexpr,
     DOT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):
-    """Grid: tiles of rows, tiles of outputs. `SHARED`: inputs that surely lie in one group, a power of two."""
-    row = tl.program_id(0) * M + tl.arange(0, M)
-    output = (tl.program_id(1) * N + tl.arange(0, N)).to(tl.int64)
+    """Grid: tiles, NEIGHBOURS of rows with each of outputs. `SHARED`: inputs that surely lie in one group, a power of
+    two."""
+    tile, output_tiles = tl.program_id(0), tl.cdiv(num_outputs, N)
+    first_tile = tile // (NEIGHBOURS * output_tiles) * NEIGHBOURS
+    neighbours = tl.minimum(tl.cdiv(num_rows, M) - first_tile, NEIGHBOURS)
+    within = tile % (NEIGHBOURS * output_tiles)
+    row = (first_tile + within % neighbours) * M + tl.arange(0, M)
+    output = (within // neighbours * N + tl.arange(0, N)).to(tl.int64)
     is_row, is_output = row < num_rows, output < num_outputs
     x_rows = x + row.to(tl.int64)[None, :] * x_stride
     acc = tl.full([N, M], 0.0, tl.float32)
     for start in range(0, num_inputs, K):
         inputs = start + tl.arange(0, K)
         part = tl.load(x_rows + inputs[:, None], mask=(inputs < num_inputs)[:, None] & is_row[None, :], other=0.0)
-        if FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "fp8 by bits":
+        if FORMAT == "plain" or FORMAT == "int8" or FORMAT == "fp8" or FORMAT == "fp8 by bits":
             at = data + output[:, None] * num_inputs + inputs[None, :]
             codes = tl.load(at, mask=is_output[:, None] & (inputs < num_inputs)[None, :], other=0)
             weight = as_numbers(codes, FORMAT, DOT)
@@ -103,30 +119,31 @@ def quantized_product(
 def multiply(
     x: torch.Tensor,
     data: torch.Tensor,
-    scales: torch.Tensor,
+    scales: torch.Tensor | None,
     form: str,
     group: int,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    is_fixed: bool = False,
 ) -> torch.Tensor:
     """x [T, I] times a weight, plus bias: [T, O] in `dtype`.
 
-    `form` is `int8`, `int4` or `int4 with zeros`, as `engine.quantization.integers.Quantized` keeps them in groups, or
-    `fp8`: bytes of float8_e4m3fn [O, I] and float32 scales [O].
+    `form` is `int8`, `int4` or `int4 with zeros`, as `engine.quantization.integers.Quantized` keeps them in groups;
+    `fp8`: bytes of float8_e4m3fn [O, I] and float32 scales [O]; or `plain`: numbers of x's type, without scales.
     """
     num_rows, num_inputs = x.shape
     num_outputs = data.shape[0]
     out = torch.empty((num_rows, num_outputs), dtype=dtype, device=x.device)
     if num_rows == 0:
         return out
-    tuning = next((TUNING[most] for most in TUNING if num_rows <= most), TUNING[128])
+    tuning = _fixed(num_outputs, x.dtype) if is_fixed else TUNING[min(n for n in TUNING if n >= min(num_rows, 128))]
     is_halved = form.startswith("int4")
     width = tuning.num_inputs * (2 if is_halved and tuning.num_rows <= 32 else 1)
-    grid = (triton.cdiv(num_rows, tuning.num_rows), triton.cdiv(num_outputs, tuning.num_outputs))
-    quantized_product[grid](
+    num_tiles = triton.cdiv(num_rows, tuning.num_rows) * triton.cdiv(num_outputs, tuning.num_outputs)
+    quantized_product[(num_tiles,)](
         x,
         data,
-        scales,
+        x if scales is None else scales,
         x if bias is None else bias,
         out,
         num_rows,
@@ -141,10 +158,18 @@ def multiply(
         fp8_format(capability(x.device)) if form == "fp8" else form,
         dot_type(x.dtype),
         bias is not None,
+        _NEIGHBOURS,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
     return out
+
+
+def _fixed(num_outputs: int, dtype: torch.dtype) -> ProductTuning:
+    """By the weight and the type alone."""
+    if dtype == torch.float32:
+        return _FIXED_FLOAT32
+    return FIXED_WIDE if num_outputs >= _WIDE_OUTPUTS else FIXED
 
 
 def cases() -> Iterator[Case]:
@@ -156,16 +181,36 @@ def cases() -> Iterator[Case]:
         yield _case(dtype, "int4 with zeros", 128, 16)
     for form in ("int8", "fp8"):
         yield _case(torch.float16, form, 0, 128)
+    for form, group in (("plain", 0), ("int8", 0), ("int4", 32), ("int4 with zeros", 128), ("fp8", 0)):
+        for num_outputs in (256, _WIDE_OUTPUTS):
+            yield _fixed_case(torch.bfloat16, form, group, num_outputs)
+        yield _fixed_case(torch.float32, form, group, 256)
+    yield _fixed_case(torch.float16, "plain", 0, 256)
 
 
 def _case(dtype: torch.dtype, form: str, group: int, num_rows: int) -> Case:
-    def launch() -> None:
-        data, scales = _storage(form, group, 256, 512)
-        x = torch.zeros((num_rows, 512), dtype=dtype)
-        multiply(x, data, scales, form, group, None, dtype)
+    return Case(f"{_named(dtype, form, group)}, {num_rows} rows", lambda: _multiply(dtype, form, group, num_rows))
 
+
+def _fixed_case(dtype: torch.dtype, form: str, group: int, num_outputs: int) -> Case:
+    return Case(
+        f"{_named(dtype, form, group)}, {num_outputs} outputs, fixed",
+        lambda: _multiply(dtype, form, group, 2, num_outputs, is_fixed=True),
+    )
+
+
+def _named(dtype: torch.dtype, form: str, group: int) -> str:
     groups = f", groups of {group}" if group else ""
-    return Case(f"{form}{groups}, {num_rows} rows in {str(dtype).removeprefix('torch.')}", launch)
+    return f"{form}{groups} in {str(dtype).removeprefix('torch.')}"
+
+
+def _multiply(
+    dtype: torch.dtype, form: str, group: int, num_rows: int, num_outputs: int = 256, is_fixed: bool = False
+) -> None:
+    x, data, scales = torch.zeros((num_rows, 512), dtype=dtype), torch.zeros((num_outputs, 512), dtype=dtype), None
+    if form != "plain":
+        data, scales = _storage(form, group, num_outputs, 512)
+    multiply(x, data, scales, form, group, None, dtype, is_fixed)
 
 
 def _storage(form: str, group: int, num_outputs: int, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -32,6 +32,7 @@ def make_runner(
     kernels: str = "auto",
     quantization: str = "none",
     kv_cache_dtype: str = "auto",
+    deterministic: bool = False,
     graphs_up_to: int = 0,
     capture: Capture | None = None,
 ) -> ModelRunner:
@@ -46,6 +47,7 @@ def make_runner(
         kernels=kernels,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        deterministic=deterministic,
         graphs_up_to=graphs_up_to,
         capture=capture,
     )

@@ -23,6 +23,7 @@ from engine.triton.products import TUNING
 from engine.triton.target import compiling_for
 
 KERNELS = TritonProducts()
+FORMS = ["none", "int8", "int4", "fp8"]
 KINDS = ["int8", "int4", "kept 32", "kept 64", "kept 96"]
 
 
@@ -106,6 +107,29 @@ def test_a_row_has_the_same_bits_alone_and_among_as_many_as_share_its_tiles(kind
     for fewest, most in ((1, 16), (17, 32), (65, 200)):
         x = randn(most, 384).bfloat16()
         assert torch.equal(product_of(weight, x)[:fewest], product_of(weight, x[:fewest]))
+
+
+@pytest.mark.parametrize("is_wide", [False, True], ids=["narrow", "wide"])
+@pytest.mark.parametrize(("dtype", "form"), [(torch.bfloat16, f) for f in (*FORMS, "kept")] + [(torch.float32, "none")])
+def test_a_row_of_a_fixed_product_has_the_same_bits_in_any_place_among_any_others(
+    form: str, dtype: torch.dtype, is_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they are those of the product with the unpacked weight."""
+    monkeypatch.setattr("engine.triton.products._WIDE_OUTPUTS", 1 if is_wide else 1000)
+    fixed, weight, x = TritonProducts(is_fixed=True), randn(70, 192, seed=1).to(dtype), randn(130, 192).to(dtype)
+    if form == "kept":
+        codes = weight_of("kept 64", 70, 192)
+        matrix, unpacked = make_quantized(codes.to(DEVICE), fixed), make_quantized(codes, None)
+    else:
+        matrix, unpacked = (make_matrix(weight.to(d), k, form) for d, k in ((DEVICE, fixed), ("cpu", None)))
+    whole = multiplied(matrix, x)
+
+    for row in (0, 63, 64, 129):
+        assert torch.equal(multiplied(matrix, x[row : row + 1]), whole[row : row + 1])
+    assert torch.equal(multiplied(matrix, x[40:90]), whole[40:90])
+    stored = unpacked(torch.eye(192, dtype=dtype)).double()
+    exact, sizes = x.double() @ stored, x.double().abs() @ stored.abs()
+    assert bool(((whole.double() - exact).abs() <= {torch.float32: 1e-5}.get(dtype, 0.01) * sizes).all())
 
 
 @pytest.mark.parametrize("arch", [80, 90], ids=["by bits", "by an instruction"])
