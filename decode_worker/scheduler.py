@@ -72,6 +72,12 @@ class DecodeScheduler:
             self.join(started[-1])
         return started
 
+    def can_plan_ahead(self) -> bool:
+        """Whether the next step has room without preempting anyone: blocks of a step under way do not come back."""
+        block_size = self._blocks.block_size
+        needed = sum(max(0, blocks_for(s.num_tokens, block_size) - len(s.block_table)) for s in self._running)
+        return self._blocks.can_allocate(needed)
+
     def plan(self, budget: StepBudget) -> tuple[list[ScheduledSequence], list[Sequence]]:
         """Shares of the next step, which begins with this, and who was preempted to make room."""
         preempted = self._make_room()

@@ -182,7 +182,7 @@ class ModelRunner:
 
         `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
-        `sampled`, int64 [R] on the device, are the tokens that the step before led to; a step that needs them is
+        `sampled`, integers [R] on the device, are the tokens that the step before led to; a step that needs them is
         launched without waiting for them.
         """
         assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"

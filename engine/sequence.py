@@ -100,6 +100,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    unread_row: int | None = None
+    """Row of the step under way that its newest token is sampled from, where that token is still on the device; it is
+    counted among the sequence's tokens, so that the step behind can be planned."""
     num_scored_tokens: int = 0
     """Prompt tokens whose logprobs were reported, if wanted; each is reported once, however often it is computed."""
 
@@ -126,11 +129,12 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
+        return len(self.request.prompt_token_ids) + len(self.output_token_ids) + (self.unread_row is not None)
 
     @property
     def num_remaining(self) -> int:
-        """Tokens to feed before the next one can be sampled; at least 1 while the sequence lives."""
+        """Tokens to feed before the next one can be sampled; at least 1 while the sequence lives, but for one whose
+        last token by its length is not read yet."""
         return self.num_tokens - self.num_computed_tokens
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
@@ -140,12 +144,20 @@ class Sequence:
             return prompt[start:end]
         return prompt[start:] + tuple(self.output_token_ids[max(0, start - len(prompt)) : end - len(prompt)])
 
+    def count_ahead(self, num_tokens: int, row: int | None) -> None:
+        """Counts the next `num_tokens` tokens as computed while their step is under way. With a row, they lead to the
+        token that is sampled from it, which is fed next unless it is the sequence's last one in any case."""
+        self.num_computed_tokens += num_tokens
+        if row is not None and len(self.output_token_ids) + 1 < self.request.params.max_output_tokens:
+            self.unread_row = row
+
     def slice(self, num_tokens: int) -> SequenceSlice:
         """The next `num_tokens` tokens as a share of a step; asks for logits when they reach the end."""
         start = self.num_computed_tokens
         end = start + num_tokens
         table, is_end = tuple(self.block_table), end == self.num_tokens
-        return SequenceSlice(self.tokens(start, end), start, table, is_end, self._scored_span(start, end))
+        new = self.tokens(start, end) if self.unread_row is None else (-1 - self.unread_row,)
+        return SequenceSlice(new, start, table, is_end, self._scored_span(start, end))
 
     def take_scores(self, scores: Seq[SampledToken]) -> list[SampledToken]:
         """Takes the scores of the latest step of a sequence that `must_score`; returns the prompt tokens to report now.

@@ -78,8 +78,10 @@ class Core:
         step_log: StepLog,
         constrainer: Constrainer | None = None,
         crash_record: CrashRecord | None = None,
+        overlaps: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`overlaps`: a step is launched before the tokens of the one before it are read."""
         self.inbox = inbox
         self.blocks = blocks
         self._vocab_size = vocab_size
@@ -119,6 +121,7 @@ class Core:
             crash_record=crash_record,
             clock=clock,
             fail=self._fail,
+            overlaps=overlaps,
         )
 
     # The loop

@@ -171,24 +171,39 @@ class DecodeRole:
             preempted += more
         return scheduled, preempted, self._scheduler.take_copies()
 
+    def count_ahead(self, shares: Seq[tuple[ScheduledSequence, int | None]]) -> bool:
+        """Counts the shares of a step under way as computed, each with the row that its next token is sampled from, so
+        that the step behind it can be planned. False, if that one has to wait for blocks."""
+        for scheduled, row in shares:
+            if self._is_live(scheduled.sequence):
+                scheduled.sequence.count_ahead(scheduled.num_tokens, row)
+        return self._scheduler.can_plan_ahead()
+
     def copied(self, copies: BlockCopies) -> None:
         self._scheduler.copied(copies)
 
     def process_output(
-        self, scheduled: ScheduledSequence, sampled: list[SampledToken], scores: Seq[SampledToken] = ()
+        self,
+        scheduled: ScheduledSequence,
+        sampled: list[SampledToken],
+        scores: Seq[SampledToken] = (),
+        *,
+        is_counted: bool = False,
     ) -> None:
         """A share of the step has run; `sampled` holds the next token (of each sequence born by it), `scores` the
-        logprobs of prompt tokens that it was to score.
+        logprobs of prompt tokens that it was to score. `is_counted`: by `count_ahead`.
 
         A sequence that was aborted while the step ran is passed over.
         """
         sequence = scheduled.sequence
-        task = self._tasks.get(sequence.request.key)
-        if task is None or task.live.get(sequence.index) is not sequence:
+        if not self._is_live(sequence):
             return
-        before = sequence.num_computed_tokens
-        sequence.num_computed_tokens += scheduled.num_tokens
-        publish_blocks(sequence, self._blocks, before)
+        task = self._tasks[sequence.request.key]
+        if is_counted:
+            sequence.unread_row = None
+        else:
+            sequence.num_computed_tokens += scheduled.num_tokens
+        publish_blocks(sequence, self._blocks, sequence.num_computed_tokens - scheduled.num_tokens)
         if sequence.must_score:
             self._reporter.emit_prompt_logprobs(sequence, sequence.take_scores(scores))
         if not sampled:
@@ -214,6 +229,11 @@ class DecodeRole:
         assert not self._tasks and not self._to_reserve and not self._held_back, (self._tasks, self._held_back)
         assert self._scheduler.num_running + self._scheduler.num_waiting + self._scheduler.num_reserved_seqs == 0
         self._receiver.check_idle()
+
+    def _is_live(self, sequence: Sequence) -> bool:
+        """Whether it has not ended since it was scheduled."""
+        task = self._tasks.get(sequence.request.key)
+        return task is not None and task.live.get(sequence.index) is sequence
 
     def _send(self, action: SendMessage) -> None:
         """On a connection that is retired meanwhile nobody would read it."""

@@ -118,7 +118,7 @@ class LaunchedStep:
 
     @property
     def sampled(self) -> torch.Tensor:
-        """The tokens that it leads to, int64 [R] on the device, once `sample` has set their choice off."""
+        """The tokens that it leads to, integers [R] on the device, once `sample` has set their choice off."""
         assert self._samples is not None, "a step needs tokens of the one before it, which was not sampled"
         return self._samples.token_ids
 

@@ -150,6 +150,7 @@ class Leader(_Rank):
         )
         context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
         core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial))
+        self._report(f"a step is launched before the one before it is read: {'yes' if self._overlaps_steps else 'no'}")
         page = self._metrics_page = serve_metrics(
             resolved, core, context.metrics, loaded.transfer_engine, meter, self._tls
         )
@@ -244,7 +245,14 @@ class Leader(_Rank):
             step_log=StepLog(settings.step_log),
             constrainer=self._constrainer,
             crash_record=self._crash_record,
+            overlaps=self._overlaps_steps,
         )
+
+    @property
+    def _overlaps_steps(self) -> bool:
+        """Only rank 0 has the tokens of a step on its device."""
+        wanted, is_cuda = self._settings.engine.async_steps, self._resolved.device.startswith("cuda")
+        return self._settings.tp_size == 1 and (wanted == "on" or (wanted == "auto" and is_cuda))
 
     def _handshake(self, store_address: str) -> Handshake:
         settings = self._settings

@@ -4,6 +4,13 @@
 
 A long step runs elsewhere while the engine thread goes on taking events in; blocks that are released meanwhile stay
 held until the step has ended. Knows no tensors: ranks compute, sample and answer with plain values.
+
+Where steps overlap, the next one is planned and launched between "sampled" and "read", as if every sequence went on,
+so that a device has it queued while the host reads and processes. Its ids are rows of the step before, which the device
+looks up. What a sequence that has ended meanwhile (by a stop token, its client or its router) leads to in that step is
+thrown away, and its blocks come back when that step has ended. Tokens are the same: a step is sampled when all before
+it have been processed. A step waits for the one before it where the host has a say in between: constraints, prompts
+that are scored, handed over or become several sequences, and blocks that only a preemption gives.
 """
 
 from __future__ import annotations
@@ -90,6 +97,15 @@ class Flight:
     """Prompt tokens that each share scores, those that decode first."""
     preempted: list[Sequence]
     copies: BlockCopies
+    is_counted: bool = False
+    """Whether its shares were counted as computed before its tokens were read, to plan the step behind it."""
+
+    @property
+    def can_be_followed(self) -> bool:
+        """Whether the next step needs nothing of it but its tokens, on the device."""
+        if self.prefilling or any(self.num_scored):
+            return False
+        return all(p.sequence.fan_out == 1 and p.sequence.request.params.constraint is None for p in self.ends)
 
     @property
     def scheduled(self) -> list[ScheduledSequence]:
@@ -97,7 +113,7 @@ class Flight:
 
 
 class StepPipeline:
-    """Runs one step at a time."""
+    """Runs one step at a time, or where they overlap one and another behind it."""
 
     def __init__(
         self,
@@ -113,6 +129,7 @@ class StepPipeline:
         crash_record: CrashRecord | None,
         clock: Callable[[], float],
         fail: Callable[[RequestKey, str], None],
+        overlaps: bool,
     ) -> None:
         """Steps and tokens are counted in `stats`. `fail` gives up a request that no worker can go on with."""
         self._ranks = ranks
@@ -126,6 +143,7 @@ class StepPipeline:
         self._crash_record = crash_record
         self._clock = clock
         self._fail = fail
+        self._overlaps = overlaps
         self._step_clock = StepClock()
         self._flight: Flight | None = None
 
@@ -140,16 +158,29 @@ class StepPipeline:
         return self._step_clock.cost
 
     def advance(self, settings: WorkerSettings) -> bool:
-        """Launches a step if none is under way, and processes the output of one that is done.
+        """Launches a step if none is under way, and processes the output of one that is done, behind which it may
+        launch the next.
 
         True when a step has ended; False when there is nothing to do before something is posted.
         """
         if self._flight is None:
             self._flight = self._launch(settings)
-        has_ended = self._flight is not None and self._flight.launched.is_done
-        if has_ended:
-            self._finish()
-        return has_ended
+        flight = self._flight
+        if flight is None or not flight.launched.is_done:
+            return False
+        rows = self._sample(flight)
+        self._flight = self._follow(flight, settings)
+        self._process(flight, self._read(flight, rows))
+        return True
+
+    def _follow(self, flight: Flight, settings: WorkerSettings) -> Flight | None:
+        """Launches the step behind one whose tokens are not read; None where that has to wait."""
+        if not (self._overlaps and flight.can_be_followed):
+            return None
+        rows = {id(p): row for row, p in enumerate(flight.ends)}
+        flight.is_counted = True
+        has_room = self._decode.count_ahead([(p, rows.get(id(p))) for p in flight.decoding])
+        return self._launch(settings) if has_room else None
 
     def _launch(self, settings: WorkerSettings) -> Flight | None:
         """Plans a step and sets it off; None when there is nothing to run."""
@@ -159,10 +190,9 @@ class StepPipeline:
         prefilling = self._prefill.plan(budget, number - 1)
         scheduled = decoding + prefilling
         if not scheduled:
-            self._step_clock.rests()
             self._decode.copied(copies)
-            if self._crash_record is not None:
-                self._crash_record.rests()
+            if self._flight is None:
+                self._rest()
             return None
         slices = [p.sequence.slice(p.num_tokens) for p in scheduled]
         step = build_step(slices, self._blocks.block_size, copies)
@@ -182,12 +212,13 @@ class StepPipeline:
         launched = self._ranks.launch(step)
         return Flight(number, launched, decoding, prefilling, ends, num_scored, preempted, copies)
 
-    def _finish(self) -> None:
-        """Processes the output of a step that has ended."""
-        flight, self._flight = self._flight, None
-        assert flight is not None
-        rows = self._sample(flight)
-        sampled = self._read(flight, rows)
+    def _rest(self) -> None:
+        self._step_clock.rests()
+        if self._crash_record is not None:
+            self._crash_record.rests()
+
+    def _process(self, flight: Flight, sampled: dict[int, list[SampledToken]]) -> None:
+        """Hands the roles what a step that has ended led to."""
         scores: dict[int, list[SampledToken]] = {}
         if any(flight.num_scored):
             tokens = iter(flight.launched.scores())
@@ -201,7 +232,7 @@ class StepPipeline:
             if problem:
                 self._fail(p.sequence.request.key, f"the output cannot be constrained any further: {problem}")
         for p in flight.decoding:
-            self._decode.process_output(p, sampled[id(p)], scores.get(id(p), ()))
+            self._decode.process_output(p, sampled[id(p)], scores.get(id(p), ()), is_counted=flight.is_counted)
         for p in flight.prefilling:
             self._prefill.process_output(p, sampled[id(p)], flight.number, scores.get(id(p), ()))
         self._step_log.write(self._stats.num_steps, flight.scheduled, flight.preempted, self._blocks)

@@ -2,7 +2,8 @@
 
 A block is free (content worthless), held (referenced by at least one owner) or cached (published, referenced by nobody,
 evicted least recently used first). Invariant, always: free + held + cached == total; `check` proves it.
-While a step runs (`begin_step` to `end_step`), what is released stays held: the step may still touch it.
+While steps run (`begin_step` to `end_step`), what is released stays held until the newest of them has ended, which may
+still touch it.
 Only a full block whose KV is computed may be published; its digest (`cluster.prefix_hash`) covers all tokens before it
 as well, so that equal digests mean equal KV. A watcher of the cache can take the net change of its digests: what waits
 to be taken is bounded by the pool and by `MAX_CHANGES`, beyond which a snapshot takes the place of the changes.
@@ -11,7 +12,7 @@ Knows nothing of tensors, requests or time. Used from one thread.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, KeysView, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from cluster.errors import BatonError, InternalError
 
 MAX_CHANGES = 16_384
 """Hashes that wait to be taken, at most; a megabyte or so."""
+MOST_STEPS = 2
+"""Steps that run at a time, at most: one, and one that was launched behind it."""
 
 
 class NoFreeBlocks(BatonError):
@@ -95,7 +98,7 @@ class BlockManager:
         self._digests: dict[int, bytes] = {}  # content of full blocks, also of private twins of a published block
         self._published: dict[bytes, int] = {}
         self._changes: CacheChanges | None = None  # None: nobody watches the cache
-        self._released_in_step: list[list[int]] | None = None  # None: no step is running
+        self._released_in_steps: deque[list[list[int]]] = deque()  # of each step that runs, the oldest first
 
     @property
     def num_total(self) -> int:
@@ -142,8 +145,8 @@ class BlockManager:
     def release(self, blocks: Sequence[int]) -> None:
         """Drops one owner of each block. A table given in order has its end evicted before its beginning."""
         self._require_held(blocks, "release")
-        if self._released_in_step is not None:
-            self._released_in_step.append(list(blocks))
+        if self._released_in_steps:
+            self._released_in_steps[-1].append(list(blocks))
             return
         for block in reversed(blocks):
             self._refcounts[block] -= 1
@@ -156,18 +159,20 @@ class BlockManager:
                 self._free.append(block)
 
     def begin_step(self) -> None:
-        """A step that reads and writes held blocks has been launched."""
-        if self._released_in_step is not None:
-            raise BlockAccountingError("a step is running already; call end_step first")
-        self._released_in_step = []
+        """A step that reads and writes held blocks has been launched, behind those that run."""
+        if len(self._released_in_steps) == MOST_STEPS:
+            raise BlockAccountingError(f"{MOST_STEPS} steps are running already; call end_step first")
+        self._released_in_steps.append([])
 
     def end_step(self) -> None:
-        """The step has ended: what was released while it ran is let go, in that order."""
-        if self._released_in_step is None:
+        """The oldest step has ended: what was released while it was the newest is let go, in that order."""
+        if not self._released_in_steps:
             raise BlockAccountingError("no step is running; call begin_step first")
-        released, self._released_in_step = self._released_in_step, None
+        released = self._released_in_steps.popleft()
+        behind, self._released_in_steps = self._released_in_steps, deque()
         for blocks in released:
             self.release(blocks)
+        self._released_in_steps = behind
 
     def match_prefix(self, token_ids: Sequence[int], salt: bytes = b"") -> list[int]:
         """Finds the longest run of published blocks that `token_ids` starts with, and takes a reference on each.

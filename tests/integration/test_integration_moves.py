@@ -121,7 +121,7 @@ def run_all(disturb: Disturb, **of_second: Any) -> list[Told]:
     common: dict[str, Any] = {"model_path": str(BUNDLED_MODEL), "dtype": "float32", "threads": 1}
     with running(
         Worker(worker_id="prefill-0", role="prefill", **common),
-        Worker(worker_id="decode-0", role="decode", **common),
+        Worker(worker_id="decode-0", role="decode", async_steps="on", **common),
         Worker(worker_id="decode-1", role="decode", **of_second, **common),
     ) as workers:
         asyncio.run(scenario(workers))

@@ -69,8 +69,10 @@ def reference(folder: Path) -> Transformers:
 
 @pytest.fixture(scope="module")
 def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainCluster]:
-    logs = tmp_path_factory.mktemp("cluster")
-    with PlainCluster(folder, logs, kv_cache_tokens=4096, max_num_batched_tokens=384) as cluster:
+    """Steps overlap with every other model."""
+    logs, is_async = tmp_path_factory.mktemp("cluster"), folder.name in MODELS[1::2]
+    decode = {"async_steps": "on" if is_async else "off"}
+    with PlainCluster(folder, logs, kv_cache_tokens=4096, max_num_batched_tokens=384, decode=decode) as cluster:
         yield cluster
 
 

@@ -40,6 +40,8 @@ class Load:
     most_sequences: int = 2
     cancels: float = 0.0
     """Chance of a turn to bring a cancel; a sequence is stopped half as often."""
+    num_stop_tokens: int = 0
+    """Each request ends at any of so many tokens."""
     moves: float = 0.0
     """Chance of a turn to bring a wish to move a request to another decode worker."""
 
@@ -59,6 +61,7 @@ class Load:
             n=chance.choice((1, 1, self.most_sequences)),
             salt=chance.choice((b"tenant a", b"tenant b")),
             bypass_prefix_cache=chance.random() < 0.15,
+            stop_token_ids=chance.sample(range(VOCAB), self.num_stop_tokens),
         )
 
     def carry(self, world: World) -> None:
@@ -102,5 +105,7 @@ class Load:
         world.counts[f"request {request.outcome}"] += 1
         for index, output in request.tokens.items():
             assert first_wrong_token(request.prompt, output) is None, (request, index)
-            if request.outcome == "done" and index not in request.stopped:
+            stops = [place for place, token in enumerate(output) if token in request.stop_token_ids]
+            assert not stops or stops == [len(output) - 1], (request, index)
+            if request.outcome == "done" and index not in request.stopped and not stops:
                 assert len(output) == request.max_output_tokens, (request, index)

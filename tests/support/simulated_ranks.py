@@ -47,6 +47,7 @@ class Step:
     span = None
 
     def __init__(self, ranks: Ranks, step: StepInput, is_long: bool) -> None:
+        """`step`: with every token known."""
         self._ranks = ranks
         self._step = step
         self.is_long = is_long
@@ -67,6 +68,7 @@ class Step:
         self._sampled = self._ranks.sampler.sample(torch.from_numpy(self._logits(rows)), flat) if flat else []
 
     def tokens(self) -> list[SampledToken]:
+        """A step behind this one may have been launched."""
         return self._sampled
 
     def scores(self) -> list[SampledToken]:
@@ -107,7 +109,8 @@ class Step:
         for row, scheduled in enumerate(flight.decoding + flight.prefilling):
             sequence, length = scheduled.sequence, int(step.seqlens_k[row])
             places = self._ranks.pages.places(step.block_tables[row].tolist(), 0, length)
-            mine = node.world.mark_of(sequence.request.key).cells(sequence.tokens(0, length))
+            new = step.token_ids[step.cu_seqlens_q[row] : step.cu_seqlens_q[row + 1]].tolist()
+            mine = node.world.mark_of(sequence.request.key).cells([*sequence.tokens(0, length - len(new)), *new])
             self._rows.append((places, mine, f"a step of {node.name} for {sequence.request.key}"))
         self._context = [[] for _ in self._rows]
 
@@ -185,7 +188,12 @@ class Ranks:
         """Of the pairs that are not over."""
 
     def launch(self, step: StepInput) -> Step:
+        """It begins later: what is released meanwhile must stay as it is."""
         self.num_steps += 1
+        if step.has_unread_tokens:
+            assert self._step is not None and self._step.is_done, "a step needs tokens of one that is not done"
+            step = step.with_tokens(np.array([token.token_id for token in self._step.tokens()]))
+            self.node.world.counts["steps launched ahead"] += 1
         self._step = Step(self, step, len(step.token_ids) >= self._long_tokens)
         return self._step
 

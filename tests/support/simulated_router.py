@@ -7,6 +7,7 @@ been told goes along as known tokens; attempts are counted anew after one that t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -34,6 +35,7 @@ class Request:
     n: int
     salt: bytes
     bypass_prefix_cache: bool
+    stop_token_ids: Sequence[int] = ()
     attempt: int = 0
     outcome: str = ""
     """`done`, `cancelled` or `failed`."""
@@ -110,9 +112,10 @@ class Router:
         n: int = 1,
         salt: bytes = b"",
         bypass_prefix_cache: bool = False,
+        stop_token_ids: Sequence[int] = (),
     ) -> Request:
         number = len(self.requests)
-        request = Request(number, prompt, max_output_tokens, n, salt, bypass_prefix_cache)
+        request = Request(number, prompt, max_output_tokens, n, salt, bypass_prefix_cache, stop_token_ids)
         request.tokens = {index: [] for index in range(n)}
         self.requests[f"r{number}"] = request
         self._open[number] = request
@@ -234,7 +237,9 @@ class Router:
             params=generation_pb2.SamplingParams(
                 temperature=1, top_p=1, repetition_penalty=1, n=request.n, seed=request.number
             ),
-            stopping=generation_pb2.StoppingCriteria(max_output_tokens=request.max_output_tokens),
+            stopping=generation_pb2.StoppingCriteria(
+                max_output_tokens=request.max_output_tokens, stop_token_ids=request.stop_token_ids
+            ),
         )
         admit = worker_pb2.Admit(
             key=request.key.to_proto(),

@@ -108,6 +108,7 @@ class Node:
             vocab_size=VOCAB,
             num_layers=sizes["num_layers"],
             step_log=StepLog(None),
+            overlaps=sizes["overlaps"],
             clock=lambda: world.now,
         )
         self.core.session_opened(self.session, worker_pb2.WorkerInfo(worker_id=name))
@@ -147,7 +148,11 @@ class Node:
 class World:
     """Workers, what is on its way between them, a router, and faults at given rates (per opportunity)."""
 
-    def __init__(self, seed: int | random.Random, faults: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, seed: int | random.Random, faults: Mapping[str, float] | None = None, overlaps: bool = False
+    ) -> None:
+        """`overlaps`: steps of its workers are launched before the one before them is read."""
+        self.overlaps = overlaps
         self.random = seed if isinstance(seed, random.Random) else random.Random(seed)
         self.rates = dict(faults or {})
         self.counts: Counter[str] = Counter()
@@ -176,6 +181,7 @@ class World:
             "chunk_tokens": 8,
             "long_tokens": 6,
             "transfer_timeout_s": 1e6,
+            "overlaps": self.overlaps,
         }
         return self._start(name, {**defaults, **sizes})
 

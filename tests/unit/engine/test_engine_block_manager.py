@@ -61,6 +61,28 @@ def test_blocks_released_while_a_step_runs_are_free_after_it_if_the_cache_was_fl
     manager.check()
 
 
+def test_blocks_wait_for_the_newest_step_that_ran_when_they_were_released() -> None:
+    manager = BlockManager(num_blocks=4, block_size=2)
+    first, second, third = ([block] for block in manager.allocate(3))
+    manager.begin_step()
+    manager.release(first)
+    manager.begin_step()
+    manager.release(second)
+    with pytest.raises(BlockAccountingError, match="2 steps are running already"):
+        manager.begin_step()
+    assert books(manager) == (1, 3, 0)
+    manager.end_step()
+    assert books(manager) == (2, 2, 0) and manager.refcount(second[0]) == 1
+    manager.release(third)
+    manager.begin_step()
+    manager.end_step()
+    assert books(manager) == (4, 0, 0)
+    manager.end_step()
+    with pytest.raises(BlockAccountingError, match="no step is running"):
+        manager.end_step()
+    manager.check()
+
+
 def test_an_allocation_gives_distinct_blocks_or_none_at_all() -> None:
     manager = BlockManager(num_blocks=4, block_size=2)
     assert len(set(manager.allocate(3))) == 3

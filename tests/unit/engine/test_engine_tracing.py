@@ -12,16 +12,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import KINDS, VOCAB_SIZE, make_checkpoint
-from fake_cuda import DEVICE, EmptyCheckpoint, Launches, fake_cuda
+from fake_cuda import DEVICE, EmptyCheckpoint, Launches, Waited, fake_cuda
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from engine.attention.registry import ATTENTION_BACKENDS
 from engine.model_runner import ModelRunner
 from engine.quantization.interface import weight_formats
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.step_input import ScoredSpan, SequenceSlice, StepInput, build_step
 from engine.tp import ProcessGroupTP, SingleGroup, TPGroup
 
@@ -113,6 +116,25 @@ def test_a_step_in_any_format_stays_on_its_device_and_waits_for_nothing(
         for step in (DECODE, MIXED):
             assert _launched(alone, step).total > 0
             assert _launched(ranks[0], step).names == _launched(ranks[1], step).names
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_the_next_step_is_queued_before_the_host_waits_for_the_tokens_of_this_one(
+    folders: dict[str, Path], kernels: str
+) -> None:
+    """A step, the choice of its tokens and the step behind it; then one event."""
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(top_logprobs=2)]
+    with fake_cuda():
+        runner = _runner(folders["llama"], BACKENDS[0], dtype="bfloat16", kernels=kernels)
+        sampler = Sampler(VOCAB_SIZE, kernels)
+        with Launches() as launches:
+            logits = runner.run(DECODE).logits
+            samples = sampler.launch(logits, [SampleRow(p, 0, (1,), (2,)) for p in params])
+            ahead = replace(DECODE, token_ids=np.array([-1, 5, -3], dtype=np.int32))
+            assert runner.run(ahead, sampled=samples.token_ids).logits.shape == (3, VOCAB_SIZE)
+        assert not launches.blocking
+        with pytest.raises(Waited, match="for an event"):
+            samples.read()
 
 
 @pytest.mark.parametrize("formats", list(MOST_LAUNCHES), ids=" ".join)

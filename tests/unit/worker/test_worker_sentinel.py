@@ -39,8 +39,9 @@ def layered_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny_cluster(seed: int) -> World:
-    """Two workers of each role; a pool holds two or three of the larger requests; answers are overdue after 20 ms."""
-    world = World(seed, EVERY_FAULT)
+    """Two workers of each role; a pool holds two or three of the larger requests; answers are overdue after 20 ms.
+    Steps overlap in every other one."""
+    world = World(seed, EVERY_FAULT, overlaps=seed % 2 == 1)
     for i in range(2):
         world.add(f"prefill-{i}", 14, 4, transfer_timeout_s=0.02)
         world.add(f"decode-{i}", 20, 4, transfer_timeout_s=0.02)
@@ -54,7 +55,7 @@ def test_thousands_of_requests_read_nothing_that_is_not_theirs(num_worlds: int) 
     counts: Counter[str] = Counter()
     for seed in range(num_worlds):
         world = tiny_cluster(seed)
-        Load(PER_WORLD, cancels=0.03).carry(world)
+        Load(PER_WORLD, cancels=0.03, num_stop_tokens=5).carry(world)
         counts.update(world.counts)
     print(*(f"{name:<32} {count:>9,}" for name, count in sorted(counts.items())), sep="\n")
 
@@ -74,6 +75,12 @@ def test_thousands_of_requests_read_nothing_that_is_not_theirs(num_worlds: int) 
 def free_blocks_while_a_step_uses_them(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BlockManager, "begin_step", lambda self: None)
     patch.setattr(BlockManager, "end_step", lambda self: None)
+
+
+def free_blocks_that_the_step_behind_uses(patch: pytest.MonkeyPatch) -> None:
+    begin, end = BlockManager.begin_step, BlockManager.end_step
+    patch.setattr(BlockManager, "begin_step", lambda self: None if self._released_in_steps else begin(self))
+    patch.setattr(BlockManager, "end_step", lambda self: end(self) if self._released_in_steps else None)
 
 
 def free_blocks_while_a_gather_reads_them(patch: pytest.MonkeyPatch) -> None:
@@ -152,6 +159,7 @@ def share_what_bypasses_the_cache(patch: pytest.MonkeyPatch) -> None:
 
 MUTATIONS = [
     free_blocks_while_a_step_uses_them,
+    free_blocks_that_the_step_behind_uses,
     free_blocks_while_a_gather_reads_them,
     free_blocks_while_a_chunk_lands_in_them,
     read_layers_before_they_are_written,
@@ -171,5 +179,5 @@ def test_the_alarm_goes_off_when_the_code_is_broken_so(
     mutate(monkeypatch)
     with pytest.raises(Alarm) as alarm:
         for seed in range(20):
-            Load(100, cancels=0.03).carry(tiny_cluster(seed))
+            Load(100, cancels=0.03, num_stop_tokens=5).carry(tiny_cluster(seed))
     print(alarm.value)

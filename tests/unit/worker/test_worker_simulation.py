@@ -26,6 +26,11 @@ def layered_prompts() -> object:
         yield
 
 
+def world_of(seed: int) -> World:
+    """Steps overlap in every other one."""
+    return World(seed, overlaps=seed % 2 == 1)
+
+
 def prompts(world: World, count: int, longest: int) -> list[list[int]]:
     """Some share prefixes, so that the prefix caches of both sides hit."""
     stem = [world.random.randrange(VOCAB) for _ in range(longest)]
@@ -40,7 +45,7 @@ def prompts(world: World, count: int, longest: int) -> list[list[int]]:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("prefill_block", "decode_block"), [(4, 4), (4, 8), (8, 2)])
 def test_every_request_gets_the_tokens_its_context_demands(seed: int, prefill_block: int, decode_block: int) -> None:
-    world = World(seed)
+    world = world_of(seed)
     world.add("prefill-0", 40, prefill_block)
     world.add("decode-0", 200 // decode_block, decode_block)
     for prompt in prompts(world, 8, 40):
@@ -56,7 +61,7 @@ def test_every_request_gets_the_tokens_its_context_demands(seed: int, prefill_bl
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_pool_too_small_for_all_preempts_the_youngest_and_loses_nothing(seed: int) -> None:
-    world = World(seed)
+    world = world_of(seed)
     world.add("prefill-0", 24, 4)
     decode = world.add("decode-0", 24, 4)
     for prompt in prompts(world, 6, 20):
@@ -66,21 +71,102 @@ def test_a_pool_too_small_for_all_preempts_the_youngest_and_loses_nothing(seed: 
         (output,) = request.tokens.values()
         assert len(output) == 40 and first_wrong_token(request.prompt, output) is None
     assert decode.core.decode.num_preemptions > 0
+    assert bool(world.counts["steps launched ahead"]) == world.overlaps
     world.check_idle()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A request, and how many tokens its client has when it goes away."""
+
+    num_prompt_tokens: int
+    max_output_tokens: int
+    n: int
+    stop_token_ids: tuple[int, ...]
+    is_handed_over: bool
+    cancelled_after: int | None
+
+
+wishes = st.lists(
+    st.builds(
+        Wish,
+        num_prompt_tokens=st.integers(1, 20),
+        max_output_tokens=st.integers(1, 25),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=12, unique=True).map(tuple),
+        is_handed_over=st.booleans(),
+        cancelled_after=st.none() | st.integers(0, 10),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+def outputs_of(
+    given: list[Wish], seed: int, overlaps: bool, num_blocks: int, budget: int, long_tokens: int
+) -> list[list[list[int]]]:
+    """What the client of each request got, by sequence."""
+    world = World(seed, overlaps=overlaps)
+    for name, count in (("prefill-0", 12), ("decode-0", num_blocks)):
+        world.add(name, count, 4, max_num_batched_tokens=budget, long_tokens=long_tokens)
+    prompt = list(range(30))
+    requests = [
+        world.router.submit(
+            prompt[: wish.num_prompt_tokens],
+            "prefill-0" if wish.is_handed_over else "",
+            "decode-0",
+            max_output_tokens=wish.max_output_tokens,
+            n=wish.n,
+            stop_token_ids=wish.stop_token_ids,
+        )
+        for wish in given
+    ]
+    while world.router.num_open:
+        for wish, request in zip(given, requests, strict=True):
+            if wish.cancelled_after is not None and len(request.tokens[0]) >= wish.cancelled_after:
+                world.router.cancel(request)
+        assert world.turn() or not world.router.num_open, "requests wait for ever"
+        for node in world.nodes.values():
+            node.core.blocks.check()
+    world.settle()
+    world.check_idle()
+    return [list(request.tokens.values()) for request in requests]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
+@given(
+    given=wishes,
+    seed=st.integers(0, 2**32),
+    num_extra_blocks=st.integers(0, 20),
+    budget=st.integers(4, 40),
+    long_tokens=st.integers(1, 12),
+)
+def test_steps_that_overlap_lead_to_the_tokens_of_steps_one_by_one(
+    given: list[Wish], seed: int, num_extra_blocks: int, budget: int, long_tokens: int
+) -> None:
+    """Whatever ends sequences, and when; pages tell of a block that is written after it was given back."""
+    largest = max(wish.n * (-(-(wish.num_prompt_tokens + wish.max_output_tokens) // 4) + 1) for wish in given)
+    sizes = {"num_blocks": largest + num_extra_blocks, "budget": budget, "long_tokens": long_tokens}
+    both = [outputs_of(given, seed, overlaps, **sizes) for overlaps in (False, True)]
+    for wish, *outputs in zip(given, *both, strict=True):
+        for one, other in zip(*outputs, strict=True):
+            shorter, longer = sorted((one, other), key=len)
+            assert shorter == longer[: len(shorter)]
+            assert one == other or wish.cancelled_after is not None
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_cancel_at_any_moment_frees_everything_and_harms_nobody(seed: int) -> None:
-    world = World(seed)
+    world = world_of(seed)
     for name in ("prefill-0", "decode-0"):
         world.add(name, 30, 4)
-    Load(12, longest_output=24, cancels=0.1).carry(world)
+    Load(12, longest_output=24, cancels=0.1, num_stop_tokens=seed % 3).carry(world)
     assert world.counts["cancelled"] and not world.counts["request failed"]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_workers_share_the_load_and_keep_no_more_pairs_than_they_may(seed: int) -> None:
-    world = World(seed)
+    world = world_of(seed)
     prefills = [world.add(f"prefill-{i}", 30, 4, max_pairs=1) for i in range(2)]
     for i in range(3):
         world.add(f"decode-{i}", 40, 8)
@@ -96,7 +182,7 @@ def test_workers_share_the_load_and_keep_no_more_pairs_than_they_may(seed: int) 
 @pytest.mark.parametrize("bypass_prefix_cache", [False, True])
 @pytest.mark.parametrize("seed", range(10))
 def test_a_second_attempt_is_sent_only_what_the_first_has_not_left(seed: int, bypass_prefix_cache: bool) -> None:
-    world = World(seed)
+    world = world_of(seed)
     for name in ("prefill-0", "prefill-1"):
         world.add(name, 20, 4, max_num_batched_tokens=8)
     decode = world.add("decode-0", 40, 4)
@@ -131,7 +217,7 @@ def test_a_second_attempt_is_sent_only_what_the_first_has_not_left(seed: int, by
 def test_what_moves_from_one_decode_worker_to_another_goes_on_with_its_tokens(
     seed: int, blocks: tuple[int, int]
 ) -> None:
-    world = World(seed)
+    world = world_of(seed)
     world.add("prefill-0", 30, 4)
     for i, block_size in enumerate(blocks):
         world.add(f"decode-{i}", 700 // block_size, block_size)
@@ -161,7 +247,8 @@ def test_of_what_moves_only_the_end_is_computed_again() -> None:
 def test_each_fault_by_itself_strikes_and_leaves_nothing_behind(fault: str) -> None:
     counts = 0
     for seed in range(8):
-        world = World(seed, {fault: 20 * EVERY_FAULT[fault] if fault != "worker died" else 0.01})
+        rates = {fault: 20 * EVERY_FAULT[fault] if fault != "worker died" else 0.01}
+        world = World(seed, rates, overlaps=seed % 2 == 1)
         for i in range(2):
             world.add(f"prefill-{i}", 16, 4, transfer_timeout_s=0.02)
             world.add(f"decode-{i}", 24, 4, transfer_timeout_s=0.02)
@@ -189,10 +276,11 @@ class Scene:
     budget: int
     max_pairs: int
     faults: tuple[str, ...]
+    overlaps: bool
     load: Load
 
     def world(self) -> World:
-        world = World(self.seed, {name: 3 * EVERY_FAULT[name] for name in self.faults})
+        world = World(self.seed, {name: 3 * EVERY_FAULT[name] for name in self.faults}, self.overlaps)
         load = self.load
         whole = load.longest_prompt + load.longest_output
         sizes = {
@@ -230,6 +318,7 @@ scenes = st.builds(
     budget=st.integers(4, 40),
     max_pairs=st.integers(1, 3),
     faults=st.lists(st.sampled_from(sorted(EVERY_FAULT)), unique=True).map(tuple),
+    overlaps=st.booleans(),
     load=st.builds(
         Load,
         num_requests=st.integers(1, 15),
@@ -238,6 +327,7 @@ scenes = st.builds(
         longest_output=st.integers(1, 12),
         most_sequences=st.integers(1, 4),
         cancels=st.sampled_from([0.0, 0.02, 0.1]),
+        num_stop_tokens=st.sampled_from([0, 5, 30]),
         moves=st.sampled_from([0.0, 0.05, 0.3]),
     ),
 )
