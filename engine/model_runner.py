@@ -79,6 +79,7 @@ class ModelRunner:
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
         self.block_size = block_size
+        self.kernels = kernels
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         ops, products, self.kernels_reason = choose_ops(
             kernels, self.device, torch_dtype, self.config.head_dim, deterministic

@@ -36,6 +36,7 @@ _PROBE = SamplingParams(
     min_p=0.01,
     presence_penalty=0.1,
     repetition_penalty=1.1,
+    logit_bias={0: 0.1},
     top_logprobs=_NUM_TOP,
 )
 """Uses everything for which sampling takes memory."""
@@ -53,7 +54,7 @@ def measure_activations(runner: ModelRunner, demand: MemoryDemand) -> Activation
     rehearsal = runner.rehearsal(num_blocks, context)
     rehearsal.kv.zero_()  # touched now, so that it is not counted
     step = make_step(size, context, demand.block_size, num_blocks)
-    sampler = Sampler(demand.config.vocab_size)
+    sampler = Sampler(demand.config.vocab_size, runner.kernels)
     rows = [SampleRow(_PROBE, i, (0,), [0]) for i in range(size.num_seqs)]
 
     def work() -> None:

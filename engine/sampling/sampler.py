@@ -30,9 +30,6 @@ from engine.triton.target import obstacle
 class Chooser(Protocol):
     """Implemented by `TorchChooser`, and on GPUs by `engine.triton.sampler.TritonChooser`."""
 
-    needs_read_tokens: bool
-    """Whether penalties count only tokens that have been read."""
-
     def launch(self, logits: Tensor, rows: Sequence[SampleRow]) -> Samples:
         """One row or more."""
         ...
@@ -52,12 +49,6 @@ class Sampler:
         if device.type != "cpu":
             row = SampleRow(SamplingParams(), 0, (0,), ())
             self.sample(torch.zeros((1, self.vocab_size), device=device), [row])
-
-    def must_read(self, params: SamplingParams, device: torch.device) -> bool:
-        """Whether a sequence's tokens must be read before its next one is chosen."""
-        if params.constraint is not None:
-            return True
-        return params.has_penalties and self._chooser(device).needs_read_tokens
 
     def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
         """Chooses a token for each row of float32 logits [R, V], which stay as they are, and waits for it."""
@@ -82,8 +73,6 @@ class Sampler:
 
 class TorchChooser:
     """On any device, in plain torch."""
-
-    needs_read_tokens = True
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size

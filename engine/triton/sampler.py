@@ -38,8 +38,6 @@ class _Scratch(NamedTuple):
 class TritonChooser:
     """`engine.sampling.sampler.Chooser`. Rows of logits are contiguous."""
 
-    needs_read_tokens = False
-
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
         self._group = 32

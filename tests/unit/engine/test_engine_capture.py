@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner, on_each_rank
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,7 +36,6 @@ def _starting_at(starts: list[int], block_size: int) -> StepInput:
     return build_step(slices, block_size)
 
 
-@settings(deadline=None)
 @given(
     batches=st.lists(st.lists(st.integers(0, 99), max_size=9), min_size=1, max_size=3),
     spare=st.integers(0, 5),

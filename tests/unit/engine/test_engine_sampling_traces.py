@@ -108,13 +108,3 @@ def test_a_constraint_adds_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(sampler, rows)
         names = launch(sampler, next_of(rows)).names
     assert names["aten::_to_copy"] == 1 and names.total() == 5
-
-
-def test_who_must_be_read_before_the_next_token_is_known() -> None:
-    penalised, drawn = SamplingParams(frequency_penalty=0.5), SamplingParams()
-    with fake_cuda():
-        for kernels, must_read in (("auto", False), ("torch", True)):
-            sampler = Sampler(VOCAB_SIZE, kernels)
-            assert sampler.must_read(penalised, torch.device(DEVICE)) is must_read
-            assert not sampler.must_read(drawn, torch.device(DEVICE))
-            assert sampler.must_read(replace(drawn, constraint=object()), torch.device(DEVICE))  # type: ignore[arg-type]

@@ -4,7 +4,7 @@ step after step, whoever comes and goes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,95 +12,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from interpreted_kernels import DEVICE
+from triton_sampling import LARGE_VOCAB, VOCAB, KeptChooser, by_torch, check, grown, random_logits, row
 
 from engine.sampling.constraint import ConstraintFailed
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.rng import gumbel as expected_gumbel
 from engine.sampling.rng import row_keys, sequence_keys
-from engine.sampling.sampler import TorchChooser
 from engine.triton.sampler import TritonChooser
 from engine.triton.sampling_batch import FIELDS
 from engine.triton.sampling_tiles import gumbel, key_of
-
-VOCAB = 40
-LARGE_VOCAB = 9001
-"""Three tiles."""
-CPU = torch.device("cpu")
-
-
-def row(output: Sequence[int] = (), prompt: Sequence[int] = (), index: int = 0, **fields: Any) -> SampleRow:
-    return SampleRow(SamplingParams(**fields), index, tuple(prompt), tuple(output))
-
-
-def random_logits(rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
-
-
-def by_torch(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-    return TorchChooser(logits.shape[1], CPU).launch(logits, rows).read()
-
-
-class Chooser:
-    """The kernels, with what they keep from one batch to the next."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._chooser = TritonChooser(vocab_size, DEVICE)
-
-    def __call__(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
-        there = logits.to(DEVICE, copy=True)
-        sampled = self._chooser.launch(there, rows).read()
-        assert torch.equal(there.cpu(), logits) or logits.isnan().any()
-        return sampled
-
-
-def check(ours: Sequence[SampledToken], expected: Sequence[SampledToken]) -> None:
-    assert [s.token_id for s in ours] == [s.token_id for s in expected]
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert (mine.rank, mine.problem, len(mine.top)) == (theirs.rank, theirs.problem, len(theirs.top))
-        assert mine.logprob == (None if theirs.logprob is None else pytest.approx(theirs.logprob, abs=2e-5))
-        assert [token_id for token_id, _ in mine.top] == [token_id for token_id, _ in theirs.top]
-        assert [value for _, value in mine.top] == pytest.approx([value for _, value in theirs.top], abs=2e-5)
-
-
-TOKEN_IDS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-PARAMS = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
-    top_p=st.sampled_from([1.0, 0.97, 0.6, 0.05]),
-    top_k=st.sampled_from([0, 1, 3, 17, 39, 1000]),
-    min_p=st.sampled_from([0.0, 0.01, 0.3]),
-    frequency_penalty=st.sampled_from([0.0, 0.4, -0.7]),
-    presence_penalty=st.sampled_from([0.0, 0.9, -0.3]),
-    repetition_penalty=st.sampled_from([1.0, 1.3, 0.8]),
-    seed=st.integers(0, 2**64 - 1),
-    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, -1.5, 2.25]), max_size=4),
-    allowed_token_ids=TOKEN_IDS.map(tuple),
-    min_output_tokens=st.integers(0, 6),
-    stop_token_ids=TOKEN_IDS.map(frozenset),
-    top_logprobs=st.sampled_from([None, 0, 3, 60]),
-)
-ROWS = st.lists(st.builds(SampleRow, PARAMS, st.integers(0, 15), TOKEN_IDS, TOKEN_IDS), min_size=1, max_size=4)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
-@given(rows=ROWS, seed=st.integers(0, 1000), num_steps=st.integers(1, 3))
-def test_every_batch_chooses_what_plain_torch_chooses_in_one_step_after_another(
-    rows: list[SampleRow], seed: int, num_steps: int
-) -> None:
-    chooser = Chooser(VOCAB)
-    for step in range(num_steps):
-        logits = random_logits(len(rows), VOCAB, seed + step)
-        expected = by_torch(logits, rows)
-        check(chooser(logits, rows), expected)
-        rows = [grown(r, s.token_id) for r, s in zip(rows, expected, strict=True)]
-
-
-def grown(r: SampleRow, *token_ids: int) -> SampleRow:
-    return replace(r, output_token_ids=(*r.output_token_ids, *token_ids))
-
 
 WIDE: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -123,14 +44,14 @@ WIDE: list[dict[str, Any]] = [
 def test_a_vocabulary_of_several_tiles_is_chosen_from_by_the_same_rules(fields: dict[str, Any]) -> None:
     rows = [row(seed=seed, output=[seed] * seed, **fields) for seed in range(3)]
     logits = random_logits(3, LARGE_VOCAB)
-    check(Chooser(LARGE_VOCAB)(logits, rows), by_torch(logits, rows))
+    check(KeptChooser(LARGE_VOCAB)(logits, rows), by_torch(logits, rows))
 
 
 def test_groups_grow_with_the_vocabulary() -> None:
     vocab_size = 32 * 4096 + 7
     rows = [row(seed=1, top_k=20, top_p=0.8, top_logprobs=3), row(temperature=0.0)]
     logits = random_logits(2, vocab_size)
-    check(Chooser(vocab_size)(logits, rows), by_torch(logits, rows))
+    check(KeptChooser(vocab_size)(logits, rows), by_torch(logits, rows))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +60,7 @@ def test_groups_grow_with_the_vocabulary() -> None:
 def test_equal_tokens_are_kept_by_their_ids(fields: dict[str, Any]) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 0.0, 1.0, 1.0, -5.0]]).repeat(12, VOCAB // 8)
     rows = [row(seed=seed, **fields) for seed in range(12)]
-    check(Chooser(VOCAB)(logits, rows), by_torch(logits, rows))
+    check(KeptChooser(VOCAB)(logits, rows), by_torch(logits, rows))
 
 
 def test_a_row_alone_and_among_128_has_the_same_bits() -> None:
@@ -150,9 +71,9 @@ def test_a_row_alone_and_among_128_has_the_same_bits() -> None:
     }
     rows = [row(seed=seed, prompt=[4], **fields.get(seed, {"temperature": 0.0})) for seed in range(128)]
     logits = random_logits(128, LARGE_VOCAB)
-    together = Chooser(LARGE_VOCAB)(logits, rows)
+    together = KeptChooser(LARGE_VOCAB)(logits, rows)
     for r in fields:
-        (alone,) = Chooser(LARGE_VOCAB)(logits[r : r + 1], rows[r : r + 1])
+        (alone,) = KeptChooser(LARGE_VOCAB)(logits[r : r + 1], rows[r : r + 1])
         assert alone == together[r]
 
 
@@ -166,7 +87,7 @@ def test_sequences_that_come_go_and_return_are_penalised_for_their_own_tokens() 
         {"seed": 8, "allowed_token_ids": tuple(range(9)), "frequency_penalty": 0.5},
     ]
     rows = [row(prompt=range(i), index=i, **each) for i, each in enumerate(fields)]
-    chooser, generator = Chooser(VOCAB), np.random.default_rng(2)
+    chooser, generator = KeptChooser(VOCAB), np.random.default_rng(2)
     for step, present in enumerate([[0, 1], [0, 1, 2], [2, 1, 3], [3, 4, 0, 2], [0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [1]]):
         logits = random_logits(len(present), VOCAB, step)
         batch = [rows[r] for r in present]
@@ -224,7 +145,7 @@ def test_a_constraint_is_followed_until_it_cannot_be() -> None:
         row(constraint=constraint, seed=3, top_p=0.9, **stops),
         row(constraint=Even((2, 4)), seed=3, **stops),  # type: ignore[arg-type]
     ]
-    chooser = Chooser(VOCAB)
+    chooser = KeptChooser(VOCAB)
     for step in range(4):
         logits = random_logits(5, VOCAB, step)
         expected = by_torch(logits, rows)
@@ -236,9 +157,9 @@ def test_a_constraint_is_followed_until_it_cannot_be() -> None:
 def test_a_row_of_nan_ends_and_harms_no_other_row() -> None:
     logits = random_logits(4, VOCAB)
     rows = [row(seed=s, top_p=0.5, top_k=7, top_logprobs=2) for s in range(3)] + [row(temperature=0.0)]
-    expected = Chooser(VOCAB)(logits, rows)
+    expected = KeptChooser(VOCAB)(logits, rows)
     logits[1] = torch.nan
-    sampled = Chooser(VOCAB)(logits, rows)
+    sampled = KeptChooser(VOCAB)(logits, rows)
     assert (sampled[0], *sampled[2:]) == (expected[0], *expected[2:])
     assert 0 <= sampled[1].token_id < VOCAB
 
@@ -252,7 +173,7 @@ def test_rows_may_lie_apart() -> None:
 @pytest.mark.parametrize("fields", [{"logit_bias": {30: 1.0}}, {"allowed_token_ids": (3, -1)}], ids=str)
 def test_a_rule_for_a_token_outside_the_vocabulary_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="is outside the vocabulary; use 0 to 29"):
-        Chooser(30)(torch.zeros(1, 30), [row(**fields)])
+        KeptChooser(30)(torch.zeros(1, 30), [row(**fields)])
 
 
 @triton.jit
