@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from cluster.errors import TransferFailed
@@ -77,13 +78,15 @@ class FaultyPair:
     def slots(self) -> Sequence[Tensor]:
         return self._pair.slots
 
-    def send(self, slot: int, num_bytes: int) -> TransferWork:
+    def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
         fault = self._faults.draw(SEND_FAULTS, self)
         if fault == "fail":
             raise TransferFailed(f"send on {self} failed: injected")
         if fault == "corrupt":
+            if after is not None:
+                after.synchronize()
             self._damage(slot, num_bytes)
-        return self._after(fault, self._pair.send(slot, num_bytes))
+        return self._after(fault, self._pair.send(slot, num_bytes, after))
 
     def receive(self, slot: int, num_bytes: int) -> TransferWork:
         fault = self._faults.draw(RECEIVE_FAULTS, self)

@@ -117,7 +117,9 @@ def seal(slot: Tensor, header: Header, kind: DigestKind) -> None:
     seed = hash_bytes(bytes(written[:-_DIGEST_BYTES]))
     digest = host_digest(payload, seed) if kind is DigestKind.XXH3 else seed
     struct.pack_into("<Q", written, HEADER_BYTES - _DIGEST_BYTES, digest)
-    slot[:HEADER_BYTES].copy_(torch.frombuffer(written, dtype=torch.uint8))
+    head = torch.frombuffer(written, dtype=torch.uint8)
+    # From page-locked memory, of which torch knows when it has been read: nobody waits for the GPU.
+    slot[:HEADER_BYTES].copy_(head.pin_memory() if slot.is_cuda else head, non_blocking=True)
     if kind is DigestKind.WORDS:
         # Stays on the device: nobody waits for it here.
         slot[HEADER_BYTES - _DIGEST_BYTES : HEADER_BYTES].view(torch.int64).copy_(words_digest(payload, seed))

@@ -166,10 +166,11 @@ def _elements(rows: Tensor, block_size: int) -> np.ndarray[Any, Any]:
 
 
 def _row_index(kv: Tensor, block_table: Sequence[int], what: Range) -> Tensor:
-    """Row block_id * B + offset of each token of the range, int64 [T], on kv's device."""
+    """Row block_id * B + offset of each token of the range, int64 [T], on kv's GPU; waits for nothing."""
     block_size = kv.shape[3]
     first, last = what.token_start // block_size, (what.token_end - 1) // block_size
     blocks = torch.tensor([int(block) for block in block_table[first : last + 1]], dtype=torch.int64)
     rows = (blocks[:, None] * block_size + torch.arange(block_size)).flatten()
     skipped = first * block_size
-    return rows[what.token_start - skipped : what.token_end - skipped].to(kv.device)
+    rows = rows[what.token_start - skipped : what.token_end - skipped]
+    return rows.pin_memory().to(kv.device, non_blocking=True)

@@ -60,7 +60,7 @@ class RankPair:
         """Why it can be used no more."""
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._uses = [Use.FREE] * spec.agreed.num_slots
-        self._gathered: dict[int, list[int]] = {}  # slot -> bytes on each route
+        self._gathered: dict[int, tuple[list[int], Any]] = {}  # slot -> bytes on each route, event of the gather's end
         self._routes: list[RouteEnd] = []
         self._held: list[Tensor] = []
         self._is_open = False
@@ -128,17 +128,17 @@ class RankPair:
             self._uses[slot] = Use.FREE
             return list(self._routes)
 
-    def end_gather(self, slot: int, sizes: list[int]) -> None:
-        """The slot holds so many bytes on each route."""
+    def end_gather(self, slot: int, sizes: list[int], ended: Any = None) -> None:
+        """The slot holds so many bytes on each route, on a GPU: once the event `ended` has happened."""
         with self._lock:
             self._uses[slot] = Use.GATHERED
-            self._gathered[slot] = sizes
+            self._gathered[slot] = sizes, ended
 
-    def post_send(self, slot: int) -> list[tuple[RouteEnd, int]]:
-        """The routes, and the bytes to send on each. Raises TransferFailed, ValueError."""
+    def post_send(self, slot: int) -> tuple[list[RouteEnd], list[int], Any]:
+        """The routes, the bytes to send on each, the event of the gather's end. Raises TransferFailed, ValueError."""
         with self._lock:
             routes = self._post(slot, Use.GATHERED, "gather it first")
-            return list(zip(routes, self._gathered[slot], strict=True))
+            return routes, *self._gathered.pop(slot)
 
     def post_receive(self, slot: int) -> list[RouteEnd]:
         """The routes to receive on. Raises TransferFailed, ValueError."""

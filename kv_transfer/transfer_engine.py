@@ -1,6 +1,6 @@
 """One rank's part in every hand-off: gathers into slots, sends them, receives them, scatters.
 
-    sender:    gather -> send -> complete_send             (the pages are free again once gather has returned)
+    sender:    gather -> send -> complete_send             (the pages may be released once gather has returned)
     receiver:  post_receive -> (grant) -> complete_receive     (only this rank's own scatter writes its pages)
 
 It carries out what was decided above it: who may use which slot, when pages are free, when a pair is opened or closed.
@@ -8,6 +8,8 @@ A `RankPair` is this rank's share of one pair of workers, named by the pair's ep
 its own, for each route between this rank and a remote one. Any failure retires the whole RankPair: its routes are
 closed at once, and every later call for the epoch raises TransferFailed. A slot is never another pair's. A rank whose
 heads lower ranks replicate has no route to send on; there, gather and send do nothing.
+
+On a GPU gather only launches the copy; `kv_transfer.copy_streams` orders it with steps, sends and scatters.
 
 Threads: adding, opening and closing from any. For each pair: gather from one, send and post_receive from one in the
 order that both sides agreed on, complete_send and complete_receive from one in the order of the posts.
@@ -29,8 +31,9 @@ from torch import Tensor
 from cluster.errors import TransferFailed
 from cluster.pb import rank_pb2
 from kv_transfer import pages
-from kv_transfer.actions import Chunk
+from kv_transfer.actions import Chunk, Range
 from kv_transfer.codec import SlotCodec
+from kv_transfer.copy_streams import CopyStreams
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.rank_pair import RankPair, RouteEnd
@@ -94,13 +97,22 @@ class TransferEngine:
         self._faults = faults
         self._page_kernel = page_kernel
         self._stores = StoreClients(timeout_s)
-        self._compute_stream: Any = compute_stream
-        if kv.is_cuda and compute_stream is None:
-            self._compute_stream = torch.cuda.default_stream(kv.device)
+        is_default = kv.is_cuda and compute_stream is None
+        compute: Any = torch.cuda.default_stream(kv.device) if is_default else compute_stream
+        self._streams = CopyStreams(kv.device, compute)
         self._lock = threading.Lock()
         self._pairs: dict[str, RankPair] = {}
         self._ending: set[RankPair] = set()  # whose slots may be in quarantine
         self._is_closed = False
+
+    def warm_up(self) -> None:
+        """Copies a token to and fro, so that the kernel for all heads is compiled before the first hand-off."""
+        if self._page_kernel is None:
+            return
+        what, heads = Range(0, 1, 0, self._layout.num_layers), slice(0, self._layout.num_local_heads)
+        buffer = torch.empty((what.layer_end, 2, 1, *self._kv.shape[4:]), dtype=self._kv.dtype, device=self._kv.device)
+        pages.gather(self._kv, [0], what, heads, buffer, self._page_kernel)
+        pages.scatter(self._kv, [0], what, heads, buffer, self._page_kernel)
 
     @property
     def num_landed_slots(self) -> int:
@@ -119,8 +131,7 @@ class TransferEngine:
     def add_pair(self, spec: rank_pb2.OpenPair) -> RankPair:
         """Takes a pair in, to be opened (`open_pair`) or closed. Raises ValueError for an epoch that is in use, and
         TransferFailed when this worker is stopping."""
-        new_stream: Any = torch.cuda.Stream
-        pair = RankPair(spec, new_stream(self._kv.device) if self._kv.is_cuda else None)
+        pair = RankPair(spec, self._streams.new_stream())
         with self._lock:
             if self._is_closed:
                 raise TransferFailed(f"pair {pair.epoch} cannot be opened: this worker is stopping")
@@ -217,6 +228,9 @@ class TransferEngine:
                 is_wanted=lambda: pair.ended is None,
             )
             made = make_pair(agreed.transport, meeting)
+            for slot in made.slots:
+                if slot.is_cuda and pair.stream is not None:
+                    slot.record_stream(pair.stream)  # memory is used again when what copies there has ended
             pair.add_route(codec, made if self._faults is None else self._faults.wrap(made))
         pair.open()
         return len(codecs)
@@ -230,24 +244,25 @@ class TransferEngine:
     def gather(self, chunk: Chunk, block_table: Sequence[int], ready: torch.cuda.Event | None = None) -> int:
         """Copies pages into the chunk's slot; returns the bytes that sending it will move.
 
-        `ready`: on a GPU, what must have happened before the pages are read; None: all that was launched so far.
+        On a GPU the copy is launched, and what must have happened before it is `ready`; None: all that was launched so
+        far. Steps launched after it (`before_step`) begin when it has ended, so the pages may be released.
         """
         pair = self.find_pair(chunk.epoch)
         self._check(pair, chunk, is_sender=True)
         ends, tag = pair.begin_gather(chunk.slot), chunk.tag
-        with self._copying(pair, ready):
+        with self._streams.gathering(pair.stream, ready) as gathered:
             sizes = [end.codec.pack(self._kv, block_table, chunk.range, tag, end.slots[chunk.slot]) for end in ends]
-        pair.end_gather(chunk.slot, sizes)
+        pair.end_gather(chunk.slot, sizes, gathered)
         return sum(sizes)
 
     def send(self, epoch: str, slot: int) -> Sending:
-        """Posts the sends of a gathered slot to every remote rank with a route."""
+        """Posts the sends of a slot to every remote rank with a route; they begin when its gather has ended."""
         pair = self.find_pair(epoch)
         pair.check(is_sender=True, slot=slot)
         with self._retiring_on_failure(pair):
-            sizes = pair.post_send(slot)
-            works = [end.pair.send(slot, size) for end, size in sizes]
-        return Sending(pair, slot, [end for end, _ in sizes], works)
+            ends, sizes, gathered = pair.post_send(slot)
+            works = [end.pair.send(slot, size, gathered) for end, size in zip(ends, sizes, strict=True)]
+        return Sending(pair, slot, ends, works)
 
     def complete_send(self, sending: Sending) -> None:
         """Waits until a posted slot is sent and may be gathered into again."""
@@ -267,9 +282,10 @@ class TransferEngine:
             works = [end.pair.receive(chunk.slot, end.codec.num_bytes(chunk.range)) for end in ends]
         return Landing(pair, chunk, tuple(block_table), ends, works)
 
-    def complete_receive(self, landing: Landing) -> int:
+    def complete_receive(self, landing: Landing, ready: torch.cuda.Event | None = None) -> int:
         """Waits for a posted chunk, checks it and scatters it into the pages; returns the bytes that arrived.
 
+        `ready`: on a GPU, what must have happened before the pages are written; None: all that was launched so far.
         Raises TransferFailed, of which Corrupted, with the pair retired; ValueError when it was completed before.
         """
         pair, chunk, works = landing.pair, landing.chunk, landing.works
@@ -279,13 +295,17 @@ class TransferEngine:
         with self._retiring_on_failure(pair):
             self._wait(works)
             pair.arrived(chunk.slot)
-            with self._copying(pair, None):
+            with self._streams.scattering(pair.stream, ready):
                 for end in landing.routes:
                     end.codec.unpack(end.slots[chunk.slot], self._kv, landing.block_table, chunk.range, tag)
         self._release(pair, chunk.slot, landing.routes)
         return sum(end.codec.num_bytes(chunk.range) for end in landing.routes)
 
-    # Slots and streams
+    # Slots and steps
+
+    def before_step(self) -> None:
+        """To be called before each step is launched: on a GPU it waits there for the gathers launched so far."""
+        self._streams.before_step()
 
     def _check(self, pair: RankPair, chunk: Chunk, *, is_sender: bool) -> None:
         pair.check(is_sender=is_sender, slot=chunk.slot)
@@ -306,21 +326,6 @@ class TransferEngine:
         deadline = time.monotonic() + self._timeout_s
         for work in works:
             work.wait(max(0.0, deadline - time.monotonic()))
-
-    @contextmanager
-    def _copying(self, pair: RankPair, ready: Any) -> Iterator[None]:
-        """For copies of pages: when the block ends they have ended, on a GPU too."""
-        if pair.stream is None:
-            yield
-            return
-        # Kernels launched so far write the pages to gather, or still read what the pages held before.
-        with torch.cuda.device(self._kv.device):
-            pair.stream.wait_event(self._compute_stream.record_event() if ready is None else ready)
-            try:
-                with torch.cuda.stream(pair.stream):
-                    yield
-            finally:
-                pair.stream.synchronize()
 
     # Ends
 

@@ -219,6 +219,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         faults=_faults_of(settings),
         page_kernel=choose_page_copies(settings.engine.kernels, runner.device),
     )
+    transfer_engine.warm_up()
     end_helpers()  # steps run on other threads
     return LoadedRank(runner, transfer_engine, plan)
 

@@ -2,7 +2,8 @@
 
 Steps run on the caller's thread. KV operations run beside them, on threads that never wait for one another's peers:
 
-    kv-gather       copies pages to send slots, each as soon as the steps and layers that it names are written
+    kv-gather       copies pages to send slots, each as soon as the steps and layers that it names are written; on a
+                    GPU it launches the copy, AHEAD_LAYERS before, so that the slot is granted when it is filled
     kv-issue        posts sends and receives in the order of the command log, and waits for nothing
     kv-wait EPOCH   one for each pair: opens it, then waits for its sends and landings in their order
     kv-close EPOCH  closes a pair at once, which wakes its kv-wait thread; both end with the pair
@@ -15,6 +16,7 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -35,6 +37,13 @@ from kv_transfer.transfer_engine import TransferEngine
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+AHEAD_LAYERS = 2
+"""A gather out of a long step on a GPU is launched, and its slot offered, when this many of its layers are still to be
+computed there. Earlier, and a receive would wait on the decode worker's GPU, where NCCL's kernels take room; later, and
+the message to and fro would not be hidden."""
+_KEPT_STEPS = 4
+"""Steps whose events are kept: more than a GPU may be behind."""
 
 OVERLAP_TOKENS = 64
 """A step of so many tokens is long: the leader's engine thread does not wait for it, and if it computes tokens of a
@@ -64,7 +73,7 @@ class StepProgress:
         self._num_layers_done = 0
         self._layer_events: list[torch.cuda.Event] = []
         self._layered_step = 0  # the step that the layer events are of
-        self._step_event: torch.cuda.Event | None = None
+        self._step_events: deque[tuple[int, torch.cuda.Event]] = deque(maxlen=_KEPT_STEPS)
         self._is_closed = False
 
     def layer_done(self, num_layers: int) -> None:
@@ -82,8 +91,9 @@ class StepProgress:
     def step_done(self) -> None:
         event = self._leave_event() if self._leave_event is not None else None
         with self._changed:
-            self._step_event = event
             self._num_steps_done += 1
+            if event is not None:
+                self._step_events.append((self._num_steps_done, event))
             self._num_layers_done = 0
             self._changed.notify_all()
 
@@ -97,7 +107,18 @@ class StepProgress:
         with self._changed:
             if num_steps == self._layered_step and self._layer_events:
                 return self._layer_events[num_layers - 1]
-            return self._step_event
+        return self.event_of_step(num_steps)
+
+    def event_of_step(self, num_steps: int) -> torch.cuda.Event | None:
+        """The event of the end of so many steps, which are done; of a step that is long over, that of a later one."""
+        with self._changed:
+            return next((event for step, event in self._step_events if step >= num_steps), None)
+
+    def event_ahead(self, num_steps: int, num_layers: int) -> torch.cuda.Event | None:
+        """The event AHEAD_LAYERS before that of `event_of`; None where there is none, or it is long over."""
+        with self._changed:
+            is_layered = num_steps == self._layered_step and num_layers > AHEAD_LAYERS
+            return self._layer_events[num_layers - AHEAD_LAYERS - 1] if is_layered and self._layer_events else None
 
     def wait_for_steps(self, num_steps: int) -> None:
         """Until so many steps are done. Raises Cancelled when the rank ends."""
@@ -148,6 +169,7 @@ class RankExecutor:
         """
         notes_layers = len(step.token_ids) >= OVERLAP_TOKENS and not is_decode(step)
         with self._on_device():
+            self._engine.before_step()
             output = self._runner.run(step, self._progress.layer_done if notes_layers else None, sampled)
             self._progress.step_done()
         return output
@@ -224,6 +246,9 @@ class RankExecutor:
         return None
 
     def _gather(self, after_step: int, chunk: Chunk, block_table: list[int]) -> int:
+        ahead = self._progress.event_ahead(after_step, chunk.range.layer_end)
+        if ahead is not None:
+            ahead.synchronize()
         ready = self._progress.event_of(after_step, chunk.range.layer_end)
         return self._engine.gather(chunk, block_table, ready=ready)
 
@@ -246,7 +271,7 @@ class RankExecutor:
     def _receive(self, number: int, pages: rank_pb2.ChunkPages) -> None:
         def complete() -> int:
             self._progress.wait_for_steps(pages.after_step)
-            return self._engine.complete_receive(landing)
+            return self._engine.complete_receive(landing, self._progress.event_of_step(pages.after_step))
 
         try:
             landing = self._engine.post_receive(_chunk_of(pages), list(pages.block_table))
@@ -292,6 +317,6 @@ def _start(name: str, target: Callable[[], Any]) -> None:
 
 def _leave_cuda_event() -> torch.cuda.Event:
     """On the current stream of the current device."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

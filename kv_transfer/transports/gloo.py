@@ -47,7 +47,8 @@ class GlooPair:
     def __repr__(self) -> str:
         return self.name
 
-    def send(self, slot: int, num_bytes: int) -> TransferWork:
+    def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
+        """Slots lie in host memory, and are filled when the gather has returned: `after` tells nothing new."""
         return self._post("send", slot, num_bytes)
 
     def receive(self, slot: int, num_bytes: int) -> TransferWork:

@@ -55,8 +55,11 @@ class Pair(Protocol):
         """uint8 [slot_bytes] each, in host or device memory; none once the pair is closed."""
         ...
 
-    def send(self, slot: int, num_bytes: int) -> TransferWork:
-        """Posts a send of the first bytes of a slot; raises TransferFailed when the pair is broken."""
+    def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
+        """Posts a send of the first bytes of a slot; raises TransferFailed when the pair is broken.
+
+        `after` is the event at which a slot in the memory of a GPU is filled; None: it is. Nobody here waits for it.
+        """
         ...
 
     def receive(self, slot: int, num_bytes: int) -> TransferWork:

@@ -1,6 +1,7 @@
 """A pair between two GPUs of any hosts: a ProcessGroupNCCL of two ranks, the pair's own, made without blocking.
 
-Its kernels take few thread blocks and run on NCCL's own stream. Nothing here waits on the GPU without a limit: an
+Its kernels take few thread blocks and run on NCCL's own stream, behind a stream of the pair, on which a send waits for
+the gather into its slot: the compute stream knows nothing of them. Nothing here waits on the GPU without a limit: an
 operation is polled until it has ended, failed, or its time is up, and then the communicator of this pair is aborted.
 """
 
@@ -59,10 +60,11 @@ class NcclPair:
                 # Operations start after, and end before, what this stream is given: nothing else ever is.
                 new_stream: Any = torch.cuda.Stream
                 self._stream = new_stream(self._device)
-                self.slots: list[Tensor] = [
-                    torch.empty(meeting.slot_bytes, dtype=torch.uint8, device=self._device)
-                    for _ in range(meeting.num_slots)
-                ]
+                with torch.cuda.stream(self._stream):  # not memory that steps under way have just given back
+                    self.slots: list[Tensor] = [
+                        torch.empty(meeting.slot_bytes, dtype=torch.uint8, device=self._device)
+                        for _ in range(meeting.num_slots)
+                    ]
                 self._group = nccl(PrefixStore(meeting.prefix, store), rank, 2, options)
                 self._meet(meeting)
         except (RuntimeError, TransferFailed) as error:
@@ -77,8 +79,8 @@ class NcclPair:
     def is_closed(self) -> bool:
         return self._group is None
 
-    def send(self, slot: int, num_bytes: int) -> TransferWork:
-        return self._post("send", self._filled(slot, num_bytes))
+    def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
+        return self._post("send", self._filled(slot, num_bytes), after)
 
     def receive(self, slot: int, num_bytes: int) -> TransferWork:
         return self._post("recv", self._filled(slot, num_bytes))
@@ -105,19 +107,20 @@ class NcclPair:
 
     def _meet(self, meeting: Meeting) -> None:
         # A communicator that comes up without blocking shows its failure only at its first operation.
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._group.eager_connect_single_device(self._device)
             greeting = torch.zeros(1, device=self._device)
-            torch.cuda.current_stream(self._device).synchronize()
         self._post("send" if meeting.is_sender else "recv", greeting).wait(meeting.timeout_s)
 
-    def _post(self, operation: str, tensor: Tensor) -> TransferWork:
+    def _post(self, operation: str, tensor: Tensor, after: torch.cuda.Event | None = None) -> TransferWork:
         group = self._group
         name = f"{'send' if operation == 'send' else 'receive'} on {self.name}"
         if group is None:
             raise TransferFailed(f"{self.name} is closed")
         try:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                if after is not None:
+                    self._stream.wait_event(after)
                 return _NcclWork(self, getattr(group, operation)([tensor], self._peer, 0), self._stream, name)
         except RuntimeError as error:
             raise TransferFailed(f"{name} failed: {reason_of(error)}") from error

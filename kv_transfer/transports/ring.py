@@ -14,7 +14,8 @@ Nothing has a name in a file system, so nothing can be left behind. A ring serve
 stopped and wakes up later finds its socket closed, and what it may still write goes where nobody reads any more.
 A note that makes no sense ends the pair.
 
-There is no thread here: one of the waiting threads reads the notes for all of them.
+There is no thread here: one of the waiting threads reads the notes for all of them. It also tells of slots that a GPU
+was still filling when they were sent, in the order of the sends: until a slot is full, the other side knows nothing.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from cluster.errors import TransferFailed
 from kv_transfer.transports.interface import Meeting, TransferWork, reason_of
 
 MAGIC = b"BtRg\x01"
-AT_ONCE_S, CALL_AGAIN_S = 0.1, 0.002
-"""Seconds between checks that the pair is still wanted, and between calls to a sender that is late."""
+AT_ONCE_S, CALL_AGAIN_S, ASK_AGAIN_S = 0.1, 0.002, 0.0002
+"""Seconds between checks that the pair is still wanted, between calls to a sender that is late, and between looks at a
+GPU that is still filling a slot."""
 
 _HELLO = struct.Struct("<5s11sIIQ")  # magic, kind of memory, slots, unused, bytes of a slot
 _NOTE = struct.Struct("<BxxxIQ")  # kind, slot, bytes
@@ -78,17 +82,23 @@ class RingPair:
             raise TransferFailed(f"{self.name} was not made: {error.message}") from error
         self._changed = threading.Condition()
         self._filled: dict[int, int] = {}  # slot -> bytes, of slots that are the receiver's
+        self._filling: deque[tuple[int, int, Any]] = deque()  # slot, bytes, event: sent, and to be told of after it
         self._ended: str | None = None  # why
         self._is_reading = self._is_closed = False
 
     def __repr__(self) -> str:
         return self.name
 
-    def send(self, slot: int, num_bytes: int) -> TransferWork:
+    def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
         with self._changed:
-            self._filled[slot] = num_bytes
-            self._notify("send", _FILLED, slot, num_bytes)
-        return _RingWork(self, f"send on {self.name}", lambda: slot not in self._filled)
+            self._check_alive("send")
+            self._filling.append((slot, num_bytes, after))
+            self._tell_of_full_slots()
+
+        def is_read() -> bool:
+            return slot not in self._filled and all(slot != other for other, _, _ in self._filling)
+
+        return _RingWork(self, f"send on {self.name}", is_read)
 
     def receive(self, slot: int, num_bytes: int) -> TransferWork:
         with self._changed:
@@ -125,6 +135,7 @@ class RingPair:
         deadline = time.monotonic() + timeout_s
         while True:
             with self._changed:
+                self._tell_of_full_slots()
                 self._changed.wait_for(
                     lambda: is_done() or self._ended or not self._is_reading, max(0.0, deadline - time.monotonic())
                 )
@@ -137,8 +148,11 @@ class RingPair:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise TransferFailed(f"{name} failed: Timed out after {timeout_s:.1f} s")
-                self._is_reading = True
+                self._is_reading, is_filling = True, bool(self._filling)
             note, ended = b"", None
+            if is_filling:
+                time.sleep(ASK_AGAIN_S)  # a poll would take a millisecond at least
+                left_s = 0.0
             try:
                 if _is_readable(self._socket, left_s):
                     note = self._socket.recv(_NOTE.size + 1, socket.MSG_DONTWAIT)
@@ -165,6 +179,13 @@ class RingPair:
         else:
             self._filled[slot] = num_bytes
         return None
+
+    def _tell_of_full_slots(self) -> None:
+        """Nothing more is told by a pair that has ended."""
+        while self._filling and not self._ended and (self._filling[0][2] is None or self._filling[0][2].query()):
+            slot, num_bytes, _ = self._filling.popleft()
+            self._filled[slot] = num_bytes
+            self._notify("send", _FILLED, slot, num_bytes)
 
     def _notify(self, operation: str, kind: int, slot: int, num_bytes: int) -> None:
         self._check_alive(operation)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -165,6 +165,16 @@ def test_page_copies_equal_those_of_the_cpu(dtype: torch.dtype, what: Range, hea
     assert torch.equal(scattered.cpu(), target)
 
 
+@contextmanager
+def launching_only() -> Iterator[None]:
+    """Within it, an operation that waits for the GPU raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("transport", ["gloo", "cuda_ipc"])
 @pytest.mark.parametrize("wire_format", ["native", "int8"])
 @pytest.mark.parametrize("digest", ["on", "off"])
@@ -185,14 +195,20 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
     what = a_chunk(0, 0, 48, LAYERS)
     landing = engines[1].post_receive(what, TABLE)
     fresh = truth.cuda()
+    for engine in engines:
+        engine.warm_up()
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)  # the step that writes the pages is still running when the gather is asked for
     sender_kv.copy_(fresh)
     ready = torch.cuda.default_stream().record_event()
     assert not ready.query()
-    engines[0].gather(what, TABLE, ready)
-    sender_kv.fill_(POISON)  # gathered pages may be used again at once
-    sending = engines[0].send("e1", 0)
+    is_launched_only = transport == "cuda_ipc"  # slots in host memory are filled when the gather returns
+    with launching_only() if is_launched_only else nullcontext():
+        engines[0].gather(what, TABLE, ready)
+        engines[0].before_step()
+        sender_kv.fill_(POISON)  # gathered pages may be used again at once
+        sending = engines[0].send("e1", 0)
+    assert ready.query() is not is_launched_only
     engines[1].complete_receive(landing)
     engines[0].complete_send(sending)
     expected = torch.full_like(truth, POISON)

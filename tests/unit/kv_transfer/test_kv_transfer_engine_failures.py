@@ -81,7 +81,7 @@ def test_one_route_that_fails_ends_all_routes_of_the_link(
     landings = [engine.post_receive(chunk("e1", 0, 0, 16), receiver.table) for engine in receiver.engines]
     waiting = [Completing(engine, landing) for engine, landing in zip(receiver.engines, landings, strict=True)]
 
-    def fail(slot: int, num_bytes: int) -> TransferWork:
+    def fail(slot: int, num_bytes: int, after: object = None) -> TransferWork:
         raise TransferFailed(f"no {num_bytes} bytes of slot {slot}")
 
     sender.engine._pairs["e1"]._routes[0].pair.send = fail  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import Cancelled
-from worker.rank import StepProgress
+from worker.rank import AHEAD_LAYERS, StepProgress
 
 SOON_S = 10.0
 
@@ -58,7 +58,25 @@ def test_a_layer_keeps_its_event_when_its_step_has_ended() -> None:
     assert progress.event_of(2, 1) == 5
     run_long_step(progress)  # layers 6, 7, 8; step 9
     assert progress.event_of(3, 2) == 7
-    assert progress.event_of(2, 2) == 9, "an event that is not before the pages were written"
+    assert progress.event_of(2, 2) == 5, "its own, though a later step is on its way"
+
+
+def test_a_step_that_is_long_over_is_stood_for_by_a_later_one() -> None:
+    progress = numbered()
+    for _ in range(10):
+        progress.step_done()
+    assert progress.event_of_step(10) == 10
+    assert progress.event_of_step(8) == 8
+    assert 1 <= progress.event_of_step(1) <= 10  # type: ignore[operator]
+
+
+def test_a_gather_is_launched_some_layers_before_the_one_that_it_waits_for() -> None:
+    progress = numbered()
+    run_long_step(progress, num_layers=8)  # layers 1 to 8; step 9
+    assert progress.event_ahead(1, 8) == 8 - AHEAD_LAYERS
+    assert progress.event_ahead(1, AHEAD_LAYERS) is None, "there is no layer so early"
+    progress.step_done()
+    assert progress.event_ahead(2, 8) is None, "nobody has told of its layers"
 
 
 def test_where_all_is_done_when_it_is_told_there_is_nothing_to_wait_for() -> None:
