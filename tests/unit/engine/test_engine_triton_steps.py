@@ -75,7 +75,7 @@ def test_prompts_and_replayed_decode_steps_have_the_logits_of_the_cpu(
     replays: list[int] = []
     assert runner._graphs is not None
     run, ids, table = runner._graphs.run, list(range(5, 42)), (7, 2, 9)
-    monkeypatch.setattr(runner._graphs, "run", lambda step: (replays.append(1), run(step))[1])
+    monkeypatch.setattr(runner._graphs, "run", lambda *args: (replays.append(1), run(*args))[1])
 
     expected = run_in_chunks(expected_by, ids, [37], table)
     logits = run_in_chunks(runner, ids, [20, 14, 1, 1, 1], table)
