@@ -43,6 +43,7 @@ from engine.quantization.interface import TiledMatrix, TritonMatrix
 from engine.quantization.plain import TorchMatrix
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
+from engine.sampling.samples import Samples
 from engine.step_input import SequenceSlice, StepInput, build_step
 from engine.tp import SingleGroup
 
@@ -74,7 +75,12 @@ class Spent:
 
 def sample_next(sampler: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
     """Tokens of the rows, whose outputs, lists, grow by them."""
-    token_ids = [sampled.token_id for sampled in sampler.sample(logits, rows)]
+    return read_next(sampler.launch(logits, rows), rows)
+
+
+def read_next(samples: Samples, rows: list[SampleRow]) -> list[int]:
+    """Tokens that were set off for the rows, whose outputs, lists, grow by them."""
+    token_ids = [sampled.token_id for sampled in samples.read()]
     for row, token_id in zip(rows, token_ids, strict=True):
         assert isinstance(row.output_token_ids, list), "the output of a row cannot grow"
         row.output_token_ids.append(token_id)
@@ -102,13 +108,20 @@ class Bench:
         self._sampler = Sampler(self.config.vocab_size, wanted.get("kernels", "auto"))
         self._params = SamplingParams(max_output_tokens=1, temperature=0.0)
 
-    def decode(self, batch_size: int, num_steps: int) -> None:
-        """So many steps of `batch_size` sequences, each with a table of its own."""
+    def decode(self, batch_size: int, num_steps: int, overlaps: bool = False) -> list[int]:
+        """The last tokens of so many steps of `batch_size` sequences, each with a table of its own. `overlaps`: a step
+        is launched before the tokens of the one before it are read."""
         rows = [SampleRow(self._params, i, (1,), []) for i in range(batch_size)]
-        token_ids = [5] * batch_size
-        for _ in range(num_steps):
-            logits = self.runner.forward(self.decode_step(token_ids))
-            token_ids = sample_next(self._sampler, logits, rows)
+        unread = [-1 - row for row in range(batch_size)]
+        logits = self.runner.forward(self.decode_step([5] * batch_size))
+        for left in reversed(range(num_steps)):
+            samples = self._sampler.launch(logits, rows)
+            if left and overlaps:
+                logits = self.runner.run(self.decode_step(unread), sampled=samples.token_ids).logits
+            token_ids = read_next(samples, rows)
+            if left and not overlaps:
+                logits = self.runner.forward(self.decode_step(token_ids))
+        return token_ids
 
     def decode_step(self, token_ids: list[int]) -> StepInput:
         """One token for each sequence, whose number is its place in the list."""
@@ -154,7 +167,7 @@ class Bench:
         return [(heads + 2 * kv, hidden), (hidden, heads), (2 * inner, hidden), (hidden, inner)]
 
 
-def timed(work: Callable[[], None]) -> float:
+def timed(work: Callable[[], object]) -> float:
     begun = time.perf_counter()
     work()
     return time.perf_counter() - begun

@@ -274,21 +274,28 @@ def compare_bits(bench: Bench, plan: Plan) -> dict[str, Any]:
     return differing | ({"error": "a token's logits are not the same in any step"} if any(differing.values()) else {})
 
 
-def measure_decode(bench: Bench, plan: Plan, size: int) -> dict[str, float]:
-    """Whole steps, sampling included, and the forward pass alone; the limit is measured right before."""
+def measure_decode(bench: Bench, plan: Plan, size: int) -> dict[str, Any]:
+    """Whole steps, sampling included, as a worker launches them and one by one, and the forward pass alone; the limit
+    is measured right before."""
     bench.decode(size, 3)
     limit = copy_rate(plan.device, plan.copied_bytes)
     num_steps = max(5, int(0.5 / timed(lambda: bench.decode(size, 1))))
-    step_s = statistics.median(timed(lambda: bench.decode(size, num_steps)) for _ in range(3)) / num_steps
+
+    def seconds(overlaps: bool) -> float:
+        return statistics.median(timed(lambda: bench.decode(size, num_steps, overlaps)) for _ in range(3)) / num_steps
+
+    step_s, one_by_one_s = seconds(True), seconds(False)
+    same = bench.decode(size, 5, True) == bench.decode(size, 5)
     step = bench.decode_step([5] * size)
     forward_s = median_s(lambda: bench.runner.forward(step), plan.device)
     return {
         "tok_s": round(size / step_s, 1),
         "step_ms": round(1000 * step_s, 3),
+        "one_by_one_ms": round(1000 * one_by_one_s, 3),
         "forward_ms": round(1000 * forward_s, 3),
         "mbu": float(f"{bench.decode_bytes(size) / step_s / limit:.3g}"),
         "forward_mbu": float(f"{bench.decode_bytes(size) / forward_s / limit:.3g}"),
-    }
+    } | ({} if same else {"error": "steps that overlap lead to other tokens than steps one by one"})
 
 
 def measure_prefill(bench: Bench, plan: Plan, size: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from engine_steps import make_runner, run_in_chunks
+from engine_steps import generate, make_runner, run_in_chunks
 from reference_engine import Engine
 
 from cluster.errors import ConfigError
@@ -125,6 +125,13 @@ def test_generation_ends_the_same_way_with_graphs_as_without(case: Case) -> None
             assert abs(ours.logprob - theirs.logprob) < 0.2
             if ours.token_id != theirs.token_id:
                 break
+
+
+def test_steps_that_overlap_lead_to_the_tokens_of_steps_one_by_one(case: Case) -> None:
+    """Across the end of a block."""
+    prompts = [case.token_ids[: 250 - i] for i in range(5)]
+    one_by_one, overlapping = (generate(case.graphs, prompts, 24, overlaps) for overlaps in (False, True))
+    assert one_by_one == overlapping and len({tuple(output) for output in overlapping}) == 5
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int8", "int4"])

@@ -14,6 +14,8 @@ from thread_group import ThreadGroup
 
 from engine.cuda_graphs import Capture
 from engine.model_runner import ModelRunner
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
 from engine.tp import SingleGroup, TPGroup
 
@@ -76,6 +78,31 @@ def run_in_chunks(
         start += size
     assert start == len(token_ids)
     return torch.cat(rows)
+
+
+def generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_steps: int, overlaps: bool) -> list[list[int]]:
+    """What follows the prompts, drawn with noise. `overlaps`: a step is launched before the one before it is read."""
+    sampler, size = Sampler(runner.config.vocab_size), runner.block_size
+    width = -(-(max(map(len, prompts)) + num_steps) // size)
+    tables = [tuple(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    rows = [SampleRow(SamplingParams(seed=i), 0, prompt, outputs[i]) for i, prompt in enumerate(prompts)]
+
+    def step(token_ids: Iterable[int], number: int) -> StepInput:
+        new = zip(token_ids, prompts, tables, strict=True)
+        return build_step([SequenceSlice((t,), len(p) + number, table, True) for t, p, table in new], size)
+
+    first = [SequenceSlice(tuple(p), 0, table, True) for p, table in zip(prompts, tables, strict=True)]
+    logits = runner.forward(build_step(first, size))
+    for number in range(num_steps):
+        samples = sampler.launch(logits, rows)
+        if overlaps:
+            logits = runner.run(step((-1 - row for row in range(len(rows))), number), sampled=samples.token_ids).logits
+        for output, token in zip(outputs, samples.read(), strict=True):
+            output.append(token.token_id)
+        if not overlaps:
+            logits = runner.forward(step((output[-1] for output in outputs), number))
+    return outputs
 
 
 def on_each_rank(size: int, work: Callable[[TPGroup], Result]) -> list[Result]:

@@ -10,7 +10,7 @@ import plain_kernels
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
-from engine_steps import make_runner, run_in_chunks
+from engine_steps import generate, make_runner, run_in_chunks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recorder import record
@@ -225,6 +225,13 @@ def test_tokens_are_taken_from_the_step_before_without_being_read(case: Case, da
 
     assert len(case.replayed) - replays == (not prompt and num_rows <= MOST)
     assert torch.allclose(logits, case.eager.forward(expected), atol=1e-4)
+
+
+def test_steps_that_overlap_lead_to_the_tokens_of_steps_one_by_one(case: Case) -> None:
+    """Across the end of a block."""
+    prompts = [case.token_ids[: 250 - i] for i in range(5)]
+    one_by_one, overlapping = (generate(case.graphs, prompts, 24, overlaps) for overlaps in (False, True))
+    assert one_by_one == overlapping and len({tuple(output) for output in overlapping}) == 5
 
 
 def test_logits_of_one_step_do_not_depend_on_the_one_before(case: Case) -> None:
