@@ -100,13 +100,15 @@ def run_rank(settings: RankSettings) -> None:
 
 
 def _logits(tp: TPGroup, device: str) -> torch.Tensor:
-    """Of a prompt and of a decode step after it."""
+    """Of a prompt and of two decode steps after it, the second of which takes its token from rank 0's device."""
     dtype = "float32" if device == "cpu" else "bfloat16"
     runner = ModelRunner(MODEL, tp=tp, device=device, dtype=dtype, block_size=16, num_blocks=32, graphs_up_to=2)
     table = tuple(range(20))
     rows = []
-    for tokens, start in ((PROMPT, 0), ((7,), len(PROMPT))):
-        rows.append(runner.forward(build_step([SequenceSlice(tokens, start, table, True)], 16)))
+    sampled = torch.tensor([9], dtype=torch.int32, device=device) if tp.rank == 0 else None
+    for tokens, start in ((PROMPT, 0), ((7,), len(PROMPT)), ((-1,), len(PROMPT) + 1)):
+        step = build_step([SequenceSlice(tokens, start, table, True)], 16)
+        rows.append(runner.run(step, sampled=sampled if step.has_unread_tokens else None).logits.clone())
     return torch.cat(rows).float().cpu()
 
 

@@ -109,6 +109,8 @@ class ModelRunner:
         """The decode steps that are CUDA graphs, or why none are."""
         self._capture_with, self._graphs_up_to = capture, graphs_up_to
         self._graphs: DecodeGraphs | None = None
+        self._num_rows = 0
+        """Rows of logits of the latest step."""
         if num_blocks is not None:
             self.make_pool(num_blocks)
 
@@ -183,10 +185,14 @@ class ModelRunner:
 
         `on_layer(n)` is called, n from 1 on, as soon as the KV of the first n layers is written; on a GPU: as soon as
         the writes are queued on the current stream. A step of no tokens only copies blocks and has no layers.
-        `sampled`, integers [R] on the device, are the tokens that the step before led to; a step that needs them is
-        launched without waiting for them.
+        `sampled`, integers [R] on the device, are the tokens that the step before led to, one of each row of its
+        logits; a step that needs them is launched without waiting for them. Of several ranks only rank 0 has them, and
+        gives them to the others.
         """
         assert step.cu_seqlens_q[-1] == len(step.token_ids) == len(step.slot_mapping), "a step's arrays disagree"
+        if self._tp.size > 1 and step.has_unread_tokens:
+            sampled = self._of_rank_0(sampled)
+        self._num_rows = len(step.logits_indices)
         if self.decode_step is not None and on_layer is None and self.decode_step.takes(step):
             return StepOutput(self.decode_step.run(step if sampled is None else step.with_tokens(sampled.numpy())))
         self._check_blocks(step)
@@ -209,6 +215,16 @@ class ModelRunner:
         vocab_size = self.config.vocab_size
         scores = score_rows(step.scored, lambda rows: self._model.logits(hidden, rows), vocab_size, self.device)
         return StepOutput(logits, scores)
+
+    def _of_rank_0(self, sampled: torch.Tensor | None) -> torch.Tensor:
+        """Tokens that rank 0 sampled, int32 [R], on every rank: queued behind their choice, and nobody waits."""
+        if self._tp.rank:
+            tokens = torch.empty(self._num_rows, dtype=torch.int32, device=self.device)
+        else:
+            assert sampled is not None and len(sampled) == self._num_rows, "a row of the step before has no token"
+            tokens = sampled.int()
+        self._tp.broadcast(tokens)
+        return tokens
 
     def _token_ids(self, step: StepInput, sampled: torch.Tensor | None) -> torch.Tensor:
         """int32 [T]"""

@@ -1,4 +1,4 @@
-"""Tensor-parallel groups: `TPGroup`, the two collectives that layers need, and its implementations.
+"""Tensor-parallel groups: `TPGroup`, the collectives of layers and of sampled tokens, and its implementations.
 
 `SingleGroup` is one rank; `ProcessGroupTP` spans processes over Gloo or NCCL, made from a store and never torch's
 default group. Layers get a group as an argument and know neither. Every rank gets the same bits of a sum; `OrderedSums`
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Store
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, Store
 
 
 class TPGroup(Protocol):
@@ -32,6 +32,10 @@ class TPGroup(Protocol):
         """The ranks' tensors, all of one shape, joined along `dim` in rank order."""
         ...
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Replaces a contiguous tensor by rank 0's, in place."""
+        ...
+
 
 class SingleGroup:
     """A single rank, which has nothing to exchange."""
@@ -45,6 +49,9 @@ class SingleGroup:
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return tensor
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Leaves the tensor."""
+
 
 class ProcessGroupTP:
     """Ranks in processes of their own, over a ProcessGroupGloo or ProcessGroupNCCL that this object owns.
@@ -57,8 +64,8 @@ class ProcessGroupTP:
         self._group = process_group
         self.rank: int = process_group.rank()
         self.size: int = process_group.size()
-        self._reduce, self._gather = AllreduceOptions(), AllgatherOptions()
-        self._reduce.asyncOp = self._gather.asyncOp = False
+        self._reduce, self._gather, self._broadcast = AllreduceOptions(), AllgatherOptions(), BroadcastOptions()
+        self._reduce.asyncOp = self._gather.asyncOp = self._broadcast.asyncOp = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         _wait(self._group.allreduce([tensor], self._reduce))
@@ -68,6 +75,9 @@ class ProcessGroupTP:
         _wait(self._group._allgather_base(joined, tensor.contiguous(), self._gather))
         dim %= tensor.ndim
         return joined.view(self.size, *tensor.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        _wait(self._group.broadcast([tensor], self._broadcast))
 
     def close(self) -> None:
         """Ends the communicator; other ranks that wait in a collective fail."""
@@ -94,6 +104,9 @@ class OrderedSums:
 
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return self._group.all_gather(tensor, dim)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._group.broadcast(tensor)
 
 
 def _wait(work: Any) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import socket
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -260,7 +261,23 @@ def rank_hello(settings: WorkerSettings, device: str) -> rank_pb2.RankHello:
         device=device,
         token=settings.cluster_token,
         protocol=spoken(),
+        takes_unread_tokens=True,
     )
+
+
+def overlaps_steps(wanted: str, device: str, hellos: Sequence[rank_pb2.RankHello]) -> tuple[bool, str]:
+    """Whether a step is launched before the one before it is read, as engine.async_steps wants it; or why not.
+
+    `hellos`: every rank's. One that does not take unread tokens would compute with row numbers instead.
+    """
+    if wanted == "off":
+        return False, "not wanted"
+    if wanted == "auto" and not device.startswith("cuda"):
+        return False, f"on {device} it would only compute what is thrown away"
+    older = [str(h.tp_rank) for h in hellos if not h.takes_unread_tokens]
+    if older:
+        return False, f"rank {', '.join(older)} runs an older Baton, which takes no tokens from rank 0's device"
+    return True, ""
 
 
 def checkpoint_digest(folder: Path) -> str:

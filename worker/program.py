@@ -50,6 +50,7 @@ from worker.loading import (
     check_memory,
     load_rank,
     memory_line,
+    overlaps_steps,
     rank_hello,
     ready_for_steps,
     resolve,
@@ -149,8 +150,9 @@ class Leader(_Rank):
             settings.cluster_token,
         )
         context = HandoffContext(inbox.post, loop.post, group.issue, timing, HandoffMetrics())
-        core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial))
-        self._report(f"a step is launched before the one before it is read: {'yes' if self._overlaps_steps else 'no'}")
+        overlaps, why_not = overlaps_steps(settings.engine.async_steps, resolved.device, hellos)
+        self._report(f"a step is launched before the one before it is read: {'yes' if overlaps else f'no, {why_not}'}")
+        core = self._core = self._make_core(plan, inbox, group, context, partial(loop.post, streams.dial), overlaps)
         page = self._metrics_page = serve_metrics(
             resolved, core, context.metrics, loaded.transfer_engine, meter, self._tls
         )
@@ -230,7 +232,9 @@ class Leader(_Rank):
             write_frame(sock, rank_pb2.RankCommand(start=start))
         return ordered, [hellos[rank] for rank in sorted(hellos)]
 
-    def _make_core(self, plan: MemoryPlan, inbox: Inbox, ranks: Ranks, context: HandoffContext, dial: Dial) -> Core:
+    def _make_core(
+        self, plan: MemoryPlan, inbox: Inbox, ranks: Ranks, context: HandoffContext, dial: Dial, overlaps: bool
+    ) -> Core:
         settings, config = self._settings, self._resolved.config
         return Core(
             inbox,
@@ -245,14 +249,8 @@ class Leader(_Rank):
             step_log=StepLog(settings.step_log),
             constrainer=self._constrainer,
             crash_record=self._crash_record,
-            overlaps=self._overlaps_steps,
+            overlaps=overlaps,
         )
-
-    @property
-    def _overlaps_steps(self) -> bool:
-        """Only rank 0 has the tokens of a step on its device."""
-        wanted, is_cuda = self._settings.engine.async_steps, self._resolved.device.startswith("cuda")
-        return self._settings.tp_size == 1 and (wanted == "on" or (wanted == "auto" and is_cuda))
 
     def _handshake(self, store_address: str) -> Handshake:
         settings = self._settings

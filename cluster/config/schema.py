@@ -131,8 +131,8 @@ class EngineSection:
     async_steps: choices.AsyncStepsName = "auto"
     """Launch the next decode step before the tokens of the one under way are read, which stay on the device: it never
     waits for the host. A sequence that has ended is noticed one step late; tokens are the same. auto: on a GPU, where a
-    worker has one; on a CPU it would only compute what is thrown away. Workers of several tensor-parallel ranks launch
-    steps one by one."""
+    worker has one; on a CPU it would only compute what is thrown away. With several tensor-parallel ranks rank 0 gives
+    the others each step's tokens from device to device."""
     grammar_timeout_s: float = bounded(2.0, above=0, at_most=DAY_S, is_fixed=True)
     """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
     grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40, is_fixed=True)

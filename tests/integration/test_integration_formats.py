@@ -57,7 +57,7 @@ def workers_of(wire_format: str, transport: str) -> list[Worker]:
     return [
         Worker(worker_id="prefill-0", role="prefill", block_size=16, **common),
         Worker(worker_id="prefill-1", role="prefill", block_size=16, tp_size=2, **common),
-        Worker(worker_id="decode-0", role="decode", block_size=8, tp_size=2, **common),
+        Worker(worker_id="decode-0", role="decode", block_size=8, tp_size=2, async_steps="on", **common),
         Worker(worker_id="decode-1", role="decode", block_size=8, **common),
     ]
 

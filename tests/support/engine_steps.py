@@ -80,8 +80,11 @@ def run_in_chunks(
     return torch.cat(rows)
 
 
-def generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_steps: int, overlaps: bool) -> list[list[int]]:
-    """What follows the prompts, drawn with noise. `overlaps`: a step is launched before the one before it is read."""
+def generate(
+    runner: ModelRunner, prompts: Sequence[Sequence[int]], num_steps: int, overlaps: bool, rank: int = 0
+) -> list[list[int]]:
+    """What follows the prompts, drawn with noise. `overlaps`: a step is launched before the one before it is read, and
+    ranks other than 0 are not given the tokens that it needs."""
     sampler, size = Sampler(runner.config.vocab_size), runner.block_size
     width = -(-(max(map(len, prompts)) + num_steps) // size)
     tables = [tuple(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
@@ -97,7 +100,8 @@ def generate(runner: ModelRunner, prompts: Sequence[Sequence[int]], num_steps: i
     for number in range(num_steps):
         samples = sampler.launch(logits, rows)
         if overlaps:
-            logits = runner.run(step((-1 - row for row in range(len(rows))), number), sampled=samples.token_ids).logits
+            ahead = step((-1 - row for row in range(len(rows))), number)
+            logits = runner.run(ahead, sampled=None if rank else samples.token_ids).logits
         for output, token in zip(outputs, samples.read(), strict=True):
             output.append(token.token_id)
         if not overlaps:

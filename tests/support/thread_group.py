@@ -28,6 +28,9 @@ class ThreadGroup:
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._exchange(tensor), dim=dim)
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._exchange(tensor)[0])
+
     def abort(self) -> None:
         """Frees ranks that wait for one that failed: they raise BrokenBarrierError."""
         self._barrier.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,7 +214,15 @@ def test_ranks_capture_the_same_steps_collectives_included(tmp_path: Path, monke
         logits = on_each_rank(2, lambda tp, step=step: ranks[tp.rank].forward(step).clone())  # type: ignore[misc]
         assert torch.equal(logits[0], logits[1])
         assert (logits[0] - alone.forward(step)).abs().max() < 1e-4
-    assert replayed == [[1] * 3, [1] * 3]
+        ahead = replace(step, token_ids=-1 - np.arange(count, dtype=np.int32))  # of tokens that rank 0 alone has
+        sampled = torch.arange(5, 5 + count)
+        logits = on_each_rank(
+            2,
+            lambda tp, step=ahead, ids=sampled: ranks[tp.rank].run(step, sampled=None if tp.rank else ids)[0].clone(),  # type: ignore[misc]
+        )
+        assert torch.equal(logits[0], logits[1])
+        assert (logits[0] - alone.run(ahead, sampled=sampled).logits).abs().max() < 1e-4
+    assert replayed == [[1] * 6, [1] * 6]
 
 
 def test_where_one_rank_cannot_capture_none_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

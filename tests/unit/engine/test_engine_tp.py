@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import make_checkpoint
-from engine_steps import make_runner, on_each_rank, run_in_chunks, scattered_table
+from engine_steps import generate, make_runner, on_each_rank, run_in_chunks, scattered_table
 from thread_group import ThreadGroup
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.utils._pytree import tree_leaves
@@ -95,16 +95,36 @@ def test_a_gloo_group_computes_what_one_rank_does(tmp_path: Path) -> None:
     assert (ranks[0] - expected).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
+def test_a_step_takes_unread_tokens_of_rank_0_on_every_rank(run: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Rank 0 alone knows them when the step is launched; the KV of what follows shows that all had the same."""
+    folder = make_checkpoint("llama", tmp_path)
+    prompts = [IDS[: 30 - i] for i in range(4)]
+
+    def work(tp: TPGroup, overlaps: bool) -> tuple[list[list[int]], torch.Tensor]:
+        runner = make_runner(folder, tp=tp)
+        return generate(runner, prompts, 12, overlaps, tp.rank), runner.kv
+
+    one_by_one, overlapping = (run(2, lambda tp, overlaps=overlaps: work(tp, overlaps)) for overlaps in (False, True))
+
+    assert overlapping[0][0] == overlapping[1][0] == one_by_one[0][0]
+    for rank in range(2):
+        assert torch.equal(overlapping[rank][1], one_by_one[rank][1])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("run", [on_each_rank, _over_gloo], ids=["threads", "gloo"])
 def test_collectives_sum_and_join_in_rank_order(run: Callable[..., list[Any]], dtype: torch.dtype) -> None:
-    def work(tp: TPGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def work(tp: TPGroup) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         mine = torch.full((2, 3), float(tp.rank + 1), dtype=dtype)
         joined, stacked = tp.all_gather(mine), tp.all_gather(mine, dim=0)
+        of_rank_0 = mine.clone()
+        tp.broadcast(of_rank_0)
         tp.all_reduce(mine)
-        return mine, joined, stacked
+        return mine, joined, stacked, of_rank_0
 
-    for summed, joined, stacked in run(3, work):
+    for summed, joined, stacked, of_rank_0 in run(3, work):
+        assert torch.equal(of_rank_0, torch.ones((2, 3), dtype=dtype))
         assert torch.equal(summed, torch.full((2, 3), 6.0, dtype=dtype))
         assert joined.shape == (2, 9) and joined[0].tolist() == [1, 1, 1, 2, 2, 2, 3, 3, 3]
         assert stacked.shape == (6, 3) and stacked[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
@@ -114,6 +134,7 @@ def test_a_group_of_one_needs_no_partner() -> None:
     group = make_process_group(dist.HashStore(), 0, 1, "cpu")
     tensor = torch.ones(3)
     group.all_reduce(tensor)
+    group.broadcast(tensor)
 
     assert (group.rank, group.size) == (0, 1)
     assert torch.equal(tensor, torch.ones(3)) and torch.equal(group.all_gather(tensor), tensor)
@@ -185,3 +206,25 @@ def test_every_rank_calls_the_same_collectives_two_for_each_layer_and_one_for_th
             *[("allreduce", hidden, torch.float32)] * (1 + 2 * config.num_hidden_layers),
             ("_allgather_base", (2 * rows, 159), torch.float32),
         ]
+
+
+def test_tokens_that_are_not_read_go_to_the_other_ranks_before_any_other_collective(tmp_path: Path) -> None:
+    """As many as the step before had rows, int32, whatever type they were sampled as; a step of known ones has none."""
+    folder = make_checkpoint("llama", tmp_path)
+    groups = [_Noted(rank, 2) for rank in range(2)]
+    runners = [make_runner(folder, tp=ProcessGroupTP(group)) for group in groups]
+    decoding = build_step([SequenceSlice((9,), 5, (block,), wants_logits=True) for block in range(3)], 16)
+    ahead = build_step([SequenceSlice((-1 - row,), 6, (row,), wants_logits=True) for row in (2, 0)], 16)
+
+    for step, num_sampled in ((decoding, 0), (ahead, 3), (decoding, 0)):
+        for rank, (group, runner) in enumerate(zip(groups, runners, strict=True)):
+            group.calls.clear()
+            sampled = torch.tensor([5] * num_sampled) if num_sampled and rank == 0 else None
+            runner.run(step, sampled=sampled)
+        assert groups[0].calls == groups[1].calls
+        names = [name for name, _, _ in groups[0].calls]
+        assert names.count("broadcast") == bool(num_sampled)
+        if num_sampled:
+            assert groups[0].calls[0] == ("broadcast", (num_sampled,), torch.int32)
+    with pytest.raises(AssertionError, match="a row of the step before has no token"):
+        runners[0].run(ahead, sampled=torch.tensor([5, 5]))

@@ -111,11 +111,15 @@ def test_a_step_in_any_format_stays_on_its_device_and_waits_for_nothing(
             _runner(folder, attention, ProcessGroupTP(FakeProcessGroup._create_internal(rank, 2)), **named)
             for rank in range(2)
         ]
-        sampled = torch.zeros(3, dtype=torch.int64, device=DEVICE)
-        assert _launched(alone, replace(DECODE, token_ids=-DECODE.token_ids), sampled).total > 0
+        ahead = replace(DECODE, token_ids=-DECODE.token_ids)
+        sampled = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+        assert _launched(alone, ahead, sampled.long()).total > 0
         for step in (DECODE, MIXED):
             assert _launched(alone, step).total > 0
             assert _launched(ranks[0], step).names == _launched(ranks[1], step).names
+        for rank in ranks:  # after a step of three rows
+            rank.run(DECODE)
+        assert _launched(ranks[0], ahead, sampled).names == _launched(ranks[1], ahead).names
 
 
 @pytest.mark.parametrize("kernels", ["auto", "torch"])

@@ -9,7 +9,7 @@ import torch
 
 from cluster.errors import ConfigError
 from cluster.settings import WorkerSettings
-from worker.loading import resolve, use_device
+from worker.loading import overlaps_steps, rank_hello, resolve, use_device
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
 
@@ -35,6 +35,27 @@ def test_a_gpu_that_is_not_there_is_refused_with_the_remedy(monkeypatch: pytest.
         device_of(monkeypatch, 2, tp_rank=2)
     with pytest.raises(ConfigError, match="is to use GPU 1, and this process sees 1"):
         device_of(monkeypatch, 1, gpu=1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "is_on", "why_not"),
+    [
+        ("off", "cuda", False, "not wanted"),
+        ("auto", "cuda:1", True, ""),
+        ("auto", "cpu", False, "on cpu it would only compute what is thrown away"),
+        ("on", "cpu", True, ""),
+    ],
+)
+def test_steps_overlap_where_that_is_wanted_and_every_rank_takes_unread_tokens(
+    wanted: str, device: str, is_on: bool, why_not: str
+) -> None:
+    values = {"worker_id": "w", "role": "decode", "model_path": str(MODEL), "tp_size": 4}
+    hellos = [rank_hello(WorkerSettings.from_values(**values, tp_rank=rank), device) for rank in range(4)]
+    assert overlaps_steps(wanted, device, hellos[:1]) == overlaps_steps(wanted, device, hellos) == (is_on, why_not)
+    for rank in (1, 3):
+        hellos[rank].ClearField("takes_unread_tokens")
+    older = (False, "rank 1, 3 runs an older Baton, which takes no tokens from rank 0's device")
+    assert overlaps_steps(wanted, device, hellos) == (older if is_on else (False, why_not))
 
 
 def test_threads_that_compute_take_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

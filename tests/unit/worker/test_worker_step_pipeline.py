@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import Mock
 
@@ -11,9 +14,10 @@ import plain_kernels
 import pytest
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from engine_steps import make_runner
+from torch.distributed import HashStore
 
 from cluster.failure_detector import FailureTimeouts
-from cluster.pb import generation_pb2, worker_pb2
+from cluster.pb import generation_pb2, rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
 from engine.attention.flash import FlashAttention
 from engine.cpu_runtime import compute_with
@@ -23,16 +27,21 @@ from engine.sampling.constraint import Constraint
 from engine.sampling.params import SampledToken, SampleRow
 from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
+from engine.tp import TPGroup, make_process_group
 from worker.core import Core, Inbox
 from worker.group import RankGroup
 from worker.handoff_connection import HandoffContext
 from worker.handoff_metrics import HandoffMetrics
 from worker.rank import RankExecutor
+from worker.rank_socket import read_frame
 from worker.step_pipeline import Ranks
 from worker.steps import StepLog
 
 TIMING = FailureTimeouts(1.0, 2.0, 3.0)
 BLOCK_SIZE = 4
+SOON_S = 60.0
+Told = dict[tuple[str, int], list[tuple[int, float]]]
+"""Tokens of each sequence, by request and number, each with its logprob, or 1."""
 
 
 class NotedStep:
@@ -82,9 +91,8 @@ class FakeRouter:
     def __call__(self, events: list[worker_pb2.Event]) -> None:
         self.events += events
 
-    def told(self) -> dict[tuple[str, int], list[tuple[int, float]]]:
-        """Tokens of each sequence, each with its logprob, or 1."""
-        told: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    def told(self) -> Told:
+        told: Told = {}
         for tokens in (event.tokens for event in self.events if event.HasField("tokens")):
             place = told.setdefault((tokens.key.request_id, tokens.sequence_index), [])
             assert tokens.first_token_index == len(place), "a token is told twice, or left out"
@@ -271,12 +279,25 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-def _told(runner: ModelRunner, overlaps: bool, num_blocks: int) -> dict[tuple[str, int], list[tuple[int, float]]]:
-    """What a router is told of REQUESTS, which come one after another."""
-    inbox = Inbox()
+def _follow(sock: socket.socket, runner: ModelRunner) -> None:
+    """The steps of another rank than 0, until rank 0 says stop."""
+    executor = RankExecutor(runner, Mock(), Mock())
+    while (command := read_frame(sock, rank_pb2.RankCommand)).HasField("step"):
+        executor.step(StepInput.from_bytes(command.step))
+    executor.close()
+
+
+def _told(runners: list[ModelRunner], overlaps: bool, num_blocks: int) -> Told:
+    """What a router is told of REQUESTS, which come one after another, by a worker of so many ranks. One more request
+    is cancelled at some point, of which no more is told."""
+    runner, *others = runners
+    inbox, sockets = Inbox(), [socket.socketpair() for _ in others]
+    following = [Thread(target=_follow, args=each) for each in zip((s for _, s in sockets), others, strict=True)]
+    for thread in following:
+        thread.start()
     ranks = RankGroup(
         lambda reply: RankExecutor(runner, Mock(), reply),
-        [],
+        [own for own, _ in sockets],
         Sampler(VOCAB_SIZE),
         post=inbox.post,
         lost=lambda why: None,
@@ -284,17 +305,26 @@ def _told(runner: ModelRunner, overlaps: bool, num_blocks: int) -> dict[tuple[st
         prepare=lambda: compute_with(1),
     )
     bench = Bench(ranks, overlaps=overlaps, num_blocks=num_blocks, block_size=runner.block_size, inbox=inbox)
+    cancelled = bench.admit("cancelled", num_prompt_tokens=2, most=100)
     for number, options in enumerate(REQUESTS):
         bench.admit("r" * (number + 1), **options)
         bench.core.turn(wait=False)
         bench.core.turn(wait=False)
+        if number == 4:
+            bench.cancel(cancelled)
     bench.run()
     ranks.close()
+    for thread, (own, theirs) in zip(following, sockets, strict=True):
+        thread.join(SOON_S)
+        own.close()
+        theirs.close()
     assert bool(bench.core.decode.num_preemptions) == (num_blocks == FEW_BLOCKS)
-    return bench.router.told()
+    told = bench.router.told()
+    assert 0 < len(told.pop(("cancelled", 0))) < 100
+    return told
 
 
-def _assert_equal(told: Sequence[dict[tuple[str, int], list[tuple[int, float]]]]) -> None:
+def _assert_equal(told: Sequence[Told]) -> None:
     one, other = told
     assert len(one) == len(REQUESTS) + 2 and one.keys() == other.keys()
     for place, tokens in one.items():
@@ -306,7 +336,26 @@ def _assert_equal(told: Sequence[dict[tuple[str, int], list[tuple[int, float]]]]
 def test_a_model_gives_the_same_tokens_and_logprobs_with_steps_that_overlap(tmp_path: Path, num_blocks: int) -> None:
     folder = make_checkpoint("llama", tmp_path)
     runners = [make_runner(folder, num_blocks=num_blocks, block_size=BLOCK_SIZE) for _ in range(2)]
-    _assert_equal([_told(runners[overlaps], overlaps, num_blocks) for overlaps in (False, True)])
+    _assert_equal([_told([runners[overlaps]], overlaps, num_blocks) for overlaps in (False, True)])
+
+
+@pytest.mark.parametrize("num_blocks", [200, FEW_BLOCKS])
+def test_ranks_over_gloo_give_the_tokens_of_steps_one_by_one(tmp_path: Path, num_blocks: int) -> None:
+    """Whatever ends a sequence: its length, a stop token, its router, or a preemption."""
+    folder, sizes = make_checkpoint("llama", tmp_path), {"num_blocks": num_blocks, "block_size": BLOCK_SIZE}
+    _assert_equal(
+        [
+            _told(_over_gloo(lambda tp: make_runner(folder, tp=tp, **sizes)), overlaps, num_blocks)  # type: ignore[arg-type]
+            for overlaps in (False, True)
+        ]
+    )
+
+
+def _over_gloo(make: Callable[[TPGroup], ModelRunner]) -> list[ModelRunner]:
+    """Two ranks, made at once."""
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: make(make_process_group(store, rank, 2, "cpu", timeout_s=SOON_S)), range(2)))
 
 
 def test_replayed_steps_take_tokens_of_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,5 +372,13 @@ def test_replayed_steps_take_tokens_of_the_step_before(tmp_path: Path, monkeypat
         make_runner(folder, num_blocks=16, block_size=256, kernels="torch", graphs_up_to=12, capture=capture)
         for capture in (None, counted)
     )
-    _assert_equal([_told(one, False, 16), _told(other, True, 16)])
+    _assert_equal([_told([one], False, 16), _told([other], True, 16)])
     assert len(replayed) > 10
+    replayed.clear()
+    ranks = _over_gloo(
+        lambda tp: make_runner(
+            folder, tp=tp, num_blocks=16, block_size=256, kernels="torch", graphs_up_to=12, capture=counted
+        )
+    )
+    _assert_equal([_told([one], False, 16), _told(ranks, True, 16)])
+    assert len(replayed) > 20
