@@ -273,6 +273,14 @@ def _check_deterministic(config: ServingConfig) -> Iterator[ConfigFinding]:
                 f"{fitting[0]}",
                 ("engine.deterministic",),
             )
+    sizes = {role: config.role(role).tensor_parallel for role in ROLES if config.role(role).devices}
+    if len(set(sizes.values())) > 1:
+        yield ConfigFinding(
+            "roles.prefill.tensor_parallel",
+            f"{sizes['prefill']} ranks add other sums than decode's {sizes['decode']}, and engine.deterministic is "
+            f"true; use {sizes['decode']}",
+            ("roles.decode.tensor_parallel", "engine.deterministic"),
+        )
 
 
 def _check_timers(config: ServingConfig) -> Iterator[ConfigFinding]:
