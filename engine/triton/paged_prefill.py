@@ -3,7 +3,7 @@
 One program attends a tile of queries of one KV head: neighbouring tokens, each with all query heads that share its
 keys. Tiles of keys begin at multiples of their size, whatever a chunk begins with, so that a token is computed to the
 same bits in whichever chunk and batch it comes. Programs with most keys start first. Sequences with one new token are
-left to `paged_decode`, unless they are to have the bits that a prompt's token has.
+left out.
 
 Legend: T tokens, S sequences, Hq/H query/KV heads, G = Hq / H, D head_dim, C its padding to a power of two, M query
 rows of a tile, N keys of a tile.
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from engine.attention.interface import PagedBatch
 from engine.kv.pool import is_rounded
-from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_tile, attention_cases, dot_type, kv_format
+from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_keys, attention_cases, dot_type, kv_format
 from engine.triton.target import Case, capability
 
 _MOST_SPILLED = 128  # bytes of a thread, of 1020 that it has in registers
@@ -34,7 +34,8 @@ class PrefillTuning(NamedTuple):
     """Triton gives half of those beyond two to the block table, the others to tiles on their way: 5 make two tiles."""
 
 
-TUNING = {
+Tuning = dict[int, dict[int, PrefillTuning]]
+TUNING: Tuning = {
     80: {64: PrefillTuning(128, 64, 8, 5), 128: PrefillTuning(128, 64, 8, 5), 256: PrefillTuning(64, 32, 8, 5)},
     86: {64: PrefillTuning(128, 64, 8, 5), 128: PrefillTuning(64, 32, 4, 5), 256: PrefillTuning(64, 16, 8, 5)},
     90: {64: PrefillTuning(128, 128, 8, 5), 128: PrefillTuning(128, 64, 8, 5), 256: PrefillTuning(128, 32, 8, 5)},
@@ -42,12 +43,12 @@ TUNING = {
 """By the compute capability from which on it holds, then by the largest padded head_dim; of 16-bit types."""
 _FLOAT32 = PrefillTuning(32, 16, 8, 2)
 """float32 has no tensor cores that keep its precision, and 256 dimensions of it must fit."""
-_MOST_ROUNDED_KEYS = 32
+MOST_ROUNDED_KEYS = 32
 """Rounded heads take registers while they become numbers."""
 
 
 @triton.jit
-def _sequence_of(tile, cu_seqlens_q, num_sequences, TOKENS: tl.constexpr):
+def sequence_of(tile, cu_seqlens_q, num_sequences, TOKENS: tl.constexpr):
     """The sequence of a tile, where each has its tokens' tiles, counted from cu_seqlens_q // TOKENS + sequence."""
     low, high = 0, num_sequences
     while high - low > 1:
@@ -89,17 +90,16 @@ def prefill_tiles(
     RIGHT: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    FEWEST: tl.constexpr,
 ):
     """Grid: H, at least as many tiles as all sequences have."""
     TOKENS: tl.constexpr = M // G
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence = _sequence_of(tile, cu_seqlens_q, num_sequences, TOKENS)
+    sequence = sequence_of(tile, cu_seqlens_q, num_sequences, TOKENS)
     begin = tl.load(cu_seqlens_q + sequence)
     num_queries = tl.load(cu_seqlens_q + sequence + 1) - begin
     first = (tile - begin // TOKENS - sequence) * TOKENS
-    if num_queries < FEWEST:
+    if num_queries <= 1:
         return
     if first >= num_queries:
         return
@@ -128,67 +128,36 @@ def prefill_tiles(
         most = tl.load(sinks + q_head).to(tl.float32) * 1.4426950408889634
         total = tl.full([M], 1.0, tl.float32)
     acc = tl.full([M, C], 0.0, tl.float32)
-    for start in range(low, whole, N):
-        keys = start + tl.arange(0, N)
-        acc, total, most = attend_tile(
-            query,
-            acc,
-            total,
-            most,
-            k_pages,
-            v_pages,
-            table,
-            keys,
-            keys < length,
-            0,
-            head,
-            scale,
-            soft_cap,
-            D,
-            C,
-            BLOCK_SIZE,
-            BLOCK_STRIDE,
-            TOKEN_STRIDE,
-            HEAD_STRIDE,
-            FORMAT,
-            DOT,
-            HAS_CAP,
-            False,
-            False,
-        )
-    for start in range(whole, high, N):
-        keys = start + tl.arange(0, N)
-        visible = (keys < length)[None, :]
-        if RIGHT >= 0:
-            visible = visible & (keys[None, :] <= at[:, None] + RIGHT)
-        if LEFT >= 0:
-            visible = visible & (keys[None, :] >= at[:, None] - LEFT)
-        acc, total, most = attend_tile(
-            query,
-            acc,
-            total,
-            most,
-            k_pages,
-            v_pages,
-            table,
-            keys,
-            keys < length,
-            visible,
-            head,
-            scale,
-            soft_cap,
-            D,
-            C,
-            BLOCK_SIZE,
-            BLOCK_STRIDE,
-            TOKEN_STRIDE,
-            HEAD_STRIDE,
-            FORMAT,
-            DOT,
-            HAS_CAP,
-            True,
-            LEFT >= 0,
-        )
+    acc, total, most = attend_keys(
+        query,
+        acc,
+        total,
+        most,
+        low,
+        whole,
+        high,
+        at,
+        length,
+        k_pages,
+        v_pages,
+        table,
+        head,
+        scale,
+        soft_cap,
+        D,
+        C,
+        N,
+        BLOCK_SIZE,
+        BLOCK_STRIDE,
+        TOKEN_STRIDE,
+        HEAD_STRIDE,
+        FORMAT,
+        DOT,
+        LEFT,
+        RIGHT,
+        HAS_CAP,
+        LEFT >= 0,
+    )
     place = (row * num_heads * G + q_head)[:, None] * D + d[None, :]
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]  # rows of no token have seen nothing
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=is_row)
@@ -205,13 +174,12 @@ def paged_prefill(
     window: tuple[int, int] = (-1, 0),
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
-    fewest: int = 2,
 ) -> None:
-    """Attends [T, Hq, D] queries of the sequences with `fewest` and more new tokens to pages [N, K, H, D]; fills their
-    rows of `out`. `window` as in `engine.attention.interface`, causal being (-1, 0); the rest as in `paged_decode`."""
+    """Attends [T, Hq, D] queries of the sequences with several new tokens to pages [N, K, H, D]; fills their rows of
+    `out`. `window` as in `engine.attention.interface`, causal being (-1, 0); the rest as in `paged_decode`."""
     num_sequences, num_heads, num_q_heads, head_dim = len(paged.seqlens_k), k.shape[2], q.shape[1], q.shape[2]
     group, padded = num_q_heads // num_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
-    tuning = _tuning(q.dtype, padded, capability(q.device))
+    tuning = tuning_of(TUNING, q.dtype, padded, capability(q.device))
     rows = max(tuning.rows, triton.next_power_of_2(group))
     num_tiles = q.shape[0] // (rows // group) + num_sequences
     prefill_tiles[(num_heads, num_tiles)](
@@ -232,7 +200,7 @@ def paged_prefill(
         head_dim,
         padded,
         rows,
-        min(tuning.keys, _MOST_ROUNDED_KEYS) if is_rounded(k.dtype) else tuning.keys,
+        min(tuning.keys, MOST_ROUNDED_KEYS) if is_rounded(k.dtype) else tuning.keys,
         k.shape[1],
         *k.stride()[:3],
         kv_format(k, capability(q.device)),
@@ -240,16 +208,16 @@ def paged_prefill(
         *window,
         bool(soft_cap),
         sinks is not None,
-        fewest,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
     )
 
 
-def _tuning(dtype: torch.dtype, padded: int, arch: int) -> PrefillTuning:
+def tuning_of(tuning: Tuning, dtype: torch.dtype, padded: int, arch: int) -> PrefillTuning:
+    """How tiles of heads of this type and size are computed by a table like `TUNING`."""
     if dtype == torch.float32:
         return _FLOAT32
-    table = TUNING[max(known for known in TUNING if known <= arch)]
+    table = tuning[max(known for known in tuning if known <= arch)]
     return table[min((size for size in table if size >= padded), default=max(table))]
 
 

@@ -132,6 +132,102 @@ def attend_tile(
     return acc, total, new_most
 
 
+@triton.jit
+def attend_keys(
+    query,
+    acc,
+    total,
+    most,
+    low,
+    whole,
+    high,
+    at,  # [M] positions of the rows
+    length,
+    k_pages,
+    v_pages,
+    table,
+    head,
+    scale,
+    soft_cap,
+    D: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_STRIDE: tl.constexpr,
+    FORMAT: tl.constexpr,
+    DOT: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    MAY_BE_BLIND: tl.constexpr,
+):
+    """Adds the keys from `low` to `high`, in tiles from multiples of N on; every row sees those before `whole`."""
+    for start in range(low, whole, N):
+        keys = start + tl.arange(0, N)
+        acc, total, most = attend_tile(
+            query,
+            acc,
+            total,
+            most,
+            k_pages,
+            v_pages,
+            table,
+            keys,
+            keys < length,
+            0,
+            head,
+            scale,
+            soft_cap,
+            D,
+            C,
+            BLOCK_SIZE,
+            BLOCK_STRIDE,
+            TOKEN_STRIDE,
+            HEAD_STRIDE,
+            FORMAT,
+            DOT,
+            HAS_CAP,
+            False,
+            False,
+        )
+    for start in range(whole, high, N):
+        keys = start + tl.arange(0, N)
+        visible = (keys < length)[None, :]
+        if RIGHT >= 0:
+            visible = visible & (keys[None, :] <= at[:, None] + RIGHT)
+        if LEFT >= 0:
+            visible = visible & (keys[None, :] >= at[:, None] - LEFT)
+        acc, total, most = attend_tile(
+            query,
+            acc,
+            total,
+            most,
+            k_pages,
+            v_pages,
+            table,
+            keys,
+            keys < length,
+            visible,
+            head,
+            scale,
+            soft_cap,
+            D,
+            C,
+            BLOCK_SIZE,
+            BLOCK_STRIDE,
+            TOKEN_STRIDE,
+            HEAD_STRIDE,
+            FORMAT,
+            DOT,
+            HAS_CAP,
+            True,
+            MAY_BE_BLIND,
+        )
+    return acc, total, most
+
+
 Attend = Callable[..., None]
 """Attends q over pages: (q, k, v, paged, out, *, left, soft_cap, sinks)."""
 

@@ -172,7 +172,8 @@ def test_a_deterministic_step_has_no_kernel_whose_tiles_depend_on_the_step(tmp_p
         "triton::add_rms_norm": 2,
         "triton::quantized_product": 4,
         "triton::turn_and_store": 1,
-        "triton::prefill_tiles": 1,
+        "triton::fixed_tiles": 1,
+        "triton::fixed_join": 1,
         "triton::silu_and_mul": 1,
     }
 

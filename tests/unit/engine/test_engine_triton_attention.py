@@ -12,7 +12,7 @@ from interpreted_kernels import DEVICE
 
 from engine.attention.cpu import CpuAttention
 from engine.attention.interface import AttentionBatch, PagedBatch
-from engine.attention.triton import TritonAttention
+from engine.attention.triton import FixedTritonAttention, TritonAttention
 from engine.kv.pool import decode, encode
 from engine.step_input import SequenceSlice, build_step
 from engine.triton.target import compiling_for
@@ -66,13 +66,14 @@ class Problem:
             self.pages = [encode(page, kv_dtype) for page in pages]
             self.exact = [decode(page, torch.float32) for page in self.pages]
 
-    def by_triton(self, **options: Any) -> torch.Tensor:
+    def by_triton(self, *, is_fixed: bool = False, **options: Any) -> torch.Tensor:
         q = self.wide.to(DEVICE)[:, : self.q.shape[1]]
         batch = replace(self.batch, device=DEVICE, fixed=on_device(self.batch.fixed), _derived={})
         pages = [page.to(DEVICE) for page in self.pages]
         if options.get("sinks") is not None:
             options["sinks"] = options["sinks"].to(DEVICE)
-        out = TritonAttention()(q, *pages, batch, softmax_scale=0.3, **options).cpu()
+        attention = FixedTritonAttention() if is_fixed else TritonAttention()
+        out = attention(q, *pages, batch, softmax_scale=0.3, **options).cpu()
         assert out.dtype == self.dtype and out.is_contiguous()
         return out
 
@@ -108,8 +109,8 @@ class Problem:
             for at in range(-(-int(step.seqlens_k[sequence]) // self.batch.block_size)):
                 page[step.block_tables[sequence, at]] = source[there.block_tables[0, at]]
 
-    def difference(self, **options: Any) -> float:
-        return (self.by_triton(**options).float() - self.by_cpu(**options)).abs().max().item()
+    def difference(self, *, is_fixed: bool = False, **options: Any) -> float:
+        return (self.by_triton(is_fixed=is_fixed, **options).float() - self.by_cpu(**options)).abs().max().item()
 
 
 @pytest.mark.parametrize("lengths", [DECODES, MIXED], ids=["decode", "mixed"])
@@ -223,3 +224,83 @@ def test_a_sequence_without_keys_gives_zeros() -> None:
     problem.batch = replace(problem.batch, fixed=paged, _derived={})
 
     assert not problem.by_triton().any()
+
+
+# Of kernels that are fixed: a token generated has the bits that it has as a part of a prompt.
+
+
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of as many keys as the largest tile has."""
+    monkeypatch.setattr("engine.triton.paged_fixed.SPLIT_TOKENS", 64)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heads": 1, "group": 7, "head_dim": 80},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
+        {"kv_dtype": torch.uint8},
+        {"window_size": (40, 0)},
+        {"window_size": (0, 0)},
+    ],
+    ids=str,
+)
+def test_fixed_attention_computes_prompts_and_generated_tokens(short_splits: None, options: dict[str, Any]) -> None:
+    how = {name: options[name] for name in ("window_size",) if name in options}
+    problem = Problem([(1, 300), *MIXED], **{"heads": 1} | {name: options[name] for name in options if name not in how})
+
+    assert problem.difference(is_fixed=True, **how) < 2 * TOLERANCES[problem.dtype]
+
+
+@pytest.mark.parametrize(("soft_cap", "has_sinks", "window"), [(1.5, True, (-1, -1)), (0.0, True, (30, 0))])
+def test_fixed_attention_has_sinks_and_soft_caps(
+    short_splits: None, soft_cap: float, has_sinks: bool, window: tuple[int, int]
+) -> None:
+    problem = Problem([(1, 5), (1, 300), (20, 150)], heads=1)
+    sinks = torch.linspace(-2, 6, problem.q.shape[1]) if has_sinks else None
+
+    out = problem.by_triton(is_fixed=True, soft_cap=soft_cap, sinks=sinks, window_size=window)
+
+    assert (out - problem.by_definition(soft_cap, sinks, window[0])).abs().max() < TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("window", "has_sinks", "kv_dtype"),
+    [((-1, -1), False, None), ((20, 0), False, None), ((100, 0), True, None), ((-1, -1), False, torch.int8)],
+    ids=str,
+)
+def test_a_token_has_the_same_bits_generated_and_as_a_part_of_a_prompt(
+    short_splits: None, window: tuple[int, int], has_sinks: bool, kv_dtype: torch.dtype | None
+) -> None:
+    """Positions at the edges of tiles and splits, beside others, and within other bounds."""
+    whole = Problem([(150, 150)], heads=1, kv_dtype=kv_dtype)
+    how = {"window_size": window, "sinks": torch.linspace(-2, 2, 2) if has_sinks else None}
+    expected = whole.by_triton(is_fixed=True, **how)
+
+    for length in (1, 16, 64, 65, 128, 129, 150):
+        alone = Problem([(1, length)], heads=1, kv_dtype=kv_dtype)
+        beside = Problem([(1, length), (3, 70), (1, 200)], heads=1, kv_dtype=kv_dtype)
+        for problem in (alone, beside):
+            problem.take(0, whole, first_row=length - 1)
+            assert torch.equal(problem.by_triton(is_fixed=True, **how)[0], expected[length - 1]), length
+    part = Problem([(50, 100), (1, 90)], heads=1, kv_dtype=kv_dtype)
+    part.take(0, whole, first_row=50)
+    assert torch.equal(part.by_triton(is_fixed=True, **how)[:50], expected[50:100])
+
+
+def test_the_kernels_for_speed_do_add_in_another_order() -> None:
+    """Else the tests above would show nothing."""
+    whole, alone = Problem([(600, 600)], heads=1, group=1), Problem([(1, 600)], heads=1, group=1)
+    alone.take(0, whole, first_row=599)
+    assert not torch.equal(alone.by_triton()[0], whole.by_triton()[599])
+
+
+def test_fixed_attention_reads_nothing_beyond_a_sequence_and_gives_zeros_for_none(short_splits: None) -> None:
+    problem = Problem([(1, 20)])
+    paged = replace(problem.batch.paged, seqlens_k=torch.zeros(1, dtype=torch.int32))
+    problem.batch = replace(problem.batch, fixed=paged, _derived={})
+
+    assert not problem.by_triton(is_fixed=True).any()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from packed_checkpoints import Format, make_packed
 
 from cluster.errors import ConfigError
 from engine.attention.registry import ATTENTION_BACKENDS, choose_attention
-from engine.attention.triton import TritonAttention
+from engine.attention.triton import FixedTritonAttention
 from engine.layers.ops import choose_kernels
 from engine.model_runner import ModelRunner
 from engine.native import native
@@ -53,12 +54,17 @@ def make(where: str, monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
         if KERNELS is None:
             pytest.skip(f"no kernels for the CPU here: {WHY_NOT}")
         return lambda folder, **formats: make_runner(folder, deterministic=True, **formats)
-    monkeypatch.setattr("engine.triton.paged_decode.SPLIT_TOKENS", 16)  # short as they are here, keys would be split
     kernels = TritonProducts(is_fixed=True)
     monkeypatch.setattr("engine.model_runner.choose_ops", lambda *_: (TritonOps(), kernels, "a test's"))
-    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (TritonAttention(is_fixed=True), "a test's"))
-    graphs = {"graphs_up_to": MOST, "capture": lambda work: work}
-    return lambda folder, **formats: make_runner(folder, **formats, **graphs)
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (FixedTritonAttention(), "a test's"))
+
+    def make_interpreted(folder: Path, **formats: Any) -> ModelRunner:
+        monkeypatch.setattr("engine.triton.paged_fixed._PROGRAMS", 1)
+        # Keys are to be split, short as they are here; a split has whole tiles.
+        monkeypatch.setattr("engine.triton.paged_fixed.SPLIT_TOKENS", 16 if formats["dtype"] == "float32" else 64)
+        return make_runner(folder, graphs_up_to=MOST, capture=lambda work: work, **formats)
+
+    return make_interpreted
 
 
 def tokens(count: int, seed: int = 1) -> list[int]:
