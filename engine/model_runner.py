@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine.attention.interface import AttentionBatch
-from engine.attention.registry import choose_attention
+from engine.attention.registry import Heads, choose_attention
 from engine.checkpoint import Checkpoint
 from engine.copies import upload
 from engine.cuda_graphs import Capture, DecodeGraphs, DecodeInputs, choose_capture
@@ -87,7 +87,13 @@ class ModelRunner:
         """The origin of Baton's own kernels, or why they are not used."""
         native = products if isinstance(products, Native) else None
         self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
-        self._attention, _ = choose_attention(attention, self.device, torch_dtype, products, block_size, self._kv_dtype)
+        self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
+        num_heads = self.config.num_attention_heads // tp.size
+        heads = Heads(num_heads, self._num_kv_heads, self.config.head_dim)
+        self._attention, self.attention_reason = choose_attention(
+            attention, self.device, torch_dtype, products, block_size, self._kv_dtype, heads
+        )
+        """Who computes attention, and why: what `auto` timed, what cannot run here."""
         packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
@@ -102,7 +108,6 @@ class ModelRunner:
             ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
             checkpoint.check_all_read(ignored)
         self._native = native
-        self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
         if capture is None:
             obstacle = self._attention.static_obstacle(block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)

@@ -192,7 +192,8 @@ class Leader(_Rank):
     def _report_choices(self, loaded: LoadedRank) -> None:
         runner = loaded.runner
         self._report(memory_line(loaded.plan))
-        self._report(f"attention: {runner.attention_name}; Baton's own kernels: {runner.kernels_reason}")
+        why = "" if runner.device.type == "cpu" else f" ({runner.attention_reason})"
+        self._report(f"attention: {runner.attention_name}{why}; Baton's own kernels: {runner.kernels_reason}")
         self._report(f"CUDA graphs: {runner.graphs_reason}")
         transports = ", ".join(self._resolved.transports)
         self._report(f"transports, best first: {transports}; each pair takes the first that both have")

@@ -115,8 +115,9 @@ class EngineSection:
     threads: int | None = bounded(None, at_least=1, at_most=1024)
     """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
     attention: choices.AttentionName = "auto"
-    """Attention kernel; auto: the first of flash_attn (where it is installed and block_size is a multiple of 256),
-    Baton's own in Triton, torch's varlen and the CPU's that works and reads the KV cache in place."""
+    """Attention kernel; auto: the fastest in a trial at a worker's start, of flash_attn (where it is installed and
+    block_size is a multiple of 256), Baton's own in Triton and torch's varlen those that work and read the KV cache in
+    place; else the CPU's."""
     kernels: choices.KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,11 +12,9 @@ import plain_kernels
 import pytest
 import torch
 
-from cluster.errors import ConfigError
 from engine.attention.cpu import CpuAttention
-from engine.attention.flash import FlashAttention, VarlenAttention, varlen_backend
+from engine.attention.flash import FlashAttention, VarlenAttention
 from engine.attention.interface import AttentionBatch
-from engine.attention.registry import ATTENTION_BACKENDS, choose_attention
 from engine.kv.pool import decode, encode
 from engine.native import DTYPES, Native, native
 from engine.step_input import SequenceSlice, build_step
@@ -265,90 +262,6 @@ def test_a_backend_says_whether_it_reads_pages_in_place(name: str, why: str) -> 
     large, small = (backend.static_obstacle(size, torch.bfloat16) for size in (256, 16))
     assert re.search(why, large) and bool(large) == bool(why)
     assert why or small.endswith("set block_size to 256")
-
-
-def test_the_cpu_is_chosen_where_there_is_no_gpu_and_says_why() -> None:
-    backend, reason = choose_attention("auto", CPU, torch.float32)
-
-    assert backend.name == "cpu"
-    assert reason == "FlashAttention needs a CUDA device, this is cpu; Triton's kernels need a CUDA device, this is cpu"
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU, as far as the choice of a backend asks, with triton and this torch's varlen_attn, without flash-attn."""
-    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, "flash_attn", None)
-    backend = VarlenAttention(plain_kernels.varlen_attn_with_pages, CPU)
-    monkeypatch.setitem(ATTENTION_BACKENDS, "varlen", lambda *_: backend)
-    return torch.device("cuda")
-
-
-NO_FLASH_ATTN = "flash-attn cannot be imported (import of flash_attn halted; None in sys.modules)"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("block_size", "kv_dtype"), [(16, None), (256, None), (16, torch.int8), (48, torch.uint8)])
-def test_on_a_gpu_every_block_size_type_and_rounding_leaves_decode_steps_to_graphs(
-    hopper: torch.device, dtype: torch.dtype, block_size: int, kv_dtype: torch.dtype | None
-) -> None:
-    """Without flash-attn, torch 2.11's varlen_attn reads no pages: every layer gathered all KV in every step."""
-    backend, reason = choose_attention("auto", hopper, dtype, None, block_size, kv_dtype)
-
-    assert backend.name == "triton" and backend.static_obstacle(block_size, kv_dtype or dtype) == ""
-    assert reason.endswith("; the first that reads the KV cache in place")
-    assert dtype == torch.float32 or reason.startswith(NO_FLASH_ATTN)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "name", "reason"),
-    [
-        (512, "flash_attn", "the first that reads the KV cache in place"),
-        (16, "triton", "flash_attn: blocks of 16 tokens are gathered before attention; set block_size to 256; "),
-    ],
-)
-def test_flash_attn_comes_first_where_it_reads_pages_in_place(
-    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, block_size: int, name: str, reason: str
-) -> None:
-    flash = FlashAttention(plain_kernels.flash_attn_varlen_func)
-    monkeypatch.setitem(ATTENTION_BACKENDS, "flash_attn", lambda *_: flash)
-
-    backend, why = choose_attention("auto", hopper, torch.bfloat16, None, block_size)
-
-    assert backend.name == name and why.startswith(reason)
-
-
-@pytest.mark.parametrize(
-    ("block_size", "dtype", "name", "reason"),
-    [
-        (256, torch.bfloat16, "varlen", "the first that reads the KV cache in place"),
-        (16, torch.bfloat16, "varlen", "cpu: attention in plain torch is laid out anew for each step; the fastest"),
-        (16, torch.float32, "cpu", "FlashAttention needs float16 or bfloat16, this is float32"),
-    ],
-)
-def test_without_triton_the_fastest_other_backend_is_taken(
-    hopper: torch.device, monkeypatch: pytest.MonkeyPatch, block_size: int, dtype: torch.dtype, name: str, reason: str
-) -> None:
-    monkeypatch.setattr("engine.triton.target.find_spec", lambda name: None)
-    if dtype == torch.float32:
-        monkeypatch.setitem(ATTENTION_BACKENDS, "varlen", varlen_backend)
-
-    backend, why = choose_attention("auto", hopper, dtype, None, block_size)
-
-    assert backend.name == name and "triton is not installed" in why and reason in why
-
-
-@pytest.mark.parametrize("wanted", ["flash_attn", "triton", "varlen"])
-def test_a_backend_that_cannot_run_is_refused_with_the_reason(wanted: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention: {wanted} cannot run: .*needs? a CUDA device.*use auto or cpu"):
-        choose_attention(wanted, CPU, torch.bfloat16)
-
-
-def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="attention: 'xformers' is unknown; use auto, flash_attn, triton, varlen, cpu"
-    ):
-        choose_attention("xformers", CPU, torch.float32)
 
 
 def test_the_slots_of_keys_are_computed_where_the_tables_are(monkeypatch: pytest.MonkeyPatch) -> None:
