@@ -93,13 +93,14 @@ class Part:
 
 
 PARTS = (
-    Part("ceilings", "versions, wheels that are missing, copy rate, products", 40, "benchmarks.gpu_engine"),
-    Part("kernels", "Baton's kernels", 110, tests=KERNEL_TESTS, but=COMPILING_TESTS, is_parallel=True),
-    Part("tests", "the engine (tests/gpu)", 80, tests="tests/gpu/test_*.py", but=TRANSFER_TESTS, is_parallel=True),
-    Part("transfers", "the transfers (tests/gpu)", 70, tests=TRANSFER_TESTS),
+    Part("ceilings", "versions, wheels that are missing, copy rate, products", 30, "benchmarks.gpu_engine"),
+    Part("kernels", "Baton's kernels", 105, tests=KERNEL_TESTS, but=COMPILING_TESTS, is_parallel=True),
+    Part("tests", "the engine (tests/gpu)", 75, tests="tests/gpu/test_*.py", but=TRANSFER_TESTS, is_parallel=True),
+    Part("transfers", "the transfers (tests/gpu)", 65, tests=TRANSFER_TESTS),
     Part("graphs", "CUDA graphs against eager steps, and their memory", 50, "benchmarks.gpu_engine"),
     Part("speed", "decode and prefill of an 8B shape, and one step's kernels", 100, "benchmarks.gpu_engine"),
-    Part("links", "CUDA IPC, Gloo, NCCL and TP 2 between two processes", 60, "benchmarks.gpu_links"),
+    Part("loading", "weights from a file to the device, against disk, memory and bus", 30, "benchmarks.gpu_loading"),
+    Part("links", "CUDA IPC, Gloo, NCCL and TP 2 between two processes", 55, "benchmarks.gpu_links"),
     Part("handoff", "two workers, one hand-off, tokens as of one worker", 45, "benchmarks.gpu_workers"),
     Part("router", "a router in front of both workers", 45, "benchmarks.gpu_workers"),
 )

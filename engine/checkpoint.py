@@ -2,12 +2,15 @@
 
 Owns the files while they are open, and every way in which a checkpoint can be wrong: a truncated file, a missing
 tensor, a wrong shape, a tensor that nobody asked for, a field of the wrong type. It knows no layers and no ranks.
+
+On the CPU a slice is copied out of the mapped file; `engine.weight_stream` takes it to a GPU.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cluster.errors import CheckpointError
+from engine.weight_stream import FileRuns, WeightStream
 
 INDEX_NAME = "model.safetensors.index.json"
-_FLOAT_TYPES = ("F32", "BF16", "F16")
-_WORD_TYPES = ("I32",)
+_LENGTH_BYTES = 8
+"""What a safetensors file begins with: the length of its header."""
+_FLOAT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_WORD_TYPES = {"I32": torch.int32}
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,12 @@ class TensorSlice:
 class Checkpoint:
     """A folder's open safetensors files. Opening reads the headers of all of them, so truncation shows at once."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, stream: WeightStream | None = None) -> None:
+        """`stream`, which is closed here, takes what goes to its device; without it, one is made for a GPU."""
         self._folder = Path(folder)
+        self._stream = stream
+        self._streamed: dict[str, tuple[int, dict[str, int]]] = {}
+        """The descriptor of each file that a stream reads, and where the bytes of each of its tensors begin."""
         self._file_of_tensor: dict[str, str] = {}
         self._handles: dict[str, Any] = {}
         self._unread: set[str] = set()
@@ -68,10 +78,15 @@ class Checkpoint:
         self.close()
 
     def close(self) -> None:
-        """Unmaps the files. Idempotent."""
+        """Unmaps and closes the files. Idempotent."""
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             handle.__exit__(None, None, None)
+        if self._stream is not None:
+            self._stream.close()
+        streamed, self._streamed = self._streamed, {}
+        for descriptor, _ in streamed.values():
+            os.close(descriptor)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of_tensor
@@ -88,8 +103,9 @@ class Checkpoint:
     def read(self, part: TensorSlice, out: torch.Tensor) -> None:
         """Copies one slice into `out` (of `part.local_shape`), converting its type if that is of floating point.
 
-        Raises CheckpointError when the tensor is missing, has another shape, or is not of floating point (not int32,
-        where `out` is).
+        On a GPU `out` is contiguous, and what is launched next on the current stream finds it written. Raises
+        CheckpointError when the tensor is missing, has another shape, is not of floating point (not int32, where `out`
+        is), or when the file cannot be read.
         """
         file = self._file_of_tensor.get(part.name)
         if file is None:
@@ -105,11 +121,35 @@ class Checkpoint:
         if source.get_dtype() not in types:
             raise CheckpointError(f"{where} has type {source.get_dtype()}; Baton reads {', '.join(types)}")
         self._unread.discard(part.name)
-        if math.prod(part.local_shape):
+        if not math.prod(part.local_shape):
+            return
+        dtype = types[source.get_dtype()]
+        self.bytes_read += math.prod(part.local_shape) * dtype.itemsize
+        if self._stream is None and out.is_cuda:
+            self._stream = WeightStream(out.device)
+        if self._stream is None or self._stream.device != out.device:
             rows = slice(part.start, part.stop)
-            data = source[rows] if part.dim == 0 else source[(slice(None),) * part.dim + (rows,)]
-            self.bytes_read += data.numel() * data.element_size()
-            out.copy_(data)
+            out.copy_(source[rows] if part.dim == 0 else source[(slice(None),) * part.dim + (rows,)])
+        else:
+            self._read_through(self._stream, part, dtype, out)
+
+    def _read_through(self, stream: WeightStream, part: TensorSlice, dtype: torch.dtype, out: torch.Tensor) -> None:
+        file = self._file_of_tensor[part.name]
+        try:
+            if file not in self._streamed:
+                self._streamed[file] = _open_for_streaming(self._folder / file)
+            descriptor, begins = self._streamed[file]
+            inner_bytes = math.prod(part.shape[part.dim + 1 :]) * dtype.itemsize
+            runs = FileRuns(
+                file=descriptor,
+                start=begins[part.name] + part.start * inner_bytes,
+                run_bytes=part.local_shape[part.dim] * inner_bytes,
+                stride=part.shape[part.dim] * inner_bytes,
+                num_runs=math.prod(part.shape[: part.dim]),
+            )
+            stream.read(runs, dtype, out)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.describe(part.name)} cannot be read: {error}; fetch the file again") from None
 
     def describe(self, name: str) -> str:
         """A tensor that is there and its file, to begin an error with."""
@@ -175,6 +215,16 @@ class Checkpoint:
     def _describe_files(self) -> str:
         files = sorted(self._handles)
         return str(self._folder / files[0]) if len(files) == 1 else f"{self._folder} ({len(files)} safetensors files)"
+
+
+def _open_for_streaming(path: Path) -> tuple[int, dict[str, int]]:
+    """The descriptor, and where the bytes of each tensor begin; `safe_open` has checked the header."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    begins = {name: _LENGTH_BYTES + size + tensor["data_offsets"][0] for name, tensor in header.items()}
+    return os.open(path, os.O_RDONLY), begins
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -53,18 +53,17 @@ class Loader:
         """None where a part is plain, or packed codes cannot be multiplied as they are."""
         if self.packing is None or any(part.name in self.checkpoint for part in parts):
             return None
-        found = keep_codes([read_codes(self.checkpoint, self.packing, part) for part in parts])
+        found = keep_codes([read_codes(self.checkpoint, self.packing, part, self.device) for part in parts])
         if found is None:
             return None
         weight, order = found
-        order = None if order is None else order.to(self.device)
-        return make_quantized(weight.to(self.device), self.kernels, order)
+        return make_quantized(weight, self.kernels, order)
 
     def _read_weight(self, part: TensorSlice, out: torch.Tensor) -> None:
         if self.packing is None or part.name in self.checkpoint:
             self.checkpoint.read(part, out)
         else:
-            read_codes(self.checkpoint, self.packing, part).decode(out)
+            read_codes(self.checkpoint, self.packing, part, self.device).decode(out)
 
     def _join(self, parts: Sequence[TensorSlice], read: Callable[[TensorSlice, torch.Tensor], None]) -> torch.Tensor:
         rows = sum(part.local_shape[0] for part in parts)

@@ -10,7 +10,7 @@ Legend: O outputs, I inputs, G groups of inputs, T rows.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -53,9 +53,6 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes + self.scales.nbytes
-
-    def to(self, device: torch.device) -> Quantized:
-        return replace(self, data=self.data.to(device), scales=self.scales.to(device))
 
     def codes(self) -> Tensor:
         """[O, I]: int8, or uint8 below 16."""

@@ -31,6 +31,7 @@ WORD_BITS = 32
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in its word at which AWQ puts each of eight outputs."""
 _ROWS_AT_ONCE = 256
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -131,20 +132,24 @@ def _one_of(values: Fields, name: str, choices: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True)
 class Codes:
-    """A slice of a linear layer: weight [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g] with g = groups[i]."""
+    """A slice of a linear layer: weight [o, i] is (codes[o, i] - zeros[o, g]) * scales[o, g] with g = groups[i].
+
+    All but the groups, by which is decided, lie on the device that multiplies.
+    """
 
     codes: Tensor  # uint8 [O, I]
     zeros: Tensor  # uint8 [O, G]
     scales: Tensor  # float32 [O, G]
-    groups: Tensor  # int64 [I]
+    groups: Tensor  # int64 [I], on the CPU
     bits: int
 
     def decode(self, out: Tensor) -> None:
         """Writes the weight [O, I]: exact in float32, to nearest in another type."""
+        groups = self.groups.to(self.codes.device)
         for start in range(0, len(out), _ROWS_AT_ONCE):
             rows = slice(start, start + _ROWS_AT_ONCE)
             weight = self.codes[rows].float()
-            weight.sub_(self.zeros[rows].float()[:, self.groups]).mul_(self.scales[rows][:, self.groups])
+            weight.sub_(self.zeros[rows].float()[:, groups]).mul_(self.scales[rows][:, groups])
             out[rows].copy_(weight)
 
 
@@ -160,13 +165,14 @@ def keep_codes(parts: Sequence[Codes]) -> tuple[Quantized, Tensor | None] | None
     group = math.gcd(*(_run_length(of_inputs) for of_inputs in groups))
     if any(part.bits != 4 for part in parts) or group % INT4_SPAN:
         return None
-    columns = [of_inputs[::group] for of_inputs in groups]
+    columns = [of_inputs[::group].to(first.codes.device) for of_inputs in groups]
     wide = torch.cat([part.scales[:, at] for part, at in zip(parts, columns, strict=True)])
     scales = wide.to(torch.float16)
     if not torch.equal(scales.float(), wide):
         return None
     zeros = torch.cat([part.zeros[:, at] for part, at in zip(parts, columns, strict=True)])
     codes = torch.cat([part.codes for part in parts])
+    order = None if order is None else order.to(codes.device)
     return keep(codes if order is None else codes[:, order], zeros, scales, group), order
 
 
@@ -176,8 +182,8 @@ def _run_length(groups: Tensor) -> int:
     return math.gcd(*ends, len(groups))
 
 
-def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice) -> Codes:
-    """`part` names the slice of the plain weight [O, I] that is not there, `<layer>.weight`.
+def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, device: torch.device = _CPU) -> Codes:
+    """`part` names the slice of the plain weight [O, I] that is not there, `<layer>.weight`. Unpacks on `device`.
 
     Raises CheckpointError for tensors that are missing, or of another shape or type, and for groups that cannot be.
     """
@@ -193,13 +199,13 @@ def read_codes(checkpoint: Checkpoint, packing: Packing, part: TensorSlice) -> C
         cut = (0, first, last + 1)
     shape = (packing.num_groups(num_inputs), num_outputs)
     scale_slice = TensorSlice(f"{layer}.scales", shape, *cut)
-    scales = torch.empty(scale_slice.local_shape)
+    scales = torch.empty(scale_slice.local_shape, device=device)
     checkpoint.read(scale_slice, scales)
     code_slice = TensorSlice(f"{layer}.qweight", (num_inputs, num_outputs), 1 - part.dim, part.start, stop)
     packed_dim = 0 if packing.method == "gptq" else 1
     return Codes(
-        codes=_unpack(packing, *_read_words(checkpoint, packing, code_slice, packed_dim)),
-        zeros=_read_zeros(checkpoint, packing, TensorSlice(f"{layer}.qzeros", shape, *cut)),
+        codes=_unpack(packing, *_read_words(checkpoint, packing, code_slice, packed_dim, device)),
+        zeros=_read_zeros(checkpoint, packing, TensorSlice(f"{layer}.qzeros", shape, *cut), device),
         scales=scales.T.contiguous(),
         groups=groups,
         bits=packing.bits,
@@ -227,9 +233,9 @@ def _read_groups(checkpoint: Checkpoint, packing: Packing, layer: str, num_input
     return groups.long()
 
 
-def _read_zeros(checkpoint: Checkpoint, packing: Packing, part: TensorSlice) -> Tensor:
+def _read_zeros(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, device: torch.device) -> Tensor:
     """Zero points [O, G] of a slice of [G, O]."""
-    words, cut = _read_words(checkpoint, packing, part, 1)
+    words, cut = _read_words(checkpoint, packing, part, 1, device)
     zeros = _unpack(packing, words, cut)
     if not packing.has_lowered_zeros:
         return zeros
@@ -251,7 +257,9 @@ class _Cut:
     count: int
 
 
-def _read_words(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, packed_dim: int) -> tuple[Tensor, _Cut]:
+def _read_words(
+    checkpoint: Checkpoint, packing: Packing, part: TensorSlice, packed_dim: int, device: torch.device
+) -> tuple[Tensor, _Cut]:
     """The words that hold a slice of integers, which `part` describes as if they were not packed along `packed_dim`."""
     size, per_word = part.shape[packed_dim], packing.per_word
     if size % per_word:
@@ -266,7 +274,7 @@ def _read_words(checkpoint: Checkpoint, packing: Packing, part: TensorSlice, pac
         cut = _Cut(packed_dim, part.dim, start % per_word, stop - start)
         start, stop = start // per_word, -(-stop // per_word)
     stored = TensorSlice(part.name, shape, part.dim, start, stop)
-    words = torch.empty(stored.local_shape, dtype=torch.int32)
+    words = torch.empty(stored.local_shape, dtype=torch.int32, device=device)
     checkpoint.read(stored, words)
     return words, cut
 

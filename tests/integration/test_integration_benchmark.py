@@ -210,8 +210,8 @@ def test_the_engines_benchmark_prints_the_promised_keys(model: Path, batches: tu
 
 def test_the_gpu_command_measures_on_a_cpu_what_can_run_and_says_why_the_rest_cannot(tmp_path: Path) -> None:
     """The program itself: on a CPU its figures mean nothing."""
-    sizes = ("--only", "ceilings", "--only", "speed", "--out", str(tmp_path))
-    ended, left = run("benchmarks/gpu.py", "--device", "cpu", *sizes)
+    only = ("--only", "ceilings", "--only", "speed", "--only", "loading")
+    ended, left = run("benchmarks/gpu.py", "--device", "cpu", "--out", str(tmp_path), *only)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert left == []
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
@@ -223,6 +223,8 @@ def test_the_gpu_command_measures_on_a_cpu_what_can_run_and_says_why_the_rest_ca
         assert found[f"{name}: prefill of 300"]["mfu"] > 0
     assert len(found["kernels of one step"]["rows"]) > 5
     assert {each["name"] for each in parts["ceilings"]["findings"]} >= {"versions", "copy", "products of 200 rows"}
+    loaded = {each["name"]: each for each in parts["loading"]["findings"]}
+    assert len(loaded) == 3 and all(loaded[f"from the {where}"]["share"] > 0 for where in ("system's cache", "disk"))
 
 
 def test_the_gpu_command_says_that_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

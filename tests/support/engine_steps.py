@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from thread_group import ThreadGroup
 
+from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SampleRow, SamplingParams
@@ -37,6 +38,7 @@ def make_runner(
     deterministic: bool = False,
     graphs_up_to: int = 0,
     capture: Capture | None = None,
+    open_weights: Callable[[Path], Checkpoint] = Checkpoint,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -52,6 +54,7 @@ def make_runner(
         deterministic=deterministic,
         graphs_up_to=graphs_up_to,
         capture=capture,
+        open_weights=open_weights,
     )
 
 
