@@ -19,12 +19,16 @@ import torch
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from benchmarks import kv_bandwidth
+from benchmarks.gpu_engine import median_s
 from benchmarks.gpu_part import Clock, attempt, run_named
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from cluster.settings import JsonSettings
+from engine.kv.pool import choose_page_copies
 from engine.model_runner import ModelRunner
 from engine.step_input import SequenceSlice, build_step
 from engine.tp import SingleGroup, TPGroup, make_process_group
+from kv_transfer import pages
+from kv_transfer.actions import Range
 from kv_transfer.transports.interface import connect_store, serve_store
 
 MODEL = ROOT / "models" / "tiny-shakespeare"
@@ -47,9 +51,31 @@ def links(device: str, clock: Clock) -> None:
     is_cpu = device == "cpu"
     devices = (device, device) if is_cpu or torch.cuda.device_count() < 2 else ("cuda:0", "cuda:1")
     environments = ({}, {}) if is_cpu or devices[0] != devices[1] else SEPARATE_HOSTS
+    for kernels in ("torch",) if is_cpu else ("auto", "torch"):
+        name = f"copies of pages, engine.kernels {kernels}"
+        attempt(name, lambda kernels=kernels: _copy_pages(torch.device(devices[0]), kernels, is_cpu))  # type: ignore[misc]
     for transport in ("shm", "gloo") if is_cpu else ("cuda_ipc", "gloo", "nccl"):
         attempt(transport, lambda transport=transport: _move(transport, devices, environments, is_cpu))  # type: ignore[misc]
     attempt("tensor parallelism of 2", lambda: _compare_ranks(devices, environments))
+
+
+def _copy_pages(device: torch.device, kernels: str, is_small: bool) -> dict[str, Any]:
+    """Gigabytes a second that a chunk's gather and scatter read and write, and their share of a copy of as much."""
+    num_layers, num_tokens = (2, 64) if is_small else (32, 2048)
+    pool = torch.zeros((num_layers, 2, num_tokens // 8, 16, 8, 128), dtype=torch.bfloat16, device=device)
+    table = torch.randperm(num_tokens // 8, generator=torch.Generator().manual_seed(0)).tolist()
+    what, heads = Range(0, num_tokens, 0, num_layers), slice(0, 8)
+    slot = torch.zeros((num_layers, 2, num_tokens, 8, 128), dtype=torch.bfloat16, device=device)
+    other, kernel = torch.empty_like(slot), choose_page_copies(kernels, device)
+    works = {
+        "gather": lambda: pages.gather(pool, table, what, heads, slot, kernel),
+        "scatter": lambda: pages.scatter(pool, table, what, heads, slot, kernel),
+        "copy": lambda: other.copy_(slot),
+    }
+    rates = {name: 2 * slot.nbytes / median_s(work, device) / 1e9 for name, work in works.items()}
+    told = {f"{name}_gb_s": float(f"{rate:.3g}") for name, rate in rates.items()}
+    shares = {f"{name}_of_copy": round(rates[name] / rates["copy"], 3) for name in ("gather", "scatter")}
+    return {**told, **shares, "mb": slot.nbytes >> 20}
 
 
 def _move(
