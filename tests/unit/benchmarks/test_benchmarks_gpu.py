@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import psutil
@@ -122,3 +123,14 @@ def test_a_part_of_tests_names_what_failed_and_was_recorded_in_one_process_or_se
 
 def test_all_parts_fit_in_ten_minutes() -> None:
     assert sum(part.limit_s for part in gpu.PARTS) <= 600
+
+
+def test_every_test_that_the_page_names_is_there() -> None:
+    root = Path(__file__).resolve().parents[3]
+    page = (root / "docs" / "gpu.md").read_text()
+    for name in re.findall(r"tests/[\w/]+\.py", page):
+        assert (root / name).is_file(), name
+    rows = re.findall(r"`([\w/]+\.py)`: `(test_\w+)`", page)
+    assert len(rows) > 10
+    for name, test in rows:
+        assert f"def {test}(" in (root / "tests" / "unit" / name).read_text(), test
