@@ -97,13 +97,15 @@ class Bench:
         max_tokens: int,
         chunk: int = 2048,
         context: int = CONTEXT,
-        block_size: int = BLOCK_SIZE,
+        block_size: int | None = BLOCK_SIZE,
         **wanted: Any,
     ) -> None:
-        """`wanted`: dtype, quantization, kv_cache_dtype and so on, as for ModelRunner."""
-        self._chunk, self._context, self._block_size = chunk, context, block_size
-        sizes = {"num_blocks": -(-max_tokens // block_size), "block_size": block_size}
-        self.runner = ModelRunner(folder, tp=SingleGroup(), **{"device": "cpu", "dtype": "auto", **sizes, **wanted})
+        """`block_size`: None for what suits the attention. `wanted`: dtype and so on, as for ModelRunner."""
+        self._chunk, self._context = chunk, context
+        wanted = {"device": "cpu", "dtype": "auto", "block_size": block_size, **wanted}
+        self.runner = ModelRunner(folder, tp=SingleGroup(), **wanted)
+        self._block_size = self.runner.block_size
+        self.runner.make_pool(-(-max_tokens // self._block_size))
         self.config = self.runner.config
         self._sampler = Sampler(self.config.vocab_size, wanted.get("kernels", "auto"))
         self._params = SamplingParams(max_output_tokens=1, temperature=0.0)

@@ -158,7 +158,7 @@ def make_config(file: Path, streams: int, num_tokens: int) -> ServingConfig:
         prefill=replace(prefill, devices=2 * prefill.tensor_parallel),
         decode=replace(decode, devices=2 * decode.tensor_parallel),
     )
-    engine, num_seqs = config.engine, max(config.engine.max_num_seqs, 2 * streams)
+    engine, num_seqs = config.engine, max(config.engine.num_seqs, 2 * streams)
     pool = max(engine.kv_cache_tokens or 0, num_seqs * (MOST_PROMPT + num_tokens))
     engine = replace(engine, max_num_seqs=num_seqs, kv_cache_tokens=pool)
     return replace(config, roles=roles, engine=engine)

@@ -32,7 +32,7 @@ from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, build_step
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK_SIZE = 256
+LARGEST_BLOCK = 256
 LARGE, TINY = (4096, 14336, 32, 32, 8, 128256), (64, 128, 2, 4, 2, 512)
 """Sizes of an 8B model, and of one to try the program out with: `_SIZES`, and the vocabulary."""
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -101,9 +101,8 @@ class Plan:
         """The same weights each time. Raises what ModelRunner raises."""
         wanted = dict(wanted)
         up_to = max(self.batch) if wanted.pop("graphs", False) else 0
-        blocks_each = -(-self.context // BLOCK_SIZE)
-        sizes = {"chunk": self.chunk, "context": self.context, "block_size": BLOCK_SIZE}
-        sizes["max_tokens"] = max(*self.prompt, max(self.batch) * blocks_each * BLOCK_SIZE)
+        most = max(*self.prompt, max(self.batch) * (self.context + LARGEST_BLOCK))
+        sizes = {"chunk": self.chunk, "context": self.context, "max_tokens": most, "block_size": None}
         places = {"device": str(self.device), "dtype": "bfloat16", "graphs_up_to": up_to, "open_weights": RandomWeights}
         torch.manual_seed(0)
         with tempfile.TemporaryDirectory(prefix="baton-benchmark-") as folder:
@@ -261,12 +260,13 @@ def speed(device: str, clock: Clock) -> None:
 def compare_bits(bench: Bench, plan: Plan) -> dict[str, Any]:
     """Logits of one sequence: beside others, and generated token by token instead of computed at once."""
     beside = [bench.runner.forward(bench.decode_step([5] * size))[0].clone() for size in plan.batch]
-    ids, table = tuple(range(3, 3 + min(plan.context, plan.chunk))), tuple(range(-(-plan.context // BLOCK_SIZE)))
+    block_size, ids = bench.runner.block_size, tuple(range(3, 3 + min(plan.context, plan.chunk)))
+    table = tuple(range(-(-plan.context // block_size)))
 
     def last_logits(*ends: int) -> torch.Tensor:
         logits = torch.empty(0)
         for start, end in zip((0, *ends), (*ends, len(ids)), strict=True):
-            logits = bench.runner.forward(build_step([SequenceSlice(ids[start:end], start, table, True)], BLOCK_SIZE))
+            logits = bench.runner.forward(build_step([SequenceSlice(ids[start:end], start, table, True)], block_size))
         return logits[0].clone()
 
     at_once, generated = last_logits(), last_logits(len(ids) // 2, *range(len(ids) - 8, len(ids)))

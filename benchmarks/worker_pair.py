@@ -26,6 +26,7 @@ from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, worker_pb2, worker_pb2_grpc
 from controller.plan import plan_cluster
 
+BLOCK_SIZE = 16
 WAIT_S = 120.0
 
 
@@ -221,7 +222,8 @@ def running_pair(model: Path, max_model_len: int, **values: Any) -> Iterator[Wor
                 model_path=str(model),
                 model_name=None,
                 max_model_len=max_model_len,
-                kv_cache_tokens=2 * (max_model_len + worker.ranks[0].engine.block_size),
+                block_size=BLOCK_SIZE,
+                kv_cache_tokens=2 * (max_model_len + BLOCK_SIZE),
                 metrics_port=None,
                 **{"dtype": "float32", "threads": 1, **values},
             )

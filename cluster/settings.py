@@ -13,7 +13,6 @@ import functools
 import json
 import logging
 import os
-import types
 import typing
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, Self, TypeVar
 
 from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
 from cluster.config.diff import run_time_keys
+from cluster.config.read import alternatives
 from cluster.config.schema import (
     EngineSection,
     MetricsSection,
@@ -132,7 +132,7 @@ class RouterSettings(JsonSettings):
     """`batch_store` may be a redis:// or rediss:// URL here; None: in memory, until the router ends; empty: files and
     batches are refused."""
     engine: EngineSection = field(default_factory=EngineSection)
-    """`max_num_seqs` bounds `n`."""
+    """`num_seqs` bounds `n`."""
     transfer: TransferSection = field(default_factory=TransferSection)
     """A worker whose session is silent for `dead_after_s` is taken as lost."""
     slo: SloSection = field(default_factory=SloSection)
@@ -275,10 +275,16 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**given)
 
 
+def _whole_number_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _options(hint: Any) -> dict[str, Any]:
     """Arguments of `add_argument` for a value of this type; `X | None` reads as X."""
-    if isinstance(hint, types.UnionType):
-        hint = next(t for t in typing.get_args(hint) if t is not type(None))
+    types_of = alternatives(hint)
+    if typing.Literal["auto"] in types_of:
+        return {"type": _whole_number_or_auto}
+    hint = next(t for t in types_of if t is not type(None))
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     if typing.get_origin(hint) is tuple:

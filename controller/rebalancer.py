@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from cluster.config.choices import DeviceName
 from cluster.config.schema import AutoSection, ServingConfig, SloSection
 from cluster.demand import Demand
 from cluster.errors import BatonError
@@ -83,13 +84,16 @@ class Rebalancer:
         reserve: Callable[[], bool],
         release: Callable[[], None],
         report: Callable[[str], None] = logger.info,
+        device: DeviceName = "auto",
     ) -> None:
+        """`device`: that of the workers, where the configuration leaves it open."""
         self._measure = measure
         self._split = split
         self._move = move
         self._reserve = reserve
         self._release = release
         self._report = report
+        self._device = device
         self._auto: AutoRatio | None = None
         self._settings: tuple[SloSection, AutoSection] | None = None
         self._costs: RoleCosts | None = None
@@ -139,7 +143,8 @@ class Rebalancer:
             # What a load of one kind does not show was seen in another.
             known = self._costs or load.costs
             self._costs = RoleCosts(load.costs.prefill.filled(known.prefill), load.costs.decode.filled(known.decode))
-            worker = WorkerModel(self._costs, config.engine.max_num_seqs, load.kv_tokens)
+            num_seqs = replace(config.engine, device=self._device).num_seqs
+            worker = WorkerModel(self._costs, num_seqs, load.kv_tokens)
         bounds = self._bounds(config, split)
         self.decision = auto.decide(now, load.demand, load.window_s, worker, bounds, split.num_prefill)
         if self.decision.reason is not Reason.GROWS:

@@ -119,9 +119,8 @@ class Controller:
         self.reconfigurer = Reconfigurer(
             config, steps, self._routers, self.events, num_devices, num_named=saved.num_devices_asked
         )
-        self._rebalancer = Rebalancer(
-            self._measure, self._split, self._move, self._capacity.ask, self._capacity.give_back, self._report_auto
-        )
+        hooks = (self._measure, self._split, self._move, self._capacity.ask, self._capacity.give_back)
+        self._rebalancer = Rebalancer(*hooks, self._report_auto, saved.engine.device)
         node_host = ray.util.get_node_ip_address() if are_spread else ""
         self._listeners = Listeners(self, config, tls, node_host, hosting.token)
         self._tasks: list[asyncio.Task[None]] = []

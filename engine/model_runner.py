@@ -53,7 +53,7 @@ class ModelRunner:
         tp: TPGroup,
         device: str,
         dtype: str,
-        block_size: int,
+        block_size: int | None,
         num_blocks: int | None = None,
         attention: str = "auto",
         quantization: str = "none",
@@ -66,8 +66,8 @@ class ModelRunner:
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
-        Without `num_blocks` there is no KV pool until `make_pool`. `deterministic`: a token's logits have the same bits
-        in any step, generated or as a part of a prompt.
+        Without `num_blocks` there is no KV pool until `make_pool`. `block_size`: None for what suits the attention.
+        `deterministic`: a token's logits have the same bits in any step, generated or as a part of a prompt.
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
@@ -78,7 +78,6 @@ class ModelRunner:
         self.device = torch.device(resolve_device(device))
         self.dtype = resolve_dtype(self.config, dtype, str(self.device))
         """The name of the type it computes in: `float32`, `bfloat16` or `float16`."""
-        self.block_size = block_size
         self.kernels = kernels
         torch_dtype: torch.dtype = getattr(torch, self.dtype)
         ops, products, self.kernels_reason = choose_ops(
@@ -94,6 +93,7 @@ class ModelRunner:
             attention, self.device, torch_dtype, products, block_size, self._kv_dtype, heads
         )
         """Who computes attention, and why: what `auto` timed, what cannot run here."""
+        self.block_size = block_size or self._attention.block_size
         packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
@@ -109,7 +109,7 @@ class ModelRunner:
             checkpoint.check_all_read(ignored)
         self._native = native
         if capture is None:
-            obstacle = self._attention.static_obstacle(block_size, self._kv_dtype)
+            obstacle = self._attention.static_obstacle(self.block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
         """The decode steps that are CUDA graphs, or why none are."""
         self._capture_with, self._graphs_up_to = capture, graphs_up_to

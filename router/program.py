@@ -91,7 +91,7 @@ class RouterServer:
             folder,
             name=settings.model.name or "",
             max_model_len=settings.model.max_model_len,
-            max_num_seqs=settings.engine.max_num_seqs,
+            max_num_seqs=settings.engine.num_seqs,
         )
         self._tokenizer = Tokenizer.from_folder(folder)
         self._executor = ThreadPoolExecutor(_TOKENIZER_THREADS, thread_name_prefix="tokenizer")

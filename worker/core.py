@@ -99,7 +99,7 @@ class Core:
         self._grammars = GrammarQueue(constrainer, inbox.post, self._admit, self._refuse)
         self._cache_reporter = CacheReporter(blocks, self.reporter)
         self.prefill = PrefillRole(self.reporter, blocks, num_layers)
-        self.decode = DecodeRole(self.reporter, blocks, settings.engine.max_num_seqs, num_layers)
+        self.decode = DecodeRole(self.reporter, blocks, settings.engine.num_seqs, num_layers)
         self.handoffs = Handoffs(
             handoff_context,
             self.prefill,

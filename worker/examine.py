@@ -139,8 +139,9 @@ def _attention(settings: WorkerSettings, device: str) -> dict[str, str]:
     dtype, engine = _dtype(settings, device), settings.engine
     kv_dtype = resolve_kv_dtype(engine.kv_cache_dtype, str(dtype).removeprefix("torch."), device)
     kernels = TritonProducts(engine.deterministic) if device != "cpu" else None
+    block_size = None if engine.block_size == "auto" else engine.block_size
     backend, why = choose_attention(
-        engine.attention, torch.device(device), dtype, kernels, engine.block_size, getattr(torch, kv_dtype)
+        engine.attention, torch.device(device), dtype, kernels, block_size, getattr(torch, kv_dtype)
     )
     return {"name": backend.name, "why": why}
 
@@ -187,7 +188,7 @@ def explain_memory(settings: WorkerSettings, mean_tokens: int | None) -> dict[st
         "kv_dtype": resolved.kv_dtype,
         "tensor_parallel": settings.tp_size,
         "memory_utilization": settings.engine.memory_utilization,
-        "max_num_seqs": settings.engine.max_num_seqs,
+        "max_num_seqs": settings.engine.num_seqs,
         "max_num_batched_tokens": settings.engine.max_num_batched_tokens,
         **dataclasses.asdict(plan),
         "num_tokens": plan.num_tokens,

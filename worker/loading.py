@@ -7,7 +7,8 @@ import os
 import socket
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from cluster.program import Report, give_way
 from cluster.protocol import spoken
 from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
+from engine.attention.registry import choose_attention
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
 from engine.kv.pool import cell_size, choose_page_copies
 from engine.layers.ops import choose_kernels
@@ -93,6 +95,20 @@ class Resolved:
         engine, device = self.settings.engine, torch.device(self.device)
         return choose_kernels(engine.kernels, device, dtype, self.config.head_dim, engine.deterministic)[0]
 
+    @cached_property
+    def block_size(self) -> int:
+        """Tokens of one KV block; auto: what suits the attention. Raises ConfigError as `weight_form` does."""
+        engine = self.settings.engine
+        if engine.block_size != "auto":
+            return engine.block_size
+        dtype, kv_dtype = getattr(torch, self.dtype), getattr(torch, self.kv_dtype)
+        device = torch.device(self.device)
+        return choose_attention(engine.attention, device, dtype, self._kernels, kv_dtype=kv_dtype)[0].block_size
+
+    def led_by(self, start: rank_pb2.Start) -> Resolved:
+        """The same with what rank 0 has resolved for all ranks."""
+        return replace(self, settings=self.settings.with_values(block_size=start.block_size or self.block_size))
+
     @property
     def demand(self) -> MemoryDemand:
         """Raises ConfigError as `weight_form` does."""
@@ -102,10 +118,10 @@ class Resolved:
             form=self.weight_form,
             tp_size=settings.tp_size,
             kv_dtype=self.kv_dtype,
-            block_size=settings.engine.block_size,
+            block_size=self.block_size,
             kv_cache_tokens=settings.engine.kv_cache_tokens,
             max_model_len=self.max_model_len,
-            max_num_seqs=settings.engine.max_num_seqs,
+            max_num_seqs=settings.engine.num_seqs,
             max_num_batched_tokens=settings.engine.max_num_batched_tokens,
             memory_utilization=settings.engine.memory_utilization,
         )
@@ -130,7 +146,7 @@ class Resolved:
             head_dim=cell_size(self.config.head_dim, getattr(torch, self.kv_dtype)),
             dtype=self.kv_dtype,
             tp_size=self.settings.tp_size,
-            block_size=self.settings.engine.block_size,
+            block_size=self.block_size,
             model=f"{self.model}@{self.weights_revision}",
         )
 
@@ -142,7 +158,7 @@ def resolve(settings: WorkerSettings) -> Resolved:
     dtype = resolve_dtype(config, settings.model.dtype, device)
     rounded = [settings.model.quantization] if settings.model.quantization != "none" else []
     return Resolved(
-        settings=settings,
+        settings=settings.with_values(device=device),
         config=config,
         model=settings.model.name or Path(settings.model.path).resolve().name,
         device=_own_device(settings, device),
@@ -183,6 +199,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
 
     Raises ConfigError, on every rank alike, when the KV pool does not fit beside them.
     """
+    resolved = resolved.led_by(start)
     settings = resolved.settings
     compute_with(threads_of(settings))
     use_device(resolved.device)
@@ -199,13 +216,13 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         tp=tp,
         device=resolved.device,
         dtype=resolved.dtype,
-        block_size=settings.engine.block_size,
+        block_size=resolved.block_size,
         attention=settings.engine.attention,
         quantization=settings.model.quantization,
         kv_cache_dtype=settings.engine.kv_cache_dtype,
         kernels=settings.engine.kernels,
         deterministic=settings.engine.deterministic,
-        graphs_up_to=0 if settings.engine.enforce_eager else settings.engine.max_num_seqs,
+        graphs_up_to=0 if settings.engine.enforce_eager else settings.engine.num_seqs,
         report=report,
     )
     plan = size_pool(resolved.demand, runner, tp)
@@ -278,6 +295,16 @@ def overlaps_steps(wanted: str, device: str, hellos: Sequence[rank_pb2.RankHello
     if older:
         return False, f"rank {', '.join(older)} runs an older Baton, which takes no tokens from rank 0's device"
     return True, ""
+
+
+def group_start(resolved: Resolved, incarnation: str, store_address: str) -> rank_pb2.Start:
+    """What rank 0 has the other ranks begin with."""
+    return rank_pb2.Start(
+        incarnation=incarnation,
+        store_address=store_address,
+        protocol=spoken(),
+        block_size=resolved.block_size,
+    )
 
 
 def checkpoint_digest(folder: Path) -> str:

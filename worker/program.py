@@ -48,6 +48,7 @@ from worker.loading import (
     LoadedRank,
     Resolved,
     check_memory,
+    group_start,
     load_rank,
     memory_line,
     overlaps_steps,
@@ -123,7 +124,7 @@ class Leader(_Rank):
         self._crash_record.follow_signals()
         check_memory(resolved.demand)
         self._store, store_address = serve_store(settings.host)
-        start = rank_pb2.Start(incarnation=self._incarnation, store_address=store_address, protocol=spoken())
+        start = group_start(resolved, self._incarnation, store_address)
         followers, hellos = self._gather_ranks(start)
         loaded = load_rank(resolved, start, self._report)
         plan = loaded.plan
@@ -240,7 +241,7 @@ class Leader(_Rank):
         return Core(
             inbox,
             ranks,
-            BlockManager(plan.num_blocks, settings.engine.block_size, settings.engine.enable_prefix_cache),
+            BlockManager(plan.num_blocks, plan.block_size, settings.engine.enable_prefix_cache),
             context,
             dial,
             settings,
@@ -276,10 +277,10 @@ class Leader(_Rank):
             ranks=ranks,
             model=self._resolved.model,
             weights_revision=self._resolved.weights_revision,
-            block_size=settings.engine.block_size,
+            block_size=plan.block_size,
             num_blocks=plan.num_blocks,
             max_model_len=plan.max_model_len,
-            max_num_seqs=settings.engine.max_num_seqs,
+            max_num_seqs=settings.engine.num_seqs,
             transport=",".join(self._resolved.transports),
             dtype=self._resolved.dtype,
             metrics_address=metrics_address,

@@ -173,7 +173,7 @@ def _check_role(config: ServingConfig, name: RoleName) -> Iterator[ConfigFinding
             (f"{prefix}.devices", f"{prefix}.tensor_parallel"),
         )
     tokens, block_size = config.kv_cache_tokens(name), config.block_size(name)
-    if tokens is not None and tokens < block_size:
+    if tokens is not None and block_size != "auto" and tokens < block_size:
         own = f"{prefix}.kv_cache_tokens"
         where, other = (own, "engine.kv_cache_tokens") if role.kv_cache_tokens else ("engine.kv_cache_tokens", own)
         yield ConfigFinding(
@@ -210,10 +210,10 @@ def _check_labels(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 def _check_engine(config: ServingConfig) -> Iterator[ConfigFinding]:
     engine = config.engine
-    if engine.max_num_batched_tokens < engine.max_num_seqs:
+    if engine.max_num_batched_tokens < engine.num_seqs:
         yield ConfigFinding(
             "engine.max_num_batched_tokens",
-            f"must be at least max_num_seqs ({engine.max_num_seqs}), since decoding computes one token of each "
+            f"must be at least max_num_seqs ({engine.num_seqs}), since decoding computes one token of each "
             f"sequence in a step (got {engine.max_num_batched_tokens})",
             ("engine.max_num_seqs",),
         )

@@ -50,7 +50,7 @@ FIXED = {"is_fixed": True}
 
 
 def bounded(
-    default: float | None,
+    default: float | str | None,
     *,
     at_least: float | None = None,
     above: float | None = None,
@@ -70,6 +70,7 @@ class FieldKind:
     base: type
     """int, float, bool or str; a section's dataclass."""
     choices: tuple[str, ...]
+    """The strings that may stand there; beside a number, in its place."""
     is_optional: bool
     bounds: Bounds
     is_list: bool = False
@@ -85,14 +86,26 @@ def kinds_of(section: type) -> dict[str, FieldKind]:
     hints = typing.get_type_hints(section)
     found = {}
     for f in dataclasses.fields(section):
-        arguments = typing.get_args(hints[f.name]) if isinstance(hints[f.name], types.UnionType) else (hints[f.name],)
+        arguments = alternatives(hints[f.name])
         inner = next(a for a in arguments if a is not type(None))
         is_list = typing.get_origin(inner) is tuple
         inner = typing.get_args(inner)[0] if is_list else inner
-        choices = typing.get_args(inner) if typing.get_origin(inner) is typing.Literal else ()
+        choices = tuple(name for a in (inner, *arguments[1:]) for name in _names_in(a))
+        base = str if _names_in(inner) else inner
         bounds = f.metadata.get("bounds", Bounds())
-        found[f.name] = FieldKind(str if choices else inner, choices, type(None) in arguments, bounds, is_list)
+        found[f.name] = FieldKind(base, choices, type(None) in arguments, bounds, is_list)
     return found
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types of `A | B`; of any other type itself."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _names_in(hint: Any) -> tuple[str, ...]:
+    """The strings of a Literal; none of another type."""
+    return typing.get_args(hint) if typing.get_origin(hint) is typing.Literal else ()
 
 
 class ConfigReader:
@@ -192,7 +205,7 @@ def _scalar(kind: FieldKind, node: yaml.Node) -> Any:
             return None
         raise ValueError(f"{wanted}; leave the key out for its default")
     tag, is_plain = node.tag.removeprefix(_TAG), node.style is None
-    if kind.choices:
+    if kind.choices and (kind.base is str or node.value in kind.choices):
         return _choice(kind.choices, node.value, wanted)
     if kind.base is bool and tag == "bool" and is_plain:
         return bool(node.value.lower() in ("true", "yes", "on"))
@@ -208,10 +221,12 @@ def _scalar(kind: FieldKind, node: yaml.Node) -> Any:
 
 
 def _wanted(kind: FieldKind) -> str:
-    if kind.choices:
-        *others, last = kind.choices
-        return f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
-    return _WANTED[kind.base]
+    if not kind.choices:
+        return _WANTED[kind.base]
+    *others, last = kind.choices
+    if kind.base is not str:
+        return f"{_WANTED[kind.base]} or {last}"
+    return f"must be {', '.join(others)} or {last}" if others else f"must be {last}"
 
 
 def _remedy(kind: FieldKind, tag: str, is_plain: bool) -> str:

@@ -95,7 +95,9 @@ def field_docs(section: type) -> dict[str, str]:
 
 def _type_text(kind: FieldKind) -> str:
     names = {int: "whole number", float: "number", bool: "true or false", str: "string"}
-    text = ", ".join(f"`{choice}`" for choice in kind.choices) or names[kind.base]
+    text = ", ".join(f"`{choice}`" for choice in kind.choices)
+    if not text or kind.base is not str:
+        text += (" or " if text else "") + names[kind.base]
     bounds = kind.bounds
     if bounds.above is not None:
         text += f" above {bounds.above:g}"

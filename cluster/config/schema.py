@@ -19,6 +19,7 @@ RoleName = Literal["prefill", "decode"]
 ROLES: tuple[RoleName, ...] = get_args(RoleName)
 
 DAY_S = 86_400.0
+_AUTO_SEQS_CPU, _AUTO_SEQS_GPU = 64, 256
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,10 @@ class EngineSection:
 
     device: choices.DeviceName = field(default="auto", metadata=FIXED)
     """Where the model runs; auto: CUDA where there is a GPU, else the CPU."""
-    block_size: int = bounded(16, at_least=1, at_most=4096)
-    """Tokens of one KV block. Baton's attention for GPUs reads blocks of any size in place; flash_attn and varlen do so
-    in multiples of 256, and gather others first."""
+    block_size: int | Literal["auto"] = bounded("auto", at_least=1, at_most=4096)
+    """Tokens of one KV block; auto: 256 on a GPU where flash-attn can run, or flash_attn or varlen is asked for, else
+    16. Baton's attention for GPUs reads blocks of any size in place; flash_attn and varlen do so in multiples of 256,
+    and gather others first."""
     kv_cache_dtype: choices.KvCacheDtypeName = field(default="auto", metadata=FIXED)
     """What the KV pool holds; auto: the type that is computed in; int8, and on GPUs fp8: rounded, with a scale for each
     head of each token, in little more than half of bfloat16's memory. On a GPU, Baton's own attention (triton) unpacks
@@ -108,16 +110,17 @@ class EngineSection:
     max_num_batched_tokens: int = bounded(2048, at_least=1, at_most=2**24, is_run_time=True)
     """Most tokens computed in one step; longer prompts are computed in chunks of this. For more than at their start,
     for which they reserved memory, workers are replaced."""
-    max_num_seqs: int = bounded(64, at_least=1, at_most=65_536, is_fixed=True)
-    """Most sequences that one worker decodes at a time."""
+    max_num_seqs: int | Literal["auto"] = bounded("auto", at_least=1, at_most=65_536, is_fixed=True)
+    """Most sequences that one worker decodes at a time; auto: 64 on a CPU and 256 on a GPU, where a step of many takes
+    little longer than one of few; never more than max_num_batched_tokens."""
     enable_prefix_cache: bool = True
     """Keep the KV of finished prompts and reuse it where a later prompt begins the same."""
     threads: int | None = bounded(None, at_least=1, at_most=1024)
     """CPU threads of one rank; null: the cores divided by the ranks on the machine."""
     attention: choices.AttentionName = "auto"
     """Attention kernel; auto: the fastest in a trial at a worker's start, of flash_attn (where it is installed and
-    block_size is a multiple of 256), Baton's own in Triton and torch's varlen those that work and read the KV cache in
-    place; else the CPU's."""
+    block_size is auto or a multiple of 256), Baton's own in Triton and torch's varlen those that work and read the KV
+    cache in place; else the CPU's."""
     kernels: choices.KernelsName = "auto"
     """Who computes on a CPU; native: Baton's kernels, compiled for the processor at the first start, which needs a C++
     compiler; auto: those where they can be had, else torch. On a GPU, who computes between products and attention,
@@ -138,6 +141,13 @@ class EngineSection:
     """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
     grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40, is_fixed=True)
     """Memory for the process that compiles and follows one constraint, beyond what it begins with."""
+
+    @property
+    def num_seqs(self) -> int:
+        """`max_num_seqs` as a number; a `device` that is not known yet is taken for a CPU."""
+        if self.max_num_seqs != "auto":
+            return self.max_num_seqs
+        return min(_AUTO_SEQS_GPU if self.device.startswith("cuda") else _AUTO_SEQS_CPU, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True)
@@ -377,7 +387,7 @@ class ServingConfig:
     def role(self, name: RoleName) -> RoleSection:
         return self.roles.prefill if name == "prefill" else self.roles.decode
 
-    def block_size(self, name: RoleName) -> int:
+    def block_size(self, name: RoleName) -> int | Literal["auto"]:
         """Tokens of one KV block on the workers of a role."""
         return self.role(name).block_size or self.engine.block_size
 

@@ -31,14 +31,16 @@ class RankCommand(_message.Message):
     def __init__(self, number: _Optional[int] = ..., step: _Optional[bytes] = ..., open_pair: _Optional[_Union[OpenPair, _Mapping]] = ..., close_pair: _Optional[_Union[ClosePair, _Mapping]] = ..., gather: _Optional[_Union[ChunkPages, _Mapping]] = ..., send: _Optional[_Union[Send, _Mapping]] = ..., receive: _Optional[_Union[ChunkPages, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("incarnation", "store_address", "protocol")
+    __slots__ = ("incarnation", "store_address", "protocol", "block_size")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     store_address: str
     protocol: str
-    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ...) -> None: ...
+    block_size: int
+    def __init__(self, incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., protocol: _Optional[str] = ..., block_size: _Optional[int] = ...) -> None: ...
 
 class OpenPair(_message.Message):
     __slots__ = ("pair_epoch", "is_sender", "remote", "agreed")

@@ -73,6 +73,7 @@ class CpuAttention:
     """See the module's docstring; runs on any device and in any floating type. Not to be shared between threads."""
 
     name = "cpu"
+    block_size = 16
 
     def __init__(self, kernels: Native | None = None) -> None:
         """`kernels` as `engine.layers.ops.choose_native` gives them for the type that is to be computed in. Where they

@@ -87,6 +87,7 @@ class FlashAttention(_RaggedKernel):
     """`flash_attn.flash_attn_varlen_func`."""
 
     name = "flash_attn"
+    block_size = _PAGE_MULTIPLE
 
     def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
         return _page_obstacle(block_size, kv_dtype)
@@ -112,6 +113,7 @@ class VarlenAttention(_RaggedKernel):
     """`torch.nn.attention.varlen.varlen_attn`, called with the arguments that its version has."""
 
     name = "varlen"
+    block_size = _PAGE_MULTIPLE
 
     def __init__(self, function: Callable[..., Any], device: torch.device) -> None:
         super().__init__(function)

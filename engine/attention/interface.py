@@ -125,6 +125,11 @@ class Attention(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of the blocks that suit it best."""
+        ...
+
     def static_obstacle(self, block_size: int, kv_dtype: torch.dtype) -> str:
         """Why it cannot compute from a batch's `paged` alone, as a captured step must; empty if it can."""
         ...

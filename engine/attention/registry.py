@@ -52,11 +52,12 @@ def choose_attention(
     device: torch.device,
     dtype: torch.dtype,
     kernels: Kernels | None = None,
-    block_size: int = 16,
+    block_size: int | None = None,
     kv_dtype: torch.dtype | None = None,
     heads: Heads | None = None,
 ) -> tuple[Attention, str]:
-    """A backend and, in a few words, why it is this one. `kv_dtype` is the pool's, by default `dtype`.
+    """A backend and, in a few words, why it is this one. `block_size` is the pool's, by default the one that suits the
+    backend; `kv_dtype` as well, by default `dtype`.
 
     `auto` takes one that reads such pages where they lie, without which no decode step becomes a CUDA graph: of several
     the fastest for `heads`, timed here, or without `heads` the first. If none does, the first that works. Raises
@@ -71,7 +72,7 @@ def choose_attention(
         backend = make(device, dtype, kernels)
         if isinstance(backend, str):
             reasons[backend] = None
-        elif obstacle := backend.static_obstacle(block_size, kv_dtype or dtype):
+        elif obstacle := backend.static_obstacle(block_size or backend.block_size, kv_dtype or dtype):
             reasons[f"{name}: {obstacle}"] = None
             others.append(backend)
         elif heads is None:
@@ -89,14 +90,15 @@ def choose_attention(
 
 
 def _fastest(
-    backends: list[Attention], heads: Heads, block_size: int, dtype: torch.dtype, device: torch.device
+    backends: list[Attention], heads: Heads, block_size: int | None, dtype: torch.dtype, device: torch.device
 ) -> tuple[Attention, str]:
     """The backend with the shortest trial; the first, if none gets through it."""
     trials: list[tuple[float, Attention]] = []
     failures: list[str] = []
     for backend in backends:
         try:
-            seconds = sum(_trial_s(backend, heads, block_size, dtype, device, *trial) for trial in _TRIALS)
+            size = block_size or backend.block_size
+            seconds = sum(_trial_s(backend, heads, size, dtype, device, *trial) for trial in _TRIALS)
             trials.append((seconds, backend))
         except Exception as error:  # a kernel that does not compile, a full device: whatever it is, another may work
             failures.append(f"{backend.name} failed in a trial: {error}")

@@ -27,6 +27,7 @@ class TritonAttention:
     """Loads Triton when it is made. Models that need them pass `soft_cap` and `sinks`, as `paged_decode` takes them."""
 
     name = "triton"
+    block_size = 16
 
     def __init__(self) -> None:
         self._decode = importlib.import_module("engine.triton.paged_decode").paged_decode
@@ -62,6 +63,7 @@ class FixedTritonAttention:
     """A token to the same bits generated and as a part of a prompt; causal only."""
 
     name = "triton"
+    block_size = 16
 
     def __init__(self) -> None:
         self._attend = importlib.import_module("engine.triton.paged_fixed").paged_fixed

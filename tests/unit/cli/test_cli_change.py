@@ -103,7 +103,7 @@ def test_apply_of_a_file_with_mistakes_says_where_and_ends_with_3(backend: FakeB
 
 
 def test_apply_refuses_what_only_a_restart_changes(backend: FakeBackend) -> None:
-    backend.edit("max_num_seqs: 64 ", "max_num_seqs: 32 ")
+    backend.edit("max_num_seqs: auto ", "max_num_seqs: 32 ")
     done = run(backend, "apply", str(backend.file.path))
     assert done.exit_code == 1
     assert "engine.max_num_seqs cannot change while the cluster runs: restart `baton serve`" in done.stderr

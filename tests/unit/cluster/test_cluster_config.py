@@ -178,7 +178,7 @@ def test_a_wrong_type_or_key_says_what_was_expected(folder: Path, serving: str, 
         ("    roles: {decode: {devices: 3, tensor_parallel: 2}}\n", "roles.decode.devices", "use 2 or 4"),
         ("    roles: {decode: {devices: 1, tensor_parallel: 2}}\n", "roles.decode.devices", "use 2"),
         ("    roles: {prefill: {min_workers: 2}}\n", "roles.prefill.min_workers", "2 is more than the 1 that"),
-        ("    engine: {kv_cache_tokens: 15}\n", "engine.kv_cache_tokens", "do not make one block"),
+        ("    engine: {block_size: 16, kv_cache_tokens: 15}\n", "engine.kv_cache_tokens", "do not make one block"),
         (
             "    roles: {decode: {block_size: 64, kv_cache_tokens: 32}}\n",
             "roles.decode.kv_cache_tokens",
@@ -382,7 +382,7 @@ def test_a_role_has_devices_divided_by_tensor_parallel_workers(folder: Path) -> 
         "    engine: {kv_cache_tokens: 320}\n",
     )
     assert config.roles.prefill.num_workers == 2
-    assert (config.block_size("prefill"), config.block_size("decode")) == (32, 16)
+    assert (config.block_size("prefill"), config.block_size("decode")) == (32, "auto")
     assert (config.kv_cache_tokens("prefill"), config.kv_cache_tokens("decode")) == (320, 640)
 
 

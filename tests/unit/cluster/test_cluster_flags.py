@@ -19,6 +19,12 @@ def test_flags_override_settings_given_as_json() -> None:
     assert (settings.model.path, settings.router.port) == ("m", 2)
 
 
+@pytest.mark.parametrize(("given", "value"), [("auto", "auto"), ("32", 32)])
+def test_a_number_may_be_left_to_the_device(given: str, value: int | str) -> None:
+    flags = ["--worker-id", "decode-0", "--role", "decode", "--model-path", "m", "--block-size", given]
+    assert parse_flags(WorkerSettings, "python -m worker", flags).engine.block_size == value
+
+
 def test_lists_are_given_one_flag_each() -> None:
     flags = ["--model-path", "m", "--workers", "a", "--workers", "b"]
     assert parse_flags(RouterSettings, "python -m router", flags).workers == ("a", "b")
@@ -32,6 +38,7 @@ def test_lists_are_given_one_flag_each() -> None:
         [],
         ["--settings", '{"colour": 1}'],
         ["--settings", "{"],
+        ["--model-path", "m", "--block-size", "any"],
     ],
 )
 def test_wrong_flags_end_with_usage(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,8 +157,8 @@ def test_a_file_that_says_the_change_already_is_left_alone(file: ConfigFile) -> 
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("max_num_seqs: 64 ", "max_num_seqs: 32 ", "says something else than what runs about engine.max_num_seqs"),
-        ("block_size: 16 ", "block_size: x ", "must be a whole number"),
+        ("max_num_seqs: auto ", "max_num_seqs: 32 ", "says something else than what runs about engine.max_num_seqs"),
+        ("block_size: auto ", "block_size: x ", "must be a whole number or auto"),
         ("        devices: 1\n", "", "does not spell out metadata.serving.roles.prefill.devices"),
     ],
 )

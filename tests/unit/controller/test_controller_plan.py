@@ -74,7 +74,7 @@ def test_a_role_may_override_the_block_size_and_the_size_of_the_pool() -> None:
     config = config_of(RoleSection(block_size=32, kv_cache_tokens=640), RoleSection())
     prefill, decode = (w.ranks[0] for w in plan_cluster(config, num_gpus=0, num_cores=2).workers)
     assert (prefill.engine.block_size, prefill.engine.kv_cache_tokens) == (32, 640)
-    assert (decode.engine.block_size, decode.engine.kv_cache_tokens) == (16, None)
+    assert (decode.engine.block_size, decode.engine.kv_cache_tokens) == ("auto", None)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_what_the_operator_wrote_reaches_worker_and_router_unchanged() -> None:
         assert (model.path, model.name, model.dtype, model.max_model_len) == ("models/m", "m", "float32", 100)
     section = router.router
     assert (section.port, section.queue_timeout_s, section.max_queued_requests) == (1234, 7.5, 3)
-    assert router.engine.max_num_seqs == 64
+    assert (router.engine.max_num_seqs, router.engine.num_seqs) == ("auto", 64)
 
 
 def test_every_key_of_the_transfer_reaches_each_rank() -> None:

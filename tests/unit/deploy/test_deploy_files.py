@@ -52,7 +52,7 @@ def test_there_is_a_file_for_each_kind_of_cluster() -> None:
 @pytest.mark.parametrize("path", [*RAY_FILES, DEPLOY / "kubernetes" / "cluster.yaml"], ids=lambda path: path.name)
 def test_batons_part_of_a_file_is_valid_and_closed_to_strangers(path: Path, tmp_path: Path) -> None:
     config = load_config(with_what_it_names(path, tmp_path))
-    assert config.engine.device == "cuda" and config.engine.block_size % 256 == 0
+    assert config.engine.device == "cuda" and config.engine.block_size == "auto"
     assert config.placement.labels, "workers go to nodes with GPUs"
     assert config.auth.keys_file and config.tls.cert and config.internal_tls.ca
     assert not config.router.insecure and not config.admin.insecure

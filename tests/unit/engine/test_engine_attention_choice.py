@@ -120,6 +120,33 @@ def test_of_several_that_read_pages_in_place_the_fastest_is_taken(
 
 
 @pytest.mark.parametrize(
+    ("wanted", "dtype", "kv_dtype", "name"),
+    [
+        ("auto", torch.bfloat16, None, "flash_attn"),
+        ("auto", torch.float32, None, "triton"),
+        ("auto", torch.bfloat16, torch.int8, "triton"),
+        ("triton", torch.bfloat16, None, "triton"),
+        ("varlen", torch.bfloat16, None, "varlen"),
+    ],
+    ids=str,
+)
+def test_blocks_of_no_given_size_suit_the_attention_that_is_chosen(
+    hopper: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    name: str,
+) -> None:
+    """Where flash-attn is installed, nobody has to know that it wants blocks of 256 tokens."""
+    monkeypatch.setitem(sys.modules, "flash_attn", plain_kernels)
+
+    backend, _ = choose_attention(wanted, hopper, dtype, kv_dtype=kv_dtype)
+
+    assert backend.name == name and backend.static_obstacle(backend.block_size, kv_dtype or dtype) == ""
+
+
+@pytest.mark.parametrize(
     ("block_size", "dtype", "name", "reason"),
     [
         (256, torch.bfloat16, "varlen", "the first that reads the KV cache in place"),

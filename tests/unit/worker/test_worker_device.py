@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from cluster.errors import ConfigError
+from cluster.pb import rank_pb2
 from cluster.settings import WorkerSettings
-from worker.loading import overlaps_steps, rank_hello, resolve, use_device
+from engine.attention.triton import TritonAttention
+from worker.loading import Resolved, overlaps_steps, rank_hello, resolve, use_device
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
 
@@ -56,6 +58,29 @@ def test_steps_overlap_where_that_is_wanted_and_every_rank_takes_unread_tokens(
         hellos[rank].ClearField("takes_unread_tokens")
     older = (False, "rank 1, 3 runs an older Baton, which takes no tokens from rank 0's device")
     assert overlaps_steps(wanted, device, hellos) == (older if is_on else (False, why_not))
+
+
+def resolved(**values: object) -> Resolved:
+    given = {"worker_id": "w", "role": "decode", "model_path": str(MODEL), "dtype": "float32", **values}
+    return resolve(WorkerSettings.from_values(**given))
+
+
+def test_sizes_that_are_left_to_the_device_are_numbers_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = resolved(device="cpu")
+    assert (cpu.block_size, cpu.settings.engine.num_seqs) == (16, 64)
+    assert resolved(device="cpu", block_size=48).layout.block_size == 48
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = resolved(device="auto")
+    assert (gpu.block_size, gpu.settings.engine.num_seqs) == (TritonAttention.block_size, 256)
+
+
+def test_every_rank_has_blocks_of_the_size_that_rank_0_has_resolved() -> None:
+    own = resolved(device="cpu", tp_rank=1)
+    assert own.led_by(rank_pb2.Start(block_size=256)).layout.block_size == 256
+    assert own.led_by(rank_pb2.Start()).block_size == 16, "of an older build, which says nothing"
 
 
 def test_threads_that_compute_take_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
