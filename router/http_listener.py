@@ -49,14 +49,20 @@ _RETRY_AFTER_S = 1.0
 _OWN_FILES = 512
 """Files and connections of the router itself: workers, stores, logs."""
 
+_MOST_RUNNING = 4096
+"""Calls of one connection that may run where the workers alone say how many do."""
+_MORE_CALLS = 256
+"""Calls of one connection beside those that may run and wait: of other methods, and to be refused by name."""
+
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """How many connections may be open at one time."""
+    """How many connections may be open at one time, and how many calls of one over gRPC."""
 
     most: int
     most_of_address: int | None = None
     """From one address; None: as many as in all."""
+    most_calls: int = _MORE_CALLS
 
     @classmethod
     def of(cls, wanted: RouterSection, report: Report) -> Self:
@@ -68,7 +74,8 @@ class ConnectionLimits:
                 f"takes {most} connections of each API, not {wanted.max_connections}: this process may open {may_open} "
                 "files; raise the hard limit (ulimit -Hn)"
             )
-        return cls(most, wanted.max_connections_per_address)
+        most_calls = (wanted.max_running_requests or _MOST_RUNNING) + wanted.max_queued_requests + _MORE_CALLS
+        return cls(most, wanted.max_connections_per_address, most_calls)
 
 
 class HttpListener:

@@ -71,8 +71,6 @@ _TRANSPORT_SLACK = 4
 """gRPC takes messages this many times larger than the limit, so that the router can refuse them by name; beyond that
 gRPC ends the call itself."""
 _MOST_MESSAGE_BYTES = 2**31 - 1
-_MORE_STREAMS = 256
-"""Calls on one connection beside those that may run and wait there: of other methods, and to be refused by name."""
 
 
 class RouterServer:
@@ -173,10 +171,7 @@ class RouterServer:
             tls=self._tls,
             max_message_bytes=min(_TRANSPORT_SLACK * settings.router.max_message_bytes, _MOST_MESSAGE_BYTES),
             interceptors=() if self.keys is None else (self._gate,),
-            limits=rpc.ServerLimits(
-                limits.most,
-                settings.router.max_running_requests + settings.router.max_queued_requests + _MORE_STREAMS,
-            ),
+            limits=rpc.ServerLimits(limits.most, limits.most_calls),
             sharing=PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST,
         )
         self._servers.append(public)

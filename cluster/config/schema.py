@@ -198,8 +198,9 @@ class RouterSection:
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a
     short or mostly cached prompt itself where that is sooner; the others look at less: at the work handed out, at whose
     turn it is, at nothing."""
-    max_running_requests: int = bounded(256, at_least=1, at_most=2**20)
-    """Requests handed to workers at one time."""
+    max_running_requests: int | None = bounded(None, at_least=1, at_most=2**20)
+    """Requests handed to workers at one time. null: 256, or as many as the decode workers step at a time if that is
+    more."""
     max_queued_requests: int = bounded(1024, at_least=0, at_most=2**20)
     """Requests that wait beside those; one more is refused with a retry delay."""
     max_running_tokens: int | None = bounded(None, at_least=1, at_most=2**40)

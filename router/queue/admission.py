@@ -39,6 +39,8 @@ _MORE_SEQUENCES = 2
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.25, 60.0
 _RETRY_SHARE, _LEAST_RETRIES = 0.2, 4
 """Share of all requests that may be computed again at one time, and how many always may."""
+_RUNNING_REQUESTS = 256
+"""At one time, unless the configuration has a number, or the workers have more places."""
 _SPARE_SHARE, _SPARE_UP_TO = 0.5, 0.875
 """Share of the decode workers that batches may take, and up to which total load they may add to it."""
 
@@ -129,19 +131,17 @@ class Admission:
         held, limits = self._in_flight, self._context.limits
         if not held:
             return True
-        if len(held) >= limits.max_running_requests:
-            return False
         most, decode = limits.max_running_tokens, self._decode_workers()
         pool = sum(worker.kv_tokens for worker in decode)
+        places = sum(worker.max_num_seqs + _MORE_SEQUENCES for worker in decode if worker.max_num_seqs)
+        if len(held) >= (limits.max_running_requests or max(_RUNNING_REQUESTS, places)):
+            return False
         if most is not None and held.num_tokens + work.num_output_tokens > most:
             return False
         if most is None and pool and held.num_expected_tokens + held.expected(work) > pool:
             return False
-        places = sum(worker.max_num_seqs for worker in decode)
-        if places:
-            places += _MORE_SEQUENCES * len(decode)
-            if held.num_sequences + work.num_sequences > places:
-                return False
+        if places and held.num_sequences + work.num_sequences > places:
+            return False
         return not self.overload.is_on(now) or self._keeps_pace(work)
 
     def has_spare(self, num_running: int, now: float) -> bool:

@@ -222,6 +222,20 @@ def test_no_more_sequences_run_than_decode_workers_step_and_a_few_on_their_way()
     run(scenario)
 
 
+def test_as_many_requests_run_as_the_workers_have_places_for_unless_a_number_is_given() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        for most, places, running in ((None, 300, 302), (None, 100, 102), (280, 300, 280)):
+            cluster = Cluster(clock, limits(max_running_requests=most))
+            d0 = cluster.router.workers["d0"]
+            d0.lose()
+            d0.open(max_num_seqs=places, num_blocks=10_000)
+            for _ in range(310):
+                cluster.submit()
+            assert cluster.router.dispatcher.num_running == running
+
+    run(scenario)
+
+
 def test_a_request_runs_alone_however_large_it_is() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock)
