@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +35,8 @@ from cluster.errors import BatonError
 from cluster.program import ExitCode
 from engine.attention import cpu
 from engine.model_cost import ModelFlops
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, StepOutput
+from engine.models.config import ModelConfig
 from engine.native.decode_step import DecodeStep
 from engine.quantization.fp8 import Fp8Matrix, ScaledFp8Matrix
 from engine.quantization.integers import QuantizedMatrix
@@ -102,12 +103,12 @@ class Bench:
     ) -> None:
         """`block_size`: None for what suits the attention. `wanted`: dtype and so on, as for ModelRunner."""
         self._chunk, self._context = chunk, context
-        wanted = {"device": "cpu", "dtype": "auto", "block_size": block_size, **wanted}
+        self.config = ModelConfig.from_folder(folder)
+        self._sampler = Sampler(self.config.vocab_size, wanted.get("kernels", "auto"))
+        wanted = {"device": "cpu", "dtype": "auto", "block_size": block_size, "sampler": self._sampler, **wanted}
         self.runner = ModelRunner(folder, tp=SingleGroup(), **wanted)
         self._block_size = self.runner.block_size
         self.runner.make_pool(-(-max_tokens // self._block_size))
-        self.config = self.runner.config
-        self._sampler = Sampler(self.config.vocab_size, wanted.get("kernels", "auto"))
         self._params = SamplingParams(max_output_tokens=1, temperature=0.0)
 
     def decode(self, batch_size: int, num_steps: int, overlaps: bool = False) -> list[int]:
@@ -115,14 +116,20 @@ class Bench:
         is launched before the tokens of the one before it are read."""
         rows = [SampleRow(self._params, i, (1,), []) for i in range(batch_size)]
         unread = [-1 - row for row in range(batch_size)]
-        logits = self.runner.forward(self.decode_step([5] * batch_size))
+
+        def launch(token_ids: list[int], sampled: torch.Tensor | None = None) -> StepOutput:
+            step, num_unread = self.decode_step(token_ids), int(sampled is not None)
+            self.runner.prepare(step, sampled, lambda: [replace(row, num_unread=num_unread) for row in rows])
+            return self.runner.run(step, sampled=sampled)
+
+        output = launch([5] * batch_size)
         for left in reversed(range(num_steps)):
-            samples = self._sampler.launch(logits, rows)
+            samples = output.samples or self._sampler.launch(output.logits, rows)
             if left and overlaps:
-                logits = self.runner.run(self.decode_step(unread), sampled=samples.token_ids).logits
+                output = launch(unread, samples.token_ids)
             token_ids = read_next(samples, rows)
             if left and not overlaps:
-                logits = self.runner.forward(self.decode_step(token_ids))
+                output = launch(token_ids)
         return token_ids
 
     def decode_step(self, token_ids: list[int]) -> StepInput:

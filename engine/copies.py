@@ -24,8 +24,9 @@ def upload(values: npt.ArrayLike, device: torch.device, dtype: type[np.generic] 
 class Fetched:
     """Tensors on their way to the host, behind what was launched before them and before what comes later."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
+    def __init__(self, tensors: Sequence[torch.Tensor], *, is_rewritten: bool = False) -> None:
+        """`is_rewritten`: before they are read, which on a CPU would show."""
+        self._tensors = [t.clone() for t in tensors] if is_rewritten and tensors[0].device.type == "cpu" else tensors
         self._copied: torch.cuda.Event | None = None
         if tensors[0].device.type == "cuda":
             self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]

@@ -6,13 +6,15 @@ next captured size, copied there, and the recording for that size runs. Rows of 
 scratch block, which no sequence owns, and write there; their logits are dropped. Everything else (prompts, mixed steps,
 more sequences than the largest size) is computed as ever. Knows no model: what is captured is a function.
 
+A recording ends with the choice of the tokens, where a chooser can be recorded: they lie where the next step looks.
+
 Legend: n rows of a padded step, S sequences, B blocks of the longest sequence, V vocabulary.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -21,6 +23,9 @@ import numpy.typing as npt
 import torch
 
 from engine.attention.interface import AttentionBatch, PagedBatch
+from engine.sampling.params import SampleRow
+from engine.sampling.sampler import RecordedChooser
+from engine.sampling.samples import Samples
 from engine.step_input import SequenceSlice, StepInput, build_step, is_decode
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
@@ -68,15 +73,15 @@ class InputMemory:
     behind them, so that all of it comes in one copy. Block tables go on from there to rows of full width. A queued copy
     may still be read from its host memory while the next step is laid out: so there are two of those, in turn.
 
-    In front of all that lie the tokens that the step before led to, as the device wrote them: the recording picks each
-    token from there or from those that came.
+    In front of all that lie the tokens that the step before led to (`sampled`), as the device wrote them: the recording
+    picks each token from there or from those that came, and leaves there what it leads to.
     """
 
     def __init__(self, most: int, width: int, block_size: int, scratch_block: int, device: torch.device) -> None:
         self._width, self._block_size, self._scratch_block, self._device = width, block_size, scratch_block, device
         num_elements = _NUM_VECTORS * _stride(most) + most * width
         self._memory = torch.zeros(_stride(most) + num_elements, dtype=torch.int32, device=device)
-        self._sampled, self._arrived = self._memory[: _stride(most)], self._memory[_stride(most) :]
+        self.sampled, self._arrived = self._memory[: _stride(most)], self._memory[_stride(most) :]
         self._token_ids = torch.zeros(most, dtype=torch.int32, device=device)
         self._tables = torch.full((most, width), scratch_block, dtype=torch.int32, device=device)
         self._every = torch.arange(most + 1, dtype=torch.int32, device=device)
@@ -96,10 +101,11 @@ class InputMemory:
         vectors[:4, count:size] = [[0], [0], [self._scratch_block * self._block_size], [1]]
         vectors[4, 0] = 0
         np.cumsum(vectors[3, :size], dtype=np.int32, out=vectors[4, 1 : size + 1])
-        vectors[5, :size] = np.arange(len(self._sampled), len(self._sampled) + size)
+        vectors[5, :size] = np.arange(len(self.sampled), len(self.sampled) + size)
         if sampled is not None:
-            vectors[5, :count] = step.token_places(len(self._sampled))
-            self._sampled[: len(sampled)].copy_(sampled)
+            vectors[5, :count] = step.token_places(len(self.sampled))
+            if sampled.data_ptr() != self.sampled.data_ptr():
+                self.sampled[: len(sampled)].copy_(sampled)
         tables = host[num_vectors : num_vectors + size * columns].reshape(size, columns)
         tables[:count] = step.block_tables[:, :columns]
         tables[count:] = self._scratch_block
@@ -110,7 +116,7 @@ class InputMemory:
     def pick_tokens(self, size: int) -> None:
         """Puts each token where `of` has it; part of a recording."""
         places = self._arrived[: _NUM_VECTORS * _stride(size)].view(_NUM_VECTORS, -1)[5, :size]
-        torch.index_select(self._memory[: len(self._sampled) + size], 0, places, out=self._token_ids[:size])
+        torch.index_select(self._memory[: len(self.sampled) + size], 0, places, out=self._token_ids[:size])
 
     def of(self, size: int) -> DecodeInputs:
         """Returns what a recording of this size reads."""
@@ -171,15 +177,19 @@ class DecodeGraphs:
         vocab_size: int,
         device: torch.device,
         agree: Callable[[bool], bool] = bool,
+        chooser_of: Callable[[torch.device, int], RecordedChooser | None] | None = None,
     ) -> None:
         """`most` sequences of at most `width` blocks. The largest size goes first: the others reuse its memory.
 
         `agree` says whether something is so on every rank. A collective must be captured on all of them or on none.
+        `chooser_of` makes the chooser of so many rows on that device.
         """
         self.sizes = bucket_sizes(most)
         most = self.sizes[-1]
         self._inputs = InputMemory(most, width, block_size, scratch_block, device)
         self._logits = torch.empty((most, vocab_size), device=device)
+        self._chooser = None if chooser_of is None else chooser_of(self._logits.device, most)
+        self._is_prepared = False
         self._replays: dict[int, Callable[[], None]] = {}
         for size in reversed(self.sizes):
             self._inputs.fill(build_step([], block_size), size)
@@ -196,16 +206,31 @@ class DecodeGraphs:
         num_rows = max(len(step.seqlens_k), 0 if sampled is None else len(sampled))
         return num_rows <= self.sizes[-1] and is_decode(step)
 
-    def run(self, step: StepInput, sampled: torch.Tensor | None = None) -> torch.Tensor:
-        """Float32 logits [S, V], which stay until the next call. Takes no memory on the device.
+    @property
+    def chooses(self) -> bool:
+        """Whether tokens can be chosen in recordings."""
+        return self._chooser is not None
+
+    def prepare(self, rows: Sequence[SampleRow]) -> None:
+        """The step that is run next leads to the tokens of these rows, one for each of its sequences, if that can be
+        recorded."""
+        self._is_prepared = self._chooser is not None and self._chooser.place(rows)
+
+    def run(self, step: StepInput, sampled: torch.Tensor | None = None) -> tuple[torch.Tensor, Samples | None]:
+        """Float32 logits [S, V], which stay until the next call, and the tokens if it was prepared for. Takes no memory
+        on the device.
 
         `sampled`: the tokens that the step before led to, if it needs them.
         """
         count = len(step.seqlens_k)
         size = self.sizes[bisect_left(self.sizes, count)]
         self._inputs.fill(step, size, sampled)
+        chooser, is_prepared, self._is_prepared = self._chooser, self._is_prepared, False
+        if chooser is not None and not is_prepared:
+            chooser.place(())
         self._replays[size]()
-        return self._logits[:count]
+        samples = chooser.samples(self._inputs.sampled[:count]) if chooser is not None and is_prepared else None
+        return self._logits[:count], samples
 
     def _work(self, compute: Compute, size: int) -> Callable[[], None]:
         inputs, logits = self._inputs.of(size), self._logits[:size]
@@ -213,6 +238,8 @@ class DecodeGraphs:
         def work() -> None:
             self._inputs.pick_tokens(size)
             logits.copy_(compute(inputs))
+            if self._chooser is not None:
+                self._chooser.record(logits, self._inputs.sampled[:size])
 
         return work
 

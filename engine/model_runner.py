@@ -7,7 +7,7 @@ decided elsewhere; the runner trusts a step that `build_step` made.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,10 @@ from engine.models.config import ModelConfig
 from engine.models.decoder import UNUSED_TENSORS, Decoder, StepContext
 from engine.native import Native
 from engine.native.decode_step import choose_decode_step
+from engine.sampling.params import SampleRow
 from engine.sampling.prompt_logprobs import PromptScores, score_rows
+from engine.sampling.sampler import Sampler
+from engine.sampling.samples import Samples
 from engine.step_input import IntArray, StepInput
 from engine.tp import OrderedSums, TPGroup
 
@@ -41,6 +44,8 @@ class StepOutput(NamedTuple):
     """Float32 [R, V]; of a replayed step they stay until the next step begins."""
     scores: PromptScores | None = None
     """None when no row is scored."""
+    samples: Samples | None = None
+    """The tokens of a step that was prepared for their choice and replayed."""
 
 
 class ModelRunner:
@@ -62,12 +67,14 @@ class ModelRunner:
         deterministic: bool = False,
         graphs_up_to: int = 0,
         capture: Capture | None = None,
+        sampler: Sampler | None = None,
         open_weights: Callable[[Path], Checkpoint] = Checkpoint,
         report: Callable[[str], None] | None = None,
     ) -> None:
         """Decode steps of up to `graphs_up_to` sequences become CUDA graphs where that works, by `capture` if given.
-        Without `num_blocks` there is no KV pool until `make_pool`. `block_size`: None for what suits the attention.
-        `deterministic`: a token's logits have the same bits in any step, generated or as a part of a prompt.
+        With a `sampler` they choose its tokens, too. Without `num_blocks` there is no KV pool until `make_pool`.
+        `block_size`: None for what suits the attention. `deterministic`: a token's logits have the same bits in any
+        step, generated or as a part of a prompt.
 
         `open_weights` opens the weights, by default those of the folder's files.
         """
@@ -112,7 +119,7 @@ class ModelRunner:
             obstacle = self._attention.static_obstacle(self.block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
         """The decode steps that are CUDA graphs, or why none are."""
-        self._capture_with, self._graphs_up_to = capture, graphs_up_to
+        self._capture_with, self._graphs_up_to, self._sampler = capture, graphs_up_to, sampler
         self._graphs: DecodeGraphs | None = None
         self._num_rows = 0
         """Rows of logits of the latest step."""
@@ -179,6 +186,14 @@ class ModelRunner:
         """The logits of `run`."""
         return self.run(step, on_layer).logits
 
+    def prepare(self, step: StepInput, sampled: torch.Tensor | None, rows: Callable[[], Sequence[SampleRow]]) -> None:
+        """Has the next call of `run`, with this step and without `on_layer`, choose its tokens where it is replayed and
+        that can be recorded. `rows`, of its logits, is asked for only then."""
+        if self._graphs is not None and self._graphs.chooses and self._graphs.takes(step, sampled):
+            wanted = rows()
+            with torch.inference_mode():
+                self._graphs.prepare(wanted if len(wanted) == len(step.logits_indices) else ())
+
     @torch.inference_mode()
     def run(
         self,
@@ -206,7 +221,8 @@ class ModelRunner:
         if len(step.token_ids) == 0:
             return StepOutput(torch.empty((0, self.config.vocab_size), device=self.device))
         if self._graphs is not None and on_layer is None and self._graphs.takes(step, sampled):
-            return StepOutput(self._graphs.run(step, sampled))
+            logits, samples = self._graphs.run(step, sampled)
+            return StepOutput(logits, samples=samples)
         hidden = self._compute(
             self._token_ids(step, sampled),
             self._to_device(step.positions, np.int32),
@@ -268,11 +284,14 @@ class ModelRunner:
                 vocab_size=self.config.vocab_size,
                 device=self.device,
                 agree=self._is_so_on_every_rank,
+                chooser_of=None if self._sampler is None else self._sampler.reserve,
             )
         except RuntimeError as error:  # without graphs everything still works
             return None, f"capturing them failed: {error}"
         collectives = "" if self._tp.size == 1 else f", with the collectives of {self._tp.size} ranks"
-        return graphs, f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences{collectives}"
+        choice = ", with the choice of their tokens" if graphs.chooses else ""
+        what = f"{len(graphs.sizes)} sizes of decode steps, up to {graphs.sizes[-1]} sequences"
+        return graphs, what + collectives + choice
 
     def _is_so_on_every_rank(self, is_so: bool) -> bool:
         """Called by all ranks at once."""

@@ -180,7 +180,8 @@ class Sequence:
     def sample_rows(self) -> list[SampleRow]:
         """Returns a row for each sequence whose next token the sampled logits decide."""
         prompt, output = self.request.prompt_token_ids, self.output_token_ids
-        return [SampleRow(self.request.params, self.index + i, prompt, output) for i in range(self.fan_out)]
+        num_unread = int(self.unread_row is not None)
+        return [SampleRow(self.request.params, self.index + i, prompt, output, num_unread) for i in range(self.fan_out)]
 
 
 def claim_blocks(sequence: Sequence, blocks: BlockManager) -> bool:

@@ -98,7 +98,13 @@ class LaunchedStep:
         return self._future.done()
 
     def sample(self, rows: Seq[Seq[SampleRow]]) -> None:
-        logits = self._future.result().logits
+        logits, _, self._samples = self._future.result()
+        if self._samples is None:
+            self._choose(logits, rows)
+        if self._meter is not None:
+            self._meter.ended(time.monotonic(), self.span)
+
+    def _choose(self, logits: torch.Tensor, rows: Seq[Seq[SampleRow]]) -> None:
         flat = [row for of_one in rows for row in of_one]
         if flat and len(flat) != len(rows):
             copied = [i for i, of_one in enumerate(rows) for _ in of_one]
@@ -106,8 +112,6 @@ class LaunchedStep:
         self._samples = self._sampler.launch(logits, flat) if flat else None
         if self.span is not None and flat:
             self.span.end()
-        if self._meter is not None:
-            self._meter.ended(time.monotonic(), self.span)
 
     def tokens(self) -> list[SampledToken]:
         return [] if self._samples is None else self._samples.read()
@@ -197,7 +201,7 @@ class RankGroup:
         silent = [str(rank) for rank, state in enumerate(states, start=1) if state is Liveness.DEAD]
         return f"tensor-parallel rank {', '.join(silent)} of this worker is silent" if silent else ""
 
-    def launch(self, step: StepInput) -> LaunchedStep:
+    def launch(self, step: StepInput, rows: Callable[[], Seq[SampleRow]] | None = None) -> LaunchedStep:
         before = self._newest
         assert before is None or before.is_done, "a step was launched before the one before it was done"
         sampled = before.sampled if before is not None and step.has_unread_tokens else None
@@ -206,6 +210,8 @@ class RankGroup:
         launched = self._newest = LaunchedStep(step, self._sampler, self._meter, self._begin_span, sampled)
         if self._followers:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
+        if rows is not None:
+            self._local.prepare(step, sampled, rows)  # on this thread, which changes rows when it reads tokens
         if len(step.token_ids) >= OVERLAP_TOKENS:
             end_helpers()
             self._long_steps.put(launched)

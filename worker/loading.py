@@ -41,6 +41,7 @@ from engine.model_runner import ModelRunner
 from engine.models.config import ModelConfig
 from engine.profiling import measure_activations
 from engine.quantization.interface import Kernels
+from engine.sampling.sampler import Sampler
 from engine.tp import TPGroup, make_process_group
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
@@ -194,8 +195,9 @@ class LoadedRank:
     """Equal on every rank of the group."""
 
 
-def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> LoadedRank:
-    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and transfer engine.
+def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report, sampler: Sampler | None = None) -> LoadedRank:
+    """Joins the tensor-parallel group, reads this rank's slices, and makes its KV pool and transfer engine. `sampler`:
+    rank 0's, whose choices may become a part of steps.
 
     Raises ConfigError, on every rank alike, when the KV pool does not fit beside them.
     """
@@ -223,6 +225,7 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report) -> Load
         kernels=settings.engine.kernels,
         deterministic=settings.engine.deterministic,
         graphs_up_to=0 if settings.engine.enforce_eager else settings.engine.num_seqs,
+        sampler=sampler,
         report=report,
     )
     plan = size_pool(resolved.demand, runner, tp)

@@ -126,12 +126,12 @@ class Leader(_Rank):
         self._store, store_address = serve_store(settings.host)
         start = group_start(resolved, self._incarnation, store_address)
         followers, hellos = self._gather_ranks(start)
-        loaded = load_rank(resolved, start, self._report)
+        sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
+        loaded = load_rank(resolved, start, self._report, sampler)
         plan = loaded.plan
         self._report_choices(loaded)
         timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
         meter = None if settings.metrics_port is None else StepMeter(resolved.work)
-        sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
         sampler.warm_up(loaded.runner.device)
         group = self._group = RankGroup(
             lambda reply: RankExecutor(loaded.runner, loaded.transfer_engine, reply),

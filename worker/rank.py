@@ -17,7 +17,7 @@ import heapq
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
@@ -29,6 +29,7 @@ from cluster.errors import Cancelled, Corrupted, TransferFailed
 from cluster.pb import rank_pb2
 from engine.cpu_runtime import compute_alone
 from engine.model_runner import ModelRunner, StepOutput
+from engine.sampling.params import SampleRow
 from engine.step_input import StepInput, is_decode
 from kv_transfer.actions import Chunk
 from kv_transfer.rank_pair import RankPair
@@ -173,6 +174,11 @@ class RankExecutor:
             output = self._runner.run(step, self._progress.layer_done if notes_layers else None, sampled)
             self._progress.step_done()
         return output
+
+    def prepare(self, step: StepInput, sampled: torch.Tensor | None, rows: Callable[[], Sequence[SampleRow]]) -> None:
+        """Has the next `step` choose its tokens, if it can (`ModelRunner.prepare`)."""
+        with self._on_device():
+            self._runner.prepare(step, sampled, rows)
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Makes the rank's GPU the current one: which one that is differs from thread to thread."""

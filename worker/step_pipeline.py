@@ -8,8 +8,9 @@ held until the step has ended. Knows no tensors: ranks compute, sample and answe
 Where steps overlap, the next one is planned and launched between "sampled" and "read", as if every sequence went on,
 so that a device has it queued while the host reads and processes. Its ids are rows of the step before, which the device
 looks up. What a sequence that has ended meanwhile (by a stop token, its client or its router) leads to in that step is
-thrown away, and its blocks come back when that step has ended. Tokens are the same: a step is sampled when all before
-it have been processed. A step waits for the one before it where the host has a say in between: constraints, prompts
+thrown away, and its blocks come back when that step has ended. Tokens are the same: each is chosen by what comes before
+it in its sequence, with the step itself where the device counts that, else when all steps before have been processed. A
+step waits for the one before it where the host has a say in between: constraints, prompts
 that are scored, handed over or become several sequences, and blocks that only a preemption gives.
 """
 
@@ -53,8 +54,8 @@ class Launched(Protocol):
         ...
 
     def sample(self, rows: Seq[Seq[SampleRow]]) -> None:
-        """Sets the choice of tokens off: of each row of logits for its rows, one or more. Waits for the step to be
-        done, and raises what made it fail."""
+        """Sets the choice of tokens off, unless that was a part of the step: of each row of logits for its rows, one or
+        more. Waits for the step to be done, and raises what made it fail."""
         ...
 
     def tokens(self) -> list[SampledToken]:
@@ -74,10 +75,11 @@ class Ranks(Protocol):
         """Number of steps launched: a transfer command may name the newest, or the next, as the one it follows."""
         ...
 
-    def launch(self, step: StepInput) -> Launched:
+    def launch(self, step: StepInput, rows: Callable[[], Seq[SampleRow]]) -> Launched:
         """Sets one forward pass off on every rank; the one before it must be done.
 
-        A short step is done when this returns. When a long one ends, something is posted to the engine thread.
+        `rows`, of its logits, are asked for at once, if the choice of tokens can be a part of the pass. A short step is
+        done when this returns. When a long one ends, something is posted to the engine thread.
         """
         ...
 
@@ -209,7 +211,7 @@ class StepPipeline:
             self._crash_record.step_begins(p.sequence.request.key.request_id for p in scheduled)
         size = _size_of(scheduled) if self._step_clock.wants(has_prompt) else None
         self._step_clock.begins(self._clock(), size)
-        launched = self._ranks.launch(step)
+        launched = self._ranks.launch(step, lambda: [row for p in ends for row in p.sequence.sample_rows()])
         return Flight(number, launched, decoding, prefilling, ends, num_scored, preempted, copies)
 
     def _rest(self) -> None:

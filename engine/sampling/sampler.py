@@ -34,6 +34,28 @@ class Chooser(Protocol):
         """One row or more."""
         ...
 
+    def reserve(self, most: int) -> RecordedChooser | None:
+        """Memory for recordings of up to `most` rows; None where it does not choose in recordings. Called once."""
+        ...
+
+
+class RecordedChooser(Protocol):
+    """A choice of tokens that is part of recorded steps (`engine.cuda_graphs`): it takes no memory and reads what lies
+    in fixed places. Implemented by `engine.triton.sampler.TritonChooser`."""
+
+    def record(self, logits: Tensor, token_ids: Tensor) -> None:
+        """Launches the choice from float32 logits [n, V] for those rows that are placed, into int32 [n]."""
+        ...
+
+    def place(self, rows: Sequence[SampleRow]) -> bool:
+        """The recordings that run from now on choose tokens of these rows, the first ones of the batch. False where
+        they cannot: they then choose none, as for no rows."""
+        ...
+
+    def samples(self, token_ids: Tensor) -> Samples:
+        """The tokens of the rows that are placed, which a recording that was launched writes there: int32 [R]."""
+        ...
+
 
 class Sampler:
     """Samples from models of one vocabulary."""
@@ -63,6 +85,12 @@ class Sampler:
             return Samples(torch.empty(0, dtype=torch.int64, device=logits.device))
         return self._chooser(logits.device).launch(logits, rows)
 
+    @torch.inference_mode()
+    def reserve(self, device: torch.device, most: int) -> RecordedChooser | None:
+        """Takes memory to choose tokens in recorded steps of up to `most` rows; None where no kernels of that device
+        can. What is chosen outside of recordings is chosen with what they have counted."""
+        return self._chooser(device).reserve(most)
+
     def _chooser(self, device: torch.device) -> Chooser:
         if device not in self._choosers:
             has_kernels = self._kernels != "torch" and not obstacle(device)
@@ -85,6 +113,9 @@ class TorchChooser:
         logprobs = plan.logprobs(token_ids, logits) if plan.logprob_rows else None
         wanted = [(r, rows[r].params.top_logprobs or 0) for r in plan.logprob_rows]
         return Samples(token_ids, wanted, logprobs, plan.rules.problems)
+
+    def reserve(self, most: int) -> None:
+        """Cannot be recorded: what a step does depends on what its rows want."""
 
     def _plan_of(self, batch: list[SamplingParams]) -> _Plan:
         plan = self._plan

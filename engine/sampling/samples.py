@@ -33,13 +33,16 @@ class Samples:
         logprobs: Logprobs | None = None,
         problems: Mapping[int, str] | None = None,
         when_read: Callable[[list[int]], None] | None = None,
+        is_rewritten: bool = False,
     ) -> None:
         """`wanted`: each row with logprobs, and how many of the most likely tokens it asked for. `problems`: rows
-        without a token, and why. `when_read` is called with the tokens."""
+        without a token, and why. `when_read` is called with the tokens. `is_rewritten`: a later step writes its own
+        into these tensors."""
         self.token_ids = token_ids
         """Integers [R]; anything where there is a problem."""
         self._wanted = wanted
-        self._fetched = Fetched((token_ids,) if logprobs is None else (token_ids, *logprobs))
+        parts = (token_ids,) if logprobs is None else (token_ids, *logprobs)
+        self._fetched = Fetched(parts, is_rewritten=is_rewritten)
         self._problems = problems
         self._when_read = when_read
 

@@ -5,7 +5,7 @@ alternatives that any of them wants.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,14 +15,18 @@ from engine.copies import upload
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.rules import can_do_without, follow_constraints, stops_to_ban
 from engine.sampling.samples import Logprobs, Samples
-from engine.triton.sampling_batch import IntArray, SamplingBatch, SamplingMemory, mask_of, only
+from engine.triton.sampling_batch import FIELDS, IDLE, IntArray, SamplingBatch, SamplingMemory, mask_of, only
 from engine.triton.sampling_rows import settle
 from engine.triton.sampling_tiles import TILE, draw, find_largest
 from engine.triton.target import Case
 
 _MOST_GROUPS = 4096
 _NUM_WARPS = 8
-_MOST_SPILLED = 8  # bytes of a thread: 80 registers leave room for a third thread block, 88 do not
+_MOST_TOP = 20
+"""Most alternatives that a recording tells of a token."""
+_MOST_KEPT = 64
+"""Sequences with penalties, and with biases, whose numbers recordings can read: once there are more, those numbers move
+and such sequences are chosen for outside."""
 
 
 class _Scratch(NamedTuple):
@@ -36,8 +40,21 @@ class _Scratch(NamedTuple):
     listed: torch.Tensor  # int32 [R, G]
 
 
+class _Places(NamedTuple):
+    """Where the kernels read and write, beside logits and tokens. Those of recordings stay for good."""
+
+    table: torch.Tensor  # [R, FIELDS]; rows that nothing is chosen for are idle
+    rules: tuple[torch.Tensor, ...]
+    scratch: _Scratch
+    logprobs: Logprobs
+
+
 class TritonChooser:
-    """`engine.sampling.sampler.Chooser`. Rows of logits are contiguous."""
+    """`engine.sampling.sampler.Chooser`, and its `RecordedChooser`. Rows of logits are contiguous.
+
+    The table of a batch lies in fixed memory (`_placed`) while recordings choose for it. It goes on being counted there
+    when some of its tokens are chosen outside of them.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size, self._device = vocab_size, device
@@ -49,49 +66,88 @@ class TritonChooser:
         self._memory = SamplingMemory(vocab_size, device)
         self._batch: SamplingBatch | None = None
         self._scratch = self._make_scratch(1)
+        self._fixed: _Places | None = None
+        self._placed: SamplingBatch | None = None
 
     def launch(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> Samples:
-        assert logits.stride(1) == 1, f"the logits of a row lie {logits.stride(1)} apart"
-        batch = self._batch
-        if batch is None or not batch.goes_on(rows):
-            batch = self._batch = SamplingBatch(rows, batch, self._memory)
+        batch, num_rows = self._batch_of(rows), len(rows)
         allowed, problems = follow_constraints(rows, batch.constrained)
         own_masks = batch.table
         if allowed:
             masks = [self._mask(rows[r], allowed.get(r)) for r in batch.constrained]
             own_masks = upload(np.stack(masks), self._device)
-        token_ids, logprobs = self._run(logits, batch, own_masks)
-        return Samples(token_ids, batch.wanted, logprobs, problems, batch.step())
-
-    def _run(
-        self, logits: torch.Tensor, batch: SamplingBatch, own_masks: torch.Tensor
-    ) -> tuple[torch.Tensor, Logprobs | None]:
-        num_rows, memory = len(batch.members), self._memory
         if num_rows > len(self._scratch.listed):
             self._scratch = self._make_scratch(num_rows)
-        scratch = self._scratch
-        rules = (memory.bias.memory, memory.counts.memory, memory.masks.memory, own_masks)
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=self._device)
         logprobs = self._make_logprobs(len(batch.wanted), batch.num_most)
-        inputs, stride = (logits, batch.table, rules, scratch.largest), logits.stride(0)
+        work = _Places(batch.table, (*self._memory.parts, own_masks), self._scratch, logprobs)
+        self._run(logits, token_ids, work, batch.is_drawn)
+        return Samples(token_ids, batch.wanted, logprobs if batch.wanted else None, problems, batch.step())
+
+    def reserve(self, most: int) -> Self:
+        assert self._fixed is None, "memory for recordings is there already"
+        num_kept = min(most, _MOST_KEPT)
+        for part, size in ((self._memory.bias, num_kept), (self._memory.counts, num_kept)):
+            part.reserve(size)
+        self._memory.masks.reserve(2 * num_kept)
+        table = torch.zeros((most, len(FIELDS)), dtype=torch.int32, device=self._device)
+        table[:, 0] = IDLE
+        self._scratch = self._make_scratch(most)
+        logprobs = self._make_logprobs(most, min(_MOST_TOP, self._vocab_size))
+        self._fixed = _Places(table, (*self._memory.parts, table), self._scratch, logprobs)
+        return self
+
+    def record(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+        assert self._fixed is not None, "recordings need memory that is reserved"
+        self._run(logits, token_ids, self._fixed, is_drawn=True)
+
+    def place(self, rows: Sequence[SampleRow]) -> bool:
+        assert self._fixed is not None, "recordings need memory that is reserved"
+        table = self._fixed.table
+        if not rows or len(rows) > len(table) or any(row.params.constraint is not None for row in rows):
+            return self._take_away()
+        batch = self._batch_of(rows)
+        is_there = all(ours is theirs for ours, theirs in zip(self._memory.parts, self._fixed.rules, strict=False))
+        if (batch.reads_memory and not is_there) or batch.num_most > self._fixed.logprobs.top_ids.shape[1]:
+            return self._take_away()
+        if batch is not self._placed:
+            num_before = 0 if self._placed is None else len(self._placed.members)
+            table[: len(rows)].copy_(batch.table)
+            if num_before > len(rows):
+                table[len(rows) : num_before, 0] = IDLE
+            batch.table, self._placed = table[: len(rows)], batch
+        return True
+
+    def samples(self, token_ids: torch.Tensor) -> Samples:
+        assert self._placed is not None and self._fixed is not None, "no rows are placed"
+        batch = self._placed
+        logprobs = Logprobs(*(part[: len(batch.wanted)] for part in self._fixed.logprobs)) if batch.wanted else None
+        return Samples(token_ids, batch.wanted, logprobs, when_read=batch.step(), is_rewritten=True)
+
+    def _batch_of(self, rows: Sequence[SampleRow]) -> SamplingBatch:
+        if self._batch is None or not self._batch.goes_on(rows):
+            self._batch = SamplingBatch(rows, self._batch, self._memory)
+        return self._batch
+
+    def _take_away(self) -> bool:
+        """Nothing is chosen in recordings; the batch that was goes on elsewhere. False."""
+        if self._placed is not None and self._fixed is not None:
+            self._placed.table = self._placed.table.clone()
+            self._fixed.table[: len(self._placed.members), 0] = IDLE
+            self._placed = None
+        return False
+
+    def _run(self, logits: torch.Tensor, token_ids: torch.Tensor, work: _Places, is_drawn: bool) -> None:
+        assert logits.stride(1) == 1, f"the logits of a row lie {logits.stride(1)} apart"
+        num_rows, scratch = len(token_ids), work.scratch
+        inputs, stride = (logits, work.table, work.rules, scratch.largest), logits.stride(0)
         sizes = (self._vocab_size, -(-self._vocab_size // 32), self._num_tiles, self._num_groups)
         tiles, groups = (triton.next_power_of_2(number) for number in sizes[2:])
-        grid = (num_rows, self._num_tiles)
-        find_largest[grid](
-            *inputs, scratch.largest_at, scratch.raw, stride, *sizes, TILE, self._group, num_warps=_NUM_WARPS
-        )
-        if batch.is_drawn:
-            draw[grid](
-                *inputs,
-                scratch.drawn,
-                scratch.of_groups,
-                stride,
-                *sizes,
-                TILE,
-                self._group,
-                tiles,
-                num_warps=_NUM_WARPS,
-            )
+        grid, tile = (num_rows, self._num_tiles), (TILE, self._group)
+        find_largest[grid](*inputs, scratch.largest_at, scratch.raw, stride, *sizes, *tile, num_warps=_NUM_WARPS)
+        if is_drawn:
+            drawn = (scratch.drawn, scratch.of_groups)
+            draw[grid](*inputs, *drawn, stride, *sizes, *tile, tiles, num_warps=_NUM_WARPS)
         settle[(num_rows,)](
             *inputs,
             scratch.largest_at,
@@ -100,8 +156,8 @@ class TritonChooser:
             scratch.raw,
             scratch.listed,
             token_ids,
-            tuple(logprobs),
-            batch.num_most,
+            tuple(work.logprobs),
+            work.logprobs.top_ids.shape[1],
             stride,
             *sizes,
             tiles,
@@ -110,7 +166,6 @@ class TritonChooser:
             TILE // self._group,
             num_warps=_NUM_WARPS,
         )
-        return token_ids, logprobs if batch.wanted else None
 
     def _mask(self, row: SampleRow, allowed: Any) -> IntArray:
         """What may follow a row with a constraint, after its other rules, [W]; all where it cannot be followed."""
@@ -152,4 +207,4 @@ def _case(vocab_size: int) -> Case:
         row = SampleRow(SamplingParams(), 0, (1,), ())
         TritonChooser(vocab_size, torch.device("cpu")).launch(torch.zeros(1, vocab_size), [row])
 
-    return Case(f"sampling of {vocab_size} tokens", launch, _MOST_SPILLED)
+    return Case(f"sampling of {vocab_size} tokens", launch)

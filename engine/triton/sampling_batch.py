@@ -46,11 +46,12 @@ FIELDS = (
 """Columns of the table, int32; a float's has its bits. `position` is the number of output tokens so far, `floor` the
 logarithm of min_p, `place` the row's among those that want logprobs. `counts`, `bias` and the masks are rows of
 memory, or -1; masks below -1 are those of the step: -2 is its first."""
-DRAWN, FILTERED, NESTED, SCORED = 1, 2, 4, 8
-"""Bits of `flags`: not greedy; top_k, top_p or min_p; top_p within a top_k; logprobs."""
+DRAWN, FILTERED, NESTED, SCORED, IDLE = 1, 2, 4, 8, 16
+"""Bits of `flags`: not greedy; top_k, top_p or min_p; top_p within a top_k; logprobs; nothing is chosen."""
 IN_PROMPT = -(1 << 31)
 """Bit of a token's count; the others are how often it is in the output."""
 _COLUMN = {name: column for column, name in enumerate(FIELDS)}
+_MEMORY_COLUMNS = [_COLUMN[name] for name in ("bias", "counts", "mask", "early_mask")]
 
 
 def mask_of(is_allowed: npt.NDArray[np.bool_]) -> IntArray:
@@ -159,6 +160,10 @@ class DeviceRows:
         self.memory = torch.empty((0, width), dtype=dtype, device=device)
         self._rows: dict[Hashable, int] = {}
 
+    def reserve(self, size: int) -> None:
+        """Takes memory for so many owners at once, before there is any: it stays where it is up to as many."""
+        self.memory = self.memory.new_empty((size, self.memory.shape[1]))
+
     def give(self, owners: Sequence[Hashable]) -> tuple[list[int], list[int]]:
         """Each owner's row, and which of the owners have a new one; who is not among them loses theirs."""
         kept = {owner: self._rows[owner] for owner in owners if owner in self._rows}
@@ -182,6 +187,11 @@ class SamplingMemory:
         self.bias = DeviceRows(vocab_size, torch.float32, device)
         self.counts = DeviceRows(vocab_size, torch.int32, device)
         self.masks = DeviceRows(-(-vocab_size // 32), torch.int32, device)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What kernels read: biases, counts, masks."""
+        return self.bias.memory, self.counts.memory, self.masks.memory
 
     def place_rules(self, members: Sequence[SampledSequence], table: IntArray) -> None:
         """Gives the members the biases and masks that they want, and writes into the table where those are."""
@@ -249,6 +259,8 @@ class SamplingBatch:
         self.wanted = [(r, int(table[r, _COLUMN["num_top"]])) for r in scored]
         """Rows with logprobs, and how many of the most likely tokens each asked for."""
         self.num_most = max((num_top for _, num_top in self.wanted), default=0)
+        self.reads_memory = bool((table[:, _MEMORY_COLUMNS] >= 0).any())
+        """Whether a row has a bias, counts or a mask of its own."""
         self.table = upload(table, memory.device)
 
     def goes_on(self, rows: Sequence[SampleRow]) -> bool:

@@ -19,6 +19,7 @@ from engine.triton.sampling_tiles import (
     COUNTS,
     IS_DRAWN,
     IS_FILTERED,
+    IS_IDLE,
     IS_SCORED,
     NOTHING,
     POSITION,
@@ -279,6 +280,8 @@ def settle(
     row = tl.program_id(0).to(tl.int64)
     mine, logits, listed = table + row * WIDTH, logits + row * stride, listed + row * G
     flags, position, counted = tl.load(mine), tl.load(mine + POSITION), tl.load(mine + COUNTS)
+    if (flags & IS_IDLE) != 0:
+        return
     tile = tl.arange(0, TILES)
     numbers = tl.load(largest + row * N + tile, mask=tile < N, other=NOTHING)
     top = tl.max(numbers, 0)

@@ -14,7 +14,7 @@ Legend: R rows, V vocabulary, N tiles of a row, G groups of a row, F fields, W w
 import triton
 import triton.language as tl
 
-from engine.triton.sampling_batch import DRAWN, FIELDS, FILTERED, SCORED
+from engine.triton.sampling_batch import DRAWN, FIELDS, FILTERED, IDLE, SCORED
 
 TILE = 4096
 
@@ -34,6 +34,7 @@ _EARLY_UNTIL = tl.constexpr(FIELDS.index("early_until"))
 IS_DRAWN = tl.constexpr(DRAWN)
 IS_FILTERED = tl.constexpr(FILTERED)
 IS_SCORED = tl.constexpr(SCORED)
+IS_IDLE = tl.constexpr(IDLE)
 NOTHING = tl.constexpr(float("-inf"))
 
 
@@ -153,10 +154,14 @@ def find_largest(
 ):
     """Grid: R, N. The largest logit of each tile after all rules; for rows that want logprobs, numbers before them."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    mine = table + row * WIDTH
+    flags = tl.load(mine)
+    if (flags & IS_IDLE) != 0:
+        return
     groups, tokens = tokens_of_tile(tile, TILE, GROUP)
-    is_there, mine = tokens < V, table + row * WIDTH
+    is_there = tokens < V
     values = raw_logits(logits + row * stride, tokens, is_there)
-    if (tl.load(mine) & IS_SCORED) != 0:
+    if (flags & IS_SCORED) != 0:
         raw_largest, raw_sums, raw_groups = raw
         of_groups = tl.max(values, 1)
         top = tl.max(of_groups, 0)

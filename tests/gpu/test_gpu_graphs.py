@@ -17,6 +17,7 @@ from engine.attention.registry import choose_attention
 from engine.kv.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, build_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
@@ -37,7 +38,8 @@ class Case:
 
 def _runner(folder: Path, attention: str, graphs_up_to: int = 0, **wanted: str) -> ModelRunner:
     sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE, "graphs_up_to": graphs_up_to}
-    return make_runner(folder, device=DEVICE, dtype="auto", attention=attention, **sizes, **wanted)
+    sampler = Sampler(VOCAB_SIZE) if graphs_up_to else None
+    return make_runner(folder, device=DEVICE, dtype="auto", attention=attention, sampler=sampler, **sizes, **wanted)
 
 
 def _reference(folder: Path, ids: list[int], dtype: torch.dtype) -> torch.Tensor:
@@ -72,7 +74,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_graphs_are_captured_for_every_size(case: Case) -> None:
-    assert case.graphs.graphs_reason == "6 sizes of decode steps, up to 20 sequences"
+    assert case.graphs.graphs_reason == "6 sizes of decode steps, up to 20 sequences, with the choice of their tokens"
     assert case.eager.graphs_reason == "not wanted"
 
 
@@ -128,7 +130,7 @@ def test_generation_ends_the_same_way_with_graphs_as_without(case: Case) -> None
 
 
 def test_steps_that_overlap_lead_to_the_tokens_of_steps_one_by_one(case: Case) -> None:
-    """Across the end of a block."""
+    """Across the end of a block; tokens are chosen in the graphs."""
     prompts = [case.token_ids[: 250 - i] for i in range(5)]
     one_by_one, overlapping = (generate(case.graphs, prompts, 24, overlaps) for overlaps in (False, True))
     assert one_by_one == overlapping and len({tuple(output) for output in overlapping}) == 5

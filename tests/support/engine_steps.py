@@ -14,7 +14,7 @@ from thread_group import ThreadGroup
 
 from engine.checkpoint import Checkpoint
 from engine.cuda_graphs import Capture
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, StepOutput
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.sampling.sampler import Sampler
 from engine.step_input import SequenceSlice, StepInput, build_step
@@ -39,6 +39,7 @@ def make_runner(
     graphs_up_to: int = 0,
     capture: Capture | None = None,
     open_weights: Callable[[Path], Checkpoint] = Checkpoint,
+    sampler: Sampler | None = None,
 ) -> ModelRunner:
     return ModelRunner(
         path,
@@ -55,6 +56,7 @@ def make_runner(
         graphs_up_to=graphs_up_to,
         capture=capture,
         open_weights=open_weights,
+        sampler=sampler,
     )
 
 
@@ -86,29 +88,34 @@ def run_in_chunks(
 def generate(
     runner: ModelRunner, prompts: Sequence[Sequence[int]], num_steps: int, overlaps: bool, rank: int = 0
 ) -> list[list[int]]:
-    """What follows the prompts, drawn with noise. `overlaps`: a step is launched before the one before it is read, and
-    ranks other than 0 are not given the tokens that it needs."""
-    sampler, size = Sampler(runner.config.vocab_size), runner.block_size
+    """What follows the prompts, drawn with noise, in recordings where the runner's sampler can be a part of them.
+
+    `overlaps`: a step is launched before the one before it is read, and ranks other than 0 are not given the tokens
+    that it needs.
+    """
+    sampler, size = runner._sampler or Sampler(runner.config.vocab_size), runner.block_size
     width = -(-(max(map(len, prompts)) + num_steps) // size)
     tables = [tuple(range(i * width, (i + 1) * width)) for i in range(len(prompts))]
     outputs: list[list[int]] = [[] for _ in prompts]
     rows = [SampleRow(SamplingParams(seed=i), 0, prompt, outputs[i]) for i, prompt in enumerate(prompts)]
 
-    def step(token_ids: Iterable[int], number: int) -> StepInput:
+    def run(token_ids: Iterable[int], number: int, sampled: torch.Tensor | None = None) -> StepOutput:
         new = zip(token_ids, prompts, tables, strict=True)
-        return build_step([SequenceSlice((t,), len(p) + number, table, True) for t, p, table in new], size)
+        step = build_step([SequenceSlice((t,), len(p) + number, table, True) for t, p, table in new], size)
+        runner.prepare(step, sampled, lambda: [replace(row, num_unread=int(overlaps)) for row in rows])
+        return runner.run(step, sampled=sampled)
 
     first = [SequenceSlice(tuple(p), 0, table, True) for p, table in zip(prompts, tables, strict=True)]
-    logits = runner.forward(build_step(first, size))
+    output = runner.run(build_step(first, size))
     for number in range(num_steps):
-        samples = sampler.launch(logits, rows)
+        samples = output.samples or sampler.launch(output.logits, rows)
         if overlaps:
-            ahead = step((-1 - row for row in range(len(rows))), number)
-            logits = runner.run(ahead, sampled=None if rank else samples.token_ids).logits
-        for output, token in zip(outputs, samples.read(), strict=True):
-            output.append(token.token_id)
+            unread = (-1 - row for row in range(len(rows)))
+            output = run(unread, number, None if rank else samples.token_ids)
+        for told, token in zip(outputs, samples.read(), strict=True):
+            told.append(token.token_id)
         if not overlaps:
-            logits = runner.forward(step((output[-1] for output in outputs), number))
+            output = run((told[-1] for told in outputs), number)
     return outputs
 
 

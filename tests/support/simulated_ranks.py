@@ -187,7 +187,7 @@ class Ranks:
         self._sides: dict[str, PairSide] = {}
         """Of the pairs that are not over."""
 
-    def launch(self, step: StepInput) -> Step:
+    def launch(self, step: StepInput, rows: object = None) -> Step:
         """It begins later: what is released meanwhile must stay as it is."""
         self.num_steps += 1
         if step.has_unread_tokens:

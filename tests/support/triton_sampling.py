@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from interpreted_kernels import DEVICE
 
 from engine.sampling.params import SampledToken, SampleRow, SamplingParams
 from engine.sampling.sampler import TorchChooser
+from engine.triton import sampler
 from engine.triton.sampler import TritonChooser
 
 VOCAB = 40
@@ -43,6 +45,52 @@ class KeptChooser:
         sampled = self._chooser.launch(there, rows).read()
         assert torch.equal(there.cpu(), logits) or logits.isnan().any()
         return sampled
+
+
+class Recordings:
+    """An `engine.cuda_graphs.Capture` of work that ends with a choice by kernels. A replay launches these with the
+    arguments that they had when they were recorded, as a graph does; what comes before them is run again."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_replays = 0
+        self._launches: list[Callable[[], None]] | None = None
+        for name in ("find_largest", "draw", "settle"):
+            monkeypatch.setattr(sampler, name, _Recorded(getattr(sampler, name), self))
+
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
+        launches = self._without_kernels(work)
+        assert len(launches) == 3
+
+        def replay() -> None:
+            self.num_replays += 1
+            self._without_kernels(work)
+            for launch in launches:
+                launch()
+
+        return replay
+
+    def _without_kernels(self, work: Callable[[], None]) -> list[Callable[[], None]]:
+        """Runs the work, and returns the launches that it would have made."""
+        self._launches = launches = []
+        work()
+        self._launches = None
+        return launches
+
+    def launch(self, kernel: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._launches is None:
+            kernel(*args, **kwargs)
+        else:
+            self._launches.append(partial(kernel, *args, **kwargs))
+
+
+class _Recorded:
+    """A kernel that is launched through `Recordings`."""
+
+    def __init__(self, kernel: Any, recordings: Recordings) -> None:
+        self._kernel, self._recordings = kernel, recordings
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._recordings.launch, self._kernel[grid])
 
 
 def check(ours: Sequence[SampledToken], expected: Sequence[SampledToken]) -> None:

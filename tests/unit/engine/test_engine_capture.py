@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 from engine.attention.flash import FlashAttention
 from engine.cuda_graphs import CudaCapture, DecodeGraphs, InputMemory
 from engine.model_runner import ModelRunner
+from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.samples import Samples
 from engine.step_input import SequenceSlice, StepInput, build_step
 
 CPU = torch.device("cpu")
@@ -89,22 +91,84 @@ class _Made(TorchDispatchMode):
         return out
 
 
-def test_a_replayed_step_takes_no_memory() -> None:
+class _Chooser:
+    """A choice that is recorded and chooses nothing; it notes for how many rows."""
+
+    def __init__(self) -> None:
+        self.recorded: list[tuple[int, int]] = []
+        self.placed: list[int] = []
+
+    def record(self, logits: torch.Tensor, token_ids: torch.Tensor) -> None:
+        self.recorded.append((len(logits), len(token_ids)))
+
+    def place(self, rows: Sequence[SampleRow]) -> bool:
+        self.placed.append(len(rows))
+        return bool(rows)
+
+    def samples(self, token_ids: torch.Tensor) -> Samples:
+        return Samples(token_ids)
+
+
+def _graphs(chooser: _Chooser | None = None) -> DecodeGraphs:
     graphs = DecodeGraphs(
         lambda inputs: torch.zeros(len(inputs.token_ids), VOCAB_SIZE),
-        lambda work: work,
+        lambda work: (work(), work)[1],
         most=9,
         width=12,
         block_size=16,
         scratch_block=99,
         vocab_size=VOCAB_SIZE,
         device=CPU,
+        chooser_of=None if chooser is None else lambda device, most: chooser,
     )
     graphs._replays = dict.fromkeys(graphs._replays, lambda: None)  # what those take, they took when they were made
+    return graphs
+
+
+def test_a_replayed_step_takes_no_memory() -> None:
+    graphs = _graphs()
     for starts in ([5], [3, 99, 17], list(range(9))):
         with _Made() as made:
-            logits = graphs.run(_starting_at(starts, 16))
-        assert logits.shape == (len(starts), VOCAB_SIZE) and made.names == []
+            logits, samples = graphs.run(_starting_at(starts, 16))
+        assert logits.shape == (len(starts), VOCAB_SIZE) and samples is None and made.names == []
+
+
+def test_a_step_that_chooses_its_tokens_leaves_them_where_the_next_one_looks() -> None:
+    """No memory is taken and no token is moved; a step that was not prepared for chooses none."""
+    chooser = _Chooser()
+    graphs = _graphs(chooser)
+    assert graphs.chooses and chooser.recorded == [(size, size) for size in reversed(graphs.sizes)]
+    rows = [SampleRow(SamplingParams(), i, (1,), ()) for i in range(3)]
+    known = _starting_at([3, 99, 17], 16)
+    ahead = replace(known, token_ids=np.array([-2, -1, -3], dtype=np.int32))
+    chosen_elsewhere = torch.tensor([7, 8, 9], dtype=torch.int32)
+    chosen_here = graphs._inputs.sampled[:3]
+    for step, sampled, num_copies in ((known, None, 2), (ahead, chosen_elsewhere, 3), (ahead, chosen_here, 2)):
+        with _Made() as made, _Copies() as copies:
+            graphs.prepare(rows)
+            _, samples = graphs.run(step, sampled)
+        assert samples is not None and made.names == []
+        assert copies.count == num_copies, "of inputs and block tables, and of tokens from elsewhere"
+        assert samples.token_ids.data_ptr() == chosen_here.data_ptr() and len(samples.token_ids) == 3
+        samples.token_ids.copy_(torch.tensor([4, 5, 6], dtype=torch.int32))  # as the recording would
+    graphs._inputs.pick_tokens(4)
+    assert graphs._inputs.of(4).token_ids.tolist()[:3] == [5, 4, 6]
+    assert graphs.run(known)[1] is None
+    assert chooser.placed == [3, 3, 3, 0]
+    graphs.prepare(())
+    assert graphs.run(known)[1] is None and chooser.placed[4:] == [0, 0]
+
+
+class _Copies(TorchDispatchMode):
+    """Counts copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "copy" in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 class _FakeCuda:

@@ -108,3 +108,33 @@ def test_a_constraint_adds_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
         launch(sampler, rows)
         names = launch(sampler, next_of(rows)).names
     assert names["aten::_to_copy"] == 1 and names.total() == 5
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *FILTERS])
+def test_a_recorded_choice_is_three_launches_of_its_recording_and_nothing_before_it(kind: str) -> None:
+    """Once a batch is placed, a step adds the copy of its tokens. Nobody waits, not when it is placed either."""
+    rows = [row(**(KINDS | FILTERS)[kind]) for _ in range(3)]
+    with fake_cuda(), torch.inference_mode():
+        chooser = Sampler(VOCAB_SIZE).reserve(torch.device(DEVICE), 4)
+        assert chooser is not None
+        logits, token_ids = torch.zeros(4, VOCAB_SIZE, device=DEVICE), torch.zeros(4, device=DEVICE).int()
+        with Launches() as recorded:
+            chooser.record(logits, token_ids)
+        with Launches() as launches:
+            assert chooser.place(rows)
+            samples = chooser.samples(token_ids[:3])
+        assert not launches.blocking and samples.token_ids.device == torch.device(DEVICE)
+        with pytest.raises(Waited):
+            samples.read()
+        with Launches() as launches:
+            assert chooser.place(next_of(rows))
+        assert launches.names.total() == 0
+        with Launches() as launches:
+            chooser.samples(token_ids[:3])
+        assert launches.names == {"aten::copy_": 1 + 4 * (kind == "scored")}
+    assert recorded.names == {"triton::find_largest": 1, "triton::draw": 1, "triton::settle": 1}
+
+
+def test_plain_torch_cannot_be_recorded() -> None:
+    with fake_cuda():
+        assert Sampler(VOCAB_SIZE, "torch").reserve(torch.device(DEVICE), 4) is None

@@ -24,7 +24,7 @@ def test_a_token_that_is_not_read_is_fed_by_the_row_it_is_sampled_from() -> None
     assert (sequence.num_tokens, sequence.num_remaining) == (5, 1)
     ahead = sequence.slice(1)
     assert (ahead.token_ids, ahead.start, ahead.wants_logits) == ((-5,), 4, True)
-    assert [row.position for row in sequence.sample_rows()] == [1], "its own step is sampled before the token is read"
+    assert [(row.position, row.num_unread) for row in sequence.sample_rows()] == [(2, 1)], "what comes behind it"
 
 
 def test_a_token_that_is_the_last_in_any_case_is_not_fed() -> None:

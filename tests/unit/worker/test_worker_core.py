@@ -62,7 +62,7 @@ class PendingRanks:
     def num_steps(self) -> int:
         return len(self.steps)
 
-    def launch(self, step: StepInput) -> PendingStep:
+    def launch(self, step: StepInput, rows: object = None) -> PendingStep:
         self.steps.append(PendingStep(len(step.logits_indices)))
         self.num_tokens.append(len(step.token_ids))
         self.steps[-1].is_done = self.end_at_once

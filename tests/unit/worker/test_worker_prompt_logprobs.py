@@ -76,7 +76,7 @@ class ScoringRanks:
     def num_steps(self) -> int:
         return len(self.num_scored)
 
-    def launch(self, step: StepInput) -> ScoringStep:
+    def launch(self, step: StepInput, rows: object = None) -> ScoringStep:
         self.num_scored.append(len(step.scored))
         return ScoringStep(step)
 
