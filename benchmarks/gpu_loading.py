@@ -19,12 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.engine import timed
 from benchmarks.gpu_part import Clock, attempt, run_named
 from engine.checkpoint import Checkpoint, TensorSlice
-from engine.weight_stream import NUM_THREADS
+from engine.weight_stream import BUFFER_BYTES, NUM_THREADS, WeightStream
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZE_BYTES, SMALL_BYTES = 1 << 30, 16 << 20
@@ -47,7 +48,7 @@ def loading(device: str, clock: Clock) -> None:
         def compare(*, from_disk: bool) -> dict[str, Any]:
             before, passes = ((lambda: _drop(path)), 1) if from_disk else ((lambda: None), _PASSES)
             threads = (NUM_THREADS, 4 * NUM_THREADS)
-            plain = max(size / _median_s(lambda n=n: _read_plain(path, n), before, passes) for n in threads)  # type: ignore[misc]
+            plain = max(size / _median_s(_plain_reader(path, n), before, passes) for n in threads)
             ours = size / _median_s(lambda: _load(path.parent, parts, on), before, passes)
             return {**_gb_s(plain=plain, loaded=ours, bus=bus), "share": round(ours / min(plain, bus), 3)}
 
@@ -59,6 +60,8 @@ def loading(device: str, clock: Clock) -> None:
         attempt("from the system's cache", lambda: {**compare(from_disk=False), "mb": size >> 20})
         attempt(f"columns of one rank of {_RANKS}, from the cache", load_columns)
         attempt("from the disk", lambda: compare(from_disk=True))
+        if device != "cpu":
+            attempt("from the system's cache, by other buffers", lambda: _by_buffers(path.parent, parts, on, size))
 
 
 def write_weights(path: Path, size_bytes: int) -> list[TensorSlice]:
@@ -99,25 +102,41 @@ def _gb_s(**rates: float) -> dict[str, float]:
     return {f"{name}_gb_s": float(f"{rate / 1e9:.3g}") for name, rate in rates.items()}
 
 
-def _load(folder: Path, parts: list[TensorSlice], device: torch.device) -> None:
+def _by_buffers(folder: Path, parts: list[TensorSlice], device: torch.device, size: int) -> dict[str, float]:
+    def rate(mb: int, num_threads: int) -> float:
+        def load() -> None:
+            _load(folder, parts, device, WeightStream(device, buffer_bytes=mb << 20, num_threads=num_threads))
+
+        return size / _median_s(load, lambda: None, _PASSES)
+
+    ways = [(mb, NUM_THREADS) for mb in (4, 8, 32, 64)] + [(BUFFER_BYTES >> 20, n) for n in (2, 4, 16)]
+    return _gb_s(**{f"{mb} MiB, {num_threads} threads": rate(mb, num_threads) for mb, num_threads in ways})
+
+
+def _load(folder: Path, parts: list[TensorSlice], device: torch.device, stream: WeightStream | None = None) -> None:
     out = torch.empty(parts[0].local_shape, dtype=torch.bfloat16, device=device)
-    with Checkpoint(folder) as checkpoint:
+    with Checkpoint(folder, stream) as checkpoint:
         for part in parts:
             checkpoint.read(part, out)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
 
-def _read_plain(path: Path, num_threads: int) -> None:
+def _plain_reader(path: Path, num_threads: int) -> Callable[[], None]:
+    """Each thread has memory of its own, which is there before it is measured."""
     size_bytes = path.stat().st_size
-    rooms = [memoryview(bytearray(_READ_BYTES)) for _ in range(num_threads)]
-    with path.open("rb") as file, ThreadPoolExecutor(num_threads) as threads:
+    rooms = [np.ones(_READ_BYTES, np.uint8).data for _ in range(num_threads)]
 
-        def read(number: int) -> None:
-            for begin in range(number * _READ_BYTES, size_bytes, num_threads * _READ_BYTES):
-                os.preadv(file.fileno(), [rooms[number]], begin)
+    def read_all() -> None:
+        with path.open("rb") as file, ThreadPoolExecutor(num_threads) as threads:
 
-        list(threads.map(read, range(num_threads)))
+            def read(number: int) -> None:
+                for begin in range(number * _READ_BYTES, size_bytes, num_threads * _READ_BYTES):
+                    os.preadv(file.fileno(), [rooms[number]], begin)
+
+            list(threads.map(read, range(num_threads)))
+
+    return read_all
 
 
 def _bus_rate(device: torch.device, size_bytes: int) -> float:

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 32 << 20
+BUFFER_BYTES = 16 << 20
+"""What has been read should still lie in the processor's cache when it is copied."""
 NUM_THREADS = 8
 _LEAST_PART_BYTES = 1 << 20
 """Less is not worth a thread."""
@@ -71,9 +72,11 @@ class WeightStream:
     ) -> None:
         """`buffer_bytes` of each of the two buffers: a multiple of 8."""
         new_stream: Any = torch.cuda.Stream
-        self.device = device
         self._stream = new_stream(device)
-        self._buffers = itertools.cycle([_Buffer(device, buffer_bytes) for _ in range(2)])
+        buffers = [_Buffer(device, buffer_bytes) for _ in range(2)]
+        self.device = buffers[0].twin.device
+        """With its number, as of tensors."""
+        self._buffers = itertools.cycle(buffers)
         self._buffer_bytes = buffer_bytes
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "weights")
