@@ -21,7 +21,8 @@ from engine.sampling.prompt_logprobs import rows_of_slice
 
 CPU_DEFAULT_REQUESTS = 4
 """Requests of max_model_len that a CPU's pool holds by default: other processes need memory too."""
-_GPU_RESERVE_BYTES = 1 << 30  # CUDA graphs, communicators, slots of hand-offs, the allocator's slack
+_GPU_RESERVE_BYTES = 1 << 30  # CUDA graphs but for their logits, communicators, slots of hand-offs, slack
+_GRAPH_LOGITS = 2  # float32 of each sequence: those that stay, and what a graph computes them from
 _SAMPLING_COPIES = 10  # of float32 logits: the rules', the tempered ones, weights, noise, scores, masks
 _SCORING_COPIES = 4  # of float32 logits of prompt tokens: their own, what is above the token's, counted in int64
 
@@ -134,7 +135,8 @@ class MemoryDemand:
         rope = 2 * self.config.max_position_embeddings * self.config.head_dim * self.form.element_type.itemsize
         if not self.device.startswith("cuda"):
             return rope
-        return rope + _GPU_RESERVE_BYTES + self.block_size * self.kv_bytes_per_token
+        logits = _GRAPH_LOGITS * self.max_num_seqs * self.config.vocab_size * torch.float32.itemsize
+        return rope + logits + _GPU_RESERVE_BYTES + self.block_size * self.kv_bytes_per_token
 
     @property
     def largest_step(self) -> StepLimits:

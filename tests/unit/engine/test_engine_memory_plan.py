@@ -92,6 +92,12 @@ def test_a_gpu_pool_takes_all_that_is_left_beside_a_reserve(config: ModelConfig)
     assert 0.6 * 4 * GIB < plan.pool_bytes + plan.weight_bytes <= 0.9 * 4 * GIB - GIB
 
 
+def test_a_gpu_reserves_the_logits_of_graphs_for_every_sequence(config: ModelConfig) -> None:
+    few, many = (plan_of(config, device="cuda", max_num_seqs=n, free_bytes=8 * GIB) for n in (8, 256))
+
+    assert many.reserved_bytes - few.reserved_bytes == 2 * (256 - 8) * config.vocab_size * 4
+
+
 def test_each_byte_more_of_activations_is_one_less_for_the_pool(config: ModelConfig) -> None:
     demand = demand_of(config, device="cuda")
 
