@@ -359,11 +359,13 @@ def size_pool(demand: MemoryDemand, runner: ModelRunner, tp: TPGroup) -> MemoryP
 def memory_line(plan: MemoryPlan) -> str:
     """For the log of a worker that has started."""
     how = "measured" if plan.activations_are_measured else f"estimated: {plan.activations_why}"
+    is_bounded = plan.decided_by == "kv_cache_tokens" and plan.num_tokens < plan.tokens_that_fit
+    bounded = f", as kv_cache_tokens says; {plan.tokens_that_fit} tokens would fit" if is_bounded else ""
     return (
         f"memory of each rank: weights {format_bytes(plan.weight_bytes)}, "
         f"activations {format_bytes(plan.activation_bytes)} ({how}), KV pool {format_bytes(plan.pool_bytes)}, "
         f"of {format_bytes(plan.budget_bytes)}; KV pool: {plan.num_blocks} blocks of {plan.block_size} tokens, "
-        f"{plan.kv_bytes_per_token} bytes a token"
+        f"{plan.kv_bytes_per_token} bytes a token{bounded}"
     )
 
 

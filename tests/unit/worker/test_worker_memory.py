@@ -112,4 +112,6 @@ def test_an_estimate_is_reported_as_one_with_its_reason(folder: Path) -> None:
     plan = expect_memory(demand_of(folder, kv_cache_tokens=4096))
     line = memory_line(plan)
     assert "(estimated: measured when a worker starts)" in line
-    assert line.endswith("KV pool: 256 blocks of 16 tokens, 2048 bytes a token")
+    would_fit = f"as kv_cache_tokens says; {plan.tokens_that_fit} tokens would fit"
+    assert line.endswith(f"KV pool: 256 blocks of 16 tokens, 2048 bytes a token, {would_fit}")
+    assert "would fit" not in memory_line(expect_memory(demand_of(folder)))
