@@ -125,10 +125,11 @@ def test_what_a_recording_cannot_choose_is_chosen_outside_and_recordings_choose_
             sampled = recorded.choose(logits, batch)
         check(sampled[:1], by_torch(logits[:1], rows))
         rows = [grown(rows[0], sampled[0].token_id)]
+    batch = [*rows, grown(other, sampled[1].token_id)]
     assert not recorded.chooser.place([])
     recorded.replay(logits)
     assert (recorded.token_ids == -1).all()
-    check(recorded.chooser.launch(logits[:1].to(DEVICE), rows).read(), by_torch(logits[:1], rows))
+    check(recorded.chooser.launch(logits.to(DEVICE), batch).read(), by_torch(logits, batch))
 
 
 def test_numbers_that_have_moved_are_read_outside(monkeypatch: pytest.MonkeyPatch) -> None:

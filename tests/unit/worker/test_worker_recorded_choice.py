@@ -33,6 +33,7 @@ REQUESTS: list[dict[str, Any]] = [
         "params": {"temperature": 1.0, "presence_penalty": 1.0},
         "stopping": {"stop_token_ids": list(range(0, 320, 3)), "min_output_tokens": 4},
     },
+    {"num_prompt_tokens": 1, "most": 4, "params": {"temperature": 1.0, "seed": 2, "n": 2}},
     {"num_prompt_tokens": 70, "most": 3, "prompt_logprobs": 1, "top_logprobs": 0},
 ]
 
