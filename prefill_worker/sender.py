@@ -9,6 +9,11 @@ A granted chunk is always sent, also after an abort: the receiver has posted for
 until it is granted or the receiver has answered the abort, so that a grant on its way finds what it was given for.
 Pages are released once no gather can touch them. Each connection has slots of its own: a peer that stalls holds up
 only itself.
+
+Where the receiver reads this worker's pages itself (`shares_pages`), a slot holds only where they lie, and they are
+held for as long as a chunk has one: until it is read, or can no longer be granted. Those of a connection that was lost
+are quarantined until its pair is closed on every rank: what the receiver reads after that it does not count as landed
+(docs/adr/0011-who-holds-pages-that-another-worker-reads.md).
 """
 
 from __future__ import annotations
@@ -126,6 +131,8 @@ class SendSlots:
     free_slots: list[int]
     num_slots: int
     is_suspect: bool = False
+    shares_pages: bool = False
+    """The receiver reads this worker's pages itself."""
 
 
 class Sender:
@@ -135,6 +142,8 @@ class Sender:
         self._num_layers = num_layers
         self._outgoing: dict[RequestKey, Outgoing] = {}
         self._slots: dict[str, SendSlots] = {}
+        self._closing: set[str] = set()
+        """Lost connections over which pages may still be read: their pairs are not closed on every rank."""
 
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._outgoing
@@ -158,9 +167,10 @@ class Sender:
 
     # Connections
 
-    def connection_open(self, epoch: str, chunk_tokens: int, num_slots: int) -> Actions:
-        """The pair is open on every rank; a slot holds `chunk_tokens` tokens of all layers."""
-        self._slots[epoch] = SendSlots(chunk_tokens * self._num_layers, list(range(num_slots)), num_slots)
+    def connection_open(self, epoch: str, chunk_tokens: int, num_slots: int, *, shares_pages: bool = False) -> Actions:
+        """The pair is open on every rank; a slot is for `chunk_tokens` tokens of all layers."""
+        capacity, free_slots = chunk_tokens * self._num_layers, list(range(num_slots))
+        self._slots[epoch] = SendSlots(capacity, free_slots, num_slots, shares_pages=shares_pages)
         return self._pump(epoch)
 
     def connection_suspected(self, epoch: str, is_suspect: bool) -> Actions:
@@ -178,10 +188,20 @@ class Sender:
         why: str = "the decode worker was lost during the hand-off",
     ) -> Actions:
         """The connection is retired: no grant can come, and its slots go with the pair."""
-        self._slots.pop(epoch, None)
+        slots = self._slots.pop(epoch, None)
+        if slots is not None and slots.shares_pages:
+            self._closing.add(epoch)
         actions: Actions = []
         for out in [o for o in self._outgoing.values() if o.epoch == epoch]:
             actions += self._settle(out, SendEvent.CONNECTION_LOST, reason, why)
+        return actions
+
+    def connection_closed(self, epoch: str) -> Actions:
+        """The pair of a lost connection is closed on every rank: nothing that is read now counts as landed."""
+        self._closing.discard(epoch)
+        actions: Actions = []
+        for out in [o for o in self._outgoing.values() if o.epoch == epoch]:
+            actions += self._release_pages(out)
         return actions
 
     # One hand-off
@@ -339,9 +359,15 @@ class Sender:
     def _is_read(out: Outgoing) -> bool:
         return out.next_token >= out.num_tokens and not out.waiting and not out.is_gathering
 
+    def _is_shared(self, out: Outgoing) -> bool:
+        """Whether the receiver may yet read pages of the hand-off and count them as landed."""
+        slots = self._slots.get(out.epoch)
+        return out.epoch in self._closing or (slots is not None and slots.shares_pages and bool(out.chunks))
+
     def _release_pages(self, out: Outgoing) -> Actions:
-        """Releases them as soon as no gather can follow, and forgets a hand-off of which nothing is left."""
+        """Releases them as soon as nothing can read them, and forgets a hand-off of which nothing is left."""
         is_over = out.first_tokens is not None and self._is_read(out) if out.is_live else not out.is_gathering
+        is_over = is_over and not self._is_shared(out)
         released: Actions = [ReleasePages(out.key)] if out.holds_pages and is_over else []
         out.holds_pages = out.holds_pages and not is_over
         if out.state is SendState.SETTLED and not out.holds_pages and not out.chunks:

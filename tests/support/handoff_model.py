@@ -113,6 +113,8 @@ class Model(World):
         for epoch, link in self.links.items():
             for place, (_, is_over) in enumerate(link.sends):
                 is_met = place < len(link.receives)
+                if self.bounds.shares_pages:  # the receiver says when it has read them
+                    is_met = is_met and link.receives[place][1]
                 if not is_over and f"s{link.sender}" not in self.dead and (is_met or not link.is_whole):
                     yield ("sent", epoch, place)
             for place, (_, is_over) in enumerate(link.receives):
@@ -120,6 +122,9 @@ class Model(World):
                 if not is_over and "r" not in self.dead and (is_met or not link.is_whole):
                     yield ("landed", epoch, place)
                     break  # a pair's landings end in order
+            is_lost = not link.is_open["s"] and f"s{link.sender}" not in self.dead
+            if self.bounds.shares_pages and is_lost and not link.is_closed:
+                yield ("close", epoch)
 
     def _faults(self) -> Iterator[Move]:
         for epoch, link in self.links.items():
@@ -236,10 +241,16 @@ class Model(World):
         link = self.links[epoch]
         link.is_up[side] = True
         if side == "s":
-            up = self.senders[link.sender].connection_open(epoch, 1, self.bounds.num_slots)
+            shares_pages, num_slots = self.bounds.shares_pages, self.bounds.num_slots
+            up = self.senders[link.sender].connection_open(epoch, 1, num_slots, shares_pages=shares_pages)
             self._carry_out(f"s{link.sender}", up)
         else:
             self._carry_out("r", self.receiver.connection_open(epoch))
+
+    def _do_close(self, epoch: str) -> None:
+        link = self.links[epoch]
+        link.is_closed = True
+        self._carry_out(f"s{link.sender}", self.senders[link.sender].connection_closed(epoch))
 
     def _do_die(self, worker: str) -> None:
         """All that it knew and did is gone; the others' sockets close, each when it notices."""
@@ -253,6 +264,7 @@ class Model(World):
                 link.is_open["r"], link.was_called = False, True
             elif worker == f"s{link.sender}":
                 link.is_open["s"] = False
+                link.is_closed = self.bounds.shares_pages
                 link.there.queue.clear()
         if worker == "r":
             self.receiver = self.machines[1](self.bounds.num_layers)
@@ -280,7 +292,7 @@ class Model(World):
         link = self.links[epoch]
         chunk, _ = link.sends[place]
         link.sends[place] = (chunk, True)
-        if place >= len(link.receives):
+        if place >= len(link.receives) or (self.bounds.shares_pages and not link.receives[place][1]):
             self._retire(epoch, "s")
         del self.send_slots[epoch, chunk.slot]
         self._carry_out(f"s{link.sender}", self.senders[link.sender].sent(chunk))
@@ -295,7 +307,10 @@ class Model(World):
         if came is not None and came != chunk and not is_damaged:
             raise Violation(f"{came} landed where {chunk} was expected")
         del self.landing_slots[epoch, chunk.slot]
-        error = "" if came is not None and not is_damaged else "the transfer failed"
+        is_whole = came is not None and not is_damaged and not link.is_closed
+        if self.bounds.shares_pages and is_whole and not self.at_sender[chunk.key].holds_pages:
+            raise Violation(f"{chunk} has landed out of pages that the prefill worker does not hold")
+        error = "" if is_whole else "the transfer failed"
         self._carry_out("r", self.receiver.landed(chunk, error))
         if error:
             self._retire(epoch, "r")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from cluster.pb import handoff_pb2
 from decode_worker.receiver import Incoming, LandingSlots, Receiver
 from kv_transfer.actions import Chunk
-from prefill_worker.sender import Outgoing, Sender, SendSlots
+from prefill_worker.sender import Outgoing, Sender
 
 Message = handoff_pb2.SenderMessage | handoff_pb2.ReceiverMessage
 
@@ -35,6 +35,8 @@ class Bounds:
     """Attempt 2 goes through another prefill worker."""
     is_layered: bool = False
     """The last step's layers are sent while it runs."""
+    shares_pages: bool = False
+    """The decode worker reads the prefill worker's pages itself."""
 
 
 class Said:
@@ -85,6 +87,8 @@ class Link:
     sends: list[tuple[Chunk, bool]] = field(default_factory=list)
     """Chunks sent, in order; whether the operation is over at the sender."""
     receives: list[tuple[Chunk, bool]] = field(default_factory=list)
+    is_closed: bool = False
+    """The sender has closed its side of the pair on every rank."""
 
     @property
     def is_whole(self) -> bool:
@@ -100,6 +104,7 @@ class Link:
             self.was_called,
             list(self.sends),
             list(self.receives),
+            self.is_closed,
         )
 
     def freeze(self) -> tuple[object, ...]:
@@ -112,6 +117,7 @@ class Link:
             self.was_called,
             tuple(self.sends),
             tuple(self.receives),
+            self.is_closed,
         )
 
 
@@ -144,9 +150,8 @@ def clone_sender(sender: Sender) -> Sender:
     new._outgoing = {
         k: replace(o, waiting=o.waiting.copy(), chunks=dict(o.chunks)) for k, o in sender._outgoing.items()
     }
-    new._slots = {
-        e: SendSlots(o.capacity, list(o.free_slots), o.num_slots, o.is_suspect) for e, o in sender._slots.items()
-    }
+    new._slots = {e: replace(o, free_slots=list(o.free_slots)) for e, o in sender._slots.items()}
+    new._closing = set(sender._closing)
     return new
 
 
@@ -177,7 +182,8 @@ def _freeze_incoming(i: Incoming) -> tuple[object, ...]:
 
 def freeze_sender(sender: Sender) -> tuple[object, ...]:
     outlets = tuple((e, tuple(o.free_slots)) for e, o in sender._slots.items())
-    return (tuple((k, _freeze_outgoing(o)) for k, o in sender._outgoing.items()), outlets)
+    closing = frozenset(sender._closing)
+    return (tuple((k, _freeze_outgoing(o)) for k, o in sender._outgoing.items()), outlets, closing)
 
 
 def freeze_receiver(receiver: Receiver) -> tuple[object, ...]:

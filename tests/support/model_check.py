@@ -4,6 +4,7 @@ Depth first over all states of `handoff_model.Model`; a state is explored once, 
 these would be a violation, and is printed with the moves that led to it:
 
     a page is released, or read, or written, while an operation may touch it or nobody holds it
+    a chunk counts as landed that was read out of pages which the other worker does not hold
     a slot is used by two chunks, or on a link that is down; a chunk is sent twice, or lands where another was expected
     a request is ready without all of its prompt, or ends twice on one side
     a machine raises
@@ -28,6 +29,8 @@ from handoff_state import Bounds, Violation
 import prefill_worker.sender as sender_module
 
 TWO_SENDERS: dict[str, Any] = {"num_attempts": 2, "other_sender": True}
+TWO_REQUESTS: dict[str, Any] = {"num_requests": 2, "num_tokens": 1, "num_slots": 1}
+SHARED: dict[str, Any] = {"shares_pages": True}
 CONFIGURATIONS = (
     Bounds("1 request, 3 chunks, 2 slots, 1 fault", num_faults=1),
     Bounds("1 request, 3 chunks, 1 slot, 2 faults", num_slots=1),
@@ -36,7 +39,11 @@ CONFIGURATIONS = (
     Bounds("2 attempts, 1 sender, 3 chunks, 1 slot, 1 fault", num_attempts=2, num_slots=1, num_faults=1),
     Bounds("2 attempts, 2 senders, 3 chunks, 1 slot, 1 fault", **TWO_SENDERS, num_slots=1, num_faults=1),
     Bounds("2 attempts, 1 sender, 1 chunk, 2 faults", num_attempts=2, num_tokens=1, num_slots=1),
-    Bounds("2 requests on one link, 1 chunk, 1 slot, 1 fault", num_requests=2, num_tokens=1, num_slots=1, num_faults=1),
+    Bounds("2 requests on one link, 1 chunk, 1 slot, 1 fault", **TWO_REQUESTS, num_faults=1),
+    Bounds("shared pages, 1 request, 2 chunks, 2 slots, 2 faults", **SHARED, num_tokens=2),
+    Bounds("shared pages, 1 request, 3 chunks, 1 slot, 1 fault", **SHARED, num_slots=1, num_faults=1),
+    Bounds("shared pages, 2 attempts, 1 chunk, 1 fault", **SHARED, **TWO_SENDERS, num_tokens=1, num_faults=1),
+    Bounds("shared pages, 2 requests, 1 chunk, 1 slot, 1 fault", **SHARED, **TWO_REQUESTS, num_faults=1),
 )
 DEEP = (
     Bounds("2 attempts, 2 senders, 1 chunk, 2 faults", **TWO_SENDERS, num_tokens=1, num_slots=1),

@@ -32,6 +32,7 @@ def layered_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         Bounds("no fault", num_faults=0),
         Bounds("two slots", num_tokens=2, num_faults=1),
         Bounds("two attempts", num_attempts=2, num_tokens=1, num_slots=1, num_faults=1, other_sender=True),
+        Bounds("shared pages", num_tokens=2, num_slots=1, num_faults=1, shares_pages=True),
     ],
     ids=lambda bounds: bounds.name,
 )
@@ -118,6 +119,29 @@ def keep_a_dead_link(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sender, "connection_lost", connection_lost)
 
 
+def release_shared_pages_like_gathered_ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sender, "_is_shared", lambda self, out: False)
+
+
+def release_shared_pages_of_a_lost_link_at_once(patch: pytest.MonkeyPatch) -> None:
+    original = Sender.connection_lost
+
+    def connection_lost(self: Sender, epoch: str) -> Actions:
+        return original(self, epoch) + self.connection_closed(epoch)
+
+    patch.setattr(Sender, "connection_lost", connection_lost)
+
+
+def release_shared_pages_when_the_offer_is_aborted(patch: pytest.MonkeyPatch) -> None:
+    original = Sender._is_shared
+
+    def is_shared(self: Sender, out: Outgoing) -> bool:
+        return original(self, out) and out.is_live
+
+    patch.setattr(Sender, "_is_shared", is_shared)
+
+
+SHARED_PAGES = Bounds("shared pages", num_tokens=1, num_slots=1, num_faults=1, shares_pages=True)
 TWO_REQUESTS = Bounds("2 requests", num_requests=2, num_tokens=1, num_slots=1, num_faults=1)
 
 
@@ -132,6 +156,9 @@ TWO_REQUESTS = Bounds("2 requests", num_requests=2, num_tokens=1, num_slots=1, n
         (reuse_the_slot_of_an_offer_after_an_abort, TWO_REQUESTS, "is gathered over|not idle at the end"),
         (send_without_a_grant, ONE_FAULT, "not idle at the end|is sent twice|KeyError"),
         (keep_a_dead_link, TWO_REQUESTS, "link that is down|not idle at the end"),
+        (release_shared_pages_like_gathered_ones, SHARED_PAGES, "pages that the prefill worker does not hold"),
+        (release_shared_pages_of_a_lost_link_at_once, SHARED_PAGES, "pages that the prefill worker does not hold"),
+        (release_shared_pages_when_the_offer_is_aborted, SHARED_PAGES, "pages that the prefill worker does not hold"),
     ],
 )
 def test_a_machine_that_is_broken_on_purpose_is_found_out(
