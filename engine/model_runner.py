@@ -126,12 +126,13 @@ class ModelRunner:
         if num_blocks is not None:
             self.make_pool(num_blocks)
 
-    def make_pool(self, num_blocks: int) -> None:
+    def make_pool(self, num_blocks: int, memory: Callable[[int], torch.Tensor] | None = None) -> None:
         """Allocates the KV pool and captures decode steps over it. To be called once, before the first step, if
-        `num_blocks` was not given at construction."""
+        `num_blocks` was not given at construction. `memory`: as of `engine.kv.pool.KvCache`."""
         longest = min(self.config.max_position_embeddings, num_blocks * self.block_size)
         capture = self._capture_with
-        self._allocate(self.config.num_hidden_layers, num_blocks, longest, has_scratch=capture is not None)
+        num_layers = self.config.num_hidden_layers
+        self._allocate(num_layers, num_blocks, longest, has_scratch=capture is not None, memory=memory)
         if capture is not None:
             width = -(-longest // self.block_size)
             self._graphs, self.graphs_reason = self._capture(capture, self._graphs_up_to, width)
@@ -151,7 +152,14 @@ class ModelRunner:
         other._allocate(layers[-1] + 1, num_blocks, length)
         return other
 
-    def _allocate(self, num_layers: int, num_blocks: int, num_positions: int, has_scratch: bool = False) -> None:
+    def _allocate(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        num_positions: int,
+        has_scratch: bool = False,
+        memory: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         """`has_scratch`: one more block, which belongs to no sequence."""
         config, head_dim = self.config, self.config.head_dim
         self._num_blocks = num_blocks
@@ -164,6 +172,7 @@ class ModelRunner:
             head_dim,
             self._kv_dtype,
             self.device,
+            memory,
         )
         self.decode_step, self.decode_reason = choose_decode_step(
             self._native, self._model, config, self._kv, self._rope

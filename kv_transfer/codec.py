@@ -25,6 +25,7 @@ infinity comes back as NaNs: nothing that was broken looks whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,22 @@ _LARGEST_VALUE = torch.finfo(torch.float32).max * (1 - 2.0**-22)
 """The largest value that a code may decode to: dividing and multiplying again must not end in infinity."""
 _FLOAT16_OVER_FP8 = 2.0**8
 SCALE_BYTES = 4
+
+
+class ChunkCodec(Protocol):
+    """What a route's slots hold. `pack` is the sender's, `unpack` the receiver's; as of `SlotCodec`."""
+
+    def slot_bytes(self, num_cells: int) -> int: ...
+
+    def num_bytes(self, what: Range) -> int: ...
+
+    def moved_bytes(self, what: Range) -> int:
+        """Bytes that the worker's counters have for a range."""
+        ...
+
+    def pack(self, kv: Tensor, block_table: Sequence[int], what: Range, tag: int, slot: Tensor) -> int: ...
+
+    def unpack(self, slot: Tensor, kv: Tensor, block_table: Sequence[int], what: Range, tag: int) -> None: ...
 
 
 class SlotCodec:
@@ -84,6 +101,10 @@ class SlotCodec:
     def num_bytes(self, what: Range) -> int:
         """Bytes of a slot that the range fills, header included; equal on both sides."""
         return HEADER_BYTES + self._code_bytes(what.num_cells) + self._scale_bytes(what.num_cells)
+
+    def moved_bytes(self, what: Range) -> int:
+        """All that is sent."""
+        return self.num_bytes(what)
 
     def pack(self, kv: Tensor, block_table: Sequence[int], what: Range, tag: int, slot: Tensor) -> int:
         """Copies the range from the pages into the slot, under a header; returns the bytes to send.

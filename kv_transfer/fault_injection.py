@@ -78,6 +78,10 @@ class FaultyPair:
     def slots(self) -> Sequence[Tensor]:
         return self._pair.slots
 
+    @property
+    def pages(self) -> Tensor | None:
+        return self._pair.pages
+
     def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
         fault = self._faults.draw(SEND_FAULTS, self)
         if fault == "fail":

@@ -153,6 +153,17 @@ def check_wire_format(sender: str, receiver: str) -> None:
         )
 
 
+def page_obstacle(sender: KvLayout, receiver: KvLayout, wire_format: str) -> str:
+    """Why the receiver cannot copy whole tokens out of the sender's own pages, or nothing."""
+    if wire_format != "native":
+        return f"wire_format is {wire_format}"
+    for name in ("dtype", "block_size", "tp_size"):
+        ours, theirs = getattr(sender, name), getattr(receiver, name)
+        if ours != theirs:
+            return f"{name} is {ours} at the sender and {theirs} at the receiver"
+    return "" if sender == receiver else "the models differ"
+
+
 def wire_dtype(sender: KvLayout, wire_format: str) -> str:
     """The torch dtype, by name, of the values of a payload. Raises LayoutMismatch for a wire format that cannot be."""
     _check_known("wire_format", wire_format)

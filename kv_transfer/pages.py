@@ -25,6 +25,8 @@ from kv_transfer.actions import Range
 
 PageKernel = Callable[[Tensor, Sequence[int], int, slice, slice, Tensor, bool], bool]
 """`engine.triton.page_copies.copy_range`; returns False, and has done nothing, for a range that it does not take."""
+PoolKernel = Callable[[Tensor, Sequence[int], Tensor, Sequence[int], int, int, slice], bool]
+"""`engine.triton.page_copies.copy_between`; as PageKernel."""
 _HELD_GIL_ELEMENTS = 500
 """numpy keeps the GIL while it copies so few elements, whatever their size."""
 
@@ -73,6 +75,40 @@ def scatter(
             return
         for pool, buffer in _copies(tokens, block_table, what, kv.shape[3], source):
             pool[...] = buffer
+
+
+def copy_across(
+    source: Tensor,
+    source_blocks: Sequence[int],
+    kv: Tensor,
+    block_table: Sequence[int],
+    what: Range,
+    kernel: PoolKernel | None = None,
+) -> None:
+    """Copies the range, all heads, from another pool that differs in its number of blocks alone.
+
+    `source_blocks`: those of its blocks that hold the range's tokens, in order. Raises ValueError.
+    """
+    block_size = kv.shape[3]
+    first, offset = divmod(what.token_start, block_size)
+    blocks = block_table[first : (what.token_end - 1) // block_size + 1]
+    within = Range(offset, offset + what.num_tokens, what.layer_start, what.layer_end)
+    check_range(kv, blocks, within)
+    check_range(source, source_blocks, within)
+    with torch.inference_mode():
+        layers = slice(what.layer_start, what.layer_end)
+        if kernel is not None and kernel(source, source_blocks, kv, blocks, offset, what.num_tokens, layers):
+            return
+        theirs, ours = (pool[layers].flatten(2, 3) for pool in (source, kv))  # [l, 2, N*B, H, D]
+        if kv.is_cuda:
+            rows = theirs.index_select(2, _row_index(source, source_blocks, within))
+            ours.index_copy_(2, _row_index(kv, blocks, within), rows)
+            return
+        to, at = _elements(ours, block_size), _elements(theirs, block_size)
+        for own_rows, places in _runs(blocks, within, block_size):
+            run = Range(offset + places.start, offset + places.stop, what.layer_start, what.layer_end)
+            for their_rows, inner in _runs(source_blocks, run, block_size):
+                to[:, :, own_rows.start + inner.start : own_rows.start + inner.stop] = at[:, :, their_rows]
 
 
 def check_range(kv: Tensor, block_table: Sequence[int], what: Range) -> None:

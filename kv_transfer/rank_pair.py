@@ -24,7 +24,7 @@ from torch import Tensor
 
 from cluster.errors import TransferFailed
 from cluster.pb import rank_pb2
-from kv_transfer.codec import SlotCodec
+from kv_transfer.codec import ChunkCodec
 from kv_transfer.transports.interface import Pair
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Use(Enum):
 class RouteEnd:
     """This rank's end of one route, and what keeps its slots alive."""
 
-    codec: SlotCodec
+    codec: ChunkCodec
     pair: Pair
     slots: list[Tensor]
 
@@ -65,6 +65,7 @@ class RankPair:
         self._held: list[Tensor] = []
         self._is_open = False
         self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def enqueue(self, work: Callable[[], None]) -> bool:
         """Adds work for the pair's thread; False when the pair has ended, and nobody would do it."""
@@ -90,7 +91,7 @@ class RankPair:
         with self._lock:
             return self._uses.count(Use.LANDED) if self.ended is None else 0
 
-    def add_route(self, codec: SlotCodec, pair: Pair) -> None:
+    def add_route(self, codec: ChunkCodec, pair: Pair) -> None:
         """Raises TransferFailed when the pair has ended meanwhile; then the route is closed."""
         with self._lock:
             if self.ended is None:
@@ -174,7 +175,12 @@ class RankPair:
                 logger.error("pair %s: %s; its slots stay quarantined", self.epoch, error.message)
         with self._lock:
             self._held = stuck
+        self._closed.set()
         return True
+
+    def await_closed(self) -> None:
+        """Blocks until the routes of a pair that has ended are closed, whoever closes them."""
+        self._closed.wait()
 
     def _post(self, slot: int, expected: Use, remedy: str) -> list[RouteEnd]:
         self._check_usable()

@@ -9,6 +9,10 @@ its own, for each route between this rank and a remote one. Any failure retires 
 closed at once, and every later call for the epoch raises TransferFailed. A slot is never another pair's. A rank whose
 heads lower ranks replicate has no route to send on; there, gather and send do nothing.
 
+Where pages are shared (`page_lists`), gather copies nothing: it says where they lie, and complete_receive copies them.
+The sender then keeps them until complete_send or close_pair has returned. What was read has landed only if the sender
+could be told so: one that has closed the pair may have written to them.
+
 On a GPU gather only launches the copy; `kv_transfer.copy_streams` orders it with steps, sends and scatters.
 
 Threads: adding, opening and closing from any. For each pair: gather from one, send and post_receive from one in the
@@ -30,14 +34,16 @@ from torch import Tensor
 
 from cluster.errors import TransferFailed
 from cluster.pb import rank_pb2
+from cluster.transports import shares_pages
 from kv_transfer import pages
 from kv_transfer.actions import Chunk, Range
-from kv_transfer.codec import SlotCodec
+from kv_transfer.codec import ChunkCodec, SlotCodec
 from kv_transfer.copy_streams import CopyStreams
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
+from kv_transfer.page_lists import PageListCodec
 from kv_transfer.rank_pair import RankPair, RouteEnd
-from kv_transfer.transports.interface import Meeting, StoreClients, TransferWork
+from kv_transfer.transports.interface import Meeting, PoolMemory, StoreClients, TransferWork
 from kv_transfer.transports.selection import make_pair
 
 logger = logging.getLogger(__name__)
@@ -79,9 +85,12 @@ class TransferEngine:
         faults: Faults | None = None,
         compute_stream: torch.cuda.Stream | None = None,
         page_kernel: pages.PageKernel | None = None,
+        pool_kernel: pages.PoolKernel | None = None,
+        memory: PoolMemory | None = None,
     ) -> None:
         """`host` is this machine's address as the peers see it; `digest` is `on`, `sampled` or `off`; `page_kernel`
-        copies pages where torch would.
+        copies pages where torch would, `pool_kernel` those of another pool. `memory`: what `kv` lies in, if others can
+        map it.
 
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
@@ -95,7 +104,8 @@ class TransferEngine:
         self._host = host
         self._digest = digest
         self._faults = faults
-        self._page_kernel = page_kernel
+        self._page_kernel, self._pool_kernel = page_kernel, pool_kernel
+        self._memory = memory
         self._stores = StoreClients(timeout_s)
         is_default = kv.is_cuda and compute_stream is None
         compute: Any = torch.cuda.default_stream(kv.device) if is_default else compute_stream
@@ -106,13 +116,15 @@ class TransferEngine:
         self._is_closed = False
 
     def warm_up(self) -> None:
-        """Copies a token to and fro, so that the kernel for all heads is compiled before the first hand-off."""
+        """Copies a token to and fro, so that the kernels for all heads are compiled before the first hand-off."""
         if self._page_kernel is None:
             return
         what, heads = Range(0, 1, 0, self._layout.num_layers), slice(0, self._layout.num_local_heads)
         buffer = torch.empty((what.layer_end, 2, 1, *self._kv.shape[4:]), dtype=self._kv.dtype, device=self._kv.device)
         pages.gather(self._kv, [0], what, heads, buffer, self._page_kernel)
         pages.scatter(self._kv, [0], what, heads, buffer, self._page_kernel)
+        if self._memory is not None:
+            pages.copy_across(self._kv, [0], self._kv, [0], what, self._pool_kernel)
 
     @property
     def num_landed_slots(self) -> int:
@@ -170,6 +182,7 @@ class TransferEngine:
             logger.debug("pair %s is not open: nothing to close", epoch)
             return
         self._end(pair, "it was closed")
+        pair.await_closed()
         self._forget(pair)
         logger.info("pair %s closed", epoch)
 
@@ -196,7 +209,9 @@ class TransferEngine:
             return [route for route in routes(self._layout, remote) if route.src_rank == self._tp_rank]
         return [route for route in routes(remote, self._layout) if route.dst_rank == self._tp_rank]
 
-    def _codec(self, spec: rank_pb2.OpenPair, remote: KvLayout, route: Route) -> SlotCodec:
+    def _codec(self, spec: rank_pb2.OpenPair, remote: KvLayout, route: Route) -> ChunkCodec:
+        if shares_pages(spec.agreed.transport):
+            return PageListCodec(self._layout, remote, wire_format=spec.agreed.wire_format, kernel=self._pool_kernel)
         first = self._layout.head_range(self._tp_rank).start
         heads = slice(route.head_start - first, route.head_end - first)
         return SlotCodec(
@@ -226,12 +241,16 @@ class TransferEngine:
                 slot_bytes=codec.slot_bytes(self._slot_cells(pair)),
                 timeout_s=max(0.001, deadline - time.monotonic()),
                 is_wanted=lambda: pair.ended is None,
+                pages=self._kv,
+                memory=self._memory,
             )
             made = make_pair(agreed.transport, meeting)
             for slot in made.slots:
                 if slot.is_cuda and pair.stream is not None:
                     slot.record_stream(pair.stream)  # memory is used again when what copies there has ended
             pair.add_route(codec, made if self._faults is None else self._faults.wrap(made))
+            if isinstance(codec, PageListCodec) and made.pages is not None:
+                codec.attach(made.pages, self._kv.device)
         pair.open()
         return len(codecs)
 
@@ -253,7 +272,7 @@ class TransferEngine:
         with self._streams.gathering(pair.stream, ready) as gathered:
             sizes = [end.codec.pack(self._kv, block_table, chunk.range, tag, end.slots[chunk.slot]) for end in ends]
         pair.end_gather(chunk.slot, sizes, gathered)
-        return sum(sizes)
+        return sum(end.codec.moved_bytes(chunk.range) for end in ends)
 
     def send(self, epoch: str, slot: int) -> Sending:
         """Posts the sends of a slot to every remote rank with a route; they begin when its gather has ended."""
@@ -298,8 +317,8 @@ class TransferEngine:
             with self._streams.scattering(pair.stream, ready):
                 for end in landing.routes:
                     end.codec.unpack(end.slots[chunk.slot], self._kv, landing.block_table, chunk.range, tag)
-        self._release(pair, chunk.slot, landing.routes)
-        return sum(end.codec.num_bytes(chunk.range) for end in landing.routes)
+            self._release(pair, chunk.slot, landing.routes)
+        return sum(end.codec.moved_bytes(chunk.range) for end in landing.routes)
 
     # Slots and steps
 
@@ -314,12 +333,15 @@ class TransferEngine:
             raise ValueError(f"a chunk of {chunk.range.num_cells} tokens x layers does not fit a slot of {size}")
 
     def _release(self, pair: RankPair, slot: int, ends: list[RouteEnd]) -> None:
-        """Lets the sender know that a slot was read. What has landed stays landed, even if the sender is gone."""
+        """Lets the sender know that a slot was read. What came out of it stays landed, even if the sender is gone; what
+        came out of the sender's pages does not: raises TransferFailed then."""
         pair.free(slot)
         try:
             for end in ends:
                 end.pair.release(slot)
         except TransferFailed as error:
+            if shares_pages(pair.spec.agreed.transport):
+                raise
             self._retire(pair, error)
 
     def _wait(self, works: list[TransferWork]) -> None:

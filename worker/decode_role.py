@@ -148,6 +148,9 @@ class DecodeRole:
         self._carry_out(self._receiver.connection_lost(connection.epoch, reason, why))
         self._connections.pop(connection.epoch, None)
 
+    def connection_closed(self, connection: HandoffConnection) -> None:
+        """Changes nothing: what was granted has ended by itself."""
+
     def count_slots(self) -> dict[str, int]:
         """Landing slots by what is in them."""
         return self._receiver.count_stages()

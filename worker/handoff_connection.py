@@ -66,13 +66,14 @@ class HandoffRole(Protocol):
 
     def connection_open(self, connection: HandoffConnection) -> None:
         """The pair is open on every rank."""
-        ...
 
     def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
         """The peer is silent, or no longer silent."""
-        ...
 
     def connection_retired(self, connection: HandoffConnection, reason: Failed.Reason, why: str) -> None: ...
+
+    def connection_closed(self, connection: HandoffConnection) -> None:
+        """The pair of a retired connection is closed on every rank."""
 
 
 @dataclass
@@ -338,8 +339,10 @@ class HandoffConnection:
             self._context.issue(command, self._on_closed)
         self._role.connection_retired(self, reason, why)
 
-    def _on_closed(self, *_: object) -> None:
+    def _on_closed(self, error: str, *_: object) -> None:
         self._state = ConnectionState.CLOSED
+        if not error:
+            self._role.connection_closed(self)
 
     def _retire_on(self, error: str, kind: ErrorKind) -> None:
         if error:

@@ -25,7 +25,7 @@ from cluster.pb.handoff_pb2 import ReceiverMessage, SenderMessage
 from cluster.protocol import check_protocol, inside_metadata, spoken
 from cluster.tls import ClientTls
 from cluster.transports import pick
-from kv_transfer.layout import KvLayout, check_compatible, check_wire_format
+from kv_transfer.layout import KvLayout, check_compatible, check_wire_format, page_obstacle
 from worker.handoff_connection import HandoffConnection
 
 logger = logging.getLogger(__name__)
@@ -75,9 +75,15 @@ class Handshake:
         Raises IncompatibleProtocol, LayoutMismatch and FailedPrecondition, naming both sides.
         """
         self._check_protocol(hello.worker_id, hello.protocol)
-        check_compatible(KvLayout.from_proto(hello.layout), self.layout)
+        theirs = KvLayout.from_proto(hello.layout)
+        check_compatible(theirs, self.layout)
         check_wire_format(hello.wire_format, self.transfer.wire_format)
-        transport, reason = pick(tuple(hello.transports), self.transports, is_same_host=hello.host_id == self.host_id)
+        transport, reason = pick(
+            tuple(hello.transports),
+            self.transports,
+            is_same_host=hello.host_id == self.host_id,
+            page_obstacle=page_obstacle(theirs, self.layout, self.transfer.wire_format),
+        )
         chunk_tokens = min(hello.chunk_tokens, self.transfer.chunk_tokens)
         num_slots = min(hello.num_slots, self.transfer.num_slots)
         if not chunk_tokens or not num_slots:

@@ -8,7 +8,7 @@ import socket
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -20,9 +20,10 @@ from cluster.program import Report, give_way
 from cluster.protocol import spoken
 from cluster.settings import WorkerSettings
 from cluster.text import format_bytes
+from cluster.transports import shares_pages
 from engine.attention.registry import choose_attention
 from engine.cpu_runtime import compute_with, end_helpers, keep_freed_memory, return_freed_memory
-from engine.kv.pool import cell_size, choose_page_copies
+from engine.kv.pool import cell_size, choose_page_copies, choose_pool_copies
 from engine.layers.ops import choose_kernels
 from engine.memory import (
     Activations,
@@ -46,8 +47,8 @@ from engine.tp import TPGroup, make_process_group
 from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
-from kv_transfer.transports.interface import connect_store
-from kv_transfer.transports.selection import supported
+from kv_transfer.transports.interface import PoolMemory, connect_store
+from kv_transfer.transports.selection import make_pool, supported
 
 RENDEZVOUS_TIMEOUT_S = 120.0
 _WHOLE_BYTES = 8 << 20
@@ -193,6 +194,8 @@ class LoadedRank:
     transfer_engine: TransferEngine
     plan: MemoryPlan
     """Equal on every rank of the group."""
+    resolved: Resolved
+    """Without the transports that this rank's KV pool is not made for."""
 
 
 def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report, sampler: Sampler | None = None) -> LoadedRank:
@@ -229,8 +232,17 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report, sampler
         report=report,
     )
     plan = size_pool(resolved.demand, runner, tp)
-    runner.make_pool(plan.num_blocks)
-    transfer_engine = TransferEngine(
+    memory = make_pool(resolved.transports, runner.device, partial(runner.make_pool, plan.num_blocks))
+    transfer_engine = _make_transfer_engine(resolved, runner, memory)
+    transfer_engine.warm_up()
+    end_helpers()  # steps run on other threads
+    transports = tuple(name for name in resolved.transports if memory is not None or not shares_pages(name))
+    return LoadedRank(runner, transfer_engine, plan, replace(resolved, transports=transports))
+
+
+def _make_transfer_engine(resolved: Resolved, runner: ModelRunner, memory: PoolMemory | None) -> TransferEngine:
+    settings = resolved.settings
+    return TransferEngine(
         runner.kv,
         resolved.layout,
         settings.tp_rank,
@@ -239,10 +251,9 @@ def load_rank(resolved: Resolved, start: rank_pb2.Start, report: Report, sampler
         digest=resolved.digest,
         faults=_faults_of(settings),
         page_kernel=choose_page_copies(settings.engine.kernels, runner.device),
+        pool_kernel=choose_pool_copies(settings.engine.kernels, runner.device),
+        memory=memory,
     )
-    transfer_engine.warm_up()
-    end_helpers()  # steps run on other threads
-    return LoadedRank(runner, transfer_engine, plan)
 
 
 def ready_for_steps(resolved: Resolved) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from cluster.lifecycle import RequestKey
 from cluster.pb import generation_pb2, handoff_pb2, worker_pb2
+from cluster.transports import shares_pages
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import SampledToken, check_finish
 from engine.sequence import Request, ScheduledSequence, Sequence, publish_blocks, release_blocks
@@ -91,7 +92,12 @@ class PrefillRole:
 
     def connection_open(self, connection: HandoffConnection) -> None:
         agreed = connection.agreed
-        self._carry_out(self._sender.connection_open(connection.epoch, agreed.chunk_tokens, agreed.num_slots))
+        is_shared = shares_pages(agreed.transport)
+        self._carry_out(
+            self._sender.connection_open(
+                connection.epoch, agreed.chunk_tokens, agreed.num_slots, shares_pages=is_shared
+            )
+        )
 
     def connection_suspected(self, connection: HandoffConnection, is_suspect: bool) -> None:
         self._carry_out(self._sender.connection_suspected(connection.epoch, is_suspect))
@@ -100,6 +106,9 @@ class PrefillRole:
         self._carry_out(self._sender.connection_lost(connection.epoch, reason, why))
         self._stop_aborted(connection.epoch)
         self._connections.pop(connection.epoch, None)
+
+    def connection_closed(self, connection: HandoffConnection) -> None:
+        self._carry_out(self._sender.connection_closed(connection.epoch))
 
     def num_on(self, epoch: str) -> int:
         """Hand-offs that still need the connection."""

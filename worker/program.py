@@ -128,7 +128,7 @@ class Leader(_Rank):
         followers, hellos = self._gather_ranks(start)
         sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
         loaded = load_rank(resolved, start, self._report, sampler)
-        plan = loaded.plan
+        plan, self._resolved = loaded.plan, loaded.resolved
         self._report_choices(loaded)
         timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
         meter = None if settings.metrics_port is None else StepMeter(resolved.work)

@@ -34,6 +34,7 @@ ALIASES = {
     "int8_wo": "int8",
     "int4_wo": "int4",
     "cuda-ipc": "cuda_ipc",
+    "cuda-pages": "cuda_pages",
     "true": "on",
     "false": "off",
 }

@@ -156,7 +156,8 @@ class TransferSection:
 
     transport: TransportName = "auto"
     """What carries it: shm (CPU workers of one host), gloo (any workers, through host memory), cuda_ipc (GPU workers of
-    one host) or nccl (GPU workers); auto: the best that both workers of a pair can use."""
+    one host) or nccl (GPU workers); shm_pages and cuda_pages: the same between equal layouts, without slots; auto: the
+    best that both workers of a pair can use, but for shm_pages."""
     wire_format: choices.WireFormatName = "native"
     """What KV is turned into on its way; int8 and fp8 move half of bfloat16's bytes, a quarter of float32's, and
     round."""

@@ -10,6 +10,7 @@ Legend: L layers, N blocks, K block_size, H KV heads of this rank, D head_dim, C
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 
 import torch
@@ -39,9 +40,14 @@ class KvCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        memory: Callable[[int], Tensor] | None = None,
     ) -> None:
+        """`memory` gives so many bytes of zeros, uint8, for the pool to lie in; None: the device's."""
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, cell_size(head_dim, dtype))
-        self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        if memory is None:
+            self.pool = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self.pool = memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
         self._pages = [(layer[0], layer[1]) for layer in self.pool]
 
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -56,10 +62,19 @@ class KvCache:
 
 def choose_page_copies(kernels: str, device: torch.device) -> Callable[..., bool] | None:
     """`engine.triton.page_copies.copy_range`; None where it cannot run, or `kernels` is `torch`."""
+    return _page_copies(kernels, device, "copy_range")
+
+
+def choose_pool_copies(kernels: str, device: torch.device) -> Callable[..., bool] | None:
+    """`engine.triton.page_copies.copy_between`; None as above."""
+    return _page_copies(kernels, device, "copy_between")
+
+
+def _page_copies(kernels: str, device: torch.device, name: str) -> Callable[..., bool] | None:
     if kernels == "torch" or obstacle(device):
         return None
-    copy_range: Callable[..., bool] = importlib.import_module("engine.triton.page_copies").copy_range
-    return copy_range
+    copies: Callable[..., bool] = getattr(importlib.import_module("engine.triton.page_copies"), name)
+    return copies
 
 
 def is_rounded(dtype: torch.dtype) -> bool:

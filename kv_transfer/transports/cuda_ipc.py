@@ -161,7 +161,7 @@ class DeviceMemory:
 
     def make(self, meeting: Meeting) -> tuple[list[Tensor], int]:
         """Raises TransferFailed."""
-        device = _index(meeting.device)
+        device = device_index(meeting.device)
         handle = self._driver.create(self._size(meeting, device), device)
         try:
             slots = self._map(meeting, handle, device)
@@ -171,7 +171,7 @@ class DeviceMemory:
 
     def attach(self, meeting: Meeting, descriptor: int) -> list[Tensor]:
         """Raises TransferFailed."""
-        device = _index(meeting.device)
+        device = device_index(meeting.device)
         handle = self._driver.find(descriptor)
         try:
             return self._map(meeting, handle, device)
@@ -180,7 +180,7 @@ class DeviceMemory:
 
     def _map(self, meeting: Meeting, handle: int, device: int) -> list[Tensor]:
         size, stride = self._size(meeting, device), _stride(meeting)
-        mapping = _Mapping(self._driver, self._driver.map(handle, size, device), size, device)
+        mapping = DeviceMapping(self._driver, self._driver.map(handle, size, device), size, device)
         whole = self._driver.tensor_at(mapping.address, size, mapping)
         return [whole[i * stride : i * stride + meeting.slot_bytes] for i in range(meeting.num_slots)]
 
@@ -189,7 +189,7 @@ class DeviceMemory:
         return -(-meeting.num_slots * _stride(meeting) // unit) * unit
 
 
-class _Mapping:
+class DeviceMapping:
     """Unmaps when nothing refers to it any more; the end of the process needs no help."""
 
     def __init__(self, driver: CudaDriver, address: int, size: int, device: int) -> None:
@@ -207,7 +207,7 @@ class _Array:
 
 def make_pair(meeting: Meeting) -> RingPair:
     """Blocks until the other side is there. Raises TransferFailed."""
-    driver = _driver()
+    driver = cuda_driver()
     with torch.cuda.device(meeting.device):
         torch.cuda.synchronize()  # makes the device's context current in this thread
         return RingPair(meeting, DeviceMemory(driver))
@@ -219,7 +219,7 @@ def obstacle() -> str | None:
 
 
 @cache
-def _driver() -> CudaDriver:
+def cuda_driver() -> CudaDriver:
     return CudaDriver()
 
 
@@ -228,7 +228,7 @@ def _properties(device: int) -> AllocationProperties:
     return AllocationProperties(type=_PINNED, handle_types=_BY_DESCRIPTOR, location=location)
 
 
-def _index(device: torch.device) -> int:
+def device_index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 

@@ -28,6 +28,7 @@ class GlooPair:
         self.name = f"gloo pair {meeting.prefix}"
         rank, self._peer = (SENDER, RECEIVER) if meeting.is_sender else (RECEIVER, SENDER)
         self._lock = threading.Lock()
+        self.pages: Tensor | None = None
         is_pinned = meeting.device.type == "cuda"
         self.slots: list[Tensor] = [
             torch.empty(meeting.slot_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(meeting.num_slots)

@@ -55,6 +55,11 @@ class Pair(Protocol):
         """uint8 [slot_bytes] each, in host or device memory; none once the pair is closed."""
         ...
 
+    @property
+    def pages(self) -> Tensor | None:
+        """The sender's KV pool at the receiver of a transport that shares pages; else None."""
+        ...
+
     def send(self, slot: int, num_bytes: int, after: torch.cuda.Event | None = None) -> TransferWork:
         """Posts a send of the first bytes of a slot; raises TransferFailed when the pair is broken.
 
@@ -67,7 +72,11 @@ class Pair(Protocol):
         ...
 
     def release(self, slot: int) -> None:
-        """Reports that a slot's content was read; raises TransferFailed when the pair is broken."""
+        """Reports that a slot's content was read; raises TransferFailed when the pair is broken.
+
+        Where pages are shared, it succeeds only if the sender had not closed the pair by then: the proof that it held
+        the pages until they were read.
+        """
         ...
 
     def close(self) -> None:
@@ -75,6 +84,22 @@ class Pair(Protocol):
 
         Raises TransferFailed when it cannot be ended: then its slots may still be touched.
         """
+        ...
+
+
+class PoolMemory(Protocol):
+    """Memory of this worker's KV pool that other processes of the host can map. Every method raises TransferFailed."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] of zeros. To be called once."""
+        ...
+
+    def export(self) -> int:
+        """A new file descriptor by which another process finds the memory; the caller closes it."""
+        ...
+
+    def attach(self, descriptor: int, num_bytes: int) -> Tensor:
+        """uint8 [num_bytes] of the pool of another process, mapped for as long as somebody refers to it."""
         ...
 
 
@@ -174,6 +199,10 @@ class Meeting:
     timeout_s: float
     is_wanted: Callable[[], bool] = _is_wanted
     """False: the pair is no longer wanted, so waiting for the other side ends."""
+    pages: Tensor | None = None
+    """This side's KV pool, [L, 2, N, B, H, D]; where pages are shared, the other side's differs in N alone."""
+    memory: PoolMemory | None = None
+    """What that pool lies in; None: where no other process can map it."""
 
 
 def reason_of(error: Exception) -> str:

@@ -55,6 +55,7 @@ class NcclPair:
         options._timeout = timedelta(seconds=meeting.timeout_s)
         options.config.blocking = 0
         options.config.min_ctas, options.config.max_ctas = MIN_CTAS, MAX_CTAS
+        self.pages: Tensor | None = None
         try:
             with torch.cuda.device(self._device), meeting.stores.client(meeting.store_address) as store:
                 # Operations start after, and end before, what this stream is given: nothing else ever is.

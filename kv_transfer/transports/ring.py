@@ -14,6 +14,11 @@ Nothing has a name in a file system, so nothing can be left behind. A ring serve
 stopped and wakes up later finds its socket closed, and what it may still write goes where nobody reads any more.
 A note that makes no sense ends the pair.
 
+Where pages are shared, a second descriptor and the hello's number of blocks are those of the sender's KV pool, and a
+slot says where in it a chunk lies. A sender closes the pair before it writes to pages that the receiver may still read,
+and a note to a socket that is shut down fails at once: so a RELEASED that could be sent proves that what was read was
+whole.
+
 There is no thread here: one of the waiting threads reads the notes for all of them. It also tells of slots that a GPU
 was still filling when they were sent, in the order of the sends: until a slot is full, the other side knows nothing.
 """
@@ -29,7 +34,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -38,14 +43,14 @@ import torch
 from torch import Tensor
 
 from cluster.errors import TransferFailed
-from kv_transfer.transports.interface import Meeting, TransferWork, reason_of
+from kv_transfer.transports.interface import Meeting, PoolMemory, TransferWork, reason_of
 
 MAGIC = b"BtRg\x01"
 AT_ONCE_S, CALL_AGAIN_S, ASK_AGAIN_S = 0.1, 0.002, 0.0002
 """Seconds between checks that the pair is still wanted, between calls to a sender that is late, and between looks at a
 GPU that is still filling a slot."""
 
-_HELLO = struct.Struct("<5s11sIIQ")  # magic, kind of memory, slots, unused, bytes of a slot
+_HELLO = struct.Struct("<5s11sIIQ")  # magic, kind of memory, slots, blocks of a shared pool or 0, bytes of a slot
 _NOTE = struct.Struct("<BxxxIQ")  # kind, slot, bytes
 _MAPPED, _FILLED, _RELEASED = 1, 2, 3
 _CREDENTIALS = struct.Struct("3i")
@@ -66,16 +71,46 @@ class SharedMemory(Protocol):
         ...
 
 
+class SharedPool:
+    """The KV pools of both sides, of which the receiver maps the sender's."""
+
+    def __init__(self, kind: str, pages: Tensor, memory: PoolMemory) -> None:
+        """`kind`: the name of the transport. `pages` is this side's pool, [L, 2, N, B, H, D], in `memory`."""
+        self.kind = kind
+        self._pages = pages
+        self._memory = memory
+
+    @property
+    def num_blocks(self) -> int:
+        """Of this side's pool."""
+        return self._pages.shape[2]
+
+    def export(self) -> int:
+        """A descriptor of this side's pool, which the caller closes. Raises TransferFailed."""
+        return self._memory.export()
+
+    def attach(self, descriptor: int, num_blocks: int) -> Tensor:
+        """The pages of a pool of so many blocks, which differs from this side's in nothing else. Raises
+        TransferFailed."""
+        layers, two, own_blocks, *token = self._pages.shape
+        raw = self._memory.attach(descriptor, self._pages.nbytes // own_blocks * num_blocks)
+        return raw.view(self._pages.dtype).view(layers, two, num_blocks, *token)
+
+
 class RingPair:
     """One side. The memory is given back with the last reference to a slot."""
 
-    def __init__(self, meeting: Meeting, memory: SharedMemory) -> None:
-        """Blocks until the other side is there. Raises TransferFailed."""
-        self.name = f"{memory.kind} pair {meeting.prefix}"
+    def __init__(self, meeting: Meeting, memory: SharedMemory, pool: SharedPool | None = None) -> None:
+        """Blocks until the other side is there. `pool`: pages are shared, and slots are its own. Raises
+        TransferFailed."""
+        self.name = f"{(pool or memory).kind} pair {meeting.prefix}"
         self._is_sender = meeting.is_sender
+        self.pages: Tensor | None = None
         try:
-            meet = _offer if meeting.is_sender else _accept
-            self._socket, self.slots = meet(meeting, memory)
+            if meeting.is_sender:
+                self._socket, self.slots = _offer(meeting, memory, pool)
+            else:
+                self._socket, self.slots, self.pages = _accept(meeting, memory, pool)
         except (OSError, RuntimeError, struct.error) as error:
             raise TransferFailed(f"{self.name} was not made: {reason_of(error)}") from error
         except TransferFailed as error:
@@ -128,7 +163,7 @@ class RingPair:
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes who reads, here and there
             self._changed.wait_for(lambda: not self._is_reading)
             self._socket.close()
-            self.slots = []
+            self.slots, self.pages = [], None
 
     def wait(self, name: str, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Waits until `is_done`, which is called with the lock held. Raises TransferFailed."""
@@ -220,11 +255,14 @@ def platform_obstacle() -> str | None:
     return f"it shares memory in a way that {sys.platform} does not have"
 
 
-def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:
-    """The sender's part of meeting: it shares the memory it has made with the first caller."""
+def _offer(meeting: Meeting, memory: SharedMemory, pool: SharedPool | None) -> tuple[socket.socket, list[Tensor]]:
+    """The sender's part of meeting: it shares the memory it has made, and its pool, with the first caller."""
     deadline = time.monotonic() + meeting.timeout_s
     slots, descriptor = memory.make(meeting)
+    descriptors = [descriptor]
     try:
+        if pool is not None:
+            descriptors.append(pool.export())
         with _new_socket() as listener:
             listener.bind(_address(meeting))
             listener.listen(1)
@@ -233,8 +271,9 @@ def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[
             connection, _ = listener.accept()
         try:
             _check_peer(connection)
-            hello = _HELLO.pack(MAGIC, memory.kind.encode(), meeting.num_slots, 0, meeting.slot_bytes)
-            socket.send_fds(connection, [hello], [descriptor])
+            kind, num_blocks = (memory.kind, 0) if pool is None else (pool.kind, pool.num_blocks)
+            hello = _HELLO.pack(MAGIC, kind.encode(), meeting.num_slots, num_blocks, meeting.slot_bytes)
+            socket.send_fds(connection, [hello], descriptors)
             answer = _receive(meeting, connection, _NOTE.size, deadline)[0]
             if len(answer) != _NOTE.size or _NOTE.unpack(answer)[0] != _MAPPED:
                 raise TransferFailed("the other side went away while the pair was made")
@@ -242,26 +281,35 @@ def _offer(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[
             connection.close()
             raise
     finally:
-        os.close(descriptor)
+        _close_all(descriptors)
     return connection, slots
 
 
-def _accept(meeting: Meeting, memory: SharedMemory) -> tuple[socket.socket, list[Tensor]]:
-    """The receiver's part: it maps the sender's memory, if that is what both have agreed on."""
+def _accept(
+    meeting: Meeting, memory: SharedMemory, pool: SharedPool | None
+) -> tuple[socket.socket, list[Tensor], Tensor | None]:
+    """The receiver's part: it maps the sender's memory, if that is what both have agreed on, and its pool, if any."""
     deadline = time.monotonic() + meeting.timeout_s
     connection = _call(meeting, deadline)
     try:
         _check_peer(connection)
-        descriptor = _receive_hello(connection, meeting, memory.kind, deadline)
+        kind, count = (memory.kind, 1) if pool is None else (pool.kind, 2)
+        descriptors, num_blocks = _receive_hello(connection, meeting, kind, count, deadline)
         try:
-            slots = memory.attach(meeting, descriptor)
+            slots = memory.attach(meeting, descriptors[0])
+            pages = None if pool is None else pool.attach(descriptors[1], num_blocks)
         finally:
-            os.close(descriptor)
+            _close_all(descriptors)
         connection.send(_NOTE.pack(_MAPPED, 0, 0), socket.MSG_NOSIGNAL)
     except BaseException:
         connection.close()
         raise
-    return connection, slots
+    return connection, slots, pages
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _call(meeting: Meeting, deadline: float) -> socket.socket:
@@ -280,17 +328,19 @@ def _call(meeting: Meeting, deadline: float) -> socket.socket:
             raise
 
 
-def _receive_hello(connection: socket.socket, meeting: Meeting, kind: str, deadline: float) -> int:
-    """The descriptor that came with the expected hello."""
+def _receive_hello(
+    connection: socket.socket, meeting: Meeting, kind: str, count: int, deadline: float
+) -> tuple[array.array[int], int]:
+    """The so many descriptors that came with the expected hello, and its number of blocks."""
     packet, descriptors = _receive(meeting, connection, _HELLO.size, deadline)
-    expected = _HELLO.pack(MAGIC, kind.encode(), meeting.num_slots, 0, meeting.slot_bytes)
-    if packet != expected or len(descriptors) != 1:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    num_blocks = _HELLO.unpack(packet)[3] if len(packet) == _HELLO.size else 0
+    expected = _HELLO.pack(MAGIC, kind.encode(), meeting.num_slots, num_blocks, meeting.slot_bytes)
+    if packet != expected or len(descriptors) != count or bool(num_blocks) is not (count > 1):
+        _close_all(descriptors)
         raise TransferFailed(
             f"the other side shares something else than {meeting.num_slots} {kind} slots of {meeting.slot_bytes} bytes"
         )
-    return descriptors[0]
+    return descriptors, num_blocks
 
 
 def _receive(
@@ -300,7 +350,7 @@ def _receive(
     while not _is_readable(connection, AT_ONCE_S):
         _check_time(meeting, deadline)
     descriptors = array.array("i")
-    room = socket.CMSG_SPACE(2 * descriptors.itemsize)
+    room = socket.CMSG_SPACE(3 * descriptors.itemsize)
     # With this flag no program that this process starts meanwhile inherits a descriptor.
     packet, ancillary, _, _ = connection.recvmsg(num_bytes + 1, room, socket.MSG_CMSG_CLOEXEC)
     for level, what, data in ancillary:

@@ -2,14 +2,16 @@
 
 `cluster.transports` names the transports. Each is a module of that name in this folder with two functions:
 `make_pair(meeting)`, one side of a pair once the other side is there, and `obstacle()`, why this machine cannot use it.
+One that shares pages has a third, `new_memory(device)`, for a KV pool that other processes can map.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -17,7 +19,11 @@ from cluster.errors import ConfigError, TransferFailed
 from cluster.transports import BEST_FIRST, TRANSPORT_NAMES, transports_of
 
 if TYPE_CHECKING:  # torch is loaded with the first pair, not to answer what could be used
-    from kv_transfer.transports.interface import Meeting, Pair
+    import torch
+
+    from kv_transfer.transports.interface import Meeting, Pair, PoolMemory
+
+logger = logging.getLogger(__name__)
 
 
 class Transport(Protocol):
@@ -30,6 +36,39 @@ class Transport(Protocol):
     def obstacle(self) -> str | None:
         """Why this machine cannot use the transport, or None."""
         ...
+
+
+class PageTransport(Transport, Protocol):
+    """A module of a transport that shares pages."""
+
+    def new_memory(self, device: torch.device) -> PoolMemory:
+        """For this worker's KV pool. Raises TransferFailed."""
+        ...
+
+
+def pool_memory(transports: Sequence[str], device: torch.device) -> PoolMemory | None:
+    """Memory for the KV pool of a worker with these transports, if one of them shares pages; else None. Raises
+    TransferFailed."""
+    name = next((name for name in transports if BEST_FIRST[name].shares_pages), None)
+    return None if name is None else cast(PageTransport, module_of(name)).new_memory(device)
+
+
+def make_pool(
+    transports: Sequence[str], device: torch.device, make: Callable[[Callable[[int], torch.Tensor] | None], None]
+) -> PoolMemory | None:
+    """Has a KV pool made in memory that other processes can map, if a transport shares pages; returns that memory.
+
+    Where there is none, `make` is called without, and None is returned.
+    """
+    try:
+        memory = pool_memory(transports, device)
+        if memory is not None:
+            make(memory.allocate)
+            return memory
+    except TransferFailed as error:
+        logger.warning("the KV pool cannot be shared, its pages go through slots: %s", error.message)
+    make(None)
+    return None
 
 
 def make_pair(transport: str, meeting: Meeting) -> Pair:
@@ -56,7 +95,7 @@ def supported(device: str, wanted: str, obstacle: Callable[[str], str | None] = 
     kind = device.partition(":")[0]
     fitting = transports_of(kind)
     if wanted == "auto":
-        return tuple(name for name in fitting if obstacle(name) is None)
+        return tuple(name for name in fitting if BEST_FIRST[name].is_automatic and obstacle(name) is None)
     if wanted not in BEST_FIRST:
         raise ConfigError(f"transport: {wanted!r} is none of auto, {', '.join(TRANSPORT_NAMES)}")
     if wanted not in fitting:

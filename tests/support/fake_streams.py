@@ -152,6 +152,22 @@ class FakeGpu:
         self.current.launch(lambda: copy(pool, table, what, heads, buffer))
         return True
 
+    def copy_between(
+        self,
+        source: torch.Tensor,
+        source_blocks: Sequence[int],
+        target: torch.Tensor,
+        target_blocks: Sequence[int],
+        first_token: int,
+        num_tokens: int,
+        layers: slice,
+    ) -> bool:
+        """A `kv_transfer.pages.PoolKernel` that is launched on the current stream."""
+        what = Range(first_token, first_token + num_tokens, layers.start, layers.stop)
+        theirs, ours = list(source_blocks), list(target_blocks)
+        self.current.launch(lambda: pages.copy_across(source, theirs, target, ours, what))
+        return True
+
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: self.new_stream())
         monkeypatch.setattr(torch.cuda, "Event", lambda **options: FakeEvent(self))

@@ -124,8 +124,10 @@ def transports(subject: Subject) -> Iterator[Finding]:
         for receiver in by_role[worker_pb2.ROLE_DECODE]:
             ours, theirs = (tuple(filter(None, w.info.transport.split(","))) for w in (sender, receiver))
             is_near = sender.info.node == receiver.info.node
+            layouts = [(w.info.block_size, w.info.dtype, len(w.info.ranks)) for w in (sender, receiver)]
+            unequal = "" if layouts[0] == layouts[1] else "block sizes, types or ranks differ"
             try:
-                fit, _ = pick(ours, theirs, is_same_host=is_near)
+                fit, _ = pick(ours, theirs, is_same_host=is_near, page_obstacle=unequal)
             except FailedPrecondition:
                 where = "one host" if is_near else "different hosts"
                 yield problem(

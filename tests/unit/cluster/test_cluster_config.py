@@ -17,7 +17,7 @@ from cluster.errors import ConfigError
 from controller.plan import plan_cluster
 
 ROOT = Path(__file__).resolve().parents[3]
-TRANSPORTS = "auto, shm, gloo, cuda_ipc or nccl"
+TRANSPORTS = "auto, shm, shm_pages, gloo, cuda_pages, cuda_ipc or nccl"
 HEAD = "cluster_name: x\nmetadata:\n  serving:\n"
 
 
@@ -185,7 +185,7 @@ def test_a_wrong_type_or_key_says_what_was_expected(folder: Path, serving: str, 
             "32 tokens do not make one block of the decode workers, which has 64",
         ),
         ("    engine: {max_num_seqs: 4096}\n", "engine.max_num_batched_tokens", "at least max_num_seqs (4096)"),
-        ("    engine: {device: cpu}\n    transfer: {transport: nccl}\n", "transfer.transport", "use auto, shm or gloo"),
+        ("    engine: {device: cpu}\n    transfer: {transport: nccl}\n", "transfer.transport", "shm_pages or gloo"),
         ("    engine: {device: cpu, kv_cache_dtype: fp8}\n", "engine.kv_cache_dtype", "engine.device is cpu; use int8"),
         (
             "    engine: {kv_cache_dtype: fp8}\n    transfer: {wire_format: int8}\n",
@@ -200,7 +200,7 @@ def test_a_wrong_type_or_key_says_what_was_expected(folder: Path, serving: str, 
         (
             "    engine: {device: cuda}\n    transfer: {transport: shm}\n",
             "transfer.transport",
-            "shm moves CPU memory, and engine.device is cuda; use auto, cuda_ipc, nccl or gloo",
+            "shm moves CPU memory, and engine.device is cuda; use auto, cuda_pages, cuda_ipc, nccl or gloo",
         ),
         (
             "    transfer: {heartbeat_s: 1.5}\n",

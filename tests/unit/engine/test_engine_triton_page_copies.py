@@ -12,7 +12,7 @@ import pytest
 import torch
 from interpreted_kernels import DEVICE
 
-from engine.kv.pool import choose_page_copies
+from engine.kv.pool import choose_page_copies, choose_pool_copies
 from engine.triton import page_copies
 from kv_transfer import pages
 from kv_transfer.actions import Range
@@ -88,6 +88,29 @@ def test_any_tokens_layers_and_heads_have_the_bytes_that_the_cpu_copies(what: Ra
     check_both_ways(torch.bfloat16, 4, 24, 16, what, heads)
 
 
+@pytest.mark.parametrize(("dtype", "num_heads", "head_dim"), FORMATS, ids=str)
+@pytest.mark.parametrize("what", [Range(0, 64, 0, 3), Range(3, 4, 2, 3), Range(17, 37, 1, 3)])
+def test_pages_of_another_pool_have_the_bytes_that_the_cpu_copies(
+    dtype: torch.dtype, num_heads: int, head_dim: int, what: Range
+) -> None:
+    source = random_bytes(LAYERS, 2, BLOCKS + 2, 16, num_heads, head_dim, dtype=dtype)
+    pool = random_bytes(LAYERS, 2, BLOCKS, 16, num_heads, head_dim, dtype=dtype, seed=1)
+    target, theirs = pool.to(DEVICE, copy=True), [8, 1, 2, 6][what.token_start // 16 : (what.token_end - 1) // 16 + 1]
+
+    def must_copy_between(*arguments: object) -> bool:
+        assert page_copies.copy_between(*arguments)  # type: ignore[arg-type]
+        return True
+
+    pages.copy_across(source, theirs, pool, TABLE, what)
+    pages.copy_across(source.to(DEVICE), theirs, target, TABLE, what, must_copy_between)
+    assert torch.equal(as_bytes(target), as_bytes(pool)), "the range, and nothing beside it"
+    for token in range(what.token_start, what.token_end):
+        block = theirs[token // 16 - what.token_start // 16]
+        for layer in range(what.layer_start, what.layer_end):
+            expected = source[layer, :, block, token % 16]
+            assert torch.equal(as_bytes(pool[layer, :, TABLE[token // 16], token % 16]), as_bytes(expected))
+
+
 def test_a_range_of_several_tiles_is_one_launch_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     grids: list[tuple[int, ...]] = []
     launch = page_copies.copy_tokens.run
@@ -159,6 +182,8 @@ def test_the_kernel_is_chosen_where_triton_runs_and_torch_is_not_wanted(monkeypa
     monkeypatch.setattr("engine.kv.pool.obstacle", lambda device: "")
     assert choose_page_copies("auto", torch.device("cuda")) is page_copies.copy_range
     assert choose_page_copies("torch", torch.device("cuda")) is None
+    assert choose_pool_copies("auto", torch.device("cuda")) is page_copies.copy_between
+    assert choose_pool_copies("torch", torch.device("cuda")) is None
 
 
 ACCESSES = """
@@ -192,6 +217,9 @@ def test_threads_read_and_write_16_bytes_at_once_and_each_block_id_once() -> Non
     found = widths_of_accesses()
     assert set(found) == {case.name for case in page_copies.cases()}
     for name, copies in found.items():
+        if "from pool to pool" in name:
+            assert copies == [{"": 128} if "1 heads" in name else {"v4": 16, "": 16}], name
+            continue
         assert len(copies) == 2, name
         narrow = {"uint8, 132, heads 0-2": {"v2": 32, "": 16}, "int8, 132, heads 0-1": {"": 96}}
         expected = next((widths for part, widths in narrow.items() if part in name), {"v4": 16, "": 8})

@@ -30,9 +30,10 @@ def no_nccl(name: str) -> str | None:
     ("device", "wanted", "expected"),
     [
         ("cpu", "auto", ("shm", "gloo")),
-        ("cuda", "auto", ("cuda_ipc", "nccl", "gloo")),
-        ("cuda:3", "auto", ("cuda_ipc", "nccl", "gloo")),
+        ("cuda", "auto", ("cuda_pages", "cuda_ipc", "nccl", "gloo")),
+        ("cuda:3", "auto", ("cuda_pages", "cuda_ipc", "nccl", "gloo")),
         ("cpu", "gloo", ("gloo",)),
+        ("cpu", "shm_pages", ("shm_pages",)),
         ("cuda", "gloo", ("gloo",)),
         ("cuda:1", "nccl", ("nccl",)),
     ],
@@ -44,17 +45,21 @@ def test_a_worker_offers_what_its_device_can_use_best_first(
 
 
 def test_auto_leaves_out_what_the_machine_cannot_do() -> None:
-    assert selection.supported("cuda", "auto", no_nccl) == ("cuda_ipc", "gloo")
+    assert selection.supported("cuda", "auto", no_nccl) == ("cuda_pages", "cuda_ipc", "gloo")
 
 
 @pytest.mark.parametrize(
     ("device", "wanted", "message"),
     [
-        ("cpu", "nccl", "nccl moves GPU memory, but the device is cpu; use one of auto, shm, gloo"),
-        ("cpu", "cuda_ipc", "cuda_ipc moves GPU memory, but the device is cpu; use one of auto, shm, gloo"),
-        ("cuda:1", "shm", "shm moves CPU memory, but the device is cuda:1; use one of auto, cuda_ipc, nccl, gloo"),
+        ("cpu", "nccl", "nccl moves GPU memory, but the device is cpu; use one of auto, shm, shm_pages, gloo"),
+        ("cpu", "cuda_ipc", "cuda_ipc moves GPU memory, but the device is cpu; use one of auto, shm, shm_pages, gloo"),
+        (
+            "cuda:1",
+            "shm",
+            "shm moves CPU memory, but the device is cuda:1; use one of auto, cuda_pages, cuda_ipc, nccl, gloo",
+        ),
         ("cuda", "nccl", "nccl cannot be used here: this build of torch has no NCCL; use auto or gloo"),
-        ("cuda", "rdma", "'rdma' is none of auto, shm, gloo, cuda_ipc, nccl"),
+        ("cuda", "rdma", "'rdma' is none of auto, shm, shm_pages, gloo, cuda_pages, cuda_ipc, nccl"),
     ],
 )
 def test_a_transport_that_cannot_work_is_refused_with_the_remedy(device: str, wanted: str, message: str) -> None:
@@ -67,7 +72,7 @@ def test_a_transport_that_cannot_work_is_refused_with_the_remedy(device: str, wa
     [
         (CPU, CPU, True, "shm"),
         (CPU, CPU, False, "gloo"),
-        (GPU, GPU, True, "cuda_ipc"),
+        (GPU, GPU, True, "cuda_pages"),
         (GPU, GPU, False, "nccl"),
         (GPU, CPU, True, "gloo"),
         (CPU, GPU, False, "gloo"),
@@ -86,7 +91,17 @@ def test_a_pair_uses_the_first_that_both_have_and_the_place_allows(
 
 def test_the_reason_says_what_was_passed_over() -> None:
     _, reason = pick(GPU, ("cuda_ipc", "gloo"), is_same_host=False)
-    assert reason == "the workers are on different hosts; cuda_ipc needs one host; the receiver has no nccl"
+    passed_over = "the receiver has no cuda_pages; cuda_ipc needs one host; the receiver has no nccl"
+    assert reason == f"the workers are on different hosts; {passed_over}"
+
+
+def test_workers_of_unequal_layouts_share_no_pages_and_are_told_why() -> None:
+    unequal = "block_size is 16 at the sender and 32 at the receiver"
+    name, reason = pick(GPU, GPU, is_same_host=True, page_obstacle=unequal)
+    assert name == "cuda_ipc"
+    assert reason == f"both workers are on one host; cuda_pages needs equal layouts: {unequal}"
+    with pytest.raises(FailedPrecondition, match=f"shm_pages needs equal layouts: {unequal}; set transport: auto"):
+        pick(("shm_pages",), ("shm_pages",), is_same_host=True, page_obstacle=unequal)
 
 
 @pytest.mark.parametrize(
@@ -108,9 +123,9 @@ def test_workers_that_share_no_transport_are_refused_naming_both_lists(
 
 def test_what_this_machine_can_do_is_asked_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert selection.supported("cuda", "auto") == ("cuda_ipc", "gloo")
+    assert selection.supported("cuda", "auto") == ("cuda_pages", "cuda_ipc", "gloo")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    assert selection.supported("cuda", "auto") == ("cuda_ipc", "nccl", "gloo")
+    assert selection.supported("cuda", "auto") == ("cuda_pages", "cuda_ipc", "nccl", "gloo")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert selection.supported("cpu", "auto") == ("gloo",)
     with pytest.raises(ConfigError, match="shm cannot be used here: it shares memory in a way that darwin does not"):

@@ -16,6 +16,7 @@ from cluster.pb import handoff_pb2, rank_pb2
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
 from kv_transfer.transports.interface import serve_store
+from kv_transfer.transports.shm_pages import HostPool
 
 LAYOUT = KvLayout(num_layers=2, num_kv_heads=1, head_dim=4, dtype="float32", tp_size=1, block_size=4, model="m")
 BLOCKS, SLOTS, CHUNK = 6, 2, 4
@@ -28,7 +29,9 @@ class Side:
 
     def __init__(self, gpu: FakeGpu) -> None:
         self.compute = gpu.new_stream("compute")
-        self.kv = torch.full((2, 2, BLOCKS, CHUNK, 1, 4), POISON)
+        shape, memory = (2, 2, BLOCKS, CHUNK, 1, 4), HostPool()
+        raw = memory.allocate(torch.Size(shape).numel() * 4)
+        self.kv = raw.view(torch.float32).view(shape).fill_(POISON)
         self.engine = TransferEngine(
             self.kv,
             LAYOUT,
@@ -38,6 +41,8 @@ class Side:
             digest="off",  # the CPU would compute it before the copy has begun
             compute_stream=self.compute,  # type: ignore[arg-type]
             page_kernel=gpu.copy_range,
+            pool_kernel=gpu.copy_between,
+            memory=memory,
         )
 
     def open(self, address: str, transport: str, epoch: str, *, is_sender: bool) -> None:
@@ -113,6 +118,64 @@ def test_pages_that_are_written_again_at_once_arrive_as_they_were(
             each.result(SOON_S)
     assert [receiver.block(index) for index in range(num_chunks)] == [{float(index)} for index in range(num_chunks)]
     assert "compute" not in gpu.syncs
+    for side in (sender, receiver):
+        side.engine.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_shared_pages_that_are_written_again_when_they_are_read_arrive_as_they_were(
+    seed: int, store_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each chunk is offered before the step that writes its pages has begun, and the step that writes garbage to them
+    is launched when the receiver has read them. The copy overtakes no step that had the receiver's pages before."""
+    gpu = FakeGpu(seed)
+    gpu.patch(monkeypatch)
+    sender, receiver = opened(gpu, store_address, "shm_pages")
+    num_chunks = 5
+    with ThreadPoolExecutor(1) as sends, ThreadPoolExecutor(1) as receives:
+        sendings, landings = [], []
+        for index in range(num_chunks):
+            what = chunk("e", index % SLOTS, 0, CHUNK, index=index)
+            old = receiver.step(index, GARBAGE)
+            if index >= SLOTS:
+                landings[index - SLOTS].result(SOON_S)
+                sendings[index - SLOTS].result(SOON_S)
+                sender.step(index % SLOTS, GARBAGE)
+            ready = sender.step(index % SLOTS, float(index))
+            sender.engine.gather(what, [index % SLOTS], ready)
+            landing = receiver.engine.post_receive(what, [index])
+            landings.append(receives.submit(receiver.engine.complete_receive, landing, old))
+            sendings.append(sends.submit(sender.engine.complete_send, sender.engine.send("e", what.slot)))
+        for each in (*landings, *sendings):
+            each.result(SOON_S)
+    assert [receiver.block(index) for index in range(num_chunks)] == [{float(index)} for index in range(num_chunks)]
+    assert "compute" not in gpu.syncs
+    for side in (sender, receiver):
+        side.engine.close()
+
+
+def test_shared_pages_are_said_to_be_read_when_the_copy_has_ended(
+    store_address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = FakeGpu(0)
+    gpu.patch(monkeypatch)
+    sender, receiver = opened(gpu, store_address, "shm_pages")
+    may_run: list[bool] = []
+    what = chunk("e", 0, 0, CHUNK)
+    sender.engine.gather(what, [0], sender.step(0, 3.0))
+    landing = receiver.engine.post_receive(what, [1])
+    named = receiver.step(1, GARBAGE, lambda: bool(may_run))
+    gpu.syncs.clear()
+    with ThreadPoolExecutor(2) as pool:
+        sent = pool.submit(sender.engine.complete_send, sender.engine.send("e", 0))
+        landed = pool.submit(receiver.engine.complete_receive, landing, named)
+        gpu.await_sync()  # the copy is launched
+        while gpu.run_some():
+            assert not sent.done()
+        may_run.append(True)
+        landed.result(SOON_S)
+        sent.result(SOON_S)
+    assert receiver.block(1) == {3.0}
     for side in (sender, receiver):
         side.engine.close()
 
