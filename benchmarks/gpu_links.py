@@ -23,6 +23,7 @@ from benchmarks.gpu_engine import median_s
 from benchmarks.gpu_part import Clock, attempt, run_named
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from cluster.settings import JsonSettings
+from cluster.transports import shares_pages
 from engine.kv.pool import choose_page_copies
 from engine.model_runner import ModelRunner
 from engine.step_input import SequenceSlice, build_step
@@ -54,7 +55,7 @@ def links(device: str, clock: Clock) -> None:
     for kernels in ("torch",) if is_cpu else ("auto", "torch"):
         name = f"copies of pages, engine.kernels {kernels}"
         attempt(name, lambda kernels=kernels: _copy_pages(torch.device(devices[0]), kernels, is_cpu))  # type: ignore[misc]
-    for transport in ("shm", "gloo") if is_cpu else ("cuda_ipc", "gloo", "nccl"):
+    for transport in ("shm", "shm_pages", "gloo") if is_cpu else ("cuda_pages", "cuda_ipc", "gloo", "nccl"):
         attempt(transport, lambda transport=transport: _move(transport, devices, environments, is_cpu))  # type: ignore[misc]
     attempt("tensor parallelism of 2", lambda: _compare_ranks(devices, environments))
 
@@ -94,7 +95,8 @@ def _move(
     (chunk,) = plan.chunk_sizes
     rates = {name: kv_bandwidth.median_rate(measured, name, chunk) for name in (transport, "copy")}
     told = {"gb_s": round(rates[transport], 2), "copy_gb_s": round(rates["copy"], 2)}
-    return told | {"devices": " ".join(devices), "of_copy": round(2 * rates[transport] / rates["copy"], 3)}
+    num_copies = 1 if shares_pages(transport) else 2
+    return told | {"devices": " ".join(devices), "of_copy": round(num_copies * rates[transport] / rates["copy"], 3)}
 
 
 def _compare_ranks(devices: tuple[str, str], environments: tuple[dict[str, str], dict[str, str]]) -> dict[str, Any]:

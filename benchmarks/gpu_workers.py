@@ -18,12 +18,15 @@ from benchmarks.gpu_part import Clock, attempt, found, run_named
 from benchmarks.plain_cluster import ROOT, ProgramFailed, running_router, running_workers
 from benchmarks.worker_pair import WorkerPair, running_pair
 from cluster.config.load import load_config
+from cluster.transports import shares_pages
 from controller.plan import plan_cluster
 
 MODEL = ROOT / "models" / "tiny-shakespeare"
 VOCAB_SIZE, MAX_MODEL_LEN = 1024, 1024
 PROMPTS, OUTPUT_TOKENS = (5, 130, 500), 40
 NUM_STREAMS = 8
+SECOND_PAIR_S = 20.0
+"""Two more workers are not started with less time left."""
 
 
 def _values(device: str) -> dict[str, Any]:
@@ -34,12 +37,21 @@ def _values(device: str) -> dict[str, Any]:
 
 
 def handoff(device: str, clock: Clock) -> None:
-    """Prompts that are handed over, against the same ones that the decode worker computes alone."""
+    """Prompts that are handed over by pages and by slots, against the same ones that the decode worker computes
+    alone."""
+    for transport in ("shm_pages", "shm") if device == "cpu" else ("cuda_pages", "cuda_ipc"):
+        if clock.left_s < SECOND_PAIR_S and not shares_pages(transport):
+            found(transport, skipped=f"{clock.left_s:.0f} s are left")
+        else:
+            _hand_off_all(transport, device)
+
+
+def _hand_off_all(transport: str, device: str) -> None:
     began = time.perf_counter()
-    with running_pair(MODEL, MAX_MODEL_LEN, **_values(device)) as pair:
-        found("both workers are ready", seconds=round(time.perf_counter() - began, 1))
+    with running_pair(MODEL, MAX_MODEL_LEN, transport=transport, **_values(device)) as pair:
+        found(f"both workers are ready, {transport}", seconds=round(time.perf_counter() - began, 1))
         for size in PROMPTS:
-            attempt(f"hand-off of {size} tokens", lambda size=size: _hand_off(pair, size))  # type: ignore[misc]
+            attempt(f"{size} tokens by {transport}", lambda size=size: _hand_off(pair, size))  # type: ignore[misc]
 
 
 def _hand_off(pair: WorkerPair, size: int) -> dict[str, Any]:

@@ -6,8 +6,9 @@ each transport. Rates are bytes of KV per second from the first gather to the la
 is not measured, and what it brought is compared with what was sent.
 
 A transport through memory is held against the plain copy of one process, and counted twice: each byte is gathered once
-and scattered once. A transport through a network is held against the socket, which moves as many bytes from memory to
-memory: by itself, from slot to slot, and once more as a whole, with gather, digest and scatter.
+and scattered once; where pages are shared it is copied once, and counted so. A transport through a network is held
+against the socket, which moves as many bytes from memory to memory: by itself, from slot to slot, and once more as a
+whole, with gather, digest and scatter.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 
 from benchmarks.kv_peer import TOKEN_BYTES, PeerSettings
 from benchmarks.plain_cluster import Program
+from cluster.transports import shares_pages
 from kv_transfer.transports.interface import serve_store
 
 HOST = "127.0.0.1"
 NUM_SLOTS = 4
 THROUGH_MEMORY = ("shm", "cuda_ipc", "nccl")
+COPIED_ONCE = ("shm_pages", "cuda_pages")
 THROUGH_NETWORK = ("gloo",)
 
 
@@ -43,6 +46,8 @@ class Rates:
         rate = self.by_name[name][chunk_tokens]
         if name in THROUGH_MEMORY:
             return 2 * rate / self.by_name["copy"][chunk_tokens]
+        if name in COPIED_ONCE:
+            return rate / self.by_name["copy"][chunk_tokens]
         return rate / self.by_name["socket"][chunk_tokens]
 
 
@@ -144,6 +149,7 @@ def running_peers(plan: Plan) -> Iterator[Peers]:
                 store_address=store_address,
                 grants_fd=grants[side].fileno(),
                 tcp_fd=tcp[side].fileno(),
+                pool_of=next((name for name in plan.transports if shares_pages(name)), ""),
             )
             fds = (settings.grants_fd, settings.tcp_fd)
             programs.append(Program("benchmarks.kv_peer", settings, fds, plan.environments[side]))

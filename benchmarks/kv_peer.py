@@ -11,6 +11,7 @@ a transport's slots as they are.
 from __future__ import annotations
 
 import json
+import math
 import random
 import socket
 import sys
@@ -28,12 +29,12 @@ from cluster.errors import BatonError
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
 from cluster.settings import JsonSettings
-from engine.kv.pool import choose_page_copies
+from engine.kv.pool import choose_page_copies, choose_pool_copies
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import Landing, Sending, TransferEngine
 from kv_transfer.transports.interface import Meeting, Pair, StoreClients, TransferWork
-from kv_transfer.transports.selection import make_pair
+from kv_transfer.transports.selection import make_pair, pool_memory
 
 HOST = "127.0.0.1"
 KEY = RequestKey("benchmark", 1)
@@ -61,6 +62,8 @@ class PeerSettings(JsonSettings):
     """One end of a socket pair: the receiver writes a byte for each chunk that may come."""
     tcp_fd: int
     """One end of a TCP connection over loopback."""
+    pool_of: str
+    """The transport that shares pages, if one does: the cache lies in its memory."""
 
 
 class Peer:
@@ -74,7 +77,12 @@ class Peer:
         random.Random(settings.is_sender).shuffle(order)
         self._table = order[:num_blocks]
         shape = (LAYOUT.num_layers, 2, len(order), BLOCK_SIZE, LAYOUT.num_kv_heads, LAYOUT.head_dim)
-        self._kv = torch.zeros(shape, device=settings.device)
+        device = torch.device(settings.device)
+        self._memory = pool_memory((settings.pool_of,), device) if settings.pool_of else None
+        if self._memory is None:
+            self._kv = torch.zeros(shape, device=device)
+        else:
+            self._kv = self._memory.allocate(4 * math.prod(shape)).view(torch.float32).view(shape)
         self._copy = torch.zeros_like(self._kv)
         self._grants = socket.socket(fileno=settings.grants_fd)
         self._tcp = socket.socket(fileno=settings.tcp_fd)
@@ -88,6 +96,8 @@ class Peer:
             host=HOST,
             digest=settings.digest,
             page_kernel=choose_page_copies("auto", self._kv.device),
+            pool_kernel=choose_pool_copies("auto", self._kv.device),
+            memory=self._memory,
         )
         self._stores = StoreClients(TIMEOUT_S)
         self._pairs: dict[str, Pair] = {}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from cluster.errors import TransferFailed
 from cluster.lifecycle import RequestKey
 from cluster.pb import handoff_pb2, rank_pb2
-from engine.kv.pool import choose_page_copies
+from engine.kv.pool import choose_page_copies, choose_pool_copies
 from kv_transfer import pages
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
@@ -65,7 +65,7 @@ except TransferFailed:
     print("moved:", has_moved)
 """
 
-# Layers, tokens, tokens of a chunk, slots, store. Sends its pages, which count from 0, again for each line it reads.
+# Layers, tokens, tokens of a chunk, slots, store, transport. Sends its pages, which count from 0, again for each line.
 IPC_SENDER = """
 import sys, threading, queue, torch
 from cluster.pb import handoff_pb2, rank_pb2
@@ -74,16 +74,21 @@ from engine.kv.pool import choose_page_copies
 from kv_transfer.actions import Chunk, Range
 from kv_transfer.layout import KvLayout
 from kv_transfer.transfer_engine import TransferEngine
+from kv_transfer.transports.selection import pool_memory
 layers, tokens, chunk, slots = map(int, sys.argv[1:5])
 layout = KvLayout(
     num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
 )
 kv = torch.arange(layers * 2 * tokens * 8 * 128, device="cuda", dtype=torch.int32).view(torch.int16)[::2]
 kv = kv.contiguous().view(torch.bfloat16).view(layers, 2, tokens // 16, 16, 8, 128)
-kernel = choose_page_copies("auto", kv.device)
-engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled", page_kernel=kernel)
+kernel, memory = choose_page_copies("auto", kv.device), pool_memory([sys.argv[6]], kv.device)
+if memory is not None:
+    kv = memory.allocate(kv.nbytes).view(kv.dtype).view(kv.shape).copy_(kv)
+engine = TransferEngine(
+    kv, layout, 0, timeout_s=60, host="127.0.0.1", digest="sampled", page_kernel=kernel, memory=memory
+)
 agreed = handoff_pb2.ReceiverHello(
-    store_address=sys.argv[5], transport="cuda_ipc", wire_format="native", chunk_tokens=chunk, num_slots=slots
+    store_address=sys.argv[5], transport=sys.argv[6], wire_format="native", chunk_tokens=chunk, num_slots=slots
 )
 spec = rank_pb2.OpenPair(pair_epoch="e1", is_sender=True, remote=layout.to_proto(), agreed=agreed)
 engine.open_pair(engine.add_pair(spec))
@@ -223,19 +228,21 @@ def test_gpu_pages_move_in_order_with_the_models_kernels(
 
 @contextmanager
 def ipc_pair(
-    address: str, layers: int, tokens: int, chunk: int, slots: int
+    address: str, layers: int, tokens: int, chunk: int, slots: int, transport: str = "cuda_ipc"
 ) -> Iterator[tuple[subprocess.Popen[str], TransferEngine, torch.Tensor]]:
     """A sending process, and this process's engine and pages."""
     layout = KvLayout(
         num_layers=layers, num_kv_heads=8, head_dim=128, dtype="bfloat16", tp_size=1, block_size=16, model="m"
     )
     kv = torch.zeros(layers, 2, tokens // 16, 16, 8, 128, dtype=torch.bfloat16, device="cuda")
-    kernel = choose_page_copies("auto", kv.device)
-    engine = TransferEngine(kv, layout, 0, timeout_s=60, host="127.0.0.1", page_kernel=kernel)
-    command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address]
+    kernels = choose_page_copies("auto", kv.device), choose_pool_copies("auto", kv.device)
+    engine = TransferEngine(
+        kv, layout, 0, timeout_s=60, host="127.0.0.1", page_kernel=kernels[0], pool_kernel=kernels[1]
+    )
+    command = [sys.executable, "-c", IPC_SENDER, *map(str, (layers, tokens, chunk, slots)), address, transport]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sender:
         try:
-            engine.open_pair(engine.add_pair(spec(address, False, layout, "cuda_ipc", chunk, slots)))
+            engine.open_pair(engine.add_pair(spec(address, False, layout, transport, chunk, slots)))
             assert sender.stdout is not None and sender.stdout.readline() == "open\n"
             yield sender, engine, kv
         finally:
@@ -259,11 +266,12 @@ def receive_all(engine: TransferEngine, tokens: int, chunk: int, slots: int, lay
     return moved
 
 
-def test_cuda_ipc_moves_pages_between_two_processes_at_a_rate(
-    store_address: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("transport", ["cuda_ipc", "cuda_pages"])
+def test_pages_move_between_two_processes_at_a_rate(
+    store_address: str, capsys: pytest.CaptureFixture[str], transport: str
 ) -> None:
     layers, tokens, chunk, slots = 32, 8192, 512, 4
-    with ipc_pair(store_address, layers, tokens, chunk, slots) as (sender, engine, kv):
+    with ipc_pair(store_address, layers, tokens, chunk, slots, transport) as (sender, engine, kv):
         assert sender.stdin is not None
         rates = []
         for _ in range(6):
@@ -283,7 +291,8 @@ def test_cuda_ipc_moves_pages_between_two_processes_at_a_rate(
             times.append(kv.nbytes / (time.perf_counter() - started) / 1e9)
     rate, plain = statistics.median(rates[1:]), statistics.median(times[1:])
     with capsys.disabled():
-        print(f"\ncuda_ipc: {rate:.1f} GB/s, {2 * rate / plain:.0%} of a device-to-device copy ({plain:.1f} GB/s)")
+        share = (1 if transport == "cuda_pages" else 2) * rate / plain  # each byte is copied once, or twice
+        print(f"\n{transport}: {rate:.1f} GB/s, {share:.0%} of a device-to-device copy ({plain:.1f} GB/s)")
     assert rate > 1
 
 

@@ -246,7 +246,8 @@ def test_every_part_of_the_gpu_command_but_the_kernels_own_tests_runs_on_a_cpu(t
     found = {name: {each["name"]: each for each in part["findings"]} for name, part in parts.items()}
     assert found["tests"]["tests"]["skipped"] > 100 and found["transfers"]["tests"]["skipped"] > 50
     assert found["links"]["shm"]["gb_s"] > 0 and found["links"]["tensor parallelism of 2"]["largest"] > 0
-    assert found["handoff"]["hand-off of 500 tokens"]["tokens"] > 0
+    assert found["links"]["shm_pages"]["gb_s"] > 0
+    assert found["handoff"]["500 tokens by shm_pages"]["tokens"] > 0
     assert found["router"]["streams"]["same_again"] == "8 of 8"
     assert found["router"]["streams"]["disaggregated"] > 0
 
