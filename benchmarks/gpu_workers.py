@@ -58,7 +58,7 @@ def _hand_off(pair: WorkerPair, size: int) -> dict[str, Any]:
     prompt = pair.random_prompt(size, VOCAB_SIZE)
     began = time.perf_counter()
     _, heard = pair.hand_off_of(prompt, OUTPUT_TOKENS)
-    pair.wait("the output is whole", lambda: heard.ended is not None)
+    pair.wait("the output is whole", lambda: heard.ended is not None and 0 in heard.tokens)
     alone = pair.alone(prompt, OUTPUT_TOKENS)
     pair.wait("the output is whole", lambda: alone.ended is not None)
     if heard.token_ids != alone.token_ids:

@@ -38,10 +38,14 @@ class Heard:
     first_token: float | None = None
     decoding: float | None = None
     ended: float | None = None
-    token_ids: list[int] = field(default_factory=list)
-    """Of the output so far."""
+    tokens: dict[int, int] = field(default_factory=dict)
+    """The output so far, by index. The prefill worker tells of the first one on a session of its own, maybe last."""
     failure: str = ""
     is_cancelled: bool = False
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [self.tokens[index] for index in sorted(self.tokens)]
 
 
 class Session:
@@ -102,7 +106,7 @@ class Session:
             case "tokens":
                 heard = self._heard_of(event.tokens.key)
                 heard.first_token = heard.first_token or now
-                heard.token_ids += event.tokens.token_ids
+                heard.tokens.update(enumerate(event.tokens.token_ids, event.tokens.first_token_index))
                 if event.tokens.finish_reason:
                     heard.ended = now
             case "failed":
