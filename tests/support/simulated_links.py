@@ -156,7 +156,7 @@ class Link:
         assert isinstance(hello, handoff_pb2.SenderMessage)
         node, caller = end.node, self.caller.node
         agreed = handoff_pb2.ReceiverHello(
-            transport="simulated",
+            transport="shm_pages" if self._world.shares_pages else "simulated",
             chunk_tokens=min(node.chunk_tokens, caller.chunk_tokens),
             num_slots=min(node.num_slots, caller.num_slots),
         )

@@ -1,8 +1,9 @@
 """The ranks of a simulated worker, as one: steps that take turns, gathers, and pairs between two workers.
 
 A long step writes layer by layer while others have their turns; a gather runs once what it reads is written; sends and
-receives of a pair meet in the order in which they were posted, and end in that order on either side. An operation may
-fail, a pair may be closed at any moment, and what was posted on it still ends, later. Every command is answered once.
+receives of a pair meet in the order in which they were posted, and end in that order on either side. Where pages are
+shared, a landing reads those of the sender at that moment, and fails once a side is closed. An operation may fail, a
+pair may be closed at any moment, and what was posted on it still ends, later. Every command is answered once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,6 +124,7 @@ class Transfer:
     send_slot: int | None = None
     receive_slot: int | None = None
     has_moved: bool = False
+    has_landed: bool = False
     is_broken: bool = False
 
     @property
@@ -148,8 +151,8 @@ class PairSide:
     is_closed: bool = False
     posted: deque[Posted] = field(default_factory=deque)
     num_transfers: int = 0
-    slots: dict[int, tuple[int, Cells]] = field(default_factory=dict)
-    """What lies in each slot: its tag and cells."""
+    slots: dict[int, tuple[int, Callable[[], Cells]]] = field(default_factory=dict)
+    """What lies in each slot: its tag, and its cells, or how they are read."""
 
 
 _OVER = PairSide(is_closed=True)
@@ -266,11 +269,13 @@ class Ranks:
         places = self.pages.places(what.block_table, where.token_start, where.token_end)
         mine = world.mark_of(chunk.key).cells(world.tokens_of(chunk.key)[: where.token_end], where.token_start)
         layers = slice(where.layer_start, where.layer_end)
-        cells = self.pages.read(places, layers, mine, f"a gather of {self.node.name} for {chunk}")
+        who = f"a {'reader' if world.shares_pages else 'gather'} of {self.node.name} for {chunk}"
+        cells = self.pages.read(places, layers, mine, who)
         if side.is_closed or world.strikes("gather failed"):
             self._reply(number, "the gather failed", KIND_TRANSFER)
             return
-        side.slots[chunk.slot] = chunk.tag, cells
+        later = partial(self.pages.read, places, layers, mine, who)
+        side.slots[chunk.slot] = chunk.tag, later if world.shares_pages else lambda: cells
         self._reply(number, "", KIND_NONE, cells.nbytes)
 
     def _close(self, number: int, epoch: str) -> None:
@@ -286,6 +291,8 @@ class Ranks:
         if posted.transfer is None:
             return all(side.is_opened for side in pair.sides.values())
         is_late = posted.kind == "receive" and posted.command.after_step > self.num_steps_done
+        if self.node.world.shares_pages and posted.kind == "send":
+            return posted.transfer.has_landed or posted.transfer.is_broken
         return (posted.transfer.is_met or posted.transfer.is_broken) and not is_late
 
     def _end(self, epoch: str) -> None:
@@ -303,6 +310,8 @@ class Ranks:
             is_well = not is_cut and not world.strikes("pair did not open")
             return self._reply(posted.number, "" if is_well else "the pair was closed", KIND_TRANSFER)
         has_arrived = transfer.has_moved and (not is_cut or world.random.random() < 0.5)
+        if world.shares_pages:
+            has_arrived = transfer.has_landed and has_arrived
         if not has_arrived and (is_cut or not transfer.is_met or world.strikes(f"{posted.kind} failed")):
             transfer.is_broken = True
             self._tear_if_landing(posted)
@@ -324,15 +333,18 @@ class Ranks:
     def _land(self, side: PairSide, posted: Posted) -> None:
         what, chunk = posted.command, posted.chunk
         assert chunk is not None
-        tag, cells = side.slots[chunk.slot]
+        tag, read = side.slots[chunk.slot]
         if tag != chunk.tag:
             raise Alarm(f"{chunk} was expected in its landing slot, but another chunk lies there")
+        assert posted.transfer is not None
         if self.node.world.strikes("damaged"):
+            posted.transfer.is_broken = True
             return self._reply(posted.number, "the digest differs", KIND_CORRUPT)
         where = chunk.range
         places = self.pages.places(what.block_table, where.token_start, where.token_end)
         owner, layers = self.node.world.mark_of(chunk.key).owner, slice(where.layer_start, where.layer_end)
-        cells = cells.copy()
+        cells = read().copy()
+        posted.transfer.has_landed = True
         cells[OWNER] = owner
         self.pages.write(places, layers, cells, owner, f"a landing of {self.node.name} for {chunk}")
         return self._reply(posted.number, "", KIND_NONE, cells.nbytes)

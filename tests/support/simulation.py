@@ -149,10 +149,16 @@ class World:
     """Workers, what is on its way between them, a router, and faults at given rates (per opportunity)."""
 
     def __init__(
-        self, seed: int | random.Random, faults: Mapping[str, float] | None = None, overlaps: bool = False
+        self,
+        seed: int | random.Random,
+        faults: Mapping[str, float] | None = None,
+        overlaps: bool = False,
+        shares_pages: bool = False,
     ) -> None:
-        """`overlaps`: steps of its workers are launched before the one before them is read."""
+        """`overlaps`: steps of its workers are launched before the one before them is read. `shares_pages`: a worker
+        that receives reads the pages of the one that sends."""
         self.overlaps = overlaps
+        self.shares_pages = shares_pages
         self.random = seed if isinstance(seed, random.Random) else random.Random(seed)
         self.rates = dict(faults or {})
         self.counts: Counter[str] = Counter()
