@@ -128,18 +128,33 @@ class CudaDriver:
         except (TransferFailed, RuntimeError) as error:
             logger.error("%d bytes of shared GPU memory stay mapped: %s", size, reason_of(error))
 
-    def tensor_at(self, address: int, size: int, owner: object) -> Tensor:
-        """Returns uint8 [size] at an address; it keeps its owner alive."""
-        tensor = torch.as_tensor(_Array(address, size, owner))
+    def tensor_of(self, handle: int, size: int, device: int) -> Tensor:
+        """Returns uint8 [size] that a GPU maps until nothing refers to it any more."""
+        mapping = _Mapping(self, self.map(handle, size, device), size, device)
+        return self.tensor_at(mapping.address, size, self.owner_of(handle), mapping)
+
+    def tensor_at(self, address: int, size: int, device: int, owner: object) -> Tensor:
+        """Returns uint8 [size] at an address of that GPU's memory; it keeps its owner alive.
+
+        Without the device, torch may copy all of it to memory of the host (github.com/pytorch/pytorch/issues/54139).
+        """
+        try:
+            tensor = torch.as_tensor(_Array(address, size, owner), device=torch.device("cuda", device))
+        except RuntimeError as error:
+            raise TransferFailed(f"torch cannot use shared GPU memory: {reason_of(error)}") from error
         if tensor.data_ptr() != address:
             raise TransferFailed("torch does not see shared GPU memory where it is")
         return tensor
 
-    def _access(self, handle: int, device: int) -> ctypes.Array[AccessDescription]:
-        """For the GPU that uses the memory and the one that has it: a copy may run on either."""
+    def owner_of(self, handle: int) -> int:
+        """The GPU whose memory it is."""
         found = AllocationProperties()
         self._call("cuMemGetAllocationPropertiesFromHandle", ctypes.byref(found), ctypes.c_ulonglong(handle))
-        users = sorted({device, found.location.id})
+        return int(found.location.id)
+
+    def _access(self, handle: int, device: int) -> ctypes.Array[AccessDescription]:
+        """For the GPU that uses the memory and the one that has it: a copy may run on either."""
+        users = sorted({device, self.owner_of(handle)})
         descriptions = [AccessDescription(_Location(_ON_DEVICE, user), _READ_WRITE) for user in users]
         return (AccessDescription * len(users))(*descriptions)
 
@@ -180,8 +195,7 @@ class DeviceMemory:
 
     def _map(self, meeting: Meeting, handle: int, device: int) -> list[Tensor]:
         size, stride = self._size(meeting, device), _stride(meeting)
-        mapping = DeviceMapping(self._driver, self._driver.map(handle, size, device), size, device)
-        whole = self._driver.tensor_at(mapping.address, size, mapping)
+        whole = self._driver.tensor_of(handle, size, device)
         return [whole[i * stride : i * stride + meeting.slot_bytes] for i in range(meeting.num_slots)]
 
     def _size(self, meeting: Meeting, device: int) -> int:
@@ -189,7 +203,7 @@ class DeviceMemory:
         return -(-meeting.num_slots * _stride(meeting) // unit) * unit
 
 
-class DeviceMapping:
+class _Mapping:
     """Unmaps when nothing refers to it any more; the end of the process needs no help."""
 
     def __init__(self, driver: CudaDriver, address: int, size: int, device: int) -> None:

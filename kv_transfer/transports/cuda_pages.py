@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cluster.errors import TransferFailed
-from kv_transfer.transports.cuda_ipc import CudaDriver, DeviceMapping, cuda_driver, device_index
+from kv_transfer.transports.cuda_ipc import CudaDriver, cuda_driver, device_index
 from kv_transfer.transports.interface import Meeting
 from kv_transfer.transports.ring import RingPair, SharedPool, platform_obstacle
 from kv_transfer.transports.shm import HostMemory
@@ -32,7 +32,7 @@ class DevicePool:
         size = self._size(num_bytes)
         handle = self._driver.create(size, self._device)
         try:
-            pool = self._map(handle, size)
+            pool = self._driver.tensor_of(handle, size, self._device)
             pool.zero_()
         except BaseException:
             self._driver.release(handle)
@@ -48,13 +48,9 @@ class DevicePool:
     def attach(self, descriptor: int, num_bytes: int) -> Tensor:
         handle = self._driver.find(descriptor)
         try:
-            return self._map(handle, self._size(num_bytes))[:num_bytes]
+            return self._driver.tensor_of(handle, self._size(num_bytes), self._device)[:num_bytes]
         finally:
             self._driver.release(handle)
-
-    def _map(self, handle: int, size: int) -> Tensor:
-        mapping = DeviceMapping(self._driver, self._driver.map(handle, size, self._device), size, self._device)
-        return self._driver.tensor_at(mapping.address, size, mapping)
 
     def _size(self, num_bytes: int) -> int:
         unit = self._driver.granularity(self._device)

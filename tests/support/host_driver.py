@@ -54,7 +54,10 @@ class HostDriver(CudaDriver):
     def unmap(self, address: int, size: int, device: int) -> None:
         del self.mappings[address]
 
-    def tensor_at(self, address: int, size: int, owner: object) -> torch.Tensor:
+    def owner_of(self, handle: int) -> int:
+        return 0
+
+    def tensor_at(self, address: int, size: int, device: int, owner: object) -> torch.Tensor:
         self._may_fail("tensor_at")
         memory = (ctypes.c_ubyte * size).from_address(address)
         memory.owner = owner  # type: ignore[attr-defined]

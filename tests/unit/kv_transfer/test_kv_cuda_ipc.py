@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +82,61 @@ def test_what_is_told_to_the_driver_is_laid_out_as_it_expects() -> None:
     assert (AllocationProperties.compression.offset, AllocationProperties.usage.offset) == (24, 26)
     assert ctypes.sizeof(AccessDescription) == 12
     assert AccessDescription.flags.offset == 8
+
+
+class FakeLibrary:
+    """A driver that maps what it is asked for at one address, and notes who may use it."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner = owner
+        self.allowed: list[int] = []
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *arguments: 0
+
+    def cuMemAddressReserve(self, address: Any, *rest: object) -> int:
+        address._obj.value = ADDRESS
+        return 0
+
+    def cuMemGetAllocationPropertiesFromHandle(self, found: Any, handle: object) -> int:
+        found._obj.location.id = self._owner
+        return 0
+
+    def cuMemSetAccess(self, address: object, size: object, access: Any, count: object) -> int:
+        self.allowed = [each.location.id for each in access]
+        return 0
+
+
+ADDRESS = 0x7F0000000000
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_torch_is_told_which_gpu_has_the_memory_or_it_would_copy_it(
+    owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver's is 1."""
+    driver, told = CudaDriver.__new__(CudaDriver), []
+    driver._library = FakeLibrary(owner)
+    monkeypatch.setattr(CudaDriver, "unmap", lambda *arguments: None)
+
+    def as_tensor(array: Any, device: torch.device | None = None) -> SimpleNamespace:
+        told.append(device)
+        shape, (address, _) = (array.__cuda_array_interface__[name] for name in ("shape", "data"))
+        return SimpleNamespace(shape=shape, data_ptr=lambda: address)
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    assert driver.tensor_of(7, 1 << 21, device=1).shape == (1 << 21,)
+    assert told == [torch.device("cuda", owner)]
+    assert driver._library.allowed == sorted({1, owner})
+
+
+def test_memory_that_torch_refuses_is_a_transfer_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(array: object, device: torch.device) -> None:
+        raise RuntimeError("The specified pointer resides on host memory")
+
+    monkeypatch.setattr(torch, "as_tensor", refuse)
+    with pytest.raises(TransferFailed, match="torch cannot use shared GPU memory: The specified pointer"):
+        CudaDriver.__new__(CudaDriver).tensor_at(ADDRESS, 512, 0, None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA driver here")
