@@ -16,7 +16,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +54,7 @@ class DecodeInputs:
     batch: AttentionBatch
 
 
+Made = TypeVar("Made")
 Compute = Callable[[DecodeInputs], torch.Tensor]
 """Logits [n, V] of a pass; reads and writes fixed memory only, and waits for nothing."""
 
@@ -186,20 +189,18 @@ class DecodeGraphs:
         """
         self.sizes = bucket_sizes(most)
         most = self.sizes[-1]
-        self._inputs = InputMemory(most, width, block_size, scratch_block, device)
-        self._logits = torch.empty((most, vocab_size), device=device)
-        self._chooser = None if chooser_of is None else chooser_of(self._logits.device, most)
         self._is_prepared = False
         self._replays: dict[int, Callable[[], None]] = {}
+
+        def reserve() -> tuple[InputMemory, torch.Tensor, RecordedChooser | None]:
+            inputs = InputMemory(most, width, block_size, scratch_block, device)
+            logits = torch.empty((most, vocab_size), device=device)
+            return inputs, logits, None if chooser_of is None else chooser_of(logits.device, most)
+
+        self._inputs, self._logits, self._chooser = _on_every_rank(reserve, agree)
         for size in reversed(self.sizes):
             self._inputs.fill(build_step([], block_size), size)
-            problem = ""
-            try:
-                self._replays[size] = capture(self._work(compute, size))
-            except RuntimeError as error:  # of CUDA, out of memory included
-                problem = str(error) or type(error).__name__
-            if not agree(not problem):
-                raise RuntimeError(problem or "another rank could not")
+            self._replays[size] = _on_every_rank(partial(capture, self._work(compute, size)), agree)
 
     def takes(self, step: StepInput, sampled: torch.Tensor | None = None) -> bool:
         """Whether `run` can compute it. Its block copies are the caller's to carry out."""
@@ -244,6 +245,18 @@ class DecodeGraphs:
         return work
 
 
+def _on_every_rank(work: Callable[[], Made], agree: Callable[[bool], bool]) -> Made:
+    """What `work` makes. Raises RuntimeError on every rank where CUDA refuses it on one, out of memory included."""
+    try:
+        made = work()
+    except RuntimeError as error:
+        agree(False)
+        raise RuntimeError(str(error) or type(error).__name__) from error
+    if not agree(True):
+        raise RuntimeError("another rank could not")
+    return made
+
+
 class CudaCapture:
     """Captures on one device. All recordings share one memory pool, so they must not run at the same time.
 
@@ -265,9 +278,15 @@ class CudaCapture:
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile, for transfers: only this one is held to what can be captured.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                work()
-            torch.cuda.current_stream().wait_stream(stream)
+            before = torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+                    work()
+            except RuntimeError as error:
+                # The end of a capture that has failed fails too, says no more than that, and leaves its stream current.
+                torch.cuda.set_stream(before)
+                raise RuntimeError(str(error.__context__ or error)) from error
+            before.wait_stream(stream)
         return graph.replay
 
 

@@ -24,6 +24,7 @@ from engine.attention.flash import FlashAttention
 from engine.cuda_graphs import CudaCapture, DecodeGraphs, InputMemory
 from engine.model_runner import ModelRunner
 from engine.sampling.params import SampleRow, SamplingParams
+from engine.sampling.sampler import Sampler
 from engine.sampling.samples import Samples
 from engine.step_input import SequenceSlice, StepInput, build_step
 
@@ -180,6 +181,7 @@ class _FakeCuda:
         self.reserved: Counter[tuple[str, _FakeStream]] = Counter()
         self.calls: list[str] = []
         self.num_replays = 0
+        self.is_refusing = False
         names = {
             "Stream": lambda: _FakeStream("side", self),
             "current_stream": lambda: self.current,
@@ -188,6 +190,7 @@ class _FakeCuda:
             "graph_pool_handle": lambda: "shared",
             "CUDAGraph": lambda: self,
             "graph": self._graph,
+            "set_stream": lambda stream: setattr(self, "current", stream),
         }
         for name, value in names.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -204,7 +207,11 @@ class _FakeCuda:
     def _graph(self, graph: Any, *, pool: str, stream: _FakeStream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
         with self._under("current", stream), self._under("pool", pool):
-            yield
+            try:
+                yield
+            finally:  # as torch's: what is raised here comes in place of what was raised in the block
+                if self.is_refusing:
+                    raise RuntimeError("operation failed due to a previous error during capture")
 
     @contextmanager
     def _under(self, name: str, value: Any) -> Iterator[None]:
@@ -243,6 +250,24 @@ def test_all_recordings_together_reserve_what_the_largest_takes(monkeypatch: pyt
         "main waits for side",
     ]
     assert cuda.num_replays == 1
+
+
+@pytest.mark.parametrize("cause", ["operation not permitted when stream is capturing", ""])
+def test_a_capture_that_fails_names_the_cause_and_leaves_its_stream(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's end of it raises another error in place of the first, and its stream stays the current one."""
+    cuda = _FakeCuda(monkeypatch)
+    capture = CudaCapture(torch.device("cuda:0"))
+
+    def work() -> None:
+        if cuda.is_refusing and cause:
+            raise RuntimeError(cause)
+        cuda.is_refusing = True
+
+    with pytest.raises(RuntimeError, match=cause or "operation failed due to a previous error during capture"):
+        capture(work)
+    assert cuda.current is cuda.main
 
 
 def _captured_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captures: list[Callable]) -> list[ModelRunner]:
@@ -313,3 +338,27 @@ def test_where_one_rank_cannot_capture_none_does(tmp_path: Path, monkeypatch: py
     ]
     step = _starting_at([0, 0], BLOCK_SIZE)
     assert torch.equal(*on_each_rank(2, lambda tp: ranks[tp.rank].forward(step)))
+
+
+def test_where_rank_0_has_no_memory_to_choose_tokens_none_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It alone has a sampler: the others were in the first capture's collectives by then."""
+    folder = make_checkpoint("llama", tmp_path)
+    backend = FlashAttention(plain_kernels.flash_attn_varlen_func)
+    monkeypatch.setattr("engine.model_runner.choose_attention", lambda *_: (backend, "for this test"))
+    sampler = Sampler(VOCAB_SIZE)
+
+    def reserve(device: torch.device, most: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sampler, "reserve", reserve)
+    sizes = {"num_blocks": 8, "block_size": BLOCK_SIZE, "graphs_up_to": 3, "kernels": "torch"}
+    ranks = on_each_rank(
+        2,
+        lambda tp: make_runner(folder, tp=tp, capture=lambda work: work, sampler=None if tp.rank else sampler, **sizes),  # type: ignore[arg-type]
+    )
+    assert [rank.graphs_reason for rank in ranks] == [
+        "capturing them failed: CUDA out of memory",
+        "capturing them failed: another rank could not",
+    ]
