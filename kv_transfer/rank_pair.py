@@ -166,17 +166,22 @@ class RankPair:
             routes, self._routes = self._routes, []
             posted = [slot for slot, use in enumerate(self._uses) if use in (Use.POSTED, Use.LANDED)]
             self._held = [route.slots[slot] for route in routes for slot in posted]
-        stuck: list[Tensor] = []
-        for route in routes:
-            try:
-                route.pair.close()
-            except TransferFailed as error:
-                stuck += [route.slots[slot] for slot in posted]
-                logger.error("pair %s: %s; its slots stay quarantined", self.epoch, error.message)
-        with self._lock:
-            self._held = stuck
-        self._closed.set()
+        try:
+            stuck = [slot for route in routes for slot in self._close(route, posted)]
+            with self._lock:
+                self._held = stuck
+        finally:
+            self._closed.set()
         return True
+
+    def _close(self, route: RouteEnd, posted: list[int]) -> list[Tensor]:
+        """Returns the slots that something may still write to."""
+        try:
+            route.pair.close()
+        except TransferFailed as error:
+            logger.error("pair %s: %s; its slots stay quarantined", self.epoch, error.message)
+            return [route.slots[slot] for slot in posted]
+        return []
 
     def await_closed(self) -> None:
         """Blocks until the routes of a pair that has ended are closed, whoever closes them."""

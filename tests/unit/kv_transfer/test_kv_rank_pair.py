@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from unittest.mock import Mock
+
 import pytest
 
 from cluster.errors import TransferFailed
@@ -41,3 +44,16 @@ def test_a_pair_that_has_ended_counts_nothing_as_landed(pair: RankPair) -> None:
     assert pair.num_landed == 0
     with pytest.raises(TransferFailed, match="pair e cannot be used: its peer is gone"):
         pair.post_receive(1)
+
+
+def test_who_waits_for_a_pair_to_close_goes_on_when_closing_fails(pair: RankPair) -> None:
+    transport = Mock(slots=[])
+    transport.close.side_effect = RuntimeError("the driver is gone")
+    pair.add_route(Mock(), transport)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        pair.end("its peer is gone")
+
+    waiting = threading.Thread(target=pair.await_closed, daemon=True)
+    waiting.start()
+    waiting.join(timeout=10)
+    assert not waiting.is_alive()
