@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +120,8 @@ def test_the_pool_is_planned_from_what_the_device_has_left_and_then_fits(tmp_pat
     plan = size_pool(demand, runner, SingleGroup())
     runner.make_pool(plan.num_blocks)
 
-    assert plan.activations_are_measured and 0 < plan.activation_bytes < 1 << 30
+    assert plan.activations_are_measured and plan.activation_bytes > 0
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # else what other tests take meanwhile counts, too
+        assert plan.activation_bytes < 1 << 30
     assert plan.decided_by == "memory" and plan.num_tokens >= 2048
     assert runner.kv.nbytes == plan.pool_bytes
