@@ -285,7 +285,7 @@ class CudaCapture:
             except RuntimeError as error:
                 # The end of a capture that has failed fails too, says no more than that, and leaves its stream current.
                 torch.cuda.set_stream(before)
-                raise RuntimeError(str(error.__context__ or error)) from error
+                raise RuntimeError("; ".join(str(each) for each in (error.__context__, error) if each)) from error
             before.wait_stream(stream)
         return graph.replay
 
