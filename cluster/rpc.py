@@ -63,6 +63,8 @@ _MAX_DETAILS_BYTES = 3000
 
 _PING_EVERY_MS = 10_000
 _PING_TIMEOUT_MS = 5_000
+"""Until anything has to be heard after a ping, and until its answer: gRPC would wait for that for a minute, and send no
+other ping meanwhile."""
 _HANDSHAKE_MS = 10_000
 """From a connection to the client's first HTTP/2 settings, TLS included."""
 _IDLE_MS = 300_000
@@ -109,6 +111,7 @@ def server_options(
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", _PING_EVERY_MS),
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", _PING_EVERY_MS // 2),
@@ -127,6 +130,7 @@ def channel_options(max_message_bytes: int = INTERNAL_MESSAGE_BYTES) -> ChannelO
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", _PING_EVERY_MS),
         ("grpc.keepalive_timeout_ms", _PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_reconnect_backoff_ms", 2_000),

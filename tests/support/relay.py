@@ -21,8 +21,8 @@ class Relay:
         self._target = target.rpartition(":")[::2]
         self._delay_s = least_s, most_s
         self._host = host
-        self._is_passing = asyncio.Event()
-        self._is_passing.set()
+        self._may_go, self._may_come = asyncio.Event(), asyncio.Event()
+        self.release()
         self._writers: list[asyncio.StreamWriter] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self.num_bytes_held = 0
@@ -31,12 +31,15 @@ class Relay:
         self._server = await asyncio.start_server(self._meet, self._host, 0)
         return f"{self._host}:{self._server.sockets[0].getsockname()[1]}"
 
-    def hold(self) -> None:
-        """From now on both sides hear nothing; the connections stay up."""
-        self._is_passing.clear()
+    def hold(self, only_there: bool = False) -> None:
+        """From now on both sides hear nothing, or only the target does not; the connections stay up."""
+        self._may_go.clear()
+        if not only_there:
+            self._may_come.clear()
 
     def release(self) -> None:
-        self._is_passing.set()
+        self._may_go.set()
+        self._may_come.set()
 
     def reset(self) -> None:
         """Ends every connection with a RST."""
@@ -61,9 +64,10 @@ class Relay:
             writer.transport.abort()
             return
         self._writers += [writer, there_writer]
-        for source, target in ((reader, there_writer), (there_reader, writer)):
+        ways = ((reader, there_writer, self._may_go), (there_reader, writer, self._may_come))
+        for source, target, may_pass in ways:
             late: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
-            for work in (self._take(source, late), self._pass(late, target)):
+            for work in (self._take(source, late), self._pass(late, target, may_pass)):
                 self._tasks.add(asyncio.create_task(work))
 
     async def _take(self, source: asyncio.StreamReader, late: asyncio.Queue[tuple[float, bytes]]) -> None:
@@ -77,15 +81,17 @@ class Relay:
             due, is_open = max(due, clock() + random.uniform(*self._delay_s)), bool(data)
             late.put_nowait((due, data))
 
-    async def _pass(self, late: asyncio.Queue[tuple[float, bytes]], target: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, late: asyncio.Queue[tuple[float, bytes]], target: asyncio.StreamWriter, may_pass: asyncio.Event
+    ) -> None:
         clock = asyncio.get_running_loop().time
         while True:
             due, data = await late.get()
             if (left_s := due - clock()) > 0:
                 await asyncio.sleep(left_s)
-            if not self._is_passing.is_set():
+            if not may_pass.is_set():
                 self.num_bytes_held += len(data)
-                await self._is_passing.wait()
+                await may_pass.wait()
             if not data:
                 target.close()
                 return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import pytest
 from google.rpc import error_details_pb2, status_pb2
+from relay import relayed
 
 from cluster import errors, rpc
 from cluster.address import PortSharing
@@ -269,3 +271,40 @@ def test_an_ipv6_address_gets_its_brackets_once() -> None:
     assert rpc.format_address("::1", 5) == "[::1]:5"
     assert rpc.format_address("[::1]", 5) == "[::1]:5"
     assert rpc.format_address("localhost", 5) == "localhost:5"
+
+
+def test_a_peer_that_fell_silent_after_a_ping_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was heard after the ping, which it never answered: gRPC waited a minute for that, and sent no other ping. A
+    router took so long to see that a worker had given up their connection during a blackout."""
+    monkeypatch.setattr(rpc, "_PING_EVERY_MS", 200)
+    monkeypatch.setattr(rpc, "_PING_TIMEOUT_MS", 2_000)
+
+    async def talk(_: bytes, context: Any) -> AsyncIterator[bytes]:
+        while True:
+            yield b"x"
+            await asyncio.sleep(0.05)
+
+    async def scenario() -> float:
+        server, port = rpc.create_server()
+        call = grpc.unary_stream_rpc_method_handler(talk)
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", {"Talk": call}),))
+        await server.start()
+        try:
+            async with relayed(f"127.0.0.1:{port}") as (relay, address), rpc.create_channel(address) as channel:
+                stream = channel.unary_stream("/test.Echo/Talk", bytes, bytes)(b"x", timeout=30)
+                await stream.read()
+                relay.hold(only_there=True)
+                while relay.num_bytes_held == 0:  # which is a ping
+                    await stream.read()
+                await stream.read()
+                relay.hold()
+                begun = time.monotonic()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    while True:
+                        await stream.read()
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                return time.monotonic() - begun
+        finally:
+            await server.stop(None)
+
+    assert asyncio.run(scenario()) < 10
