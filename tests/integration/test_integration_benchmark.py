@@ -29,7 +29,7 @@ SMALL = (
 )
 
 
-def run(*arguments: str, timeout_s: float = 100.0) -> tuple[subprocess.CompletedProcess[str], list[psutil.Process]]:
+def run(*arguments: str, timeout_s: float = 300.0) -> tuple[subprocess.CompletedProcess[str], list[psutil.Process]]:
     """What it said, and which of its processes it left behind."""
     mark = uuid.uuid4().hex
     ended = subprocess.run(

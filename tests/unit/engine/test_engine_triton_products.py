@@ -44,8 +44,12 @@ def weight_of(kind: str, num_outputs: int, num_inputs: int) -> Quantized:
     return keep(codes, zeros, (0.1 * randn(num_outputs, num_inputs // group, seed=2)).half(), group)
 
 
+def on_device(weight: Quantized) -> Quantized:
+    return replace(weight, data=weight.data.to(DEVICE), scales=weight.scales.to(DEVICE))
+
+
 def product_of(weight: Quantized, x: torch.Tensor, order: torch.Tensor | None = None, **options: Any) -> torch.Tensor:
-    matrix = make_quantized(weight.to(DEVICE), KERNELS, None if order is None else order.to(DEVICE))
+    matrix = make_quantized(on_device(weight), KERNELS, None if order is None else order.to(DEVICE))
     return multiplied(matrix, x, **options)
 
 
@@ -119,7 +123,7 @@ def test_a_row_of_a_fixed_product_has_the_same_bits_in_any_place_among_any_other
     fixed, weight, x = TritonProducts(is_fixed=True), randn(70, 192, seed=1).to(dtype), randn(130, 192).to(dtype)
     if form == "kept":
         codes = weight_of("kept 64", 70, 192)
-        matrix, unpacked = make_quantized(codes.to(DEVICE), fixed), make_quantized(codes, None)
+        matrix, unpacked = make_quantized(on_device(codes), fixed), make_quantized(codes, None)
     else:
         matrix, unpacked = (make_matrix(weight.to(d), k, form) for d, k in ((DEVICE, fixed), ("cpu", None)))
     whole = multiplied(matrix, x)
