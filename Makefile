@@ -170,7 +170,7 @@ test-prometheus: $(READY) deploy-tools
 smoke: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/integration/test_integration_benchmark.py \
 	  tests/integration/test_integration_growth.py tests/integration/test_integration_batches.py \
-	  tests/integration/test_integration_ray_memory.py $(ARGS)
+	  tests/integration/test_integration_ray_memory.py tests/unit/engine/test_engine_triton_deterministic.py $(ARGS)
 
 malformed: $(READY)
 	$(PY) -m pytest -q -m "battery or not battery" tests/malformed $(ARGS)

@@ -41,6 +41,9 @@ ON_DEVICE = FORMATS if DEVICE.type == "cuda" else FORMATS[:2]
 
 
 STEPS = [("cpu", formats) for formats in FORMATS] + [("triton", formats) for formats in ON_DEVICE]
+ALONE = STEPS[: len(FORMATS) + 1] if DEVICE.type == "cpu" else STEPS
+LONG = pytest.mark.battery
+"""Half a minute of two cores, interpreted: `make smoke`."""
 
 
 @pytest.fixture
@@ -86,7 +89,11 @@ def prefill(runner: ModelRunner, seed: int, length: int) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("where", "formats"), STEPS[: len(FORMATS) + 1] if DEVICE.type == "cpu" else STEPS, ids=str)
+@pytest.mark.parametrize(
+    ("where", "formats"),
+    [pytest.param(*step, marks=LONG if step[0] == "triton" and DEVICE.type == "cpu" else ()) for step in ALONE],
+    ids=str,
+)
 def test_a_generated_token_has_the_same_logits_alone_and_among_127_others(
     make: MakeRunner, formats: tuple[str, str, str], tmp_path: Path
 ) -> None:
