@@ -246,7 +246,7 @@ class DecodeGraphs:
 
 
 def _on_every_rank(work: Callable[[], Made], agree: Callable[[bool], bool]) -> Made:
-    """What `work` makes. Raises RuntimeError on every rank where CUDA refuses it on one, out of memory included."""
+    """Returns what `work` makes. Raises RuntimeError on every rank if CUDA refuses it on one, be it memory that lacks."""
     try:
         made = work()
     except RuntimeError as error:

@@ -91,7 +91,6 @@ class ModelRunner:
             kernels, self.device, torch_dtype, self.config.head_dim, deterministic
         )
         """The origin of Baton's own kernels, or why they are not used."""
-        native = products if isinstance(products, Native) else None
         self._kv_dtype: torch.dtype = getattr(torch, resolve_kv_dtype(kv_cache_dtype, self.dtype, str(self.device)))
         self._num_kv_heads = len(self.config.kv_head_range(tp.rank, tp.size))
         num_heads = self.config.num_attention_heads // tp.size
@@ -101,20 +100,15 @@ class ModelRunner:
         )
         """Who computes attention, and why: what `auto` timed, what cannot run here."""
         self.block_size = block_size or self._attention.block_size
-        packing = self.config.packing
         self.weight_form = choose_form(
             self.config, dtype=self.dtype, device=str(self.device), quantization=quantization, kernels=products
         )
         """The form in which the weights are kept."""
         with open_weights(Path(model_path)) as checkpoint:
-            keeps_codes = self.weight_form.keeps_codes
+            keeps_codes, packing = self.weight_form.keeps_codes, self.config.packing
             loader = Loader(checkpoint, tp, self.device, torch_dtype, products, quantization, packing, keeps_codes, ops)
-            self._model = Decoder(self.config, loader, report or (lambda line: None))
-            if packing is not None:
-                checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
-            ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
-            checkpoint.check_all_read(ignored)
-        self._native = native
+            self._model = self._load(checkpoint, loader, report or (lambda line: None))
+        self._native = products if isinstance(products, Native) else None
         if capture is None:
             obstacle = self._attention.static_obstacle(self.block_size, self._kv_dtype)
             capture, self.graphs_reason = choose_capture(graphs_up_to, self.device, tp.size, obstacle)
@@ -125,6 +119,15 @@ class ModelRunner:
         """Rows of logits of the latest step."""
         if num_blocks is not None:
             self.make_pool(num_blocks)
+
+    def _load(self, checkpoint: Checkpoint, loader: Loader, report: Callable[[str], None]) -> Decoder:
+        """Raises CheckpointError for what is missing or left over."""
+        model = Decoder(self.config, loader, report)
+        if self.config.packing is not None:
+            checkpoint.discard_zeros(".bias")  # which some writers add to every packed layer
+        ignored = (*UNUSED_TENSORS, "lm_head.weight") if self.config.tie_word_embeddings else UNUSED_TENSORS
+        checkpoint.check_all_read(ignored)
+        return model
 
     def make_pool(self, num_blocks: int, memory: Callable[[int], torch.Tensor] | None = None) -> None:
         """Allocates the KV pool and captures decode steps over it. To be called once, before the first step, if

@@ -259,7 +259,7 @@ def _check_device(config: ServingConfig) -> Iterator[ConfigFinding]:
 
 
 def _check_deterministic(config: ServingConfig) -> Iterator[ConfigFinding]:
-    """What is known to break the promise before a device is looked at."""
+    """Yields what is known to break the promise before a device is looked at."""
     engine = config.engine
     for key, value, fitting in (
         ("engine.kernels", engine.kernels, ("auto", "native")),

@@ -73,7 +73,7 @@ class Native:
             self._prompt = self._bind("prompt_attention", [_POINTER, _COUNT, *pages, *[_COUNT] * 6, _FLOAT, _COUNT])
 
     def fixed(self) -> Native:
-        """The same library, for a model whose rows are to have the same bits in any step."""
+        """Returns the same library, for a model whose rows are to have the same bits in any step."""
         other = copy.copy(self)
         other.is_fixed = True
         return other

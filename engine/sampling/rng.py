@@ -39,7 +39,7 @@ def row_keys(seeds: Sequence[int], sequence_indices: Sequence[int], positions: S
 
 
 def sequence_keys(seeds: Sequence[int], sequence_indices: Sequence[int]) -> npt.NDArray[np.int32]:
-    """What is the same in a row's key at every position, int32 [R, 2]: splitmix64 of this ^ position is the key."""
+    """Returns the part of a row's key that every position has, int32 [R, 2]: the key is splitmix64 of it ^ position."""
     return _halves(_sequence_keys(seeds, sequence_indices))
 
 

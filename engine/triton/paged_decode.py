@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from engine.attention.interface import PagedBatch
-from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_tile, attention_cases, dot_type, kv_format
+from engine.triton.paged_tile import MIN_ROWS, attend_tile, attention_cases, page_arguments, score_factors
 from engine.triton.target import Case, capability
 
 SPLIT_TOKENS = 256
@@ -225,17 +225,13 @@ def paged_decode(
         q.stride(0),
         paged.block_table.stride(0),
         num_parts,
-        2.0 * scale / soft_cap if soft_cap else scale * LOG2_E,
-        soft_cap * LOG2_E,
+        *score_factors(scale, soft_cap),
         group,
         head_dim,
         padded,
         max(MIN_ROWS, triton.next_power_of_2(group)),
         max(MIN_ROWS, min(128, tuning.tile_bytes // (padded * q.itemsize))),
-        k.shape[1],
-        *k.stride()[:3],
-        kv_format(k, capability(q.device)),
-        dot_type(q.dtype),
+        *page_arguments(q, k),
         left,
         bool(soft_cap),
         sinks is not None,

@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 
 from engine.attention.interface import PagedBatch
-from engine.kv.pool import is_rounded
-from engine.triton.paged_prefill import MOST_ROUNDED_KEYS, PrefillTuning, Tuning, sequence_of, tuning_of
-from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_keys, attention_cases, dot_type, kv_format
-from engine.triton.target import Case, capability
+from engine.triton.paged_prefill import PrefillTuning, Tuning, sequence_of, tiles_of
+from engine.triton.paged_tile import attend_keys, attention_cases, page_arguments, score_factors
+from engine.triton.target import Case
 
 SPLIT_TOKENS = 2048
 """Long enough that joining costs a prompt little, short enough that one generated token waits for few tiles."""
@@ -226,11 +225,8 @@ def paged_fixed(
     `has_generated`: whether the step may have sequences with one new token.
     """
     num_sequences, num_heads, num_q_heads, head_dim = len(paged.seqlens_k), k.shape[2], q.shape[1], q.shape[2]
-    group, padded = num_q_heads // num_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
-    tuning = tuning_of(TUNING, q.dtype, padded, capability(q.device))
-    rows = max(tuning.rows, triton.next_power_of_2(group))
-    keys = min(tuning.keys, MOST_ROUNDED_KEYS) if is_rounded(k.dtype) else tuning.keys
-    assert SPLIT_TOKENS % keys == 0, "a tile would reach into the next split"
+    padded, tuning, num_tiles = tiles_of(TUNING, q, k, num_sequences)
+    assert SPLIT_TOKENS % tuning.keys == 0, "a tile would reach into the next split"
     num_parts = triton.cdiv(paged.max_seqlen_k, SPLIT_TOKENS) if has_generated else 0
     shape = (num_sequences, num_q_heads, num_parts)
     parts = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
@@ -240,7 +236,6 @@ def paged_fixed(
     if has_generated:
         most_seen = num_parts if left < 0 else min(num_parts, triton.cdiv(left + 1, SPLIT_TOKENS) + 1)
         programs = min(most_seen, max(4, _PROGRAMS // (num_sequences * num_heads)))
-    num_tiles = q.shape[0] // (rows // group) + num_sequences
     fixed_tiles[(num_heads, num_tiles, programs)](
         q,
         k,
@@ -256,18 +251,14 @@ def paged_fixed(
         q.stride(0),
         paged.block_table.stride(0),
         num_parts,
-        2.0 * scale / soft_cap if soft_cap else scale * LOG2_E,
-        soft_cap * LOG2_E,
-        group,
+        *score_factors(scale, soft_cap),
+        num_q_heads // num_heads,
         head_dim,
         padded,
-        rows,
-        keys,
+        tuning.rows,
+        tuning.keys,
         SPLIT_TOKENS,
-        k.shape[1],
-        *k.stride()[:3],
-        kv_format(k, capability(q.device)),
-        dot_type(q.dtype),
+        *page_arguments(q, k),
         left,
         bool(soft_cap),
         sinks is not None,
@@ -286,7 +277,7 @@ def paged_fixed(
             num_parts,
             head_dim,
             padded,
-            keys,
+            tuning.keys,
             SPLIT_TOKENS,
             left,
             sinks is not None,

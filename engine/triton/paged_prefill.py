@@ -18,7 +18,7 @@ import triton.language as tl
 
 from engine.attention.interface import PagedBatch
 from engine.kv.pool import is_rounded
-from engine.triton.paged_tile import LOG2_E, MIN_ROWS, attend_keys, attention_cases, dot_type, kv_format
+from engine.triton.paged_tile import MIN_ROWS, attend_keys, attention_cases, page_arguments, score_factors
 from engine.triton.target import Case, capability
 
 _MOST_SPILLED = 128  # bytes of a thread, of 1020 that it has in registers
@@ -43,7 +43,7 @@ TUNING: Tuning = {
 """By the compute capability from which on it holds, then by the largest padded head_dim; of 16-bit types."""
 _FLOAT32 = PrefillTuning(32, 16, 8, 2)
 """float32 has no tensor cores that keep its precision, and 256 dimensions of it must fit."""
-MOST_ROUNDED_KEYS = 32
+_MOST_ROUNDED_KEYS = 32
 """Rounded heads take registers while they become numbers."""
 
 
@@ -178,10 +178,7 @@ def paged_prefill(
     """Attends [T, Hq, D] queries of the sequences with several new tokens to pages [N, K, H, D]; fills their rows of
     `out`. `window` as in `engine.attention.interface`, causal being (-1, 0); the rest as in `paged_decode`."""
     num_sequences, num_heads, num_q_heads, head_dim = len(paged.seqlens_k), k.shape[2], q.shape[1], q.shape[2]
-    group, padded = num_q_heads // num_heads, max(MIN_ROWS, triton.next_power_of_2(head_dim))
-    tuning = tuning_of(TUNING, q.dtype, padded, capability(q.device))
-    rows = max(tuning.rows, triton.next_power_of_2(group))
-    num_tiles = q.shape[0] // (rows // group) + num_sequences
+    padded, tuning, num_tiles = tiles_of(TUNING, q, k, num_sequences)
     prefill_tiles[(num_heads, num_tiles)](
         q,
         k,
@@ -194,17 +191,13 @@ def paged_prefill(
         num_sequences,
         q.stride(0),
         paged.block_table.stride(0),
-        2.0 * scale / soft_cap if soft_cap else scale * LOG2_E,
-        soft_cap * LOG2_E,
-        group,
+        *score_factors(scale, soft_cap),
+        num_q_heads // num_heads,
         head_dim,
         padded,
-        rows,
-        min(tuning.keys, MOST_ROUNDED_KEYS) if is_rounded(k.dtype) else tuning.keys,
-        k.shape[1],
-        *k.stride()[:3],
-        kv_format(k, capability(q.device)),
-        dot_type(q.dtype),
+        tuning.rows,
+        tuning.keys,
+        *page_arguments(q, k),
         *window,
         bool(soft_cap),
         sinks is not None,
@@ -213,12 +206,21 @@ def paged_prefill(
     )
 
 
-def tuning_of(tuning: Tuning, dtype: torch.dtype, padded: int, arch: int) -> PrefillTuning:
-    """How tiles of heads of this type and size are computed by a table like `TUNING`."""
+def tiles_of(table: Tuning, q: torch.Tensor, pages: torch.Tensor, num_sequences: int) -> tuple[int, PrefillTuning, int]:
+    """Returns C, how a tile of these queries [T, Hq, D] and pages [N, K, H, D] is computed by a table like `TUNING`,
+    and how many tiles so many sequences have at most."""
+    group, padded = q.shape[1] // pages.shape[2], max(MIN_ROWS, triton.next_power_of_2(q.shape[2]))
+    tuning = _tuning_of(table, q.dtype, padded, capability(q.device))
+    rows = max(tuning.rows, triton.next_power_of_2(group))
+    keys = min(tuning.keys, _MOST_ROUNDED_KEYS) if is_rounded(pages.dtype) else tuning.keys
+    return padded, tuning._replace(rows=rows, keys=keys), q.shape[0] // (rows // group) + num_sequences
+
+
+def _tuning_of(table: Tuning, dtype: torch.dtype, padded: int, arch: int) -> PrefillTuning:
     if dtype == torch.float32:
         return _FLOAT32
-    table = tuning[max(known for known in tuning if known <= arch)]
-    return table[min((size for size in table if size >= padded), default=max(table))]
+    sizes = table[max(known for known in table if known <= arch)]
+    return sizes[min((size for size in sizes if size >= padded), default=max(sizes))]
 
 
 def cases() -> Iterator[Case]:

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from engine.attention.interface import PagedBatch
 from engine.kv.pool import cell_size, is_rounded
-from engine.triton.target import Case, is_interpreted
+from engine.triton.target import Case, capability, is_interpreted
 
 LOG2_E = 1.4426950408889634
 MIN_ROWS = 16
@@ -43,6 +43,16 @@ def kv_format(pages: torch.Tensor, capability: int) -> str:
 def fp8_format(capability: int) -> str:
     """Says how codes of fp8 become numbers."""
     return "fp8" if capability >= _NATIVE_FP8 else "fp8 by bits"
+
+
+def page_arguments(q: torch.Tensor, pages: torch.Tensor) -> tuple[object, ...]:
+    """Returns BLOCK_SIZE to DOT of a kernel: how queries' pages [N, K, H, D] lie, and how they become numbers."""
+    return pages.shape[1], *pages.stride()[:3], kv_format(pages, capability(q.device)), dot_type(q.dtype)
+
+
+def score_factors(scale: float, soft_cap: float) -> tuple[float, float]:
+    """Returns `scale` and `soft_cap` of a kernel, whose scores are powers of two."""
+    return 2.0 * scale / soft_cap if soft_cap else scale * LOG2_E, soft_cap * LOG2_E
 
 
 @triton.jit
