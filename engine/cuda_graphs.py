@@ -246,7 +246,7 @@ class DecodeGraphs:
 
 
 def _on_every_rank(work: Callable[[], Made], agree: Callable[[bool], bool]) -> Made:
-    """Returns what `work` makes. Raises RuntimeError on every rank if CUDA refuses it on one, be it memory that lacks."""
+    """Returns what `work` makes. Raises RuntimeError on every rank if CUDA refuses it on one, or is out of memory."""
     try:
         made = work()
     except RuntimeError as error:
