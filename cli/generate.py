@@ -7,7 +7,9 @@ to stdout; timing and errors go to stderr.
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
@@ -15,7 +17,7 @@ import typer
 from cli.common import AsJson, RouterOptions, outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from cluster.pb.generation_pb2 import GenerateStreamResponse, GenerationSpec
     from tools.client import BatonClient, GenerationStream, Prompt
@@ -107,13 +109,34 @@ def collect(stream: Iterable[GenerateStreamResponse], transcript: Transcript, ou
     """Fills the transcript and prints its text to `out` as it comes; ends the last line even after an error."""
     printer = _Printer(transcript, out) if out is not None else None
     try:
-        for event in stream:
+        for event in _read_by_thread(stream):
             transcript.add(event)
             if printer is not None:
                 printer.update()
     finally:
         if printer is not None:
             printer.end_line()
+
+
+def _read_by_thread(stream: Iterable[GenerateStreamResponse]) -> Iterator[GenerateStreamResponse]:
+    """The events of a stream, and its error. Ctrl-C raises on the main thread, wherever that is: inside gRPC it can
+    leave a lock held, and then every later call of the channel hangs."""
+    events: SimpleQueue[GenerateStreamResponse | Exception | None] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for event in stream:
+                events.put(event)
+        except Exception as error:
+            events.put(error)
+        else:
+            events.put(None)
+
+    threading.Thread(target=read, name="stream", daemon=True).start()
+    while (event := events.get()) is not None:
+        if isinstance(event, Exception):
+            raise event
+        yield event
 
 
 class _Printer:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -22,6 +24,7 @@ from scripted_router import (
     started,
 )
 
+from cli.generate import collect
 from cluster.errors import (
     BatonError,
     FailedPrecondition,
@@ -230,3 +233,29 @@ def test_a_token_that_does_not_come_exactly_once_is_noticed(events: tuple[Event,
     with pytest.raises(InternalError, match=expected):
         for event in events:
             transcript.add(event)
+
+
+class _InterruptedCall:
+    """Ctrl-C comes while this call is inside gRPC, where it would leave a lock held."""
+
+    def __init__(self) -> None:
+        self.is_hit = False
+
+    def __iter__(self) -> _InterruptedCall:
+        return self
+
+    def __next__(self) -> Event:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            threading.Event().wait(0.2)
+        except KeyboardInterrupt:
+            self.is_hit = True
+            raise
+        raise StopIteration
+
+
+def test_ctrl_c_is_never_raised_inside_grpc() -> None:
+    call = _InterruptedCall()
+    with pytest.raises(KeyboardInterrupt):
+        collect(call, Transcript(), None)
+    assert not call.is_hit
