@@ -39,6 +39,7 @@ DECIDES = (
     "engine/kv/block_manager.py",
     "engine/sampling/constraint.py",
     "engine/sampling/params.py",
+    "engine/token_hash.py",
     "worker/core.py",
     "worker/step_pipeline.py",
 )

@@ -1,0 +1,74 @@
+"""The model of steps that compute nothing: the next token is a hash of all tokens before it.
+
+The same tokens lead to the same next one on every machine, however they were cut into steps, moved or computed again,
+so an output shows whether a cluster lost, doubled or mixed anything up. The state after a prefix is one 64-bit number:
+state * MULTIPLIER + token + 1, modulo 2**64. Pure: no torch, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+_MASK = (1 << 64) - 1
+MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator; odd, so it has an inverse
+_INVERSE = pow(MULTIPLIER, -1, 1 << 64)
+_STRIDE = 0x9E3779B97F4A7C15
+START = 0
+"""The state before the first token."""
+
+
+class TokenHash:
+    """The state after some tokens; each one more costs the same."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, tokens: Iterable[int] = (), state: int = START) -> None:
+        self.state = state
+        self.extend(tokens)
+
+    def copy(self) -> Self:
+        return type(self)(state=self.state)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        state = self.state
+        for token in tokens:
+            state = (state * MULTIPLIER + token + 1) & _MASK
+        self.state = state
+
+    def next_token(self, vocab_size: int, sequence_index: int = 0, excluded: Collection[int] = ()) -> int:
+        """Returns the token that follows in sequence `sequence_index` of its request, in [0, vocab_size) and not
+        among `excluded`: a request's stop tokens, say. The state stays as it is."""
+        token = _mixed(self.state ^ (sequence_index * _STRIDE & _MASK)) % vocab_size
+        for _ in range(len(excluded)):
+            if token not in excluded:
+                break
+            token = (token + 1) % vocab_size
+        return token
+
+
+def states_after(state: int, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:
+    """Returns the state after each of `tokens`, which follow `state`: what `extend` gives one by one, [T]."""
+    count = len(tokens)
+    powers, inverses = (_powers(base, count + 1) for base in (MULTIPLIER, _INVERSE))
+    # state_k / M^k grows by (token_k + 1) / M^k with each token, all modulo 2**64, as uint64 wraps.
+    scaled = np.cumsum((tokens.astype(np.uint64) + np.uint64(1)) * inverses[1:], dtype=np.uint64)
+    return (scaled + np.uint64(state)) * powers[1:]
+
+
+def _powers(base: int, count: int) -> npt.NDArray[np.uint64]:
+    """The powers of `base` from 0 on."""
+    factors = np.full(count, base, dtype=np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)
+
+
+def _mixed(state: int) -> int:
+    """Spreads a state over all 64 bits (splitmix64)."""
+    state = (state + _STRIDE) & _MASK
+    state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK
+    return state ^ state >> 31

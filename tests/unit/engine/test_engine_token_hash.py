@@ -1,0 +1,58 @@
+"""The model of timed steps: the next token is a hash of the tokens before it."""
+
+import random
+
+import numpy as np
+
+from engine.token_hash import START, TokenHash, states_after
+
+TOKENS = [5, 0, 7, 7, 151_935, 1, 0]
+
+
+def test_a_prefix_leads_to_the_same_token_however_it_was_cut() -> None:
+    whole, parts = TokenHash(TOKENS), TokenHash(TOKENS[:3])
+    parts.extend(TOKENS[3:])
+    assert parts.next_token(1000) == whole.next_token(1000) == 489
+
+
+def test_any_other_prefix_has_another_state() -> None:
+    others = [TOKENS[:-1], [*TOKENS, 0], [0, *TOKENS], TOKENS[::-1], [5, 0, 7, 7, 151_934, 1, 0]]
+    assert len({TokenHash(tokens).state for tokens in [TOKENS, *others]}) == 6
+
+
+def test_states_of_a_whole_array_are_those_of_token_by_token() -> None:
+    rng = random.Random(3)
+    tokens = [rng.randrange(200_000) for _ in range(1500)]
+    state, expected = TokenHash(TOKENS), []
+    for token in tokens:
+        state.extend([token])
+        expected.append(state.state)
+    found = states_after(TokenHash(TOKENS).state, np.array(tokens, dtype=np.int32))
+    assert found.tolist() == expected
+    assert states_after(START, np.array([], dtype=np.int32)).tolist() == []
+
+
+def test_a_copy_goes_on_by_itself() -> None:
+    first = TokenHash(TOKENS)
+    second = first.copy()
+    second.extend([1])
+    assert first.state == TokenHash(TOKENS).state != second.state
+
+
+def test_excluded_tokens_are_never_chosen() -> None:
+    for length in range(50):
+        assert TokenHash(range(length)).next_token(8, excluded={0, 1, 2, 4, 5, 6, 7}) == 3
+
+
+def test_sequences_of_one_request_go_different_ways() -> None:
+    assert len({TokenHash(TOKENS).next_token(100_000, index) for index in range(8)}) == 8
+
+
+def test_tokens_are_spread_over_the_vocabulary() -> None:
+    counts = np.zeros(16)
+    sequence = TokenHash([1, 2, 3])
+    for _ in range(3200):
+        token = sequence.next_token(16)
+        counts[token] += 1
+        sequence.extend([token])
+    assert counts.min() > 140 and counts.max() < 260
