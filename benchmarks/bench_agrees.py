@@ -52,7 +52,8 @@ from benchmarks.bench_witness import WitnessSettings
 from benchmarks.make_model import Shape, make_model
 from benchmarks.plain_cluster import ROOT, Program, ProgramFailed
 from benchmarks.report import tell, telling_failures
-from tools.bench.workload import Prompt, make_requests, random_shapes, read_tokenizer, text_of
+from simulate.workload import random_shapes, uniform
+from tools.bench.workload import Prompt, make_requests, read_tokenizer, text_of
 
 TIMES = ("ttft", "tpot", "itl", "e2el")
 RATES = ("request_throughput", "output_throughput", "total_token_throughput")
@@ -110,7 +111,7 @@ def figures(seen: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def prompts_of(load: Load, tokenizer: Path | None) -> dict[str, list[tuple[Prompt, int]]]:
     """What `baton bench` is going to ask, before it counts and then."""
-    asks = random_shapes(load.num_prompts, load.input_len, load.output_len, 0.0, 0, load.seed)
+    asks = random_shapes(load.num_prompts, uniform(load.input_len, load.output_len), load.seed)
     as_text = None if tokenizer is None else partial(text_of, read_tokenizer(tokenizer))
     offered = {"warm": (asks[: load.num_warm], load.seed + 1), "counted": (asks, load.seed)}
     return {

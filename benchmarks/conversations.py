@@ -8,12 +8,13 @@ Pure: from a seed, or from the trace's own JSONL, to sessions; knows no cluster 
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from simulate import workload
+from simulate.workload import RequestShape
 
 SCALE = 16
 """Tokens of the trace for each token here."""
@@ -97,9 +98,8 @@ def read_trace(file: Path, num_requests: int, seed: int) -> list[Session]:
 
     A block of 512 tokens there is one of 32 here, the same for the same hash. Later prompts hold answers as the trace
     has them, so each prompt is whole."""
-    with file.open(encoding="utf-8") as lines:
-        entries = [json.loads(line) for line in lines]
-    drawn: list[list[dict[str, Any]]] = []
+    entries = workload.read_trace(file)
+    drawn: list[list[RequestShape]] = []
     left = num_requests
     sessions = _split(entries)
     random.Random(seed).shuffle(sessions)
@@ -107,19 +107,19 @@ def read_trace(file: Path, num_requests: int, seed: int) -> list[Session]:
         if left > 0:
             drawn.append(session[:left])
             left -= len(session)
-    last_at = max(1, max(entry["timestamp"] for entry in entries))
+    last_at = max(1e-3, entries[-1].at)
     return [
         Session(str(number), tuple(_whole_turn(entry, last_at) for entry in session), are_whole=True)
         for number, session in enumerate(drawn)
     ]
 
 
-def _split(entries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def _split(entries: list[RequestShape]) -> list[list[RequestShape]]:
     """Requests that share more than the block that all begin with are of one session."""
-    sessions: list[list[dict[str, Any]]] = []
+    sessions: list[list[RequestShape]] = []
     session_of: dict[int, int] = {}
     for entry in entries:
-        own = entry["hash_ids"][1:]
+        own = entry.blocks[1:]
         number = next((session_of[h] for h in reversed(own) if h in session_of), len(sessions))
         if number == len(sessions):
             sessions.append([])
@@ -128,8 +128,9 @@ def _split(entries: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return sessions
 
 
-def _whole_turn(entry: dict[str, Any], last_at: int) -> Turn:
-    num_tokens = min(MOST_PROMPT_TOKENS, max(4, entry["input_length"] // SCALE))
-    token_ids = [t for h in entry["hash_ids"] for t in random.Random(h).choices(_TOKENS, k=512 // SCALE)]
-    num_output = min(_MOST_OUTPUT, max(2, entry["output_length"] // SCALE))
-    return Turn(entry["timestamp"] / last_at, tuple(token_ids[:num_tokens]), num_output)
+def _whole_turn(entry: RequestShape, last_at: float) -> Turn:
+    num_tokens = min(MOST_PROMPT_TOKENS, max(4, entry.num_prompt_tokens // SCALE))
+    num_block_tokens = entry.num_block_tokens // SCALE
+    token_ids = [t for h in entry.blocks for t in random.Random(h).choices(_TOKENS, k=num_block_tokens)]
+    num_output = min(_MOST_OUTPUT, max(2, entry.num_output_tokens // SCALE))
+    return Turn(entry.at / last_at, tuple(token_ids[:num_tokens]), num_output)

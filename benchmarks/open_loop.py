@@ -7,6 +7,7 @@ Knows an address; starts nothing.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ from rich.progress import Progress
 
 from cluster import rpc
 from cluster.pb import generation_pb2
-from tools.bench import figures, workload
+from simulate import workload
+from tools.bench import figures
 from tools.bench.targets import GrpcTarget
-from tools.bench.workload import Sample
+from tools.bench.workload import Sample, send_all
 from tools.client import make_spec
 
 NUM_VARIANTS = 8
@@ -53,12 +55,12 @@ class ArrivalSample(Sample):
 
 def poisson(kinds: Sequence[tuple[Kind, float]], begin_s: float, seconds: float, draw: random.Random) -> list[Arrival]:
     """Independent arrivals of each kind at its rate, in requests a second."""
-    arrivals = []
+    found = []
     for kind, rate in kinds:
-        at = begin_s
-        while rate > 0 and (at := at + draw.expovariate(rate)) < begin_s + seconds:
-            arrivals.append(Arrival(at, kind, draw.randrange(NUM_VARIANTS)))
-    return sorted(arrivals, key=lambda arrival: arrival.at)
+        times = workload.arrivals(rate, 1.0, draw) if rate > 0 else ()
+        for at in itertools.takewhile(lambda at: at < seconds, times):
+            found.append(Arrival(begin_s + at, kind, draw.randrange(NUM_VARIANTS)))
+    return sorted(found, key=lambda arrival: arrival.at)
 
 
 def spec_of(kind: Kind, variant: int) -> generation_pb2.GenerationSpec:
@@ -98,7 +100,7 @@ async def _offer(
             sample.error = sample.error or _wrong(sample)
             return sample
 
-        return await workload.send_all(arrivals, send, most_at_once=None, on_end=on_end)
+        return await send_all(arrivals, send, most_at_once=None, on_end=on_end)
 
 
 def _wrong(sample: ArrivalSample) -> str:

@@ -18,8 +18,9 @@ from cli.common import AsJson, RouterOptions, outcome, silence_grpc, with_option
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from simulate.workload import RequestShape
     from tools.bench.targets import Target
-    from tools.bench.workload import RequestShape, Sample
+    from tools.bench.workload import Sample
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -115,7 +116,9 @@ class LoadOptions:
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of an output.")] = 64
     range_ratio: Annotated[float, typer.Option(min=0, max=1, help="Lengths vary by this share.")] = 0.0
     prefix_len: Annotated[int, typer.Option(min=0, help="More tokens, with which every prompt begins.")] = 0
-    trace: Annotated[Path | None, typer.Option(help="Send Mooncake's JSON lines or Azure's CSV instead.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Send Mooncake's JSON lines or a CSV (docs/bench.md) instead.")] = (
+        None
+    )
     speed: Annotated[float, typer.Option(min=1e-3, help="Play the trace so many times faster.")] = 1.0
     length_share: Annotated[float, typer.Option(min=1e-4, help="Multiply the trace's lengths by this.")] = 1.0
     max_tokens: Annotated[
@@ -132,13 +135,15 @@ class LoadOptions:
 
     def shapes(self) -> list[RequestShape]:
         """Raises ConfigError for a trace that cannot be read."""
-        from tools.bench import workload
+        from simulate import workload
 
         if self.trace is None:
-            lengths = self.input_len, self.output_len, self.range_ratio, self.prefix_len
-            shapes = workload.random_shapes(self.num_prompts, *lengths, self.seed)
+            lengths = workload.uniform(self.input_len, self.output_len, self.range_ratio)
+            prefixes = workload.SharedPrefixes(self.prefix_len)
+            shapes = workload.random_shapes(self.num_prompts, lengths, self.seed, prefixes)
         else:
-            shapes = workload.read_trace(self.trace, self.num_prompts, self.speed, self.length_share, self.max_tokens)
+            shapes = workload.read_trace(self.trace, self.num_prompts)
+            shapes = workload.scaled(shapes, self.speed, self.length_share, self.max_tokens)
         return shapes if self.rate is None else workload.at_rate(shapes, self.rate, self.burstiness, self.seed)
 
 

@@ -18,8 +18,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 MAY_IMPORT = {
-    "cli": {"tools", "controller", "cluster"},
-    "tools": {"controller", "cluster"},
+    "cli": {"tools", "simulate", "controller", "cluster"},
+    "tools": {"simulate", "controller", "cluster"},
+    "simulate": {
+        *("router", "controller", "worker", "prefill_worker", "decode_worker", "kv_transfer", "engine", "cluster")
+    },
     "router": {"cluster"},
     "controller": {"cluster"},
     "worker": {"prefill_worker", "decode_worker", "kv_transfer", "engine", "cluster"},
@@ -29,7 +32,7 @@ MAY_IMPORT = {
     "engine": {"cluster"},
     "cluster": set[str](),
 }
-WITHOUT_TORCH = ("cli", "tools", "router", "controller", "cluster")
+WITHOUT_TORCH = ("cli", "tools", "simulate", "router", "controller", "cluster")
 DECIDES = (
     "prefill_worker",
     "decode_worker",
@@ -185,6 +188,7 @@ FLOORS = {
     "controller": "controller",
     "cli": "people",
     "tools": "people",
+    "simulate": "people",
     **dict.fromkeys(("worker", "prefill_worker", "decode_worker", "kv_transfer", "engine"), "worker"),
 }
 

@@ -16,8 +16,9 @@ import pytest
 from benchmarks import bench_relay
 from benchmarks.bench_agrees import FIGURES, Load, figures, judged, prompts_of
 from benchmarks.bench_relay import HttpRelay, Meeting
+from simulate.workload import random_shapes, uniform
 from tools.bench.figures import figures_of
-from tools.bench.workload import Sample, make_requests, random_shapes
+from tools.bench.workload import Sample, make_requests
 
 NUM_TOKENS = 3
 
@@ -62,7 +63,7 @@ def test_what_differs_from_either_is_named() -> None:
 
 def test_the_other_client_asks_what_baton_bench_does() -> None:
     load = Load(num_prompts=5, most_at_once=1, input_len=20, output_len=4, seed=6, num_warm=2, vocab=500)
-    asks = random_shapes(5, 20, 4, 0.0, 0, 6)
+    asks = random_shapes(5, uniform(20, 4), 6)
     for name, some, seed in (("warm", asks[:2], 7), ("counted", asks, 6)):
         offered = [(request.prompt, request.num_output_tokens) for request in make_requests(some, 500, seed)]
         assert prompts_of(load, None)[name] == offered

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import statistics
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,10 @@ import pytest
 from scripted_router import baton
 
 from cluster.errors import ConfigError
+from simulate.workload import LEAST_TOKEN, SharedPrefixes, at_rate, random_shapes, uniform
 from tools.bench.figures import PERCENTILES, figures_of, parse_objectives
 from tools.bench.targets import OpenAiTarget
-from tools.bench.workload import (
-    LEAST_TOKEN,
-    BenchRequest,
-    RequestShape,
-    Sample,
-    at_rate,
-    make_requests,
-    random_shapes,
-    read_tokenizer,
-    read_trace,
-    send_all,
-    text_of,
-)
+from tools.bench.workload import BenchRequest, Sample, make_requests, read_tokenizer, send_all, text_of
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
 
@@ -42,66 +29,14 @@ def sample(sent_at: float, *told: float, num_output_tokens: int = 0, error: str 
 
 def test_the_same_seed_offers_the_same_load_and_another_one_another() -> None:
     def load(seed: int) -> list[BenchRequest]:
-        return make_requests(at_rate(random_shapes(20, 50, 10, 0.5, 7, seed), 3.0, 1.0, seed), 500, seed)
+        shapes = random_shapes(20, uniform(50, 10, 0.5), seed, SharedPrefixes(7))
+        return make_requests(at_rate(shapes, 3.0, 1.0, seed), 500, seed)
 
     assert load(1) == load(1) != load(2)
     prompts = [request.prompt for request in load(1)]
     assert {tuple(prompt[:7]) for prompt in prompts} == {tuple(prompts[0][:7])}
     assert len({tuple(prompt[7:]) for prompt in prompts}) == 20
     assert all(32 <= len(prompt) <= 82 and min(prompt) >= LEAST_TOKEN and max(prompt) < 500 for prompt in prompts)
-
-
-@pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (0.25, 2.0), (25.0, 0.2)])
-def test_arrivals_have_their_rate_and_their_bursts(burstiness: float, spread: float) -> None:
-    asks = at_rate([RequestShape(0, 1, 1)] * 20_000, 5.0, burstiness, 0)
-    gaps = [after.at - before.at for before, after in pairwise(asks)]
-    assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.05)
-    assert statistics.stdev(gaps) / statistics.fmean(gaps) == pytest.approx(spread, rel=0.1)
-
-
-def test_a_mooncake_trace_keeps_its_times_lengths_and_shared_prefixes(tmp_path: Path) -> None:
-    lines = [
-        {"timestamp": 1000, "input_length": 1200, "output_length": 50, "hash_ids": [0, 1, 2]},
-        {"timestamp": 3000, "input_length": 1500, "output_length": 500, "hash_ids": [0, 1, 3]},
-    ]
-    file = tmp_path / "trace.jsonl"
-    file.write_text("\n".join(map(json.dumps, lines)))
-    first, second = read_trace(file, num=9, speed=4.0, length_share=0.5, most_tokens=800)
-    assert (first.at, second.at) == (0.0, 0.5)
-    assert (first.num_prompt_tokens, first.num_output_tokens) == (600, 25)
-    assert (second.num_prompt_tokens, second.num_output_tokens) == (550, 250), "longer than what is allowed: cut"
-    one, other = (request.prompt for request in make_requests([first, second], 900, 0))
-    assert len(one) == 600 and len(other) == 550
-    assert one[:512] == other[:512] and one[512:550] != other[512:550]
-
-
-def test_an_azure_trace_is_read_and_a_mistake_named_with_its_line(tmp_path: Path) -> None:
-    file = tmp_path / "trace.csv"
-    file.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:47.6805900,1,9\n"
-    )
-    first, second = read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
-    assert (first.num_prompt_tokens, first.num_output_tokens, second.at) == (374, 44, pytest.approx(1.0))
-    assert len(read_trace(file, num=1, speed=1.0, length_share=1.0, most_tokens=2048)) == 1
-    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,many,44\n")
-    with pytest.raises(ConfigError, match=r"trace.csv:2: needs the columns"):
-        read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
-    ask = '{"timestamp": %s, "input_length": %s, "output_length": 1}'
-    bad = (("a.jsonl", "{}"), ("b.jsonl", ""), ("c.jsonl", "no"), ("d.jsonl", ask % ("NaN", 1)))
-    for name, text in (*bad, ("e.jsonl", ask % ("Infinity", 1)), ("f.jsonl", ask % (1, "Infinity"))):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(ConfigError, match=name):
-            read_trace(tmp_path / name, num=9, speed=1.0, length_share=1.0, most_tokens=2048)
-
-
-def test_a_trace_out_of_order_is_offered_in_order(tmp_path: Path) -> None:
-    """One that came before the first line would be timed from before the run."""
-    file = tmp_path / "trace.jsonl"
-    file.write_text(
-        "".join(f'{{"timestamp": {at}, "input_length": 1, "output_length": 1}}\n' for at in (3e3, 1e3, 2e3))
-    )
-    asks = read_trace(file, num=9, speed=1.0, length_share=1.0, most_tokens=9)
-    assert [ask.at for ask in asks] == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("text", ["x", "[]", '{"completed": "a"}', '{"mean_ttft_ms": [1]}', '{"errors": 5}'])
@@ -170,7 +105,7 @@ class Busy:
 @pytest.mark.parametrize(("bound", "expected"), [(3, 3), (None, 20)])
 async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None, expected: int) -> None:
     busy, ended = Busy(), list[Sample]()
-    requests = make_requests(random_shapes(20, 5, 5, 0.0, 0, 0), 100, 0)
+    requests = make_requests(random_shapes(20, uniform(5, 5), 0), 100, 0)
     offered = asyncio.create_task(send_all(requests, busy.send, most_at_once=bound, on_end=ended.append))
     while busy.num_under_way < expected:
         await asyncio.sleep(0)
@@ -182,7 +117,7 @@ async def test_a_closed_loop_has_no_more_under_way_than_it_may(bound: int | None
 
 
 def test_a_prompt_may_be_sent_as_text_that_is_the_same_for_the_same_seed() -> None:
-    tokenizer, asks = read_tokenizer(MODEL), random_shapes(5, 300, 5, 0.0, 0, 0)
+    tokenizer, asks = read_tokenizer(MODEL), random_shapes(5, uniform(300, 5), 0)
     drawn = make_requests(asks, 1000, 7)
     texts = make_requests(asks, 1000, 7, partial(text_of, tokenizer))
     for ids, text in zip(drawn, texts, strict=True):
