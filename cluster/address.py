@@ -46,9 +46,9 @@ class PortSharing(Enum):
 
     NONE = "none"
     FIRST = "first"
-    """Nobody listens there now; a successor may join later."""
-    SUCCESSOR = "successor"
-    """Joins the process that listens there, if there is one."""
+    """Nobody listens there now, or holds the port (`hold_port`); others may join later."""
+    JOINED = "joined"
+    """Joins the processes that listen there, if there are any."""
 
 
 class PlacesPerNetwork:
@@ -90,6 +90,29 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not is_host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         raise ValueError(f"{text!r} is not an address; write HOST:PORT, such as {DEFAULT_ADDRESS}")
     return bare, int(port)
+
+
+def hold_port(host: str, port: int, *, is_joined: bool = False) -> socket.socket:
+    """Binds a port, 0: any free one, without listening there: until the socket is closed, processes of this user that
+    share it (`PortSharing.JOINED`) may listen there, and nobody else.
+
+    Raises OSError where somebody else has it, unless `is_joined`: those who listen there are known.
+    """
+    if port and not is_joined and (error := listen_error(host, port)) is not None:
+        raise error
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            held.bind(address)
+        except OSError:  # connections of a listener that has ended may be left
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(address)
+    except OSError:
+        held.close()
+        raise
+    return held
 
 
 def listen_error(host: str, port: int) -> OSError | None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
+from cluster.address import PortSharing
 from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
 from cluster.config.diff import run_time_keys
 from cluster.config.read import alternatives
@@ -148,6 +149,8 @@ class RouterSettings(JsonSettings):
     """Port on which the controller names the workers, at `node_host`, else on loopback; 0: any free one."""
     workers: tuple[str, ...] = ()
     """Workers known at the start, as `prefill:ID=HOST:PORT` or `decode:ID=HOST:PORT`."""
+    shares_ports: bool = False
+    """Other routers of its cluster listen at its ports, too, or will: whoever started it keeps everybody else away."""
     is_successor: bool = False
     """Takes over the ports of a router that still listens there: shares them, once it is connected to `workers`."""
     needs_prefill: bool = True
@@ -159,6 +162,11 @@ class RouterSettings(JsonSettings):
     cluster_token: str = field(default_factory=lambda: os.environ.get(TOKEN_VARIABLE, ""))
     """What workers want to be shown, and what the control port wants; empty: nothing. By hand, use
     BATON_CLUSTER_TOKEN: other users see flags."""
+
+    @property
+    def port_sharing(self) -> PortSharing:
+        """How it listens at its ports."""
+        return PortSharing.JOINED if self.shares_ports or self.is_successor else PortSharing.FIRST
 
 
 S = TypeVar("S", bound=JsonSettings)

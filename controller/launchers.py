@@ -223,8 +223,9 @@ class RouterPlaces:
 
 
 class RouterLauncher:
-    """Starts router `number`; once it has had a port, always on that one. `workers` returns those that a successor is
-    to connect to before it takes over, as RouterSettings have them; `num_starts`: of the router that it follows."""
+    """Starts router `number`; once it has had a port, always on that one. `workers` returns those that it
+    connects to before it listens beside another one, as RouterSettings have them; `num_starts`: of the router that it
+    follows."""
 
     def __init__(
         self,
@@ -258,8 +259,8 @@ class RouterLauncher:
         try:
             settings, place = self.settings, await self._places.found(router, self._report)
             settings = replace(settings, cluster_token=self._hosting.token)
-            if self.is_successor:
-                settings = replace(settings, is_successor=True, workers=self._workers())
+            if self.is_successor or settings.shares_ports:
+                settings = replace(settings, is_successor=self.is_successor, workers=self._workers())
             if self._places.are_spread:
                 settings = replace(settings, node_host=place.host)
             await router.prepare(settings.to_json())

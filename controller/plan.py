@@ -15,7 +15,6 @@ from cluster.config.schema import ROLES, RoleName, ServingConfig
 from cluster.errors import ConfigError
 from cluster.settings import RouterSettings, WorkerSettings
 
-ROUTER_PORT_STEP = 10
 STATE_FOLDER = "~/.local/state/baton"
 """Where batches and the journal of streams are kept unless the configuration says otherwise."""
 CPU_SHARE = 0.01
@@ -55,8 +54,6 @@ class ClusterPlan:
     router: RouterSettings
     """Settings of the first router."""
     num_routers: int = 1
-    are_routers_spread: bool = False
-    """Each on a node of its own."""
 
     @property
     def journal(self) -> str | None:
@@ -69,15 +66,8 @@ class ClusterPlan:
         return replace(self, router=replace(self.router, state=path)) if path and self.journal else self
 
     def named_routers(self) -> list[tuple[str, RouterSettings]]:
-        """Each with its ports, ROUTER_PORT_STEP apart where they share a node; 0 stays any free one."""
-        first = self.router
-        routers = []
-        for number in range(self.num_routers):
-            step = 0 if self.are_routers_spread else number * ROUTER_PORT_STEP
-            port, http_port = first.router.port, first.router.http_port
-            section = replace(first.router, port=port and port + step, http_port=http_port and http_port + step)
-            routers.append((f"router-{number}" if number else "router", replace(first, router=section)))
-        return routers
+        """All have the same settings: on one machine they share their ports."""
+        return [(f"router-{number}" if number else "router", self.router) for number in range(self.num_routers)]
 
 
 def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None, may_grow: bool = False) -> ClusterPlan:
@@ -100,14 +90,12 @@ def plan_cluster(config: ServingConfig, *, num_gpus: int, num_cores: int | None,
         for role in ROLES
         for number in range(config.role(role).num_workers)
     )
-    return ClusterPlan(workers, _plan_router(config), config.router.replicas, config.placement.routers == "spread")
+    return ClusterPlan(workers, _plan_router(config), config.router.replicas)
 
 
 def plan_routers(config: ServingConfig, journal: str = "") -> list[tuple[str, RouterSettings]]:
     """The routers of a configuration by name. `journal`: the file that the cluster has, if it has one already."""
-    are_spread = config.placement.routers == "spread"
-    plan = ClusterPlan((), _plan_router(config), config.router.replicas, are_spread)
-    return plan.with_journal(journal).named_routers()
+    return ClusterPlan((), _plan_router(config), config.router.replicas).with_journal(journal).named_routers()
 
 
 def _device(config: ServingConfig, num_gpus: int) -> DeviceName:

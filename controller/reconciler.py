@@ -40,7 +40,7 @@ from controller.ray_actors import Hosting, die_with_parent, send_logs_to
 from controller.rebalancer import MeasuredLoad, Rebalancer, Split
 from controller.reconfigurer import Reconfigurer, SaveConfig
 from controller.router_link import RouterLink
-from controller.router_pool import RouterPool
+from controller.router_pool import RouterPool, SharedPorts
 from controller.supervisor import Supervisor, SupervisorState
 from controller.takeover import Takeover
 from controller.worker_pool import STOP_S, StepRunner, WorkerPool
@@ -108,7 +108,8 @@ class Controller:
         inside = None if tls is None else tls.client
         starter = partial(RouterLauncher, programs.router, self._places, hosting, self._reporter, self.pool.names)
         new_link = partial(RouterLink, compose=self._compose, tls=inside, token=hosting.token)
-        self._routers = RouterPool(starter, new_link, self._on_change, saved.journal or plan.journal or "")
+        journal, ports = saved.journal or plan.journal or "", None if are_spread else SharedPorts()
+        self._routers = RouterPool(starter, new_link, self._on_change, journal, ports)
         self._routers.add(config, saved.routers, have_served=self._has_served)
         self._links = self._routers.links
         steps = StepRunner(self.pool, self._links, saved.engine)

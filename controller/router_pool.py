@@ -6,16 +6,22 @@ A router with other settings comes up beside the one it follows, at the same por
 old one takes no new connection, and ends when its requests have ended, or after the drain's time. What is left then is
 resumed at the new one by those clients that can. A router that does not come up changes nothing. How a router is
 started is behind `RouterStarter`. Knows no Ray.
+
+Routers of one machine share their ports: Linux gives each some of the connections. `SharedPorts` holds a port while any
+of them has it, so that one that is started again joins the others, and nobody else does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, repeat
 from typing import Any, Protocol
 
+from cluster.address import hold_port
 from cluster.config.diff import is_run_time, leaves
 from cluster.config.schema import ServingConfig
 from cluster.errors import FailedPrecondition
@@ -89,10 +95,48 @@ class PooledRouter:
     link: RouterLink
 
 
+class SharedPorts:
+    """The ports that routers of this machine share, each held by this process."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, int], socket.socket] = {}
+
+    def hold(self, settings: RouterSettings, *, is_joined: bool = False) -> RouterSettings:
+        """Holds a router's ports, 0: a free one, and returns the settings with which it shares them; as they are where
+        a port cannot be had, which the router then reports. `is_joined`: a router of the cluster listens there."""
+        section, before = settings.router, set(self._held)
+        try:
+            port = self._hold(section.host, section.port, is_joined)
+            http_port = section.http_port
+            if http_port is not None:
+                http_port = self._hold(section.host, http_port, is_joined)
+        except OSError:
+            self._close(self._held.keys() - before)
+            return replace(settings, shares_ports=False)
+        return replace(settings, shares_ports=True, router=replace(section, port=port, http_port=http_port))
+
+    def keep(self, used: Iterable[RouterSettings]) -> None:
+        """Gives back the ports that none of these has."""
+        sections = [settings.router for settings in used]
+        self._close(self._held.keys() - {(s.host, port) for s in sections for port in (s.port, s.http_port)})
+
+    def _hold(self, host: str, port: int, is_joined: bool) -> int:
+        if (host, port) in self._held:
+            return port
+        held = hold_port(host, port, is_joined=is_joined)
+        bound: int = held.getsockname()[1]
+        self._held[host, bound] = held
+        return bound
+
+    def _close(self, which: Iterable[tuple[str, int]]) -> None:
+        for address in list(which):
+            self._held.pop(address).close()
+
+
 class RouterPool:
     """`make_starter(name, number, settings, num_starts)`: num_starts of the router that it follows. `changed` is called
     with a supervisor after each change of its state. `journal`: the file of the cluster, which ends with it; empty:
-    there is none."""
+    there is none. `ports`: None where each router is on a machine of its own."""
 
     def __init__(
         self,
@@ -100,11 +144,13 @@ class RouterPool:
         make_link: Callable[[Supervisor], RouterLink],
         changed: Callable[[Supervisor], None],
         journal: str,
+        ports: SharedPorts | None = None,
     ) -> None:
         self._make_starter = make_starter
         self._make_link = make_link
         self._changed = changed
         self._journal = journal
+        self._ports = ports
         self._routers: list[PooledRouter] = []
         self._others: list[PooledRouter] = []
         """Those that come or leave."""
@@ -136,6 +182,8 @@ class RouterPool:
         identity = router.identity
         pooled = next(one for one in self._routers if one.supervisor.name == identity.group)
         pooled.supervisor.run(pooled.starter.adopt(router), identity.epoch)
+        if self._ports is not None:
+            pooled.starter.settings = self._ports.hold(pooled.starter.settings, is_joined=True)
 
     def run(self) -> None:
         """Starts all that have not been started or adopted."""
@@ -145,6 +193,8 @@ class RouterPool:
     async def stop(self, grace_s: float) -> None:
         """Ends all and their journal; they stay known."""
         await asyncio.gather(*(router.supervisor.stop(grace_s) for router in (*self._routers, *self._others)))
+        if self._ports is not None:
+            self._ports.keep(())
         if self._journal:
             await asyncio.to_thread(remove_journal, self._journal)
 
@@ -226,8 +276,17 @@ class RouterPool:
         self, name: str, number: int, settings: RouterSettings, policy: RestartPolicy, num_starts: int = 0
     ) -> PooledRouter:
         starter = self._make_starter(name, number, settings, num_starts)
-        supervisor = Supervisor(name, starter.launch, self._on_change, policy)
+        supervisor = Supervisor(name, partial(self._launch, starter), self._on_change, policy)
         return PooledRouter(starter, supervisor, self._make_link(supervisor))
+
+    async def _launch(self, starter: RouterStarter) -> RunningProcesses:
+        """Starts a router, at the free ports that another one has got already where it wants free ones."""
+        if self._ports is not None:
+            settings = starter.settings
+            for other in self._routers:
+                settings = _at_ports(_ports_of(other), settings)
+            starter.settings = self._ports.hold(settings)
+        return await starter.launch()
 
     def _find(self, name: str, config: ServingConfig) -> tuple[int, RouterSettings]:
         """The number of a router, and the settings that it has by a configuration."""
@@ -252,6 +311,8 @@ class RouterPool:
         await router.supervisor.stop(drain_s + STOP_S)
         self._others.remove(router)
         await self.links.remove(router.link)
+        if self._ports is not None:
+            self._ports.keep(each.starter.settings for each in (*self._routers, *self._others))
 
     def _on_change(self, supervisor: Supervisor) -> None:
         self._has_changed.set()

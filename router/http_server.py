@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry
 from starlette.routing import Route
 
-from cluster.address import PortSharing
 from cluster.auth import Gate
 from cluster.settings import RouterSettings
 from cluster.site import OwnSite
@@ -56,7 +55,7 @@ class HttpServer:
         site: OwnSite,
     ) -> None:
         self._settings = settings.router
-        self._sharing = PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST
+        self._sharing = settings.port_sharing
         self._gate = gate
         self._tls = tls
         self._dispatcher = dispatcher

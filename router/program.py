@@ -20,7 +20,7 @@ import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
 from cluster import rpc
-from cluster.address import ANY_HOST, PortSharing, parse_address
+from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyFile
 from cluster.errors import ConfigError, Unavailable
@@ -65,6 +65,8 @@ _ARRIVING_S = 0.1
 """When no new connection is taken any more, calls that have come get so long to be accepted."""
 _CONNECT_S = 20.0
 """How long a successor may take to connect to a worker of each role that is needed."""
+_BESIDE_OTHERS_S = 2.0
+"""A router that others share their ports with listens after so long, connected or not."""
 _TOKENIZER_THREADS = 2
 _LOOPBACK = "127.0.0.1"
 _TRANSPORT_SLACK = 4
@@ -162,7 +164,10 @@ class RouterServer:
         """Listens; returns the public and the control address. Raises ConfigError for one it may not or cannot have."""
         settings, limits = self._settings, ConnectionLimits.of(self._settings.router, self._report)
         if settings.is_successor:
-            await self._connect()
+            await self._connect(_CONNECT_S)
+        elif settings.shares_ports and settings.workers:
+            with contextlib.suppress(Unavailable):
+                await self._connect(_BESIDE_OTHERS_S)
         self._serve_metrics()
         public, port = rpc.create_server(
             settings.router.host,
@@ -172,7 +177,7 @@ class RouterServer:
             max_message_bytes=min(_TRANSPORT_SLACK * settings.router.max_message_bytes, _MOST_MESSAGE_BYTES),
             interceptors=() if self.keys is None else (self._gate,),
             limits=rpc.ServerLimits(limits.most, limits.most_calls),
-            sharing=PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST,
+            sharing=settings.port_sharing,
         )
         self._servers.append(public)
         control, control_port = rpc.create_server(
@@ -213,16 +218,16 @@ class RouterServer:
         self.dispatcher.set_workers(self._workers)
         return address, rpc.format_address(settings.node_host or _LOOPBACK, control_port)
 
-    async def _connect(self) -> None:
+    async def _connect(self, limit_s: float) -> None:
         """Connects to the workers first, so that no client waits for that. Raises Unavailable."""
         self.dispatcher.set_workers(self._workers)
         try:
-            async with asyncio.timeout(_CONNECT_S):
+            async with asyncio.timeout(limit_s):
                 while not self.dispatcher.fleet.can_serve:
                     self._fleet_changed.clear()
                     await self._fleet_changed.wait()
         except TimeoutError:
-            raise Unavailable(f"it was connected to too few workers after {_CONNECT_S:g} s to take over") from None
+            raise Unavailable(f"it was connected to too few workers after {limit_s:g} s to take over") from None
         self._fleet_changed.set()
 
     async def stop(self) -> None:

@@ -84,8 +84,9 @@ class PlacementSection:
     """Workers go to nodes with all of these labels, each KEY=VALUE: those of `ray start --labels`, of a node type's
     `labels`, or Ray's own, such as ray.io/accelerator-type=H100; VALUE may be !VALUE or in(ONE,OTHER). []: to any."""
     routers: choices.RouterPlaces = "head"
-    """head: all where the controller is, at ports 10 apart; spread: each on a node of its own, all at the same ports,
-    and Baton serves once there are nodes for them. Spread ones keep batches only where `state` names a Redis."""
+    """head: all where the controller is, where they share their ports; spread: each on a node of its own, all at the
+    same ports, and Baton serves once there are nodes for them. Spread ones keep batches only where `state` names a
+    Redis."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,9 @@ class RouterSection:
     http_port: int | None = bounded(8000, at_least=0, at_most=65_535)
     """Port of the OpenAI API over HTTP; 0: any free one; null: not served."""
     replicas: int = bounded(1, at_least=1, at_most=64)
-    """Router processes, each with all workers, at ports 10 apart: `port`, `port` + 10, and so on, and the same from
-    `http_port` on; with `placement.routers: spread` at the same ports of several nodes. A stream that was begun at one
-    of them can be resumed at another; spread ones need `state` in Redis for that."""
+    """Router processes, each with all workers. On one machine they share `port` and `http_port`, and each takes some of
+    the connections; with `placement.routers: spread` they are at the same ports of several nodes. A stream that was
+    begun at one of them can be resumed at another; spread ones need `state` in Redis for that."""
     policy: choices.PolicyName = "predicted"
     """How the workers of a request are chosen; predicted: those on which it should end first, by what workers have
     measured of their own steps, what is handed out already and what prefix caches hold; a decode worker computes a

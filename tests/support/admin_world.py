@@ -17,7 +17,7 @@ from controller.adoption import FoundProcess, SavedRouter
 from controller.change_plan import Member, Replace, Start, Step, apply_step
 from controller.events import ClusterEvent, EventKind, EventLog
 from controller.reconfigurer import Reconfigurer
-from controller.router_pool import RouterPool
+from controller.router_pool import RouterPool, SharedPorts
 from controller.supervisor import StartFailed, Supervisor, SupervisorState
 from controller.worker_pool import StepFailed
 
@@ -133,7 +133,11 @@ class RouterStage:
     """A pool whose routers are only names; `launches` says which began, and whether as successors."""
 
     def __init__(
-        self, config: ServingConfig, journal: str = "/nowhere/journal.db", saved: Sequence[SavedRouter] = ()
+        self,
+        config: ServingConfig,
+        journal: str = "/nowhere/journal.db",
+        saved: Sequence[SavedRouter] = (),
+        ports: SharedPorts | None = None,
     ) -> None:
         self.running: list[NamedRouter] = []
         self.launches: list[tuple[str, bool]] = []
@@ -147,6 +151,7 @@ class RouterStage:
             self._make_link,
             lambda supervisor: None,
             journal,
+            ports,
         )
         self.pool.add(config, saved, have_served=False)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import grpc
 
-from cluster.address import PortSharing
 from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, admin_pb2_grpc
 from cluster.program import Program, Report
@@ -27,8 +26,8 @@ class FakeRouter(admin_pb2_grpc.ControlServiceServicer, admin_pb2_grpc.StatusSer
         self._workers: list[Any] = []
         self._version = 0
         self._ended = threading.Event()
-        sharing = PortSharing.SUCCESSOR if settings.is_successor else PortSharing.FIRST
-        self._server = grpc.server(ThreadPoolExecutor(2), options=server_options(sharing=sharing))
+        options = server_options(sharing=settings.port_sharing)
+        self._server = grpc.server(ThreadPoolExecutor(2), options=options)
 
     def prepare(self) -> str:
         return "{}"

@@ -22,7 +22,6 @@ from redis.exceptions import AuthenticationError, RedisError
 from cluster.address import format_address, is_loopback, listen_error
 from cluster.redis_store import connect
 from cluster.text import count_of
-from controller.plan import ROUTER_PORT_STEP
 from tools.doctor.check import Finding, check, ok, problem, skipped, warning
 from tools.doctor.subject import Subject
 
@@ -43,13 +42,12 @@ _TOKEN_REMEDY = "make one with `ray get-auth-token --generate`, and copy ~/.ray/
 def ports(subject: Subject) -> Iterator[Finding]:
     """Whether the configured ports are free, or taken by the cluster itself."""
     config, cluster = subject.serving, subject.cluster
-    listeners = [("admin.port", config.admin.host, config.admin.port)]
-    for number in range(1 if config.placement.routers == "spread" else config.router.replicas):
-        step = number * ROUTER_PORT_STEP
-        listeners.append(("router.port", config.router.host, config.router.port and config.router.port + step))
-        if config.router.http_port is not None:
-            port = config.router.http_port and config.router.http_port + step
-            listeners.append(("router.http_port", config.router.host, port))
+    listeners = [
+        ("admin.port", config.admin.host, config.admin.port),
+        ("router.port", config.router.host, config.router.port),
+    ]
+    if config.router.http_port is not None:
+        listeners.append(("router.http_port", config.router.host, config.router.http_port))
     is_own = not cluster.why_not and cluster.is_configured
     free: list[str] = []
     for key, host, port in sorted(entry for entry in listeners if entry[2]):

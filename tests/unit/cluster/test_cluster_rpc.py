@@ -13,7 +13,7 @@ from google.rpc import error_details_pb2, status_pb2
 from relay import relayed
 
 from cluster import errors, rpc
-from cluster.address import PortSharing
+from cluster.address import PortSharing, hold_port, listen_error
 from cluster.errors import (
     BatonError,
     Cancelled,
@@ -102,11 +102,49 @@ async def test_a_port_is_shared_with_a_successor_and_nobody_else() -> None:
     for sharing in (PortSharing.NONE, PortSharing.FIRST):
         with pytest.raises(ConfigError, match=f"cannot listen on {address}: it is in use"):
             rpc.create_server(port=port, sharing=sharing)
-    second, _ = await start_server(answer, port=port, sharing=PortSharing.SUCCESSOR)
+    second, _ = await start_server(answer, port=port, sharing=PortSharing.JOINED)
     await first.stop(None)
     async with rpc.create_channel(address, is_alone=True) as channel:
         assert await channel.unary_unary(METHOD, bytes, bytes)(b"x", timeout=10) == b"x"
     await second.stop(None)
+
+
+async def test_processes_that_share_a_held_port_each_take_connections_and_nobody_else_gets_it() -> None:
+    asked: list[int] = []
+
+    async def call(address: str) -> None:
+        async with rpc.create_channel(address, is_alone=True) as channel:
+            await channel.unary_unary(METHOD, bytes, bytes)(b"x", timeout=10)
+
+    def answers(number: int) -> Any:
+        async def answer(request: bytes, _: Any) -> bytes:
+            asked.append(number)
+            return request
+
+        return answer
+
+    held = hold_port("127.0.0.1", 0)
+    port = held.getsockname()[1]
+    with pytest.raises(ConfigError, match="it is in use"):
+        rpc.create_server(port=port, sharing=PortSharing.FIRST)
+    with pytest.raises(OSError):
+        hold_port("127.0.0.1", port)
+    servers = [(await start_server(answers(n), port=port, sharing=PortSharing.JOINED))[0] for n in range(2)]
+    with hold_port("127.0.0.1", port, is_joined=True):
+        for _ in range(200):  # which of the two gets a connection is drawn by Linux
+            await call(f"127.0.0.1:{port}")
+            if len(set(asked)) == 2:
+                break
+    assert set(asked) == {0, 1}
+    await servers[0].stop(None)
+    asked.clear()
+    for _ in range(8):
+        await call(f"127.0.0.1:{port}")
+    assert set(asked) == {1}, "the one that is left takes them all"
+    await servers[1].stop(None)
+    assert listen_error("127.0.0.1", port) is not None, "it is held, although nobody listens"
+    held.close()
+    assert listen_error("127.0.0.1", port) is None
 
 
 def kinds() -> list[type[BatonError]]:

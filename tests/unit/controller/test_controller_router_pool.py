@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from admin_world import ReconfigurerStage, RouterStage, config_of
 
+from cluster.address import hold_port, listen_error
 from cluster.config.schema import PlacementSection, ServingConfig
 from cluster.errors import FailedPrecondition
 from controller.adoption import SavedRouter
 from controller.events import EventKind
-from controller.router_pool import ReplaceRouter, RouterStep, StartRouter, StopRouter
+from controller.router_pool import ReplaceRouter, RouterStep, SharedPorts, StartRouter, StopRouter
 from controller.worker_pool import STOP_S, StepFailed
 
 
@@ -119,11 +121,48 @@ async def test_routers_become_more_and_fewer() -> None:
     stage = await stage_of(CONFIG)
     three = with_router(CONFIG, replicas=3)
     await carry_out(stage, three, StartRouter("router-1"), StartRouter("router-2"))
-    assert [router.settings.router.port for router in stage.running] == [50051, 50061, 50071]
+    assert {router.settings.router.port for router in stage.running} == {50051}
     await carry_out(stage, CONFIG, StopRouter("router-2"), StopRouter("router-1"))
     assert stage.names() == ["router"]
     both = with_router(TWO, policy="random")
     assert stage.pool.plan(both) == (StartRouter("router-1"), ReplaceRouter("router"))
+
+
+async def test_routers_of_one_machine_share_ports_that_nobody_else_gets() -> None:
+    two = with_router(TWO, port=0, http_port=0)
+    stage = RouterStage(two, ports=SharedPorts())
+    await stage.come_up()
+    first, second = (router.settings for router in stage.running)
+    assert first.router == second.router and first.shares_ports and second.shares_ports
+    ports = {first.router.port, first.router.http_port}
+    assert len(ports) == 2 and 0 not in ports
+    assert all(listen_error("127.0.0.1", port) is not None for port in ports), "also while no router listens"
+    three = with_router(two, replicas=3, policy="random")
+    for step in stage.pool.plan(three):
+        await stage.pool.carry_out(step, three)
+    assert [router.settings.router.port for router in stage.running] == [first.router.port] * 3
+    await stage.pool.stop(0.0)
+    assert all(listen_error("127.0.0.1", port) is None for port in ports)
+
+
+async def test_a_port_that_the_routers_have_left_is_free() -> None:
+    one = with_router(CONFIG, port=0, http_port=None)
+    stage = RouterStage(one, ports=SharedPorts())
+    await stage.come_up()
+    port = stage.running[0].settings.router.port
+    with hold_port("127.0.0.1", 0) as other:
+        elsewhere = other.getsockname()[1]
+    await carry_out(stage, with_router(one, port=elsewhere), ReplaceRouter("router"))
+    assert listen_error("127.0.0.1", port) is None and listen_error("127.0.0.1", elsewhere) is not None
+    await stage.pool.stop(0.0)
+
+
+async def test_a_port_of_another_program_is_left_to_the_router_to_refuse() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        stage = RouterStage(with_router(TWO, port=taken.getsockname()[1], http_port=None), ports=SharedPorts())
+        await stage.come_up()
+        assert not any(router.settings.shares_ports for router in stage.running)
+    await stage.pool.stop(0.0)
 
 
 async def test_routers_on_nodes_of_their_own_do_not_become_more() -> None:

@@ -13,6 +13,7 @@ from router_harness import Router, begin, ids, kinds, rest, running_router, text
 from cluster import rpc
 from cluster.errors import ConfigError, Unavailable
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
+from cluster.settings import RouterSettings
 from router import program
 
 GIVEN = {"http_port": 0, "drain_timeout_s": 30.0, "policy": "least_loaded"}
@@ -74,3 +75,23 @@ async def test_a_router_that_is_no_successor_takes_nobodys_port(tmp_path: Path) 
             with pytest.raises(ConfigError, match="is in use or not an address of this machine"):
                 async with running_router(tmp_path, **GIVEN | {name: port}):
                     pass
+
+
+async def test_a_router_beside_others_listens_once_it_is_connected_or_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(program, "_BESIDE_OTHERS_S", 0.2)
+    decode, gone = FakeWorker("d0", worker_pb2.ROLE_DECODE), FakeWorker("d1", worker_pb2.ROLE_DECODE)
+    await gone.start()
+    await gone.stop()
+    given = GIVEN | {"shares_ports": True, "needs_prefill": False}
+    async with running_router(tmp_path, (decode,), **given) as first:
+        settings = given | ports_of(first) | {"model_path": str(tmp_path)}
+        for worker in (decode, gone):
+            server = program.RouterServer(
+                RouterSettings.from_values(**settings, workers=(worker.flag,)), lambda line: None
+            )
+            address, _ = await server.start()
+            assert (address, server.http_address) == (first.address, first.server.http_address)
+            assert server.dispatcher.fleet.can_serve is (worker is decode)
+            await server.stop()
