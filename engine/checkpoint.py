@@ -1,7 +1,7 @@
-"""Reads a checkpoint folder: typed values of its JSON files, and slices of its safetensors, no more than is asked for.
+"""Reads a checkpoint folder: slices of its safetensors, no more than is asked for.
 
 Owns the files while they are open, and every way in which a checkpoint can be wrong: a truncated file, a missing
-tensor, a wrong shape, a tensor that nobody asked for, a field of the wrong type. It knows no layers and no ranks.
+tensor, a wrong shape, a tensor that nobody asked for. It knows no layers and no ranks.
 
 On the CPU a slice is copied out of the mapped file; `engine.weight_stream` takes it to a GPU.
 """
@@ -225,62 +225,3 @@ def _open_for_streaming(path: Path) -> tuple[int, dict[str, int]]:
     header.pop("__metadata__", None)
     begins = {name: _LENGTH_BYTES + size + tensor["data_offsets"][0] for name, tensor in header.items()}
     return os.open(path, os.O_RDONLY), begins
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object (got {type(value).__name__})")
-    return value
-
-
-class Fields:
-    """Typed look-ups in a JSON object; what is wrong is a CheckpointError that names file, field and value."""
-
-    def __init__(self, values: dict[str, Any], where: str) -> None:
-        self._values = values
-        self._where = where
-
-    def get(self, name: str) -> Any:
-        return self._values.get(name)
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """A positive integer; a null counts as absent."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if type(value) is not int or value < 1:
-            raise CheckpointError(f"{self._where}: {name} must be a positive integer (got {value!r})")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A positive finite number; a null counts as absent."""
-        value = self._values.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise CheckpointError(f"{self._where}: {name} must be a positive number (got {value!r})")
-        return float(value)
-
-    def optional_number(self, name: str) -> float | None:
-        return None if self._values.get(name) is None else self.number(name)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if type(value) is not bool:
-            raise CheckpointError(f"{self._where}: {name} must be true or false (got {value!r})")
-        return value
-
-    def within(self, name: str) -> Fields:
-        """The object below `name`; empty when absent."""
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, dict):
-            raise CheckpointError(f"{self._where}: {name} must be an object (got {value!r})")
-        return Fields(value or {}, f"{self._where}: {name}")

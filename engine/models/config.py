@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from cluster.errors import CheckpointError, ConfigError
-from engine.checkpoint import Fields, read_json
+from engine.json_fields import Fields, read_json
 from engine.models.registry import FAMILIES
 from engine.quantization.packed import Packing, read_packing
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.errors import CheckpointError
-from engine.checkpoint import Fields
+from engine.json_fields import Fields
 
 Windows = tuple[int | None, ...]
 """For each layer, how many tokens a token sees, itself included; None: all before it."""

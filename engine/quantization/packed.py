@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from cluster.errors import CheckpointError
-from engine.checkpoint import Checkpoint, Fields, TensorSlice
+from engine.checkpoint import Checkpoint, TensorSlice
+from engine.json_fields import Fields
 from engine.native.structures import INT4_SPAN
 from engine.quantization.integers import Quantized, keep
 from engine.quantization.interface import Kernels, TritonProducts

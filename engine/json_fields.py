@@ -1,0 +1,69 @@
+"""Reads a checkpoint folder's JSON files: an object, and typed values of it. Loads no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; a checkpoint is a folder in Hugging Face's format") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object (got {type(value).__name__})")
+    return value
+
+
+class Fields:
+    """Typed look-ups in a JSON object; what is wrong is a CheckpointError that names file, field and value."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    def get(self, name: str) -> Any:
+        return self._values.get(name)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; a null counts as absent."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"{self._where}: {name} must be a positive integer (got {value!r})")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive finite number; a null counts as absent."""
+        value = self._values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise CheckpointError(f"{self._where}: {name} must be a positive number (got {value!r})")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return None if self._values.get(name) is None else self.number(name)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise CheckpointError(f"{self._where}: {name} must be true or false (got {value!r})")
+        return value
+
+    def within(self, name: str) -> Fields:
+        """The object below `name`; empty when absent."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise CheckpointError(f"{self._where}: {name} must be an object (got {value!r})")
+        return Fields(value or {}, f"{self._where}: {name}")
