@@ -1,0 +1,175 @@
+"""The devices that are planned for: what their vendors say of them, and the share of it that a model's steps reach.
+
+Peak operations are dense ones (vendors print twice as many "with sparsity"); memory is the datasheet's, in 10^9 bytes,
+which is up to 7 % less than the driver reports. Prices per hour are examples of what cloud providers charge, no
+quotations: a plan's costs are as good as the price that is given to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from cluster.config.source import nearest
+from cluster.errors import ConfigError
+
+_TERA, _GIGA = 1e12, 1e9
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One accelerator, or one processor socket."""
+
+    name: str
+    flops: Mapping[str, float]
+    """Peak dense operations a second, by what is multiplied: bfloat16 (float16 is the same), int8, fp8."""
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    """To the devices of its own machine, in one direction."""
+    nic_bytes_per_s: float
+    """To other machines: this device's share of the network, in one direction."""
+    devices_per_node: int
+    price_per_hour: float
+    """US dollars: an example."""
+    source: str
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    def peak_flops(self, number_format: str) -> float:
+        """That of bfloat16 where the device does not multiply in this format."""
+        return self.flops.get(number_format, self.flops["bfloat16"])
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """The shares of a device's peaks that steps reach, and times that no peak explains."""
+
+    flops: float
+    """Share of the peak in products of many tokens."""
+    memory: float
+    """Share of the memory's bandwidth in reading weights and KV."""
+    link: float
+    """Share of a link's bandwidth in an all-reduce."""
+    link_latency_s: float
+    """Seconds that an all-reduce of a few bytes takes, for each time that the number of ranks is doubled."""
+    layer_s: float
+    """Seconds of one layer on the device whatever it computes: kernels that end and begin."""
+    launch_layer_s: float
+    """Seconds in which the host launches one layer; a step takes no less. 0 where steps are replayed as graphs."""
+    step_s: float
+    """Seconds of a step outside the layers: inputs, sampling, the host between two steps."""
+
+
+GRAPHS = Efficiency(
+    flops=0.50, memory=0.70, link=0.50, link_latency_s=5e-6, layer_s=10e-6, launch_layer_s=0.0, step_s=1.5e-3
+)
+"""An engine that replays decode steps as CUDA graphs, as Baton does. Docs/plan.md says where each number comes from."""
+
+
+def _gpu(
+    name: str,
+    tera: float,
+    quick: Mapping[str, float],
+    memory: tuple[float, float],
+    link: float,
+    price: float,
+    source: str,
+) -> DeviceSpec:
+    """`tera`: of bfloat16; `quick`: of other formats; `memory`: GB and GB/s; `link`: GB/s in one direction."""
+    return DeviceSpec(
+        name=name,
+        flops={"bfloat16": tera * _TERA, **{key: value * _TERA for key, value in quick.items()}},
+        memory_bytes=memory[0] * _GIGA,
+        memory_bytes_per_s=memory[1] * _GIGA,
+        link_bytes_per_s=link * _GIGA,
+        nic_bytes_per_s=25e9 if name in ("a100", "l40s") else 50e9,
+        devices_per_node=8,
+        price_per_hour=price,
+        source=source,
+    )
+
+
+DEVICES: Mapping[str, DeviceSpec] = {
+    spec.name: spec
+    for spec in (
+        _gpu(
+            "a100",
+            312,
+            {"int8": 624},
+            (80, 2039),
+            300,
+            2.0,
+            "NVIDIA A100 80GB SXM datasheet; DGX A100 (200 Gb/s for each GPU)",
+        ),
+        _gpu(
+            "h100",
+            989,
+            {"int8": 1979, "fp8": 1979},
+            (80, 3350),
+            450,
+            3.0,
+            "NVIDIA H100 SXM datasheet; DGX H100 (400 Gb/s for each GPU)",
+        ),
+        _gpu(
+            "h200",
+            989,
+            {"int8": 1979, "fp8": 1979},
+            (141, 4800),
+            450,
+            3.5,
+            "NVIDIA H200 SXM datasheet; DGX H200 (400 Gb/s for each GPU)",
+        ),
+        _gpu(
+            "b200",
+            2250,
+            {"int8": 4500, "fp8": 4500},
+            (180, 8000),
+            900,
+            5.5,
+            "NVIDIA DGX B200 datasheet: an eighth of the system (400 Gb/s for each GPU)",
+        ),
+        _gpu(
+            "mi300x",
+            1307,
+            {"int8": 2615, "fp8": 2615},
+            (192, 5300),
+            448,
+            3.0,
+            "AMD Instinct MI300X datasheet: seven Infinity Fabric links of 64 GB/s; 400 Gb/s for each GPU",
+        ),
+        _gpu(
+            "l40s",
+            362,
+            {"int8": 733, "fp8": 733},
+            (48, 864),
+            32,
+            1.2,
+            "NVIDIA L40S datasheet: PCIe Gen4 x16, no NVLink; 200 Gb/s for each GPU is assumed",
+        ),
+        DeviceSpec(
+            name="cpu",
+            flops={"bfloat16": 110e12, "int8": 220e12},
+            memory_bytes=512e9,
+            memory_bytes_per_s=307e9,
+            link_bytes_per_s=48e9,
+            nic_bytes_per_s=12.5e9,
+            devices_per_node=2,
+            price_per_hour=1.5,
+            source="one socket of Intel Xeon 8480+: 56 cores with AMX (1,024 operations a cycle at 1.9 GHz), eight "
+            "channels of DDR5-4800, three UPI links of 16 GB/s; 512 GB and 100 Gb/s are assumed",
+        ),
+    )
+}
+"""By the names that `baton plan --device` takes."""
+
+
+def find_device(name: str) -> DeviceSpec:
+    """Raises ConfigError that names the devices."""
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    close = nearest(name, DEVICES)
+    guess = f"did you mean {close}? " if close else ""
+    raise ConfigError(f"--device: {name!r} is not in the table; {guess}it has {', '.join(DEVICES)}")

@@ -1,0 +1,159 @@
+"""Finds a model's shape: by a known name, or in a folder's config.json or such a file by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cluster.config.choices import QuantizationName
+from cluster.config.source import nearest
+from cluster.errors import CheckpointError, ConfigError
+from engine.json_fields import Fields, read_json
+from engine.models.registry import FAMILIES, ModelFamily
+from simulate.known_models import KNOWN_MODELS
+from simulate.shapes import ExpertsShape, LatentShape, ModelShape
+
+_ANY_FAMILY = ModelFamily(reads_attention_bias=True, reads_mlp_bias=True)
+_MOE_QK_NORM = ("Qwen3MoeForCausalLM",)
+_NOT_GATED = ("OPT", "Bloom", "GPT2", "GPTNeoX", "GPTJ", "GPTBigCode", "Falcon", "Phi", "MPT", "Starcoder2")
+"""Families, by how their architectures begin, whose MLP has two matrices of, mostly, four times the hidden size."""
+_GATED = ("Phi3", "PhiMoE")
+_ALIASES = {
+    "hidden_size": ("n_embd", "n_embed", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads"),
+    "num_key_value_heads": ("num_kv_heads", "n_head_kv"),
+    "intermediate_size": ("ffn_dim", "n_inner", "ffn_hidden_size"),
+    "max_position_embeddings": ("n_positions", "max_seq_len", "seq_length", "max_sequence_length"),
+    "n_routed_experts": ("num_experts", "num_local_experts"),
+    "num_experts_per_tok": ("experts_per_token", "moe_topk"),
+}
+_OTHER_LAYERS = ("linear_attention", "mamba", "recurrent", "conv")
+
+
+def find_shape(model: str) -> ModelShape:
+    """`model`: a name of `KNOWN_MODELS`, a folder with config.json, or such a file. Raises ConfigError or
+    CheckpointError."""
+    if model.lower() in KNOWN_MODELS:
+        return read_shape(dict(KNOWN_MODELS[model.lower()]), model.lower(), model.lower())
+    path = Path(model)
+    if path.exists():
+        file = path / "config.json" if path.is_dir() else path
+        return read_shape(read_json(file), str(file), (path if path.is_dir() else path.parent).resolve().name)
+    close = nearest(model, KNOWN_MODELS)
+    guess = f"did you mean {close}? " if close else ""
+    raise ConfigError(
+        f"--model: {model!r} is no folder, no config.json and no known name; {guess}known are {', '.join(KNOWN_MODELS)}"
+    )
+
+
+def read_shape(values: dict[str, Any], where: str, name: str) -> ModelShape:
+    """Reads the fields of a config.json. Raises CheckpointError that names `where` and the field."""
+    if isinstance(values.get("text_config"), dict):  # a model that sees images, too: its language part
+        values = {**values["text_config"], "architectures": values.get("architectures")}
+    _refuse_other_models(values, where)
+    for field, others in _ALIASES.items():
+        found = next((values[key] for key in (field, *others) if values.get(key) is not None), None)
+        values = values if found is None else {**values, field: found}
+    fields = Fields(values, where)
+    architecture = str((values.get("architectures") or [""])[0])
+    family = FAMILIES.get(architecture, _ANY_FAMILY)
+    hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    is_gated = architecture.startswith(_GATED) or not architecture.startswith(_NOT_GATED)
+    has_bias = family.reads_attention_bias and fields.flag("attention_bias")
+    shape = ModelShape(
+        name=name,
+        dtype=_dtype(fields, where),
+        quantization=_quantization(fields, where),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size", None if is_gated else 4 * hidden),
+        num_hidden_layers=fields.size("num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=1 if fields.flag("multi_query") else fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", family.default_head_dim or max(1, hidden // heads)),
+        vocab_size=fields.size("vocab_size"),
+        max_position_embeddings=fields.size("max_position_embeddings"),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        is_gated=is_gated,
+        has_qk_norm=family.qk_norm or architecture in _MOE_QK_NORM,
+        has_qkv_bias=family.has_qkv_bias or has_bias,
+        has_output_bias=has_bias,
+        has_mlp_bias=family.reads_mlp_bias and fields.flag("mlp_bias"),
+        experts=_experts(fields),
+        latent=_latent(fields),
+    )
+    if shape.latent is None and heads % shape.num_key_value_heads:
+        raise CheckpointError(
+            f"{where}: num_key_value_heads {shape.num_key_value_heads} does not divide num_attention_heads {heads}"
+        )
+    return shape
+
+
+def _refuse_other_models(values: dict[str, Any], where: str) -> None:
+    if values.get("is_encoder_decoder"):
+        raise CheckpointError(f"{where}: is_encoder_decoder is true; plans are for decoder-only models")
+    types = values.get("layer_types") or values.get("layers_block_type") or ()
+    other = next((t for t in types if str(t).startswith(_OTHER_LAYERS)), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{where}: layers of type {other!r} keep a state of their own; plans are for layers of attention"
+        )
+
+
+def _dtype(fields: Fields, where: str) -> str:
+    name = str(fields.get("dtype") or fields.get("torch_dtype") or "float32").removeprefix("torch.")
+    if name not in ("float32", "bfloat16", "float16"):
+        raise CheckpointError(f"{where}: dtype {name!r} is unknown; plans know float32, bfloat16, float16")
+    return name
+
+
+def _quantization(fields: Fields, where: str) -> QuantizationName:
+    """What the checkpoint's weights are in. Packed formats of 4 bits take what Baton's int4 takes, to some percent."""
+    packed = fields.within("quantization_config")
+    method = packed.get("quant_method")
+    if method is None:
+        return "none"
+    if method in ("fp8", "fbgemm_fp8"):
+        return "fp8"
+    if method in ("awq", "gptq"):
+        return "int8" if packed.get("bits") == 8 else "int4"
+    if method == "mxfp4":
+        return "int4"
+    raise CheckpointError(
+        f"{where}: quantization_config.quant_method {method!r} is not known here; plans know fp8, awq, gptq, mxfp4: "
+        "remove it and name --quantization"
+    )
+
+
+def _experts(fields: Fields) -> ExpertsShape | None:
+    if fields.get("n_routed_experts") is None:
+        return None
+    num_layers, inner = fields.size("num_hidden_layers"), fields.size("moe_intermediate_size", _dense_size(fields))
+    shared = fields.get("shared_expert_intermediate_size") or (fields.get("n_shared_experts") or 0) * inner
+    dense = fields.get("mlp_only_layers") or ()
+    first, step = fields.get("first_k_dense_replace") or 0, fields.size("moe_layer_freq", 1)
+    every = fields.size("decoder_sparse_step", 1)
+    layers = [n for n in range(first, num_layers) if n % step == 0 and (n + 1) % every == 0 and n not in dense]
+    return ExpertsShape(
+        num_layers=len(layers),
+        num_routed=fields.size("n_routed_experts"),
+        num_per_token=fields.size("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=shared,
+    )
+
+
+def _dense_size(fields: Fields) -> int:
+    return fields.size("intermediate_size")
+
+
+def _latent(fields: Fields) -> LatentShape | None:
+    if fields.get("kv_lora_rank") is None:
+        return None
+    return LatentShape(
+        query_rank=0 if fields.get("q_lora_rank") is None else fields.size("q_lora_rank"),
+        kv_rank=fields.size("kv_lora_rank"),
+        nope_dim=fields.size("qk_nope_head_dim"),
+        rope_dim=fields.size("qk_rope_head_dim"),
+        value_dim=fields.size("v_head_dim"),
+    )
