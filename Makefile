@@ -5,6 +5,8 @@
 #   make lock           writes requirements*.lock, the pins of constraints.txt with hashes
 #   make proto          regenerates cluster/pb from proto/
 #   make model-check    explores the hand-off's state machines, every interleaving within bounds
+#   make mutants        COUNT=200 random mutants (SEED=1) of the modules that own memory, order or quotas, and those that no
+#                       unit test notices; may be interrupted and goes on; SURVIVORS=1 runs those again
 #   make chaos          the chaos battery: processes killed, stopped and cut off; RUNS=20 repeats it
 #   make chaos-failover streams while workers are killed, then stopped: every output as if none had been
 #   make soak           60 % of the capacity for MINUTES=60 with faults that kill nothing, then with a kill every 20 s; may
@@ -31,6 +33,9 @@ ARGS ?=
 # Tests wait for the processes that they start a good part of their time: three suit two cores.
 JOBS ?= 3
 SECONDS ?= 600
+SEED ?= 1
+COUNT ?= 200
+SURVIVORS ?=
 MINUTES ?= 60
 PHASE ?= both
 STATE ?= build/soak
@@ -50,7 +55,7 @@ DEPLOY_TOOLS := sshd ssh rsync ip nsenter ps curl promtool
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: gpu gpu-check setup serve test check format lock proto model-check chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
+.PHONY: gpu gpu-check setup serve test check format lock proto model-check mutants chaos chaos-failover soak malformed test-deploy test-page docs-check smoke bench clean deploy-tools test-prometheus test-clients test-schema bench-peer
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -128,6 +133,9 @@ proto: $(READY)
 
 model-check: $(READY)
 	PYTHONPATH=.:tests/support $(PY) tests/support/model_check.py $(ARGS)
+
+mutants: $(READY)
+	PYTHONPATH=tests/support $(PY) tests/support/mutant_runs.py --seed $(SEED) --count $(COUNT) $(if $(SURVIVORS),--survivors) $(ARGS)
 
 chaos: $(READY)
 	@.ci/chaos $(ARGS)
