@@ -220,6 +220,26 @@ def test_what_a_slot_says_is_checked_before_anything_is_read(
     assert kv.eq(POISON).all()
 
 
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [
+        ([5, 1], Range(3, 10, 0, LAYERS)),
+        ([5, 1, 9], Range(3, 10, 0, LAYERS)),
+        ([5, 1, 0], Range(3, 10, 0, LAYERS + 1)),
+    ],
+    ids=["tokens", "blocks", "layers"],
+)
+def test_a_range_that_does_not_fit_is_refused_by_both_sides(
+    filled: tuple[PageListCodec, torch.Tensor, torch.Tensor], table: list[int], what: Range
+) -> None:
+    codec, slot, kv = filled
+    before = slot.clone()
+    for act in (codec.pack, lambda kv, table, what, tag, slot: codec.unpack(slot, kv, table, what, tag)):
+        with pytest.raises(ValueError, match=r"layers|blocks|block table"):
+            act(kv, table, what, 7, slot)
+    assert kv.eq(POISON).all() and torch.equal(slot, before)
+
+
 def test_pages_of_another_gpu_are_left_to_slots_where_there_is_no_kernel() -> None:
     source, device = torch.zeros(LAYERS, 2, 5, 4, HEADS, DIM, device="meta"), torch.device("cpu")
     with pytest.raises(TransferFailed, match="tokens of 48 bytes from meta to cpu are not copied by torch"):

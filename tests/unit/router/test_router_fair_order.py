@@ -84,6 +84,16 @@ def test_those_that_ran_before_are_at_the_head_in_the_order_of_their_return() ->
     assert order.cost == 0 and order.of_tenant("a") == (0, 0)
 
 
+def test_only_what_still_waits_runs_before_a_newcomer() -> None:
+    order = FairOrder()
+    for index in range(4):
+        queue(order, f"{index}", priority=1)
+    assert order.ahead_of("b", 1.0, 0) == 40
+    order.serve()
+    order.remove("3")
+    assert order.ahead_of("b", 1.0, 0) == order.cost == 20
+
+
 def test_who_leaves_without_running_is_not_charged() -> None:
     order = FairOrder()
     for index in range(10):

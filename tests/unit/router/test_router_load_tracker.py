@@ -36,6 +36,16 @@ def test_a_finished_prefill_no_longer_weighs() -> None:
     assert loads["d0"].sequences.num_sequences == 2
 
 
+def test_prompts_that_are_computed_again_are_counted_until_they_are() -> None:
+    loads = LoadTracker()
+    again = [Charge(loads, Placement(f"p{i}", "d0", ""), WORK, is_retry=True) for i in range(2)]
+    Charge(loads, Placement("p0", "d0", ""), WORK)
+    assert (loads.num_retries, loads["p0"].num_retries, loads["p1"].num_retries) == (2, 1, 1)
+    again[0].prefill_done()
+    again[0].all_done()
+    assert (loads.num_retries, loads["p0"].num_retries, loads["p0"].num_prompts) == (1, 0, 1)
+
+
 def test_a_sequence_decodes_once_its_prompt_is_computed() -> None:
     loads = LoadTracker()
     charge = Charge(loads, Placement("p0", "d0", ""), WORK)

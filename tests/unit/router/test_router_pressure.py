@@ -20,6 +20,8 @@ def test_nothing_is_known_before_some_have_ended_under_pressure() -> None:
     for second in range(3):
         drain.add_end(101.0 + second, 10, 1)
     assert drain.tokens_per_s(1) is None, "too few"
+    drain.add_end(104.0, 10, 1)
+    assert drain.tokens_per_s(1) is not None
 
 
 def test_a_rate_is_what_ends_while_something_waits_and_grows_with_the_workers() -> None:

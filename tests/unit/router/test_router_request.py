@@ -135,6 +135,12 @@ def test_text_held_back_for_a_stop_string_comes_when_the_sequence_ends_otherwise
     assert text_of(rest) == "xy" and deltas(rest)[0].token_count == 0
 
 
+def test_an_end_by_length_names_no_stop() -> None:
+    live = live_request()
+    give(live, 0, ids("ab"), finish_reason=LENGTH)
+    assert take(live)[-1].sequence_end.WhichOneof("matched_stop") is None
+
+
 def test_an_end_in_the_same_event_as_a_stop_string_needs_no_cancel() -> None:
     live = live_request(stop=["b"])
     assert give(live, 0, ids("ab"), finish_reason=LENGTH) is Effect.ENDED
@@ -159,6 +165,17 @@ def test_timing_is_the_difference_of_recorded_instants() -> None:
     assert seconds == {"queue": 1, "prefill": 2, "kv_transfer": 0.5, "time_to_first_token": 3, "decode": 4}
     assert timing.arrival_time.seconds == 10**9 and timing.placement.startswith("disaggregated")
     assert completed.usage.cached_tokens == 1
+
+
+def test_another_attempt_is_placed_with_the_tokens_that_came() -> None:
+    live = live_request()
+    num_prompt = live.to_place.work.num_prompt_tokens
+    place(live)
+    give(live, 0, ids("abc"))
+    live.restart(12.0, "lost")
+    assert live.to_place.work.num_prompt_tokens == num_prompt + 3
+    assert live.to_place.prompt.of(1).num_blocks == num_prompt + 3 - 1
+    assert [attempt.has_failed for attempt in live.attempts] == [True]
 
 
 def test_interleaved_phases_never_lead_backwards() -> None:

@@ -203,6 +203,25 @@ def test_a_step_that_ends_after_its_prompt_was_given_up_tells_nothing() -> None:
     assert around.blocks.num_held == 0
 
 
+def test_prompts_wait_for_their_reservation_and_for_blocks_and_then_run() -> None:
+    around, long = Surroundings(), RequestKey("long", 1)
+    counts = []
+
+    def count() -> None:
+        counts.append((around.role.num_waiting, around.role.num_running))
+
+    around.role.admit(Request(KEY, PROMPT, SamplingParams()), around.connection)
+    count()
+    around.begin(Request(long, PROMPT, SamplingParams()))
+    count()
+    around.role.plan(StepBudget(8), 0)
+    count()
+    around.begin(Request(RequestKey("third", 1), PROMPT, SamplingParams()))
+    around.role.plan(StepBudget(8), 0)
+    count()
+    assert counts == [(1, 0), (2, 0), (1, 1), (2, 1)]
+
+
 def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> None:
     around = Surroundings()
     around.begin(Request(RequestKey("earlier", 1), PROMPT[:8], SamplingParams()))

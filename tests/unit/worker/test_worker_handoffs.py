@@ -22,10 +22,17 @@ ANSWER_TIMEOUT_S = 10.0
 
 
 class Ignoring:
-    """Takes every call and does nothing: the roles, which are not under test."""
+    """Notes every call and does nothing: the roles, which are not under test."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *arguments, **more: 0
+        def call(*arguments: Any, **more: Any) -> int:
+            self.called.append(name)
+            return 0
+
+        return call
 
 
 class Ranks:
@@ -45,6 +52,8 @@ class Rig:
         self.now = 100.0
         self.metrics, self.ranks = HandoffMetrics(), Ranks()
         ignoring: Any = Ignoring()
+        self.called: list[str] = ignoring.called
+        """What the roles were told."""
         context = HandoffContext(
             post=lambda function, *arguments: function(*arguments),
             on_loop=lambda function, *arguments: function(*arguments),
@@ -206,7 +215,10 @@ def test_an_answer_that_is_overdue_counts_as_a_timeout(rig: Rig) -> None:
     connection.send(handoff_pb2.SenderMessage(offer=handoff_pb2.Chunk(key=KEY.to_proto())))
     rig.handoffs.tick()
     assert rig.failures() == {}
-    rig.now += ANSWER_TIMEOUT_S + 0.1
+    rig.now += ANSWER_TIMEOUT_S
+    rig.handoffs.tick()
+    assert rig.failures() == {}
+    rig.now += 0.1
     rig.handoffs.tick()
     assert rig.failures() == {"timeout": 1}
 
@@ -224,6 +236,14 @@ def test_slots_of_a_retired_link_are_quarantined_until_every_rank_has_closed_its
     assert rig.handoffs.count_quarantined(is_sender=False) == AGREED.num_slots
     rig.done()
     assert rig.handoffs.count_by_state() == {"opening": 0, "open": 0, "suspect": 0, "closing": 0}
+
+
+@pytest.mark.parametrize(("error", "num_told"), [("", 1), ("a rank does not answer", 0)])
+def test_the_role_hears_that_a_pair_is_closed_if_every_rank_has_closed_it(rig: Rig, error: str, num_told: int) -> None:
+    rig.sending().end("its stream broke")
+    assert rig.called.count("connection_retired") == 1 and "connection_closed" not in rig.called
+    rig.done(error)
+    assert rig.called.count("connection_closed") == num_told
 
 
 def test_a_transport_that_does_not_open_is_offered_last_to_that_life_of_that_worker_for_a_while(rig: Rig) -> None:
