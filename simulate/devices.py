@@ -8,7 +8,7 @@ quotations: a plan's costs are as good as the price that is given to it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config.source import nearest
 from cluster.errors import ConfigError
@@ -61,12 +61,25 @@ class Efficiency:
     """Seconds in which the host launches one layer; a step takes no less. 0 where steps are replayed as graphs."""
     step_s: float
     """Seconds of a step outside the layers: inputs, sampling, the host between two steps."""
+    sequence_s: float
+    """Seconds of the host for each sequence of a step."""
 
 
-GRAPHS = Efficiency(
-    flops=0.50, memory=0.70, link=0.50, link_latency_s=5e-6, layer_s=10e-6, launch_layer_s=0.0, step_s=1.5e-3
+EAGER = Efficiency(
+    flops=0.60,
+    memory=0.65,
+    link=0.20,
+    link_latency_s=20e-6,
+    layer_s=10e-6,
+    launch_layer_s=340e-6,
+    step_s=1.5e-3,
+    sequence_s=330e-6,
 )
-"""An engine that replays decode steps as CUDA graphs, as Baton does. Docs/plan.md says where each number comes from."""
+"""An engine of 2023 that launches each kernel by itself: what comes nearest to splitwise-sim's measurements of
+Llama-2-70B on H100 and A100 machines. docs/plan.md says how near."""
+GRAPHS = replace(EAGER, link_latency_s=7e-6, launch_layer_s=0.0, sequence_s=5e-6)
+"""The same shares of the device, and a host that costs little: decode steps are replayed as CUDA graphs, and tokens are
+sampled on the device, as Baton does. The three times that differ are assumed, not measured."""
 
 
 def _gpu(
