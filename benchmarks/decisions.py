@@ -1,49 +1,83 @@
-"""How long the router takes to choose the workers of a request, hashing of its prompt included.
+"""How long the router takes to choose the workers of a request, from listing those that may get it to charging them.
 
-Loads are simulated: candidates hold real prefix indices and measured step costs, and a load tracker holds work, as in
-the router of a large cluster; no worker, no socket. Every decision is charged, and given back some decisions later.
+The fleet, the prefix caches, the load tracker and the policy are the router's own; workers are simulated: they have no
+connection, report step costs, and cache what they are given. Between decisions workers report, and requests end, as
+beside a load of some thousand requests a second; that is not part of a decision, and is timed apart.
 """
 
 from __future__ import annotations
 
 import random
+import resource
 import statistics
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import prefix_hashes
 from cluster.step_cost import StepCost
-from router.routing.load_tracker import Charge, RequestLoad
+from router.routing import fleet
+from router.routing.fleet import DECODE, PREFILL, Fleet, WorkerAddress
+from router.routing.load_tracker import Charge, Placement, RequestLoad
 from router.routing.policies.interface import RoutingContext, RoutingRequest
 from router.routing.policies.predicted import Predicted
-from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
+from router.routing.prefix_index import PromptHashes
+from router.routing.worker_client import WorkerCallbacks, WorkerClient
 
 BLOCK_SIZE = 16
 MOST_PROMPT_TOKENS = 8192
 _SHARED_TOKENS = 1024
 _NUM_SYSTEM_PROMPTS = 8
-_VOCABULARY = 32_000
+_NUM_SESSIONS = 2000
+_VOCABULARY = list(range(32_000))
 _SALT = b"tenant"
-_OWN_SHARE = 0.1
-"""Of the sessions that a worker has cached: those that nobody had before."""
-_RUNNING = 256
-"""Requests that are on the workers while one is placed."""
+_RUNNING = 4
+"""Requests on each worker while one is placed; the prompts of one in eight are not computed yet."""
+_REPORTS = 512
+"""One worker in so many reports between two decisions."""
+_COST = StepCost(0.004, 0.0002, 1e-9, 0.0002, 1e-7)
 
 
-@dataclass
-class _Worker:
-    worker_id: str
-    step_cost: StepCost
-    kv_tokens: int
-    index: PrefixIndex
-    max_num_seqs: int = 0
-    weights_revision: str = ""
+class SimulatedWorker(WorkerClient):
+    """A worker's connection with nothing behind it. It caches the prompts that it is given, and forgets the oldest."""
 
-    def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        return self.index.num_cached_tokens(prompt)
+    def start(self) -> None:
+        self._stored: dict[bytes, None] = {}
+        self._num_events = 0
+
+    def open(self, num_blocks: int, hashes: Sequence[bytes]) -> None:
+        """The session begins, with what its cache holds."""
+        self._num_blocks = num_blocks
+        info = worker_pb2.WorkerInfo(
+            worker_id=self.worker_id, role=self.role, block_size=BLOCK_SIZE, num_blocks=num_blocks, max_num_seqs=256
+        )
+        self._read(worker_pb2.EventBatch(events=[worker_pb2.Event(info=info)]))
+        self._stored.update(dict.fromkeys(hashes))
+        self._tell(worker_pb2.CacheEvents(snapshot=True, stored=hashes))
+
+    def report(self, speed: float) -> None:
+        cost = StepCost(*(speed * part for part in vars(_COST).values()))
+        stats = worker_pb2.WorkerStats(step_cost=cost.to_proto())
+        self._read(worker_pb2.EventBatch(events=[worker_pb2.Event(stats=stats)]))
+
+    def compute(self, hashes: Sequence[bytes]) -> None:
+        """A prompt's blocks are cached, and others forgotten."""
+        stored = [block_hash for block_hash in hashes if block_hash not in self._stored]
+        self._stored.update(dict.fromkeys(stored))
+        evicted = list(islice(self._stored, max(0, len(self._stored) - self._num_blocks)))
+        for block_hash in evicted:
+            del self._stored[block_hash]
+        self._tell(worker_pb2.CacheEvents(stored=stored, evicted=evicted))
+
+    def _tell(self, events: worker_pb2.CacheEvents) -> None:
+        self._num_events += 1
+        events.sequence_number = self._num_events
+        self._read(worker_pb2.EventBatch(events=[worker_pb2.Event(cache=events)]))
 
 
 class Simulation:
@@ -51,69 +85,104 @@ class Simulation:
 
     def __init__(self, num_workers: int, num_blocks: int, seed: int = 0) -> None:
         self._draw = random.Random(seed)
-        holders = Holders()
-        each = num_blocks // num_workers
-        cost = StepCost(0.004, 0.0002, 1e-9, 0.0002, 1e-7)
-        self._workers = [
-            _Worker(f"{'pd'[i % 2]}{i}", cost, each * BLOCK_SIZE, PrefixIndex(BLOCK_SIZE, each, holders))
-            for i in range(num_workers)
-        ]
+        self.context = RoutingContext()
+        self.policy = Predicted(self.context)
+        self._num_workers = num_workers
+        callbacks = WorkerCallbacks(lambda worker: None, lambda worker: None, lambda worker, events: None)
+        self.fleet = Fleet(callbacks, lambda worker: 0, 3.0)
+        self.fleet.has_served = True
+        self.context.loads.on_change = self.fleet.on_load
+        with patch.object(fleet, "WorkerClient", SimulatedWorker):
+            addresses = (
+                WorkerAddress(f"{'pd'[i % 2]}{i}", f"w{i}:1", (PREFILL, DECODE)[i % 2]) for i in range(num_workers)
+            )
+            self.fleet.set_workers(addresses)
+        self._workers: list[SimulatedWorker] = list(self.fleet)  # type: ignore[arg-type]
         self._system_prompts = [self._tokens(_SHARED_TOKENS) for _ in range(_NUM_SYSTEM_PROMPTS)]
-        self._sessions = [self._new_session() for _ in range(num_workers * 4)]
-        self.num_cached_blocks = sum(self._fill(worker, each) for worker in self._workers)
-        self._context = RoutingContext()
-        self._policy = Predicted(self._context)
+        self._sessions = [self._new_session() for _ in range(_NUM_SESSIONS)]
+        self.num_cached_blocks = self._fill(num_blocks // num_workers)
         self._charges: deque[Charge] = deque()
+        self._next_report = 0
 
-    def decide(self) -> tuple[float, float]:
-        """One decision on a prompt of some session, or of a new one; seconds, and seconds of processor."""
-        draw = self._draw
-        tokens = draw.choice(self._sessions) if draw.random() < 0.8 else self._new_session()
-        most = MOST_PROMPT_TOKENS - 64
-        prompt = (tokens + self._tokens(64))[-most:] if len(tokens) > most else tokens + self._tokens(64)
-        work = RequestLoad(len(prompt), 1, len(prompt) + 512)
-        begun, begun_cpu = time.perf_counter(), time.thread_time()
-        request = RoutingRequest(work, PromptHashes(prompt, _SALT))
-        placement = self._policy.choose(request, self._workers[::2], self._workers[1::2])
-        took_s, took_cpu_s = time.perf_counter() - begun, time.thread_time() - begun_cpu
-        self._charges.append(Charge(self._context.loads, placement, work))
-        if len(self._charges) > _RUNNING:
-            self._charges.popleft().all_done()
-        return took_s, took_cpu_s
+    def next_request(self) -> RoutingRequest:
+        """The next turn of some session, or the first of a new one."""
+        tokens = self._draw.choice(self._sessions) if self._draw.random() < 0.8 else self._new_session()
+        prompt = (tokens + self._tokens(64))[-MOST_PROMPT_TOKENS:]
+        return RoutingRequest(RequestLoad(len(prompt), 1, len(prompt) + 512), PromptHashes(prompt, _SALT))
+
+    def decide(self, request: RoutingRequest) -> tuple[Placement, Charge]:
+        """What the router does for each request."""
+        placement = self.policy.choose(request, *self.fleet.candidates())
+        return placement, Charge(self.context.loads, placement, request.work)
+
+    def go_on(self, request: RoutingRequest, placement: Placement, charge: Charge) -> None:
+        """What happens between two decisions."""
+        charges = self._charges
+        charges.append(charge)
+        num_running = _RUNNING * self._num_workers
+        if len(charges) > num_running // 8:
+            charges[-num_running // 8].prefill_done()
+        if len(charges) > num_running:
+            charges.popleft().all_done()
+        for _ in range(max(1, self._num_workers // _REPORTS)):
+            self._workers[self._next_report].report(self._draw.uniform(0.9, 1.1))
+            self._next_report = (self._next_report + 1) % self._num_workers
+        hashes = request.prompt.of(BLOCK_SIZE)
+        blocks = [block_hash for group in range(hashes.num_groups) for block_hash in hashes.of_group(group)]
+        for worker_id in {placement.computing_id: None, placement.decode_id: None}:
+            self.fleet[worker_id].compute(blocks)  # type: ignore[attr-defined]
 
     def _tokens(self, count: int) -> tuple[int, ...]:
-        return tuple(self._draw.choices(range(_VOCABULARY), k=count))
+        return tuple(self._draw.choices(_VOCABULARY, k=count))
 
     def _new_session(self) -> tuple[int, ...]:
         own = self._tokens(self._draw.randrange(256, MOST_PROMPT_TOKENS - _SHARED_TOKENS))
         return self._draw.choice(self._system_prompts) + own
 
-    def _fill(self, worker: _Worker, num_blocks: int) -> int:
-        """Whole sessions, until the worker's cache is full; how many blocks it then holds."""
-        hashes: dict[bytes, None] = {}
-        while len(hashes) < num_blocks:
-            if self._draw.random() < _OWN_SHARE:
-                self._sessions.append(self._new_session())
-            hashes.update(dict.fromkeys(prefix_hashes(self._draw.choice(self._sessions), BLOCK_SIZE, _SALT)))
-        kept = list(hashes)[:num_blocks]
-        worker.index.apply(worker_pb2.CacheEvents(sequence_number=1, snapshot=True, stored=kept))
-        return len(kept)
+    def _fill(self, each: int) -> int:
+        """Whole sessions, until each worker's cache is full; how many blocks all then hold."""
+        hashes = [list(prefix_hashes(session, BLOCK_SIZE, _SALT)) for session in self._sessions]
+        total = 0
+        for worker in self._workers:
+            worker.report(self._draw.uniform(0.9, 1.1))
+            held: dict[bytes, None] = {}
+            while len(held) < each:
+                held.update(dict.fromkeys(self._draw.choice(hashes)))
+            kept = list(held)[:each]
+            worker.open(each, kept)
+            worker.report(self._draw.uniform(0.9, 1.1))
+            total += len(kept)
+        return total
 
 
-def measure_decisions(num_workers: int = 64, num_blocks: int = 100_000, num_decisions: int = 5000) -> dict[str, Any]:
-    """Milliseconds of a decision; `cpu_`: of processor, which a busy machine changes less. A tenth of them warms up and
-    does not count."""
+@contextmanager
+def _timed(into: list[float]) -> Iterator[None]:
+    begun = time.thread_time()
+    yield
+    into.append(1000 * (time.thread_time() - begun))
+
+
+def measure_decisions(num_workers: int = 64, num_blocks: int = 1_000_000, num_decisions: int = 5000) -> dict[str, Any]:
+    """Milliseconds of processor: those of the wall say on a busy machine what else runs there. Decisions of a warm-up,
+    until the workers have as much to do as later, do not count."""
     simulation = Simulation(num_workers, num_blocks)
-    for _ in range(num_decisions // 10):
-        simulation.decide()
-    taken = [simulation.decide() for _ in range(num_decisions)]
-    percentiles, of_cpu = (statistics.quantiles(column, n=1000) for column in zip(*taken, strict=True))
+    decisions, others = list[float](), list[float]()
+    for _ in range(_RUNNING * num_workers + num_decisions):
+        request = simulation.next_request()
+        with _timed(decisions):
+            placement, charge = simulation.decide(request)
+        with _timed(others):
+            simulation.go_on(request, placement, charge)
+    percentiles = statistics.quantiles(decisions[-num_decisions:], n=1000)
     return {
         "workers": num_workers,
         "cached_blocks": simulation.num_cached_blocks,
         "decisions": num_decisions,
-        "p50_ms": round(1000 * percentiles[499], 3),
-        "p99_ms": round(1000 * percentiles[989], 3),
-        "cpu_p99_ms": round(1000 * of_cpu[989], 3),
-        "max_ms": round(1000 * max(taken)[0], 3),
+        "p50_ms": round(percentiles[499], 3),
+        "p99_ms": round(percentiles[989], 3),
+        "p999_ms": round(percentiles[998], 3),
+        "max_ms": round(max(decisions[-num_decisions:]), 3),
+        "between_p50_ms": round(statistics.median(others[-num_decisions:]), 3),
+        "between_max_ms": round(max(others[-num_decisions:]), 3),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }

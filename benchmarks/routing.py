@@ -241,7 +241,7 @@ def show(found: dict[str, Any]) -> None:
     console = Console()
     console.print(
         f"a decision among {decision['workers']} workers with {decision['cached_blocks']} cached blocks: "
-        f"{decision['p50_ms']} ms, p99 {decision['p99_ms']} ms ({decision['cpu_p99_ms']} ms of processor)"
+        f"{decision['p50_ms']} ms of processor, p99 {decision['p99_ms']} ms"
     )
     if "policies" not in found:
         return
@@ -268,10 +268,11 @@ def main(
     / "cluster.yaml",
     seed: Annotated[int, typer.Option(help="Of the conversations.")] = 0,
     decisions: Annotated[bool, typer.Option("--decisions", help="Only the time of a decision.")] = False,
+    workers: Annotated[int, typer.Option(min=2, help="Simulated workers among which a decision is timed.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
-    """Compares policies on conversations with shared prefixes, and times a decision at 64 workers."""
-    found: dict[str, Any] = {"decision": measure_decisions()}
+    """Compares policies on conversations with shared prefixes, and times a decision among many workers."""
+    found: dict[str, Any] = {"decision": measure_decisions(workers)}
     with telling_failures():
         if not decisions:
             args = Arguments(seconds, load, rounds, seed, trace, requests)

@@ -11,9 +11,11 @@ timer. docs/admission.md explains the rules.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 from cluster.errors import BatonError
 from cluster.pb import generation_pb2, worker_pb2
@@ -22,8 +24,10 @@ from router.api.call import ANYONE, MOST_PRIORITY, Principal
 from router.queue.fair_order import FairOrder
 from router.queue.pressure import InFlight, Overload
 from router.queue.quota import Quotas
+from router.routing.candidate_pool import CandidatePool
 from router.routing.load_tracker import RequestLoad
-from router.routing.policies.interface import Candidate, Candidates, RoutingContext
+from router.routing.policies.interface import RoutingContext
+from router.routing.prefix_index import Candidate
 from router.stream import failures
 
 _SURELY = 0.8
@@ -36,6 +40,8 @@ _MOST_PROMPTS = 0.5
 """Share of the first token's objective: in an overload, workers get no more prompts than take this long."""
 _MORE_SEQUENCES = 2
 """Sequences beyond each decode worker's batch: their prompts are computed by when a place is free."""
+_FEW = 16
+"""Workers that are looked at where the least busy one decides."""
 _LEAST_RETRY_S, _MOST_RETRY_S = 0.25, 60.0
 _RETRY_SHARE, _LEAST_RETRIES = 0.2, 4
 """Share of all requests that may be computed again at one time, and how many always may."""
@@ -95,7 +101,7 @@ class Admission:
         order: FairOrder,
         context: RoutingContext,
         quotas: Quotas,
-        ready: Callable[[worker_pb2.Role], Candidates],
+        ready: Callable[[worker_pb2.Role], CandidatePool[Any]],
         can_serve: Callable[[], bool],
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
@@ -132,8 +138,8 @@ class Admission:
         if not held:
             return True
         most, decode = limits.max_running_tokens, self._decode_workers()
-        pool = sum(worker.kv_tokens for worker in decode)
-        places = sum(worker.max_num_seqs + _MORE_SEQUENCES for worker in decode if worker.max_num_seqs)
+        pool = decode.kv_tokens
+        places = decode.max_num_seqs + _MORE_SEQUENCES * decode.num_sized
         if len(held) >= (limits.max_running_requests or max(_RUNNING_REQUESTS, places)):
             return False
         if most is not None and held.num_tokens + work.num_output_tokens > most:
@@ -155,15 +161,14 @@ class Admission:
             return False
         if not num_running:
             return not held or self._keeps_pace(work)
-        places = sum(worker.max_num_seqs for worker in decode)
-        pool = sum(worker.kv_tokens for worker in decode)
+        places, pool = decode.max_num_seqs, decode.kv_tokens
         if num_running >= _SPARE_SHARE * places or held.num_sequences >= _SPARE_UP_TO * places:
             return False
         if pool and held.num_expected_tokens > _SPARE_UP_TO * pool:
             return False
         if len(held) > num_running:
             return self._keeps_pace(work)
-        is_free = any(not self._context.loads[worker.worker_id].num_prompts for worker in self._prompt_workers())
+        is_free = any(not self._context.loads[worker.worker_id].num_prompts for worker in self._least_busy())
         return is_free or self._prompts_s(NO_STEP) <= _MOST_PROMPTS * self._context.objectives.ttft_s
 
     def may_retry(self) -> bool:
@@ -211,11 +216,21 @@ class Admission:
         spread = self._uniform(1.0, 1.5)
         return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, wait_s * self.overload.excess) * spread)
 
-    def _decode_workers(self) -> Candidates:
+    def _decode_workers(self) -> CandidatePool[Any]:
         return self._ready(worker_pb2.ROLE_DECODE)
 
-    def _prompt_workers(self) -> Candidates:
-        return self._ready(worker_pb2.ROLE_PREFILL) or self._decode_workers()
+    def _least_busy(self) -> Iterator[Candidate]:
+        """The workers that compute prompts which should be through with theirs first."""
+        return islice((self._ready(worker_pb2.ROLE_PREFILL) or self._decode_workers()).ranked(self._prompts_on), _FEW)
+
+    def _prompts_on(self, worker: Candidate) -> float:
+        """Seconds that the prompts on a worker take; infinite while it has some, and its cost is not known."""
+        load, cost = self._context.loads[worker.worker_id], worker.step_cost
+        return 0.0 if not load.num_prompts else math.inf if cost is None else cost.of(load.prompts)
+
+    def _step_s(self, worker: Candidate) -> float:
+        """Seconds of a step of the sequences on a worker; 0 while its cost is not known."""
+        return 0.0 if worker.step_cost is None else worker.step_cost.of(self._context.loads[worker.worker_id].sequences)
 
     def _may_run(self, work: RequestLoad, now: float) -> bool:
         return not self._waits_for_room() and self._can_serve() and self.has_room(work, now)
@@ -230,7 +245,8 @@ class Admission:
         if self._prompts_s(NO_STEP) > _MOST_PROMPTS * self._context.objectives.ttft_s:
             return False
         own = StepSize(num_sequences=work.num_sequences, num_kv_tokens=work.num_sequences * work.num_prompt_tokens)
-        return any(self._is_in_pace(worker, own) for worker in self._decode_workers())
+        least = islice(self._decode_workers().ranked(self._step_s), _FEW)
+        return any(self._is_in_pace(worker, own) for worker in least)
 
     def _is_in_pace(self, worker: Candidate, own: StepSize) -> bool:
         cost, load = worker.step_cost, self._context.loads[worker.worker_id].sequences
@@ -290,7 +306,7 @@ class Admission:
         """Seconds until a prompt placed now would be computed, after those that workers have; 0 while unknown."""
         known = [
             cost.of(self._context.loads[worker.worker_id].prompts) + cost.of(prompt)
-            for worker in self._prompt_workers()
+            for worker in self._least_busy()
             if (cost := worker.step_cost) is not None
         ]
         return min(known, default=0.0)

@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.errors import BatonError, DeadlineExceeded
 from cluster.pb import worker_pb2
@@ -21,7 +22,8 @@ from router.observe.counters import Counters
 from router.queue.admission import Admission, AdmissionRequest, Refusal
 from router.queue.fair_order import FairOrder
 from router.queue.quota import UNLIMITED, Quotas
-from router.routing.policies.interface import Candidates, RoutingContext
+from router.routing.candidate_pool import CandidatePool
+from router.routing.policies.interface import RoutingContext
 from router.stream import failures
 from router.stream.request import LiveRequest, RequestObserver
 
@@ -58,7 +60,7 @@ class WaitingQueue:
     def __init__(
         self,
         context: RoutingContext,
-        ready: Callable[[worker_pb2.Role], Candidates],
+        ready: Callable[[worker_pb2.Role], CandidatePool[Any]],
         can_serve: Callable[[], bool],
         has_worker: Callable[[str], bool],
         counters: Counters,

@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 from cluster.demand import Demand
@@ -29,7 +30,7 @@ from router.queue.waiting_queue import WaitingQueue
 from router.routing.demand import DemandWindow
 from router.routing.fleet import Fleet, WorkerAddress
 from router.routing.lost_workers import RequestRecovery
-from router.routing.migration import DecodeRoom, choose_moves, residents_of, why_emptied
+from router.routing.migration import MOST_ROOMS, DecodeRoom, choose_moves, residents_of, why_emptied
 from router.routing.policies import policy_class
 from router.routing.policies.interface import Objectives, RoutingContext
 from router.routing.running_requests import RunningRequests
@@ -64,6 +65,9 @@ class Dispatcher:
         dead_after_s = settings.transfer.dead_after_s
         callbacks = WorkerCallbacks(self._on_ready, self._on_lost, self._on_events)
         self.fleet = Fleet(callbacks, self.num_requests, dead_after_s, needs_prefill=settings.needs_prefill)
+        self.context.loads.on_change = self.fleet.on_load
+        self._to_empty: dict[str, WorkerClient] = {}
+        """Workers on which requests decode that should move away, as of the last pump."""
         self._on_change = on_change
         self.waiting = WaitingQueue(
             self.context,
@@ -224,17 +228,29 @@ class Dispatcher:
         """Moves requests off workers that should not decode, to where there is room and the weights are the same."""
         if self.waiting.is_closed:
             return
-        for worker in self.fleet:
-            why = why_emptied(worker) if self.context.loads[worker.worker_id].decoding.num_sequences else ""
-            others = self.fleet.candidates(worker.weights_revision)[1] if why else []
-            if not others or worker in others:
-                continue
-            residents, num_under_way = residents_of(worker, self.running.on(worker))
-            rooms = [DecodeRoom.of(other, self.context.loads[other.worker_id]) for other in others]
-            for move in choose_moves(residents, rooms, num_under_way):
-                live = self.running.get(move.request_id)
-                assert live is not None, move.request_id
-                self.running.move(live, move.to_id, why)
+        for worker_id, worker in self.fleet.take_changed().items():
+            if worker is not None and self.context.loads[worker_id].decoding.num_sequences and why_emptied(worker):
+                self._to_empty[worker_id] = worker
+            else:
+                self._to_empty.pop(worker_id, None)
+        for worker_id in sorted(self._to_empty):
+            self._empty(self._to_empty[worker_id])
+
+    def _empty(self, worker: WorkerClient) -> None:
+        """Moves what can move off one worker."""
+        others = self.fleet.candidates(worker.weights_revision)[1]
+        if not others or worker in others:
+            return
+        residents, num_under_way = residents_of(worker, self.running.on(worker))
+        loads, why = self.context.loads, why_emptied(worker)
+        rooms = [DecodeRoom.of(w, loads[w.worker_id]) for w in islice(others.ranked(self._num_decoding), MOST_ROOMS)]
+        for move in choose_moves(residents, rooms, num_under_way):
+            live = self.running.get(move.request_id)
+            assert live is not None, move.request_id
+            self.running.move(live, move.to_id, why)
+
+    def _num_decoding(self, worker: WorkerClient) -> int:
+        return self.context.loads[worker.worker_id].sequences.num_sequences
 
     def _on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
         """Each event concerns one request, and an error in handling it fails only that one."""

@@ -14,6 +14,7 @@ from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
 from cluster.text import ROLE_NUMBERS
 from cluster.tls import ClientTls
+from router.routing.candidate_pool import CandidatePool
 from router.routing.prefix_index import Holders
 from router.routing.worker_client import Speed, WorkerCallbacks, WorkerClient
 
@@ -65,29 +66,74 @@ class Fleet:
         self._changed_settings: worker_pb2.Command | None = None
         self._num_requests = num_requests
         self._workers: dict[str, WorkerClient] = {}
+        self._in_order: list[WorkerClient] = []
+        """By id."""
+        self._usual = {role: CandidatePool[WorkerClient]() for role in (PREFILL, DECODE)}
+        """Workers that may get new work."""
+        self._slow = {role: CandidatePool[WorkerClient]() for role in (PREFILL, DECODE)}
+        """Workers that may get it only while no other of their role may."""
+        self._pools: dict[WorkerClient, CandidatePool[WorkerClient]] = {}
+        """Where each of those is."""
+        self._changed: dict[str, None] = {}
+        self._lost: dict[str, bool] = {}
+        """What `has_lost` found since a worker changed."""
         self._removed: set[WorkerClient] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[WorkerClient]:
         """Named workers, by id."""
-        return iter(sorted(self._workers.values(), key=lambda worker: worker.worker_id))
+        return iter(self._in_order)
 
     def __getitem__(self, worker_id: str) -> WorkerClient:
         return self._workers[worker_id]
 
-    def ready(self, role: worker_pb2.Role) -> list[WorkerClient]:
+    def ready(self, role: worker_pb2.Role) -> CandidatePool[WorkerClient]:
         """Workers that may get new work of a role: slow ones only while there is no other."""
-        able = [w for w in self._workers.values() if w.role == role and w.can_take_work]
-        return [w for w in able if w.speed is Speed.USUAL or self._may_probe(w)] or able
+        return self._usual[role] or self._slow[role]
 
-    def _has_ready(self, role: worker_pb2.Role) -> bool:
-        """Whether `ready` has any, without making the list."""
-        return any(w.role == role and w.can_take_work for w in self._workers.values())
+    def on_load(self, worker_id: str) -> None:
+        """The work that is placed on a worker has changed."""
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            self._changed[worker_id] = None
+            pool = self._pools.get(worker)
+            if pool is not None:
+                pool.touch(worker_id)
 
-    def _may_probe(self, worker: WorkerClient) -> bool:
-        return worker.speed is Speed.PROBED and not self._num_requests(worker)
+    def on_requests(self, worker: WorkerClient) -> None:
+        """A worker has got its first request, or has none any more."""
+        if worker.speed is Speed.PROBED:
+            self._on_worker(worker)
+        if not self._num_requests(worker):
+            self.close_idle()
 
-    def candidates(self, revision: str = "") -> tuple[list[WorkerClient], list[WorkerClient]]:
+    def take_changed(self) -> dict[str, WorkerClient | None]:
+        """The workers whose load, role or state has changed since the last call; None: it is not named any more."""
+        changed = {worker_id: self._workers.get(worker_id) for worker_id in self._changed}
+        self._changed.clear()
+        return changed
+
+    def _on_worker(self, worker: WorkerClient) -> None:
+        """Takes over what has changed of a worker: whether it may get new work, and which, or only what that costs."""
+        last, pool = self._pools.get(worker), self._pool_for(worker)
+        if last is None or last is not pool or not last.has_sizes_of(worker):
+            self._changed[worker.worker_id] = None
+            self._lost.clear()
+        if last is not None and last is not pool:
+            del self._pools[worker]
+            last.discard(worker)
+        if pool is not None:
+            self._pools[worker] = pool
+            pool.add(worker)
+
+    def _pool_for(self, worker: WorkerClient) -> CandidatePool[WorkerClient] | None:
+        if self._workers.get(worker.worker_id) is not worker or not worker.can_take_work:
+            return None
+        may_probe = worker.speed is Speed.PROBED and not self._num_requests(worker)
+        pools = self._usual if worker.speed is Speed.USUAL or may_probe else self._slow
+        return pools.get(worker.role)
+
+    def candidates(self, revision: str = "") -> tuple[CandidatePool[WorkerClient], CandidatePool[WorkerClient]]:
         """(Prefill, decode): workers that may get new work of each kind now; only those with weights of this
         `revision`, unless it is empty.
 
@@ -97,21 +143,22 @@ class Fleet:
         prefill, decode = self.ready(PREFILL), self.ready(DECODE)
         is_starting = not (self.has_served or decode)
         if revision:
-            prefill, decode = ([w for w in group if w.weights_revision == revision] for group in (prefill, decode))
-        return (prefill, decode) if decode or is_starting else ([], prefill)
+            prefill, decode = prefill.of_revision(revision), decode.of_revision(revision)
+        return (prefill, decode) if decode or is_starting else (CandidatePool(), prefill)
 
     def has_lost(self, revision: str) -> bool:
         """No worker has these weights any more or may yet turn out to have them, and others are ready. Never true of
         the empty revision."""
-        may_have = any(worker.info is None or worker.weights_revision == revision for worker in self)
-        return bool(revision) and not may_have and any(worker.is_ready for worker in self)
+        if revision and revision not in self._lost:
+            may_have = any(worker.info is None or worker.weights_revision == revision for worker in self)
+            self._lost[revision] = not may_have and any(worker.is_ready for worker in self)
+        return bool(revision) and self._lost[revision]
 
     @property
     def can_serve(self) -> bool:
         """A decode worker is ready, and a prefill worker where one is needed; or a prefill worker that does both."""
-        if not self._has_ready(DECODE):
-            return self.has_served and self._has_ready(PREFILL)
-        return not self.needs_prefill or self._has_ready(PREFILL)
+        has_prefill = bool(self.ready(PREFILL))
+        return not self.needs_prefill or has_prefill if self.ready(DECODE) else self.has_served and has_prefill
 
     @property
     def weights_revision(self) -> str:
@@ -125,6 +172,7 @@ class Fleet:
             address = wanted.get(worker.worker_id)
             if address is None or address.address != worker.address:
                 self._removed.add(self._workers.pop(worker.worker_id))
+                self._on_worker(worker)
             else:
                 worker.role, worker.is_draining = address.role, address.is_draining
         for address in wanted.values():
@@ -141,7 +189,10 @@ class Fleet:
                 )
                 worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
                 self._workers[address.worker_id] = worker
+                worker.on_change = self._on_worker
+                self._on_worker(worker)
                 worker.start()
+        self._in_order = sorted(self._workers.values(), key=lambda worker: worker.worker_id)
         self.close_idle()
 
     def change_settings(self, run_time_settings: str) -> None:
@@ -165,6 +216,7 @@ class Fleet:
         for worker in [*self._workers.values(), *self._removed]:
             self._close(worker)
         self._workers.clear()
+        self._in_order.clear()
         self._removed.clear()
         await asyncio.gather(*self._closing)
 

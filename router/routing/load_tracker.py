@@ -5,6 +5,7 @@ Pure: a table of sums. Knows no policy, no connection and no clock.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -115,6 +116,8 @@ class LoadTracker:
     def __init__(self) -> None:
         self.num_retries = 0
         """Sum over all workers."""
+        self.on_change: Callable[[str], None] = lambda worker_id: None
+        """Called with each worker whose load has changed."""
         self._loads: dict[str, Load] = {}
 
     def __getitem__(self, worker_id: str) -> Load:
@@ -124,6 +127,7 @@ class LoadTracker:
         """Called by `Charge`."""
         self.num_retries += load.num_retries
         self._loads[worker_id] = self[worker_id] + load
+        self.on_change(worker_id)
 
     def remove(self, worker_id: str, load: Load) -> None:
         """Called by `Charge`, for what it has added; a worker at zero is forgotten."""
@@ -133,6 +137,7 @@ class LoadTracker:
             self._loads.pop(worker_id, None)
         else:
             self._loads[worker_id] = left
+        self.on_change(worker_id)
 
 
 class Charge:

@@ -21,6 +21,7 @@ from cluster.errors import BatonError
 from cluster.pb import worker_pb2
 from router.observe.counters import Counters
 from router.queue.waiting_queue import WaitingQueue
+from router.routing.candidate_pool import CandidatePool
 from router.routing.demand import DemandWindow
 from router.routing.fleet import DECODE, Fleet
 from router.routing.retry import RETRYABLE, AttemptFailure
@@ -93,9 +94,8 @@ class RequestRecovery:
 
     def _may_test(self, live: LiveRequest) -> bool:
         """A decode worker is there with the weights that the suspect's output began with."""
-        reserved = [] if self._tester is None else [self._tester]
-        workers = [*reserved, *self._fleet.ready(DECODE)]
-        return any(_has_weights(worker, live.weights_revision) for worker in workers)
+        revision, tester = live.weights_revision, self._tester
+        return bool(self._ready(revision)) or (tester is not None and _has_weights(tester, revision))
 
     def fail_without_weights(self) -> None:
         """Fails waiting requests whose output began with weights that no worker has any more."""
@@ -115,7 +115,7 @@ class RequestRecovery:
         if tester is not None and (self._is_apart or not self._running.num_on(tester)):
             self._is_apart = True
             return tester
-        candidates = [worker for worker in self._fleet.ready(DECODE) if _has_weights(worker, revision)]
+        candidates = self._ready(revision)
         empty = next((worker for worker in candidates if not self._running.num_on(worker)), None)
         if empty is None and (tester is not None or not candidates):
             return None
@@ -123,6 +123,11 @@ class RequestRecovery:
         self._tester = empty or min(candidates, key=self._running.num_on)
         self._tester.is_reserved, self._is_apart = True, empty is not None
         return empty
+
+    def _ready(self, revision: str) -> CandidatePool[WorkerClient]:
+        """Decode workers that may get new work, with these weights; empty: any."""
+        ready = self._fleet.ready(DECODE)
+        return ready.of_revision(revision) if revision else ready
 
     def _free_tester(self) -> None:
         if self._tester is not None:

@@ -17,6 +17,8 @@ from router.stream.request import LiveRequest
 
 MOST_AT_ONCE = 4
 """Moves off one worker that are under way together."""
+MOST_ROOMS = 64
+"""Workers that are looked at for room: those that decode the fewest sequences."""
 FEWEST_TOKENS_LEFT = 16
 """An output that can be no longer than this ends sooner than it has moved."""
 

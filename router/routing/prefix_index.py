@@ -5,15 +5,18 @@
 While unknown, nothing counts as cached, and every event but a snapshot is ignored. The known state is a moment old: a
 worker may have evicted a block meanwhile, so it helps to choose a worker and decides nothing else.
 All workers of a router share one table, so that one walk over a prompt's hashes finds what each of them has of it.
-Pure: no connection, no clock. An index lives as long as one session with its worker does.
+Pure: no connection, no clock. An index lives as long as one session with its worker does. `Candidate` is a worker as it
+is seen by those that choose among workers: by its cache, its pool and what its steps cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import GROUP, PrefixHashes
+from cluster.step_cost import StepCost
 
 
 class Holders:
@@ -177,3 +180,34 @@ def _bits(mask: int) -> Iterator[int]:
         lowest = mask & -mask
         yield lowest
         mask ^= lowest
+
+
+class Candidate(Protocol):
+    """A worker that is ready: the router's connection to it, or a simulated one."""
+
+    @property
+    def worker_id(self) -> str: ...
+
+    @property
+    def weights_revision(self) -> str:
+        """Names the weights that it serves: the workers of one request have the same."""
+        ...
+
+    @property
+    def step_cost(self) -> StepCost | None:
+        """Cost of its steps as it has measured them; None: not yet."""
+        ...
+
+    @property
+    def kv_tokens(self) -> int:
+        """Size of its KV pool."""
+        ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that it decodes in one step; 0 while unknown."""
+        ...
+
+    def num_cached_tokens(self, prompt: PromptHashes) -> int:
+        """Tokens of a prompt that its prefix cache holds, as far as its events describe it."""
+        ...

@@ -135,7 +135,7 @@ class RunningRequests:
         ids.discard(live.key.request_id)
         if not ids:
             del self._on_worker[worker]
-            self._fleet.close_idle()
+            self._fleet.on_requests(worker)
 
     def _choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         begun = time.perf_counter()
@@ -164,6 +164,8 @@ class RunningRequests:
         self._running[live.key.request_id] = live
         for worker in attempt.workers:
             self._on_worker.setdefault(worker, set()).add(live.key.request_id)
+            if len(self._on_worker[worker]) == 1:
+                self._fleet.on_requests(worker)
         self._admission.on_placed(live.key.request_id, live.work, self._clock())
         if prefill is None:
             self._counters.local_prefills += 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import statistics
+from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,31 +109,63 @@ class SlowDetector:
         for worker_id in ended:
             record = self._records[worker_id]
             record.ratio, record.age_s = record.observed_s / max(record.predicted_s, 1e-6), 0.0
+        by_role: dict[worker_pb2.Role, list[_Record]] = {}
+        for worker_id, role in roles.items():
+            by_role.setdefault(role, []).append(self._records[worker_id])
+        all_peers = {role: _Peers(records) for role, records in by_role.items()}
         for worker_id in ended:
-            peers = [self._records[i] for i, role in roles.items() if i != worker_id and role == roles[worker_id]]
-            record, peers_ratio = self._records[worker_id], _usual_ratio(peers)
+            record, peers = self._records[worker_id], all_peers[roles[worker_id]]
+            peers_ratio, speed = peers.usual_ratio(record), record.speed
             is_slow = record.ratio >= FACTOR * peers_ratio and record.observed_s >= record.predicted_s + record.slack_s
             record.begin_window()
             record.num_slow = record.num_slow + 1 if is_slow else 0
             if record.speed is Speed.PROBED and not is_slow:
                 record.speed, record.usual_s = Speed.USUAL, 0.0
-            elif record.speed is not Speed.SLOW and _may_eject(record, peers):
+            elif record.speed is not Speed.SLOW and peers.may_eject(record):
                 _eject(record)
                 why = f"its work takes {record.ratio:.1f} times what is predicted"
                 ejected[worker_id] = f"{why}, its peers' {peers_ratio:.1f} times"
+            if record.speed is not speed:
+                peers.on_speed(record, speed)
         return ejected
 
 
-def _usual_ratio(peers: Sequence[_Record]) -> float:
-    """How slow the peers are, which may be the machine's fault; at least 1."""
-    ratios = [peer.ratio for peer in peers if peer.speed is Speed.USUAL and peer.age_s < RECENT_S]
-    return max(1.0, statistics.median(ratios)) if ratios else 1.0
+class _Peers:
+    """The workers of one role during a tick, so that each is compared with the others without a look at all of them."""
+
+    def __init__(self, records: Sequence[_Record]) -> None:
+        self._num = len(records)
+        self._num_out = sum(record.speed is not Speed.USUAL for record in records)
+        self._ratios = sorted(record.ratio for record in records if _counts(record, record.speed))
+
+    def usual_ratio(self, record: _Record) -> float:
+        """How slow the peers of a worker are, which may be the machine's fault; at least 1."""
+        ratios, own = self._ratios, len(self._ratios)
+        if _counts(record, record.speed):
+            own = bisect_left(ratios, record.ratio)
+        num = len(ratios) - (own < len(ratios))
+        if not num:
+            return 1.0
+        low, high = (ratios[index + (index >= own)] for index in ((num - 1) // 2, num // 2))
+        return max(1.0, (low + high) / 2)
+
+    def may_eject(self, record: _Record) -> bool:
+        num_peers, num_out = self._num - 1, self._num_out - (record.speed is not Speed.USUAL)
+        most = min(num_peers, max(1, self._num // MOST_SHARE))
+        return record.num_slow >= (1 if record.speed is Speed.PROBED else NUM_WINDOWS) and num_out < most
+
+    def on_speed(self, record: _Record, last: Speed) -> None:
+        """The speed of a worker was another until now."""
+        self._num_out += (record.speed is not Speed.USUAL) - (last is not Speed.USUAL)
+        if _counts(record, last):
+            del self._ratios[bisect_left(self._ratios, record.ratio)]
+        if _counts(record, record.speed):
+            insort(self._ratios, record.ratio)
 
 
-def _may_eject(record: _Record, peers: Sequence[_Record]) -> bool:
-    num_out = sum(peer.speed is not Speed.USUAL for peer in peers)
-    most = min(len(peers), max(1, (len(peers) + 1) // MOST_SHARE))
-    return record.num_slow >= (1 if record.speed is Speed.PROBED else NUM_WINDOWS) and num_out < most
+def _counts(record: _Record, speed: Speed) -> bool:
+    """Whether its last window says something of its peers."""
+    return speed is Speed.USUAL and record.age_s < RECENT_S
 
 
 def _pass_time(record: _Record, elapsed_s: float) -> None:

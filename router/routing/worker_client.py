@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -34,6 +34,7 @@ from cluster.tls import ClientTls
 from router.routing.prefix_index import Holders, PrefixIndex, PromptHashes
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 HEARTBEAT_S = 0.5
 DEAD_AFTER_S = 3.0
@@ -66,8 +67,33 @@ class WorkerCallbacks:
     """Every batch of a ready worker. The client has handled info, stats and cache events itself."""
 
 
+class _Standing(Generic[T]):
+    """An attribute of a worker on which it depends whether, and for what, it gets work: `on_change` follows it."""
+
+    def __set_name__(self, owner: type[WorkerClient], name: str) -> None:
+        self._key = f"_{name}"
+
+    def __get__(self, worker: WorkerClient, owner: type[WorkerClient]) -> T:
+        value: T = worker.__dict__[self._key]
+        return value
+
+    def __set__(self, worker: WorkerClient, value: T) -> None:
+        if worker.__dict__.get(self._key, _Standing) != value:
+            worker.__dict__[self._key] = value
+            worker.on_change(worker)
+
+
 class WorkerClient:
     """`close` it in the loop in which it was started."""
+
+    role = _Standing[worker_pb2.Role]()
+    is_draining = _Standing[bool]()
+    is_suspect = _Standing[bool]()
+    """It seems to stall, and gets nothing new until it reports progress again."""
+    is_reserved = _Standing[bool]()
+    """It runs requests one of which may end it, and gets no others."""
+    speed = _Standing[Speed]()
+    state = _Standing[State]()
 
     def __init__(
         self,
@@ -81,6 +107,8 @@ class WorkerClient:
         token: str = "",
     ) -> None:
         """`holders`: the table shared by all workers' prefix caches; None: this one's is kept apart."""
+        self.on_change: Callable[[WorkerClient], None] = lambda worker: None
+        """Called when it may get other work than before, or its steps have another cost."""
         self._tls = tls
         self._token = token
         self.worker_id = worker_id
@@ -89,7 +117,7 @@ class WorkerClient:
         self.is_draining = False
         self.changed_settings: worker_pb2.Command | None = None
         """Sent first on each session; None: the worker keeps the settings that it was started with."""
-        self.state: State = CONNECTING
+        self.state = CONNECTING
         self.info: worker_pb2.WorkerInfo | None = None
         self.weights_revision = ""
         """Names the weights that it serves, or did when it was ready last; empty: not known."""
@@ -100,10 +128,8 @@ class WorkerClient:
         """Cost of its steps as it has measured them; None: not yet."""
         self._holders = holders
         self.is_suspect = False
-        """It seems to stall, and gets nothing new until it reports progress again."""
         self.speed = Speed.USUAL
         self.is_reserved = False
-        """It runs requests one of which may end it, and gets no others."""
         self.crash: Crash | None = None
         """How the last process ended by itself; None: it runs, did not, or nothing is known of that."""
         self._crash_reader: CrashReader | None = None
@@ -262,6 +288,7 @@ class WorkerClient:
         self.prefix_index = PrefixIndex(info.block_size, info.num_blocks, self._holders)
         self.state = READY
         self.is_suspect = False
+        self.on_change(self)
         self.crash, self._crash_reader = None, CrashReader.open(info.crash_record, info.incarnation)
         if self.changed_settings is not None:
             self.send(self.changed_settings)
@@ -277,7 +304,10 @@ class WorkerClient:
         self.stats = stats
         if self._crash_reader is not None:
             self._crash_reader.lives()
-        self.step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
+        step_cost = StepCost.from_proto(stats.step_cost) if stats.HasField("step_cost") else None
+        if step_cost != self.step_cost:
+            self.step_cost = step_cost
+            self.on_change(self)
 
     def _on_cache(self, events: worker_pb2.CacheEvents) -> None:
         if self.prefix_index is not None and not self.prefix_index.apply(events):

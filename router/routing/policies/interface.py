@@ -5,13 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from cluster.config.schema import RouterSection, SloSection
-from cluster.step_cost import StepCost
 from router.routing.demand import OutputLengths
 from router.routing.load_tracker import LoadTracker, Placement, PlacementKind, RequestLoad
-from router.routing.prefix_index import PromptHashes
+from router.routing.prefix_index import Candidate, PromptHashes
 
 
 @dataclass(frozen=True)
@@ -60,37 +58,6 @@ class RoutingRequest:
     uses_cache: bool = True
     session: SessionKey | None = None
     """None: the client named none."""
-
-
-class Candidate(Protocol):
-    """A worker that is ready: the router's connection to it, or a simulated one."""
-
-    @property
-    def worker_id(self) -> str: ...
-
-    @property
-    def weights_revision(self) -> str:
-        """Names the weights that it serves: the workers of one request have the same."""
-        ...
-
-    @property
-    def step_cost(self) -> StepCost | None:
-        """Cost of its steps as it has measured them; None: not yet."""
-        ...
-
-    @property
-    def kv_tokens(self) -> int:
-        """Size of its KV pool."""
-        ...
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that it decodes in one step; 0 while unknown."""
-        ...
-
-    def num_cached_tokens(self, prompt: PromptHashes) -> int:
-        """Tokens of a prompt that its prefix cache holds, as far as its events describe it."""
-        ...
 
 
 Candidates = Sequence[Candidate]

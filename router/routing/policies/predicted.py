@@ -24,7 +24,6 @@ from typing import NamedTuple
 from cluster.step_cost import PACE_SHARE, StepCost, usual
 from router.routing.load_tracker import Load, Placement, PlacementKind, RequestLoad
 from router.routing.policies.interface import (
-    Candidate,
     Candidates,
     Policy,
     RoutingContext,
@@ -35,6 +34,7 @@ from router.routing.policies.interface import (
     least_loaded,
     local,
 )
+from router.routing.prefix_index import Candidate
 
 MOST_SESSIONS = 16_384
 """Beyond this, the session whose last turn is oldest is forgotten."""

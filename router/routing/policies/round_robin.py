@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from router.routing.load_tracker import Placement
 from router.routing.policies.interface import (
-    Candidate,
     Candidates,
     Policy,
     RoutingContext,
@@ -15,6 +14,7 @@ from router.routing.policies.interface import (
     local,
     with_weights_of,
 )
+from router.routing.prefix_index import Candidate
 
 
 class RoundRobin(Policy):

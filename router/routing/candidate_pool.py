@@ -1,0 +1,201 @@
+"""The workers that may get new work of one role, kept as they come and go instead of listed for each decision.
+
+Answers what decisions ask of all of them at once without looking at each: how many there are, what their pools hold
+together, which have certain weights, and which come first by a key, such as the time for which a worker is busy. A key
+is computed again only for workers that have changed since. Pure: knows no connection and no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar, overload
+
+from router.routing.prefix_index import Candidate
+
+C = TypeVar("C", bound=Candidate)
+Key = Callable[[C], Any]
+"""A worker's place in a ranking: smaller ones come first."""
+
+MOST_CHANGED = 32
+"""Workers whose places are looked up together; more never wait for the next decision."""
+
+
+def _id_of(candidate: Candidate) -> str:
+    return candidate.worker_id
+
+
+class Ranking(Generic[C]):
+    """Workers by a key, and by id among equals. A sorted list: to insert moves 32 KB at most among 4,096 workers."""
+
+    def __init__(self, key: Key[C]) -> None:
+        self._key = key
+        self._order: list[tuple[Any, str]] = []
+        self._places: dict[str, tuple[Any, str]] = {}
+
+    def __iter__(self) -> Iterator[str]:
+        return (worker_id for _, worker_id in self._order)
+
+    def place(self, worker: C) -> None:
+        """Adds a worker, or moves it to where it belongs now."""
+        key, old = self._key(worker), self._places.get(worker.worker_id)
+        if old is not None:
+            if old[0] == key:
+                return
+            del self._order[bisect_left(self._order, old)]
+        self._places[worker.worker_id] = new = key, worker.worker_id
+        insort(self._order, new)
+
+    def discard(self, worker_id: str) -> None:
+        old = self._places.pop(worker_id, None)
+        if old is not None:
+            del self._order[bisect_left(self._order, old)]
+
+    def key_of(self, worker_id: str) -> Any:
+        """The key by which a worker has its place."""
+        return self._places[worker_id][0]
+
+
+class _Member(NamedTuple):
+    """A worker with what it counted for when it was added."""
+
+    kv_tokens: int
+    max_num_seqs: int
+    weights_revision: str
+
+    @classmethod
+    def of(cls, candidate: Candidate) -> _Member:
+        return cls(candidate.kv_tokens, candidate.max_num_seqs, candidate.weights_revision)
+
+
+class CandidatePool(Sequence[C]):
+    """A sequence in the order of ids. `touch` a worker whose load or costs have changed, `add` one whose size has."""
+
+    def __init__(self, candidates: Iterable[C] = (), *, revision: str | None = None) -> None:
+        """`revision`: all have these weights; None: any."""
+        self.kv_tokens = 0
+        """Of all KV pools together."""
+        self.max_num_seqs = 0
+        """Sequences that all decode at a time."""
+        self.num_sized = 0
+        """Workers of which that is known."""
+        self._in_order: list[C] = []
+        self._by_id: dict[str, C] = {}
+        self._members: dict[str, _Member] = {}
+        self._rankings: dict[Key[C], Ranking[C]] = {}
+        self._changed: dict[str, None] = {}
+        """Workers whose places in the rankings are to be looked up again."""
+        self._is_mixed = revision is None
+        self._by_revision: dict[str, CandidatePool[C]] = {} if revision is None else {revision: self}
+        for candidate in candidates:
+            self.add(candidate)
+
+    def __len__(self) -> int:
+        return len(self._in_order)
+
+    @overload
+    def __getitem__(self, index: int) -> C: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[C]: ...
+    def __getitem__(self, index: int | slice) -> C | list[C]:
+        return self._in_order[index]
+
+    def __iter__(self) -> Iterator[C]:
+        return iter(self._in_order)
+
+    def __contains__(self, candidate: object) -> bool:
+        return self._by_id.get(getattr(candidate, "worker_id", "")) is candidate
+
+    def get(self, worker_id: str) -> C | None:
+        return self._by_id.get(worker_id)
+
+    def after(self, worker_id: str) -> C:
+        """The worker that follows this id, which it need not have; the first one after the last."""
+        index = bisect_right(self._in_order, worker_id, key=_id_of)
+        return self._in_order[index % len(self._in_order)]
+
+    @property
+    def revisions(self) -> list[str]:
+        """Of the weights that any of them has, in order."""
+        return sorted(self._by_revision)
+
+    def of_revision(self, revision: str) -> CandidatePool[C]:
+        """Those that have these weights, as a pool that is kept as well."""
+        found = self._by_revision.get(revision)
+        return CandidatePool(revision=revision) if found is None else found
+
+    def ranked(self, key: Key[C]) -> Iterator[C]:
+        """All, by `key`, which depends on nothing but the worker, its load and its costs. The same function has the
+        same ranking, which is kept from its first use on."""
+        ranking = self._rankings.get(key)
+        if ranking is None:
+            ranking = self._rankings[key] = Ranking(key)
+            for candidate in self._in_order:
+                ranking.place(candidate)
+        self._replace_changed()
+        return map(self._by_id.__getitem__, ranking)
+
+    def key_of(self, candidate: C, key: Key[C]) -> Any:
+        """The key by which a candidate has its place in a ranking that has been used."""
+        return self._rankings[key].key_of(candidate.worker_id)
+
+    def add(self, candidate: C) -> None:
+        """Adds a worker, or takes over what has changed of one that is here."""
+        worker_id = candidate.worker_id
+        member = _Member.of(candidate)
+        if candidate in self and self._members[worker_id] == member:
+            self.touch(worker_id)
+            return
+        self.discard(candidate)
+        self._members[worker_id], self._by_id[worker_id] = member, candidate
+        self._count(member, 1)
+        insort(self._in_order, candidate, key=_id_of)
+        for ranking in self._rankings.values():
+            ranking.place(candidate)
+        if self._is_mixed:
+            revision = member.weights_revision
+            self._by_revision.setdefault(revision, CandidatePool(revision=revision)).add(candidate)
+
+    def discard(self, candidate: C) -> None:
+        worker_id = candidate.worker_id
+        member = self._members.pop(worker_id, None)
+        if member is None:
+            return
+        del self._by_id[worker_id]
+        self._changed.pop(worker_id, None)
+        self._count(member, -1)
+        del self._in_order[bisect_left(self._in_order, worker_id, key=_id_of)]
+        for ranking in self._rankings.values():
+            ranking.discard(worker_id)
+        if self._is_mixed:
+            alike = self._by_revision[member.weights_revision]
+            alike.discard(candidate)
+            if not alike:
+                del self._by_revision[member.weights_revision]
+
+    def has_sizes_of(self, candidate: C) -> bool:
+        """Whether a worker that is here counts for what it has now."""
+        return self._members.get(candidate.worker_id) == _Member.of(candidate)
+
+    def touch(self, worker_id: str) -> None:
+        """The load or the costs of a worker have changed; without effect for one that is not here."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return
+        if self._rankings:
+            self._changed[worker_id] = None
+            if len(self._changed) >= MOST_CHANGED:
+                self._replace_changed()
+        if self._is_mixed:
+            self._by_revision[member.weights_revision].touch(worker_id)
+
+    def _replace_changed(self) -> None:
+        for worker_id in self._changed:
+            for ranking in self._rankings.values():
+                ranking.place(self._by_id[worker_id])
+        self._changed.clear()
+
+    def _count(self, member: _Member, sign: int) -> None:
+        self.kv_tokens += sign * member.kv_tokens
+        self.max_num_seqs += sign * member.max_num_seqs
+        self.num_sized += sign * bool(member.max_num_seqs)
