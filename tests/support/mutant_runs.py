@@ -29,7 +29,7 @@ from mutants import Mutant, sample
 
 GROUPS, MORE_GROUPS = (2, 6), (200,)
 """Test files that a mutant, and then one that survived, meets at once: importing them costs more than their tests."""
-WALL_S = 120.0
+WALL_S = 75.0
 """Longest that a mutant may take with one group; it counts as noticed then, as one that hangs."""
 
 

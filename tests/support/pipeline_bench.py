@@ -14,6 +14,7 @@ import pytest
 from checkpoints import VOCAB_SIZE
 from torch.distributed import HashStore
 
+from cluster.crash_record import CrashRecord
 from cluster.failure_detector import FailureTimeouts
 from cluster.pb import generation_pb2, rank_pb2, worker_pb2
 from cluster.settings import WorkerSettings
@@ -112,6 +113,7 @@ class Bench:
         num_blocks: int = 64,
         block_size: int = BLOCK_SIZE,
         inbox: Inbox | None = None,
+        crash_record: CrashRecord | None = None,
     ) -> None:
         settings = WorkerSettings.from_values(worker_id="decode-0", role="decode", model_path="")
         self.noted, self.router, inbox = NotedRanks(), FakeRouter(), inbox or Inbox()
@@ -127,6 +129,7 @@ class Bench:
             vocab_size=VOCAB_SIZE,
             num_layers=2,
             step_log=StepLog(None),
+            crash_record=crash_record,
             constrainer=self,  # type: ignore[arg-type]
             overlaps=overlaps,
         )

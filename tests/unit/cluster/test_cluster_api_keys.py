@@ -69,6 +69,11 @@ def test_a_written_file_reads_as_the_same_keys(keys: list[ApiKey]) -> None:
     assert list(parse_keys(render_keys(keys), "keys.yaml")) == keys
 
 
+def test_a_field_that_is_there_twice_is_reported() -> None:
+    (problem,) = problems(entry(tenant="acme, tenant: other"))
+    assert problem.endswith("keys[0].tenant: is there twice; the first is in line 2")
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.prefix_hash import prefix_hashes
+from cluster.prefix_hash import GROUP, prefix_hashes
 from engine.kv.block_manager import BlockAccountingError, BlockManager, NoFreeBlocks
 
 
@@ -195,6 +195,18 @@ def test_publishing_again_changes_nothing_and_goes_on_where_it_stopped() -> None
     fresh.publish([1, 2, 3, 4, 5, 6], fresh.allocate(3), b"s", 6)
     tokens = [1, 2, 3, 4, 5, 6, 7]
     assert manager.match_prefix(tokens, b"s") == fresh.match_prefix(tokens, b"s") == table
+
+
+@pytest.mark.parametrize("step", [1, 2, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP, 3 * GROUP])
+def test_a_long_prefix_has_the_names_by_which_others_look_for_it(step: int) -> None:
+    """Each group of blocks is named by the last block of the group before."""
+    num_blocks = 3 * GROUP + 5
+    manager, tokens = BlockManager(num_blocks, block_size=2), list(range(2 * num_blocks))
+    table = manager.allocate(num_blocks)
+    for num_computed in (*range(2 * step, len(tokens), 2 * step), len(tokens)):
+        manager.publish(tokens, table, b"s", num_computed)
+    assert list(manager.cached_hashes) == list(prefix_hashes([*tokens, 0], 2, b"s"))
+    assert manager.match_prefix([*tokens, 0], b"s") == table
 
 
 def test_the_twin_of_a_published_block_stays_private_and_is_freed() -> None:

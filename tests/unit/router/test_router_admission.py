@@ -332,3 +332,51 @@ def test_output_tokens_are_charged_while_a_request_runs() -> None:
         assert not client.live.is_over, "what runs is let run"
 
     run(scenario)
+
+
+def test_a_call_that_needs_no_worker_is_charged_and_is_no_live_request() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        cluster = Cluster(clock)
+        who = Principal(key_id="k", tenant="t", quota=KeyQuota(max_concurrent=1, prompt_tokens_per_min=20))
+        waiting = cluster.router.dispatcher.waiting
+        for _ in range(2):
+            waiting.refuse_over_quota(who)
+            waiting.charge(who, 5)
+        assert not cluster.submit(principal=who).live.is_over
+        with pytest.raises(QuotaExceeded, match="1 requests of this API key are live"):
+            waiting.refuse_over_quota(who)
+        await cluster.pass_time(0.5)
+        waiting.charge(who, 5)
+        with pytest.raises(QuotaExceeded, match="has used the 20 prompt tokens"):
+            waiting.refuse_over_quota(who)
+
+    run(scenario)
+
+
+def test_the_rate_at_which_room_is_made_is_measured_while_requests_wait_and_not_otherwise() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        cluster = Cluster(clock)
+        drain = cluster.router.dispatcher.admission._in_flight._drain
+        await cluster.pass_time(1.0)
+        assert drain.num_seconds == 0
+        for _ in range(20):
+            cluster.submit()
+        await cluster.pass_time(1.0)
+        assert 0.7 < drain.num_seconds < 1.0
+        await cluster.pass_time(5.0)
+        assert 1.3 < drain.num_seconds < 1.6, "nobody waits for the last four"
+
+    run(scenario)
+
+
+def test_an_overload_without_a_worker_is_refused_as_ever() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        cluster = Cluster(clock, limits(max_queued_requests=2))
+        cluster.router.dispatcher.admission.overload.add_refusal(clock())
+        cluster.router.workers["d0"].lose()
+        for _ in range(2):
+            assert not cluster.submit().live.is_over
+        assert isinstance(cluster.error_of(cluster.submit()), Overloaded)
+        assert cluster.refused == {"queue_requests": 1}
+
+    run(scenario)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from candidates import FakeCandidate
 from fake_worker import DECODE, LENGTH, PREFILL, TRANSFER, failed, phase
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,8 @@ from wired_router import Client, ManualClock, WiredRouter, admit_of, cancelled, 
 from cluster.lifecycle import RequestKey, RequestState
 from cluster.pb import generation_pb2 as pb
 from cluster.pb import worker_pb2
+from cluster.step_cost import StepSize
+from router.routing.load_tracker import Load
 from router.routing.migration import (
     FEWEST_TOKENS_LEFT,
     MOST_AT_ONCE,
@@ -37,6 +40,11 @@ def test_the_longest_outputs_move_first_and_only_a_few_at_a_time() -> None:
     assert [m.request_id for m in choose_moves(residents, [roomy], 0)] == ["r90", "r80", "r70", "r60"]
     assert choose_moves(residents, [roomy], MOST_AT_ONCE - 1) == [Migration("r90", "d1")]
     assert choose_moves(residents, [roomy], MOST_AT_ONCE) == []
+
+
+def test_room_is_what_nobody_was_promised() -> None:
+    load = Load(num_tokens=30, sequences=StepSize(num_sequences=3))
+    assert DecodeRoom.of(FakeCandidate("d1", kv_tokens=100, max_num_seqs=8), load) == DecodeRoom("d1", 70, 5, 3)  # type: ignore[arg-type]
 
 
 def test_what_may_end_in_a_moment_stays() -> None:

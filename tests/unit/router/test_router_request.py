@@ -135,10 +135,23 @@ def test_text_held_back_for_a_stop_string_comes_when_the_sequence_ends_otherwise
     assert text_of(rest) == "xy" and deltas(rest)[0].token_count == 0
 
 
+def test_tokens_of_a_sequence_that_was_not_asked_for_change_nothing() -> None:
+    live = live_request()
+    assert give(live, 0, ids("a"), sequence_index=1, finish_reason=LENGTH) is Effect.OPEN
+    assert live.num_tokens == 0 and not live.is_complete
+
+
 def test_an_end_by_length_names_no_stop() -> None:
     live = live_request()
     give(live, 0, ids("ab"), finish_reason=LENGTH)
     assert take(live)[-1].sequence_end.WhichOneof("matched_stop") is None
+
+
+@pytest.mark.parametrize("stop", [(), ("xyz",)])
+def test_a_character_that_the_end_cuts_off_is_told_as_such(stop: tuple[str, ...]) -> None:
+    live = live_request(stop=stop)
+    give(live, 0, ids("aé")[:2], finish_reason=LENGTH)
+    assert text_of(take(live)) == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_an_end_in_the_same_event_as_a_stop_string_needs_no_cancel() -> None:
@@ -176,6 +189,24 @@ def test_another_attempt_is_placed_with_the_tokens_that_came() -> None:
     assert live.to_place.work.num_prompt_tokens == num_prompt + 3
     assert live.to_place.prompt.of(1).num_blocks == num_prompt + 3 - 1
     assert [attempt.has_failed for attempt in live.attempts] == [True]
+
+
+def test_what_an_attempt_sent_too_early_is_dropped_with_it() -> None:
+    live = live_request()
+    give(live, 2, ids("x"))
+    live.restart(12.0, "lost")
+    give(live, 0, ids("ab"))
+    give(live, 2, ids("c"))
+    assert text_of(take(live)) == "abc"
+
+
+def test_a_first_token_that_ends_it_all_needs_no_hand_off() -> None:
+    live = live_request()
+    enter(live, PREFILL, 11.0)
+    give(live, 0, ids("a"), finish_reason=LENGTH)
+    live.finish(12.0)
+    states = [entry.state for entry in live.lifecycle.history]
+    assert states == [RequestState.QUEUED, RequestState.PREFILLING, RequestState.DECODING, RequestState.FINISHED]
 
 
 def test_interleaved_phases_never_lead_backwards() -> None:

@@ -61,6 +61,20 @@ def test_who_has_waited_before_is_first_when_a_worker_is_back() -> None:
     run(scenario)
 
 
+def test_what_a_request_held_on_a_lost_worker_is_free_for_another() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        num_tokens = len(ids("hello")) + 16
+        router = WiredRouter(clock, ["p0", "d0"], max_running_tokens=2 * num_tokens)
+        wait_again(router)
+        router.workers["p0"].is_draining = False
+        router.workers["d0"].open()
+        assert router.dispatcher.num_running == 1
+        router.submit()
+        assert (router.dispatcher.num_queued, router.dispatcher.num_running) == (0, 2)
+
+    run(scenario)
+
+
 def test_who_waits_again_in_vain_has_failed_and_not_been_rejected() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0"])

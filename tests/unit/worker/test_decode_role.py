@@ -206,6 +206,28 @@ def test_what_is_known_of_each_of_several_sequences_is_computed_after_a_hand_off
     role.check_idle()
 
 
+def test_a_sequence_that_is_ended_before_it_is_born_is_never_born() -> None:
+    around = Surroundings()
+    around.role.admit(Request(FIRST, PROMPT, SamplingParams(max_output_tokens=4, n=2)), expect_handoff=True)
+    around.role.cancel(FIRST, "a stop string", sequence_index=0)
+    hand_over(around, FIRST, "one", len(PROMPT), {0: 60, 1: 70})
+    assert run_step(around.role, 71) == [(1, 1)]
+    around.role.cancel(FIRST, "over")
+    around.role.check_idle()
+
+
+def test_blocks_that_no_sequence_needs_after_a_hand_off_are_free_again() -> None:
+    around = Surroundings()
+    request = Request(FIRST, PROMPT[:14], SamplingParams(max_output_tokens=4, n=3))
+    around.role.admit(request, expect_handoff=True, aborted=[1, 2])
+    hand_over(around, FIRST, "one", 14, {0: 60, 1: 70, 2: 80})
+    assert around.blocks.num_held == 4, "the last of them has room for the next tokens"
+    assert run_step(around.role, 61) == [(0, 1)]
+    around.role.cancel(FIRST, "over")
+    around.role.check_idle()
+    assert around.blocks.num_held == 0
+
+
 @pytest.mark.parametrize("num_known", [3, 4])
 def test_the_known_output_of_one_sequence_is_handed_over_with_its_prompt(num_known: int) -> None:
     around = Surroundings()

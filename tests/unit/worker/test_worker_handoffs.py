@@ -223,6 +223,15 @@ def test_an_answer_that_is_overdue_counts_as_a_timeout(rig: Rig) -> None:
     assert rig.failures() == {"timeout": 1}
 
 
+def test_a_sender_waits_for_the_answer_to_its_abort_and_a_receiver_for_none(rig: Rig) -> None:
+    sending, receiving, key = rig.sending(), rig.receiving(), KEY.to_proto()
+    sending.send(handoff_pb2.SenderMessage(abort=handoff_pb2.Abort(key=key)))
+    receiving.send(heard(committed=handoff_pb2.Committed(key=key)))
+    rig.now += ANSWER_TIMEOUT_S + 0.1
+    rig.handoffs.tick()
+    assert (sending.is_retired, receiving.is_retired) == (True, False)
+
+
 def test_slots_of_a_retired_link_are_quarantined_until_every_rank_has_closed_its_pair(rig: Rig) -> None:
     sending, receiving = rig.sending(), rig.receiving()
     assert (rig.handoffs.count_by_state()["open"], rig.handoffs.count_by_state()["closing"]) == (2, 0)
@@ -244,6 +253,16 @@ def test_the_role_hears_that_a_pair_is_closed_if_every_rank_has_closed_it(rig: R
     assert rig.called.count("connection_retired") == 1 and "connection_closed" not in rig.called
     rig.done(error)
     assert rig.called.count("connection_closed") == num_told
+
+
+def test_one_connection_too_many_closes_the_one_that_was_used_least_recently(rig: Rig) -> None:
+    peers = [worker_pb2.Peer(worker_id=f"decode-{i}", incarnation="i") for i in range(3)]
+    connections = []
+    for peer in (*peers[:2], peers[0], peers[2]):
+        rig.now += 1
+        connections.append(rig.handoffs.connect_to(peer))
+    first, second, again, third = connections
+    assert again is first and [c.is_retired for c in (first, second, third)] == [False, True, False]
 
 
 def test_a_transport_that_does_not_open_is_offered_last_to_that_life_of_that_worker_for_a_while(rig: Rig) -> None:

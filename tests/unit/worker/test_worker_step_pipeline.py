@@ -12,6 +12,7 @@ from checkpoints import make_checkpoint
 from engine_steps import make_runner
 from pipeline_bench import BLOCK_SIZE, FEW_BLOCKS, Bench, assert_equal, over_gloo, told_by
 
+from cluster.crash_record import CrashReader, CrashRecord
 from engine.attention.flash import FlashAttention
 
 
@@ -34,6 +35,22 @@ def test_steps_one_by_one_are_read_before_the_next_is_launched() -> None:
     bench.run()
     assert bench.noted.calls == ["launch 1", "sample 1", "read 1", "launch 2", "sample 2", "read 2"]
     assert bench.noted.given[1:] == [[0]] and bench.router.tokens("a") == [0, 1]
+
+
+def test_a_worker_that_ends_between_steps_blames_no_request() -> None:
+    record = CrashRecord("i")
+    reader = CrashReader.open(record.path, "i")
+    assert reader is not None
+    bench = Bench(crash_record=record)
+    bench.admit("a", most=9)
+    bench.core.turn(wait=False)
+    record.failed("a step failed")
+    found = reader.read()
+    assert found is not None and found.request_ids == {"a"}
+    bench.run()
+    found = reader.read()
+    assert found is not None and found.request_ids == set()
+    reader.close()
 
 
 def test_a_stop_token_is_noticed_one_step_late_and_what_came_of_that_is_thrown_away() -> None:
