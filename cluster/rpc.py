@@ -11,7 +11,7 @@ import json
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf import any_pb2
@@ -37,6 +37,7 @@ __all__ = [
     "INTERNAL_MESSAGE_BYTES",
     "PUBLIC_MESSAGE_BYTES",
     "CallGate",
+    "OpenChannel",
     "ServerLimits",
     "abort",
     "channel_options",
@@ -191,6 +192,12 @@ def create_channel(
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)
     return grpc.aio.secure_channel(address, tls.credentials(), options=options + tls.options)
+
+
+class OpenChannel(Protocol):
+    """Opens channels as `create_channel` does; in a simulated cluster they lead to workers of the same process."""
+
+    def __call__(self, address: str, *, tls: ClientTls | None = None, is_alone: bool = False) -> grpc.aio.Channel: ...
 
 
 def create_blocking_channel(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -91,6 +92,8 @@ class HandoffContext:
     stats: worker_pb2.WorkerStats = field(default_factory=worker_pb2.WorkerStats)
     """The worker's counters, to which connections add the bytes they move."""
     clock: Callable[[], float] = time.monotonic
+    fresh_name: Callable[[], str] = lambda: uuid.uuid4().hex[:12]
+    """A name for a connection that no other one has."""
     last_step: int = 0
     """Number of the newest step that has ended."""
 
@@ -169,8 +172,7 @@ class HandoffConnection:
         return message
 
     def accept(self, number: int) -> bool:
-        """Notes a sign of life; returns whether the message is the next one, or was received before. Raises
-        StreamGap."""
+        """Notes a sign of life; returns False for a message that was received before. Raises StreamGap."""
         self._detector.heard()
         if number == self.num_received + 1:
             self.num_received = number
@@ -324,8 +326,7 @@ class HandoffConnection:
             self.retire(Failed.REASON_TRANSFER_FAILED, why, label="timeout")
 
     def retire(self, reason: Failed.Reason, why: str, label: str = "") -> None:
-        """Ends the connection and all that is on it; the first reason counts. `label`: its name in the metrics, if
-        another."""
+        """Ends the connection and all that is on it, once. `label`: the reason's name in the metrics, if another."""
         if self.is_retired:
             return
         if self._has_pair and self.is_sender and self._state is ConnectionState.OPENING:

@@ -122,9 +122,16 @@ class HandoffStreams:
     """All streams of one worker."""
 
     def __init__(
-        self, handshake: Handshake, timing: FailureTimeouts, tls: ClientTls | None = None, token: str = ""
+        self,
+        handshake: Handshake,
+        timing: FailureTimeouts,
+        tls: ClientTls | None = None,
+        token: str = "",
+        *,
+        open_channel: rpc.OpenChannel = rpc.create_channel,
     ) -> None:
-        """`tls`, `token`: towards other workers."""
+        """`tls`, `token`, `open_channel`: towards other workers."""
+        self._open_channel = open_channel
         self._token = token
         self._handshake = handshake
         self._timing = timing
@@ -163,7 +170,7 @@ class HandoffStreams:
 
     async def _dial(self, connection: HandoffConnection, address: str, incarnation: str) -> None:
         try:
-            async with rpc.create_channel(address, tls=self._tls, is_alone=True) as channel:
+            async with self._open_channel(address, tls=self._tls, is_alone=True) as channel:
                 await self._converse(connection, handoff_pb2_grpc.HandoffServiceStub(channel), incarnation)
         except grpc.aio.AioRpcError as error:
             is_final = error.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -6,7 +6,6 @@ Runs on the engine thread, but for `accept`.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable
 
 from cluster.pb import handoff_pb2, worker_pb2
@@ -55,7 +54,7 @@ class Handoffs:
             if connection.peer == name:
                 connection.last_used = self._context.clock()
                 return connection
-        epoch = f"{self._worker_id}-{peer.worker_id}-{uuid.uuid4().hex[:12]}"
+        epoch = f"{self._worker_id}-{peer.worker_id}-{self._context.fresh_name()}"
         connection = HandoffConnection(epoch, self._prefill, self._context, peer=name, last=self._offered_last(name))
         self._connections.append(connection)
         self._close_spare()

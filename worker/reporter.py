@@ -36,7 +36,7 @@ class Reporter:
 
     def __init__(self, step_log: StepLog | None = None) -> None:
         self._step_log = step_log or StepLog(None)
-        self._sessions: set[RouterSession] = set()
+        self._sessions: dict[RouterSession, None] = {}
         self._session_of: dict[RequestKey, RouterSession] = {}
         self._report_each: set[RequestKey] = set()
         """Requests whose every token is sent at once."""
@@ -54,11 +54,11 @@ class Reporter:
         return len(self._session_of)
 
     def open_session(self, session: RouterSession) -> None:
-        self._sessions.add(session)
+        self._sessions[session] = None
 
     def close_session(self, session: RouterSession) -> list[RequestKey]:
         """Returns the requests that came on it."""
-        self._sessions.discard(session)
+        self._sessions.pop(session, None)
         self._gathered.pop(session, None)
         return [key for key, s in self._session_of.items() if s == session]
 

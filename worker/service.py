@@ -168,7 +168,7 @@ class WorkerService(
         health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
-        self._heartbeats = asyncio.create_task(self._heartbeat(), name="heartbeat")
+        self._heartbeats = asyncio.create_task(self.heartbeat(), name="heartbeat")
         return bound
 
     async def _stop(self) -> None:
@@ -179,7 +179,8 @@ class WorkerService(
         await self._streams.close()
         await self._server.stop(STOP_GRACE_S)
 
-    async def _heartbeat(self) -> None:
+    async def heartbeat(self) -> None:
+        """Until it is cancelled: signs of life, a look at who is silent, deadlines. `start` runs it."""
         clock = self._loop.loop.time
         before = clock()
         for number in itertools.count(1):

@@ -12,7 +12,6 @@ timer. docs/admission.md explains the rules.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -94,7 +93,7 @@ class AdmissionRequest(NamedTuple):
 
 
 class Admission:
-    """`ready(role)`: workers that may get new work; `uniform(a, b)` spreads retries."""
+    """`ready(role)`: workers that may get new work."""
 
     def __init__(
         self,
@@ -103,14 +102,12 @@ class Admission:
         quotas: Quotas,
         ready: Callable[[worker_pb2.Role], CandidatePool[Any]],
         can_serve: Callable[[], bool],
-        uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
         self._order = order
         self._context = context
         self._quotas = quotas
         self._ready = ready
         self._can_serve = can_serve
-        self._uniform = uniform
         self.overload = Overload()
         self._in_flight = InFlight(context.lengths)
 
@@ -213,7 +210,7 @@ class Admission:
         if wait_s is None:
             rate = self.tokens_per_s
             wait_s = self._order.cost / rate if rate else failures.RETRY_AFTER_S
-        spread = self._uniform(1.0, 1.5)
+        spread = self._context.rng.uniform(1.0, 1.5)
         return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, wait_s * self.overload.excess) * spread)
 
     def _decode_workers(self) -> CandidatePool[Any]:

@@ -80,9 +80,9 @@ class WaitingQueue:
         self._on_change = on_change
         self._on_refused = on_refused
         self._waiters: dict[str, _Waiter] = {}
-        self._suspects: set[str] = set()
+        self._suspects: dict[str, None] = {}
         """Those among them that may have ended a worker: they are in no order, and run apart from the others."""
-        self._aside: set[str] = set()
+        self._aside: dict[str, None] = {}
         """Those that go on with weights which no ready worker has: they are in no order, and in nobody's way."""
         self._order = FairOrder()
         self._quotas = Quotas()
@@ -179,7 +179,7 @@ class WaitingQueue:
                 self._shed(live)
             elif not self._has_worker_for(live):
                 self._order.remove(live.key.request_id)
-                self._aside.add(live.key.request_id)
+                self._aside[live.key.request_id] = None
             elif self.admission.has_room(live.work, now):
                 self._waiters.pop(self._order.serve(among_returned=may_retry)).timer.cancel()
                 found = live
@@ -205,9 +205,9 @@ class WaitingQueue:
             return None
         waiter.timer.cancel()
         if generation_id in self._suspects:
-            self._suspects.remove(generation_id)
+            del self._suspects[generation_id]
         elif generation_id in self._aside:
-            self._aside.remove(generation_id)
+            del self._aside[generation_id]
         else:
             self._order.remove(generation_id)
         return waiter.live
@@ -239,7 +239,7 @@ class WaitingQueue:
         """Puts those back at the head for which there is a worker now."""
         for live in [self._waiters[generation_id].live for generation_id in self._aside]:
             if self._has_worker_for(live):
-                self._aside.remove(live.key.request_id)
+                del self._aside[live.key.request_id]
                 self._put_in_order(live)
 
     def _add(self, live: LiveRequest, timeout_s: float, on_timeout: Callable[[str], None]) -> None:
@@ -252,7 +252,7 @@ class WaitingQueue:
     def _put_in_order(self, live: LiveRequest) -> None:
         generation_id, tenant, cost = live.key.request_id, live.principal.tenant, live.work.num_output_tokens
         if live.retry.is_suspect:
-            self._suspects.add(generation_id)
+            self._suspects[generation_id] = None
         elif live.has_run:
             self._order.add_returned(generation_id, tenant=tenant, cost=cost)
         else:

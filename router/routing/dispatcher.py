@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
+from cluster import rpc
 from cluster.demand import Demand
 from cluster.errors import Aborted, BatonError, DeadlineExceeded, Overloaded
 from cluster.lifecycle import RequestState
@@ -53,18 +55,32 @@ class Dispatcher:
     """`on_change` is called when a worker came or went, or is usable again; `observers` follow every request."""
 
     def __init__(
-        self, settings: RouterSettings, on_change: Callable[[], None], clock: Callable[[], float] = time.monotonic
+        self,
+        settings: RouterSettings,
+        on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        open_channel: rpc.OpenChannel = rpc.create_channel,
+        rng: random.Random | None = None,
     ) -> None:
+        """`open_channel` leads to workers; `rng` gives all that is drawn at random."""
         self.clock = clock
         self.counters = Counters()
         self.observers: list[RequestObserver] = []
-        self.context = RoutingContext()
+        self.context = RoutingContext(rng=rng or random.Random())
         self.apply_settings(settings)
         self._demand = DemandWindow(self.context.lengths)
         self._policy = policy_class(settings.router.policy)(self.context)
         dead_after_s = settings.transfer.dead_after_s
         callbacks = WorkerCallbacks(self._on_ready, self._on_lost, self._on_events)
-        self.fleet = Fleet(callbacks, self.num_requests, dead_after_s, needs_prefill=settings.needs_prefill)
+        self.fleet = Fleet(
+            callbacks,
+            self.num_requests,
+            dead_after_s,
+            needs_prefill=settings.needs_prefill,
+            open_channel=open_channel,
+            rng=self.context.rng,
+        )
         self.context.loads.on_change = self.fleet.on_load
         self._to_empty: dict[str, WorkerClient] = {}
         """Workers on which requests decode that should move away, as of the last pump."""

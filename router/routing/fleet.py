@@ -7,9 +7,11 @@ named gets nothing new and is closed when its last request has ended. Knows requ
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from cluster import rpc
 from cluster.errors import ConfigError
 from cluster.pb import worker_pb2
 from cluster.text import ROLE_NUMBERS
@@ -52,6 +54,8 @@ class Fleet:
         dead_after_s: float,
         *,
         needs_prefill: bool = True,
+        open_channel: rpc.OpenChannel = rpc.create_channel,
+        rng: random.Random | None = None,
     ) -> None:
         self.tls: ClientTls | None = None
         """Used to connect to workers that are named from now on, as `token` is."""
@@ -61,6 +65,8 @@ class Fleet:
         self.has_served = False
         """A request has run on this router."""
         self._callbacks = callbacks
+        self._open_channel = open_channel
+        self._rng = rng
         self._dead_after_s = dead_after_s
         self._holders = Holders()
         self._changed_settings: worker_pb2.Command | None = None
@@ -77,7 +83,8 @@ class Fleet:
         self._changed: dict[str, None] = {}
         self._lost: dict[str, bool] = {}
         """What `has_lost` found since a worker changed."""
-        self._removed: set[WorkerClient] = set()
+        self._removed: dict[WorkerClient, None] = {}
+        """In the order in which they were removed."""
         self._closing: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[WorkerClient]:
@@ -171,7 +178,7 @@ class Fleet:
         for worker in list(self._workers.values()):
             address = wanted.get(worker.worker_id)
             if address is None or address.address != worker.address:
-                self._removed.add(self._workers.pop(worker.worker_id))
+                self._removed[self._workers.pop(worker.worker_id)] = None
                 self._on_worker(worker)
             else:
                 worker.role, worker.is_draining = address.role, address.is_draining
@@ -186,6 +193,8 @@ class Fleet:
                     self._holders,
                     self.tls,
                     self.token,
+                    open_channel=self._open_channel,
+                    rng=self._rng,
                 )
                 worker.is_draining, worker.changed_settings = address.is_draining, self._changed_settings
                 self._workers[address.worker_id] = worker
@@ -208,7 +217,7 @@ class Fleet:
     def close_idle(self) -> None:
         """Closes the connections of removed workers that have no request any more."""
         for worker in [w for w in self._removed if not self._num_requests(w)]:
-            self._removed.discard(worker)
+            del self._removed[worker]
             self._close(worker)
 
     async def close(self) -> None:

@@ -40,7 +40,7 @@ class RunningRequests:
         self._counters = counters
         self._clock = clock
         self._running: dict[str, LiveRequest] = {}
-        self._on_worker: dict[WorkerClient, set[str]] = {}
+        self._on_worker: dict[WorkerClient, dict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._running)
@@ -132,7 +132,7 @@ class RunningRequests:
         """Records that the worker holds nothing for the request any more."""
         live.attempt.workers.remove(worker)
         ids = self._on_worker[worker]
-        ids.discard(live.key.request_id)
+        ids.pop(live.key.request_id, None)
         if not ids:
             del self._on_worker[worker]
             self._fleet.on_requests(worker)
@@ -163,7 +163,7 @@ class RunningRequests:
         self._policy.on_placed(live.to_place, placement)
         self._running[live.key.request_id] = live
         for worker in attempt.workers:
-            self._on_worker.setdefault(worker, set()).add(live.key.request_id)
+            self._on_worker.setdefault(worker, {})[live.key.request_id] = None
             if len(self._on_worker[worker]) == 1:
                 self._fleet.on_requests(worker)
         self._admission.on_placed(live.key.request_id, live.work, self._clock())

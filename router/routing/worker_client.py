@@ -14,7 +14,6 @@ import asyncio
 import enum
 import logging
 import random
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,8 +104,14 @@ class WorkerClient:
         holders: Holders | None = None,
         tls: ClientTls | None = None,
         token: str = "",
+        *,
+        open_channel: rpc.OpenChannel = rpc.create_channel,
+        rng: random.Random | None = None,
     ) -> None:
-        """`holders`: the table shared by all workers' prefix caches; None: this one's is kept apart."""
+        """`holders`: the table shared by all workers' prefix caches; None: this one's is kept apart. `rng` spreads
+        attempts to connect."""
+        self._open_channel = open_channel
+        self._rng = rng or random.Random()
         self.on_change: Callable[[WorkerClient], None] = lambda worker: None
         """Called when it may get other work than before, or its steps have another cost."""
         self._tls = tls
@@ -187,7 +192,7 @@ class WorkerClient:
 
     async def _run(self) -> None:
         backoff_s = FIRST_BACKOFF_S
-        async with rpc.create_channel(self.address, tls=self._tls, is_alone=True) as channel:
+        async with self._open_channel(self.address, tls=self._tls, is_alone=True) as channel:
             while True:
                 try:
                     await self._session(channel)
@@ -206,7 +211,7 @@ class WorkerClient:
                 backoff_s = FIRST_BACKOFF_S if was_ready else min(LONGEST_BACKOFF_S, backoff_s * 2)
                 if self.refusal:
                     backoff_s = LONGEST_BACKOFF_S
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                await asyncio.sleep(backoff_s * self._rng.uniform(0.5, 1.0))
 
     def _note_refusal(self, error: BatonError) -> None:
         """Keeps, and reports once, why it and this router cannot work together. Other errors may pass."""
@@ -240,10 +245,11 @@ class WorkerClient:
     async def _watch(self) -> None:
         """Returns when a ready worker falls silent; before its info has come, it may take its time."""
         self._detector.heard()
-        last = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        last = clock()
         while True:
             await asyncio.sleep(self._timeouts.tick_s)
-            now = time.monotonic()
+            now = clock()
             if self._detector.tick(now - last) is Liveness.DEAD and self.is_ready:
                 return
             last = now

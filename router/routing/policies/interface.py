@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ class RoutingContext:
     """May be replaced while the router runs, as `limits` may: read both for each decision."""
     limits: RouterSection = field(default_factory=RouterSection)
     """How much the router takes on at one time."""
+    rng: random.Random = field(default_factory=random.Random)
+    """Whatever the router draws at random."""
 
 
 @dataclass(frozen=True)

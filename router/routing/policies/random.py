@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from router.routing.load_tracker import Placement
 from router.routing.policies.interface import (
     Candidates,
@@ -19,8 +17,9 @@ class Random(Policy):
     """Keeps no state."""
 
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
-        chosen = random.choice(decode)
+        choice = self.context.rng.choice
+        chosen = choice(decode)
         prefill = with_weights_of(chosen, prefill)
         if not prefill:
             return local(chosen.worker_id)
-        return disaggregated(random.choice(prefill).worker_id, chosen.worker_id, "at random")
+        return disaggregated(choice(prefill).worker_id, chosen.worker_id, "at random")
