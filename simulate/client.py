@@ -1,0 +1,178 @@
+"""Clients of a simulated cluster: each submits one request to the router, and reads its stream to the end.
+
+What a client notes is what a real one would see behind a network that takes no time: when its first and its last token
+came, in which order, and how the request ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.lifecycle import RequestState
+from cluster.pb import generation_pb2, worker_pb2
+from router.api.call import Principal, ValidatedRequest
+from router.routing.dispatcher import Dispatcher
+from router.stream.client_stream import StreamReader
+from router.stream.request import LiveRequest
+from simulate.model import END_TOKEN, VOCAB, seed_of, undisturbed
+from simulate.workload import RequestShape
+
+
+@dataclass(frozen=True)
+class SimRequest:
+    """One request of a load, and what its client says of it."""
+
+    shape: RequestShape
+    """`at` counts from the begin of the run; the output ends after `num_output_tokens`."""
+    max_output_tokens: int | None = None
+    """What the client says that the output may be at most; None: what it is."""
+    tenant: str = ""
+    priority: int = 0
+    time_left_s: float | None = None
+    """Seconds to its deadline; None: it has none."""
+
+    @property
+    def at_s(self) -> float:
+        return self.shape.at
+
+
+@dataclass
+class RequestOutcome:
+    """What became of one request; times are seconds from the begin of the run."""
+
+    number: int
+    """In the order of arrivals."""
+    request: SimRequest
+    state: RequestState = RequestState.QUEUED
+    """How it ended."""
+    reason: str = ""
+    """Why it did not finish."""
+    token_ids: list[int] = field(default_factory=list)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    ended_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_attempts: int = 0
+    prefill_id: str = ""
+    """The worker that its last attempt was to prefill on; empty: the decode worker, or it was not placed."""
+    decode_id: str = ""
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is RequestState.FINISHED
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.request.at_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first; None for an output of one token."""
+        if self.first_token_s is None or self.last_token_s is None or len(self.token_ids) < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (len(self.token_ids) - 1)
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ended_s - self.request.at_s
+
+    def check(self, seed: int) -> None:
+        """Raises AssertionError unless its tokens are those of the undisturbed run, and all of them if it finished.
+        `seed`: of the prompts."""
+        shape, got = self.request.shape, self.token_ids
+        prompt = shape.prompt(VOCAB, seed, self.number)
+        expected = undisturbed(prompt, seed_of(self.number, shape.num_output_tokens), len(got))
+        if got and got[-1] == END_TOKEN:
+            expected[-1] = END_TOKEN
+        assert got == expected, f"request {self.number} got other tokens than those of its prompt"
+        is_whole = len(got) == shape.num_output_tokens
+        assert is_whole or not self.is_finished, f"request {self.number} ended after {len(got)} tokens"
+
+
+class _NoText:
+    """The simulated model has no tokenizer (`router.stream.detokenizer.Detokenizer`)."""
+
+    def push(self, token_ids: object) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+async def run_client(
+    dispatcher: Dispatcher, number: int, request: SimRequest, seed: int, begun_at: float
+) -> RequestOutcome:
+    """Submits a request and reads its stream to its end. `seed`: of the prompts. `begun_at`: the begin of the run on
+    the router's clock."""
+    clock, outcome = dispatcher.clock, RequestOutcome(number, request)
+    now = clock()
+    live = LiveRequest(
+        f"sim-{number}",
+        _validated(number, request, seed),
+        [_NoText()],
+        model="",
+        now=now,
+        arrival_time_s=now,
+        is_streaming=True,
+        principal=Principal(key_id=request.tenant, tenant=request.tenant),
+    )
+    dispatcher.submit(live, time_left_s=request.time_left_s)
+    reader = StreamReader(live)
+    while True:
+        await reader.output.wait()
+        is_over = live.is_over
+        for event in reader.take():
+            if event.HasField("delta"):
+                _note(outcome, event.delta, clock() - begun_at)
+        if is_over:
+            break
+    _note_end(outcome, live, clock() - begun_at)
+    return outcome
+
+
+def _note(outcome: RequestOutcome, delta: generation_pb2.SequenceDelta, now: float) -> None:
+    assert delta.first_token_index == len(outcome.token_ids), (
+        f"request {outcome.number} got token {delta.first_token_index} after {len(outcome.token_ids)} tokens"
+    )
+    outcome.token_ids += delta.token_ids
+    outcome.last_token_s = now
+    if outcome.first_token_s is None:
+        outcome.first_token_s = now
+
+
+def _note_end(outcome: RequestOutcome, live: LiveRequest, now: float) -> None:
+    outcome.ended_s, outcome.state = now, live.lifecycle.state
+    outcome.reason = "" if live.error is None else live.error.reason
+    outcome.num_cached_tokens, outcome.num_attempts = live.num_cached_tokens, len(live.attempts)
+    if live.placement is not None:
+        outcome.prefill_id, outcome.decode_id = live.placement.prefill_id or "", live.placement.decode_id
+
+
+def _validated(number: int, request: SimRequest, seed: int) -> ValidatedRequest:
+    num_output = request.shape.num_output_tokens
+    most = request.max_output_tokens or num_output
+    sampling = worker_pb2.Sampling(
+        params=generation_pb2.SamplingParams(
+            temperature=1, top_p=1, repetition_penalty=1, n=1, seed=seed_of(number, num_output)
+        ),
+        stopping=generation_pb2.StoppingCriteria(
+            max_output_tokens=most, stop_token_ids=() if most == num_output else (END_TOKEN,)
+        ),
+    )
+    return ValidatedRequest(
+        prompt_token_ids=tuple(request.shape.prompt(VOCAB, seed, number)),
+        sampling=sampling,
+        stop=(),
+        include_stop_in_output=True,
+        wants_text=False,
+        wants_token_ids=True,
+        wants_logprobs=False,
+        wants_timing=False,
+        stream_interval_tokens=None,
+        cache_salt=request.tenant.encode(),
+        bypass_prefix_cache=False,
+        queue_timeout_s=None,
+        priority=request.priority,
+        prompt_logprobs=None,
+        client_request_id="",
+    )

@@ -1,0 +1,154 @@
+"""The simulated model: its KV is a hash of the tokens, and its next token is a hash of its KV.
+
+The KV of a token is the sum of a hash of each token before it and of itself, with its position, modulo 2**64. So one
+number in each slot of the pool stands for a whole prefix, a step reads it where the step before it (or a hand-off)
+left it, and KV that was lost, overwritten or landed in the wrong place leads to other tokens than those of the
+undisturbed run. No tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.sampling.params import SampleRow
+from engine.step_input import IntArray, StepInput
+
+VOCAB = 65_521
+"""Tokens of the simulated model, but for its end."""
+END_TOKEN = VOCAB
+"""Ends an output before its client's limit."""
+
+StateArray = npt.NDArray[np.uint64]
+_MASK = (1 << 64) - 1
+_FIRST, _SECOND, _THIRD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
+
+
+class PageAlarm(AssertionError):
+    """KV is read that was not written, or that another sequence has written over."""
+
+
+def token_states(tokens: Sequence[int] | IntArray, positions: IntArray) -> StateArray:
+    """The share of each token in the KV of those behind it, [T]."""
+    values = np.asarray(tokens).astype(np.uint64) + positions.astype(np.uint64) * np.uint64(VOCAB) + np.uint64(1)
+    values *= np.uint64(_FIRST)
+    values ^= values >> np.uint64(30)
+    values *= np.uint64(_SECOND)
+    values ^= values >> np.uint64(27)
+    return values
+
+
+def seed_of(number: int, num_output_tokens: int) -> int:
+    """The sampling seed of a request, from which the model knows where its output ends."""
+    return number << 32 | num_output_tokens
+
+
+def sampled_token(state: int, row: SampleRow) -> int:
+    """The token that follows a prefix with this KV; the end, where the output is long enough and may end early."""
+    params = row.params
+    if params.stop_token_ids and row.position + 1 >= params.seed & 0xFFFFFFFF:
+        return END_TOKEN
+    return next_token(state, params.seed, row.sequence_index)
+
+
+def next_token(state: int, seed: int, sequence_index: int) -> int:
+    value = (state ^ (seed * _THIRD + sequence_index * _FIRST)) & _MASK
+    value = ((value ^ (value >> 30)) * _SECOND) & _MASK
+    value = ((value ^ (value >> 27)) * _THIRD) & _MASK
+    return int((value ^ (value >> 31)) % VOCAB)
+
+
+def undisturbed(prompt: Sequence[int], seed: int, num_tokens: int, sequence_index: int = 0) -> list[int]:
+    """The output of one sequence as it must come."""
+    count = np.arange(len(prompt), dtype=np.int32)
+    state = int(token_states(prompt, count).sum(dtype=np.uint64)) if len(prompt) else 0
+    output: list[int] = []
+    while len(output) < num_tokens:
+        output.append(next_token(state, seed, sequence_index))
+        state = (state + _state(output[-1], len(prompt) + len(output) - 1)) & _MASK
+    return output
+
+
+def _state(token: int, position: int) -> int:
+    value = ((token + position * VOCAB + 1) * _FIRST) & _MASK
+    value = ((value ^ (value >> 30)) * _SECOND) & _MASK
+    return value ^ (value >> 27)
+
+
+class KvPages:
+    """The KV pool of one worker: a number for each token slot, and how many of its layers are there."""
+
+    def __init__(self, num_blocks: int, block_size: int, num_layers: int) -> None:
+        self.block_size = block_size
+        self.num_layers = num_layers
+        self._states: StateArray = np.zeros(num_blocks * block_size, dtype=np.uint64)
+        self._layers = np.zeros(num_blocks * block_size, dtype=np.int16)
+
+    def write_step(self, step: StepInput) -> StateArray:
+        """Computes a step's tokens; returns the KV of each sequence's last one, [S]."""
+        for source, target in step.block_copies.tolist():
+            self._copy_block(source, target)
+        before = self._before(step)
+        states = token_states(step.token_ids, step.positions)
+        if len(states) > len(before):
+            sums = np.cumsum(states, dtype=np.uint64)
+            starts = step.cu_seqlens_q[:-1]
+            shift = before - sums[starts] + states[starts]
+            states = sums + np.repeat(shift, np.diff(step.cu_seqlens_q))
+        else:
+            states += before
+        self._states[step.slot_mapping] = states
+        self._layers[step.slot_mapping] = self.num_layers
+        last: StateArray = states[step.cu_seqlens_q[1:] - 1]
+        return last
+
+    def check_step(self, step: StepInput, last: StateArray) -> None:
+        """Raises PageAlarm where something else has written over what a step wrote."""
+        slots = step.slot_mapping[step.cu_seqlens_q[1:] - 1]
+        if (self._states[slots] != last).any() or (self._layers[slots] != self.num_layers).any():
+            raise PageAlarm("pages of a step were written over before it had ended")
+
+    def read(self, block_table: Sequence[int], start: int, end: int) -> StateArray:
+        """The KV of the tokens [start, end) of a sequence; a copy."""
+        slots = self._slots(block_table, start, end)
+        if (self._layers[slots] != self.num_layers).any():
+            raise PageAlarm("KV is handed over that was never written, or of which some layers have not landed")
+        states: StateArray = self._states[slots]
+        return states
+
+    def land(self, block_table: Sequence[int], start: int, states: StateArray, layers: tuple[int, int]) -> None:
+        """Writes what came from another worker: layers [first, end) of tokens from `start` on."""
+        slots = self._slots(block_table, start, start + len(states))
+        first, end = layers
+        if first:
+            is_same = (self._layers[slots] == first) & (self._states[slots] == states)
+            if not is_same.all():
+                raise PageAlarm(f"layers from {first} on land on KV of other tokens, or before those below them")
+        self._states[slots] = states
+        self._layers[slots] = end
+
+    def _before(self, step: StepInput) -> StateArray:
+        """The KV of the token before each sequence's first new one, [S]."""
+        places = step.positions[step.cu_seqlens_q[:-1]] - 1
+        rows = np.arange(len(places))
+        slots = step.block_tables[rows, places // self.block_size] * self.block_size + places % self.block_size
+        has_none = places < 0
+        slots[has_none] = 0
+        if (self._layers[slots] != self.num_layers)[~has_none].any():
+            raise PageAlarm("a step reads KV that was never written, or of which some layers have not landed")
+        before: StateArray = self._states[slots]
+        before[has_none] = 0
+        return before
+
+    def _copy_block(self, source: int, target: int) -> None:
+        size = self.block_size
+        for pages in (self._states, self._layers):
+            pages[target * size : (target + 1) * size] = pages[source * size : (source + 1) * size]
+
+    def _slots(self, block_table: Sequence[int], start: int, end: int) -> IntArray:
+        places = np.arange(start, end, dtype=np.int64)
+        table = np.fromiter(block_table, dtype=np.int64, count=len(block_table))
+        slots: IntArray = table[places // self.block_size] * self.block_size + places % self.block_size
+        return slots

@@ -1,0 +1,334 @@
+"""The ranks of a simulated worker, as one (`worker.step_pipeline.Ranks`): steps that end in time, and transfers of KV.
+
+    launch -> the curve's seconds -> done: the engine thread has a turn, samples and reads
+    gather -> once the step that writes its layers has come so far; send and receive of a pair meet in their order, one
+              at a time, and travel over the wire; a landing writes its pages when the last byte has come
+
+A pair is open once both sides have opened it. When a side closes it, whatever is posted on either side fails. Every
+command is answered once, through the inbox.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from cluster.pb import rank_pb2
+from cluster.step_cost import StepSize
+from engine.sampling.params import SampledToken, SampleRow
+from engine.step_input import StepInput
+from kv_transfer.actions import Chunk
+from simulate.curves import StepCurve
+from simulate.model import KvPages, StateArray, sampled_token
+from simulate.virtual_loop import VirtualLoop
+from simulate.wire import KvTransfer, Nic, Wires
+from worker.handoff_connection import Done, ErrorKind
+
+KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
+KIND_TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
+
+
+def size_of(step: StepInput) -> StepSize:
+    """The work of a step: one token of a sequence is its next one, more are a prompt's."""
+    num_new = np.diff(step.cu_seqlens_q)
+    ends = step.seqlens_k.astype(np.int64)
+    is_next = num_new == 1
+    size = StepSize(num_sequences=int(is_next.sum()), num_kv_tokens=int(ends[is_next].sum()))
+    for count, end in zip(num_new[~is_next].tolist(), ends[~is_next].tolist(), strict=True):
+        size += StepSize.of_prompt(count, end - count)
+    return size
+
+
+class SimulatedStep:
+    """A step that was launched (`worker.step_pipeline.Launched`)."""
+
+    span = None
+
+    def __init__(self, step: StepInput, states: StateArray, begun_at: float, seconds: float) -> None:
+        self.step = step
+        self.begun_at = begun_at
+        self.seconds = seconds
+        self.states = states
+        self.is_done = False
+        self._sampled: list[SampledToken] = []
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens that it led to."""
+        return [token.token_id for token in self._sampled]
+
+    def sample(self, rows: Sequence[Sequence[SampleRow]]) -> None:
+        ends = np.searchsorted(self.step.cu_seqlens_q, self.step.logits_indices, side="right") - 1
+        states = self.states[ends].tolist()
+        self._sampled = [
+            SampledToken(sampled_token(state, row))
+            for state, of_one in zip(states, rows, strict=True)
+            for row in of_one
+        ]
+
+    def tokens(self) -> list[SampledToken]:
+        return self._sampled
+
+    def scores(self) -> list[SampledToken]:
+        return []
+
+
+@dataclass(eq=False)
+class _Posted:
+    """A send or a receive that waits for its end."""
+
+    done: Done
+    slot: int
+    landing: tuple[Chunk, list[int]] | None = None
+    """Of a receive: what lands, and the block table that it lands in."""
+
+
+@dataclass(eq=False)
+class PairEnd:
+    """One worker's side of a pair."""
+
+    ranks: SimulatedRanks
+    opened: Done | None = None
+    is_closed: bool = False
+    posted: deque[_Posted] = field(default_factory=deque)
+    slots: dict[int, tuple[StateArray, int]] = field(default_factory=dict)
+    """What a sender has gathered: KV and bytes."""
+
+
+class SimulatedPair:
+    """Both sides of a connection's pair, by `is_sender`."""
+
+    def __init__(self) -> None:
+        self.ends: dict[bool, PairEnd] = {}
+        self.is_open = False
+        self.moving: KvTransfer | None = None
+
+    @property
+    def is_broken(self) -> bool:
+        return any(end.is_closed for end in self.ends.values())
+
+
+class Clockwork(Protocol):
+    """What ranks share with those of the other workers of their cluster."""
+
+    @property
+    def loop(self) -> VirtualLoop: ...
+    @property
+    def wires(self) -> Wires: ...
+    @property
+    def pairs(self) -> dict[str, SimulatedPair]: ...
+    def note(self, what: str) -> None: ...
+
+
+class SimulatedRanks:
+    """Of one worker. `post` gives a call to its engine thread."""
+
+    def __init__(
+        self,
+        world: Clockwork,
+        name: str,
+        pages: KvPages,
+        curve: StepCurve,
+        nic: Nic,
+        kv_bytes_per_token: float,
+        command_s: float,
+        post: Callable[..., None],
+    ) -> None:
+        """`command_s`: seconds that a command takes beside its transfer."""
+        self.pages = pages
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self.slowdown = 1.0
+        """How many times longer its steps take than the curve says."""
+        self._world = world
+        self._name = name
+        self._curve = curve
+        self._nic = nic
+        self._cell_bytes = kv_bytes_per_token / pages.num_layers
+        self._command_s = command_s
+        self._post = post
+        self._step: SimulatedStep | None = None
+        self._num_done = 0
+        self._waiting: list[tuple[rank_pb2.ChunkPages, Done]] = []
+        """Gathers of steps that are not launched yet."""
+        self._ends: dict[str, PairEnd] = {}
+        self._num_open = 0
+        self._is_dead = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no command is under way."""
+        return not (self._num_open or self._waiting)
+
+    # Steps
+
+    def launch(self, step: StepInput, rows: object = None) -> SimulatedStep:
+        self.num_steps += 1
+        loop, size = self._world.loop, size_of(step)
+        if step.has_unread_tokens:
+            assert self._step is not None, "a step needs tokens of the one before it, and there was none"
+            step = step.with_tokens(np.array(self._step.token_ids, dtype=np.int32))
+        seconds = self._curve.seconds(size) * self.slowdown
+        self._world.note(f"{self._name} step {self.num_steps}: {size}")
+        launched = SimulatedStep(step, self.pages.write_step(step), loop.time(), seconds)
+        self._step = launched
+        self.busy_s += seconds
+        loop.call_later(seconds, self._end_step, launched)
+        waiting, self._waiting = self._waiting, []
+        for command, done in waiting:
+            self._gather(command, done)
+        return launched
+
+    def _end_step(self, launched: SimulatedStep) -> None:
+        if self._is_dead:
+            return
+        self.pages.check_step(launched.step, launched.states)
+        launched.is_done = True
+        self._num_done += 1
+        self._post(_do_nothing)
+
+    # Commands
+
+    def issue(self, command: rank_pb2.RankCommand, done: Done) -> None:
+        """`worker.handoff_connection.HandoffContext.issue`."""
+        match command.WhichOneof("command"):
+            case "open_pair":
+                self._open(command.open_pair, done)
+            case "close_pair":
+                self._close(command.close_pair.pair_epoch, done)
+            case "gather":
+                self._gather(command.gather, done)
+            case "send":
+                self._put(command.send.pair_epoch, _Posted(done, command.send.slot))
+            case "receive":
+                what = command.receive
+                chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
+                self._put(what.pair_epoch, _Posted(done, chunk.slot, (chunk, list(what.block_table))))
+
+    def die(self) -> None:
+        """The process is gone: nothing is answered any more, and its peers' commands fail."""
+        self._is_dead = True
+        for epoch in list(self._ends):
+            self._close_end(epoch)
+
+    def _open(self, what: rank_pb2.OpenPair, done: Done) -> None:
+        pair = self._world.pairs.setdefault(what.pair_epoch, SimulatedPair())
+        self._ends[what.pair_epoch] = pair.ends[what.is_sender] = PairEnd(self, done)
+        self._num_open += 1
+        if pair.is_broken:
+            self._fail_all(pair)
+        elif len(pair.ends) == 2:
+            pair.is_open = True
+            for each in pair.ends.values():
+                opened, each.opened = each.opened, None
+                assert opened is not None
+                each.ranks._answer(opened)
+
+    def _close(self, epoch: str, done: Done) -> None:
+        self._num_open += 1
+        self._close_end(epoch)
+        self._answer(done)
+
+    def _close_end(self, epoch: str) -> None:
+        end, pair = self._ends.pop(epoch, None), self._world.pairs.get(epoch)
+        if end is None or pair is None:
+            return
+        end.is_closed = True
+        if pair.moving is not None:
+            self._world.wires.cancel(pair.moving)
+            pair.moving = None
+        self._fail_all(pair)
+        if len(pair.ends) == 2 and all(each.is_closed for each in pair.ends.values()):
+            del self._world.pairs[epoch]
+
+    @staticmethod
+    def _fail_all(pair: SimulatedPair) -> None:
+        for end in pair.ends.values():
+            if end.opened is not None:
+                opened, end.opened = end.opened, None
+                end.ranks._answer(opened, "the pair was closed")
+            while end.posted:
+                end.ranks._answer(end.posted.popleft().done, "the pair was closed")
+
+    def _gather(self, what: rank_pb2.ChunkPages, done: Done) -> None:
+        """Copies pages to a slot once the step that writes them has come to the chunk's last layer."""
+        step, ahead = self._step, what.after_step - self._num_done
+        if ahead > 0 and what.after_step > self.num_steps:
+            self._waiting.append((what, done))
+            return
+        self._num_open += 1
+        delay = self._command_s
+        if ahead > 0 and step is not None:
+            written_at = step.begun_at + step.seconds * what.chunk.layer_end / self.pages.num_layers
+            delay += max(0.0, written_at - self._world.loop.time())
+        self._world.loop.call_later(delay, self._gathered, what, done)
+
+    def _gathered(self, what: rank_pb2.ChunkPages, done: Done) -> None:
+        self._num_open -= 1
+        end = self._ends.get(what.pair_epoch)
+        if end is None:
+            self._reply(done, "the pair is closed")
+            return
+        chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
+        states = self.pages.read(what.block_table, chunk.range.token_start, chunk.range.token_end)
+        size_bytes = int(chunk.range.num_cells * self._cell_bytes)
+        end.slots[chunk.slot] = states, size_bytes
+        self._reply(done, size_bytes=size_bytes)
+
+    def _put(self, epoch: str, posted: _Posted) -> None:
+        self._num_open += 1
+        end, pair = self._ends.get(epoch), self._world.pairs.get(epoch)
+        if end is None or pair is None or pair.is_broken:
+            self._answer(posted.done, "the pair is closed")
+            return
+        end.posted.append(posted)
+        _move(pair, self._world.wires)
+
+    def _arrived(self, pair: SimulatedPair) -> None:
+        """The transfer at the head of a pair, of which this is the receiver, is complete."""
+        pair.moving = None
+        source, target = pair.ends[True], pair.ends[False]
+        sent, received = source.posted.popleft(), target.posted.popleft()
+        states, size_bytes = source.slots.pop(sent.slot)
+        assert received.landing is not None
+        chunk, table = received.landing
+        where = chunk.range
+        self.pages.land(table, where.token_start, states, (where.layer_start, where.layer_end))
+        source.ranks._answer(sent.done, size_bytes=size_bytes)
+        self._answer(received.done, size_bytes=size_bytes)
+        _move(pair, self._world.wires)
+
+    # Answers
+
+    def _answer(self, done: Done, error: str = "", size_bytes: int = 0) -> None:
+        """After the time that a command takes."""
+        self._world.loop.call_later(self._command_s, self._answered, done, error, size_bytes)
+
+    def _answered(self, done: Done, error: str, size_bytes: int) -> None:
+        self._num_open -= 1
+        self._reply(done, error, size_bytes)
+
+    def _reply(self, done: Done, error: str = "", size_bytes: int = 0) -> None:
+        kind: ErrorKind = KIND_TRANSFER if error else KIND_NONE
+        if not self._is_dead:
+            self._post(done, error, kind, size_bytes)
+
+
+def _move(pair: SimulatedPair, wires: Wires) -> None:
+    """Sets the next transfer of a pair off, if both sides have posted it."""
+    if not pair.is_open or pair.moving is not None or pair.is_broken:
+        return
+    source, target = pair.ends[True], pair.ends[False]
+    if not source.posted or not target.posted:
+        return
+    _, size_bytes = source.slots[source.posted[0].slot]
+    ranks: Any = target.ranks
+    pair.moving = wires.begin(source.ranks._nic, ranks._nic, size_bytes, lambda: ranks._arrived(pair))
+
+
+def _do_nothing() -> None:
+    """A step has ended: the engine thread has a turn."""

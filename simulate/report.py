@@ -1,0 +1,118 @@
+"""What a run showed: throughput, latencies by percentile, goodput, and how busy each role was."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.config.schema import SloSection
+from router.routing.policies.interface import Objectives
+from simulate.client import RequestOutcome
+from simulate.world import RunResult
+
+PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Percentiles of a latency in seconds; NaN where there is none."""
+
+    mean: float
+    by_percentile: Mapping[int, float]
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Distribution:
+        found = sorted(value for value in values if value is not None)
+        mean = sum(found) / len(found) if found else math.nan
+        return cls(mean, {percent: percentile(found, percent) for percent in PERCENTILES})
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The numbers of one run; rates are per second of its duration."""
+
+    num_requests: int
+    duration_s: float
+    outcomes: Mapping[str, int]
+    """Requests by how they ended."""
+    requests_per_s: float
+    """Those that finished."""
+    output_tokens_per_s: float
+    ttft_s: Distribution
+    tpot_s: Distribution
+    e2e_s: Distribution
+    """Of the requests that finished."""
+    goodput_per_s: float
+    """Requests that kept both objectives."""
+    kept_share: float
+    """Share of all requests that did."""
+    utilization: Mapping[str, float]
+    """By role: the share of the time in which its workers had a step under way."""
+    speed: float
+    """Virtual seconds for each real one."""
+
+    @classmethod
+    def of(cls, result: RunResult, slo: SloSection) -> RunReport:
+        duration_s, objectives = max(result.duration_s, 1e-9), Objectives.of(slo)
+        finished = [outcome for outcome in result.outcomes if outcome.is_finished]
+        num_kept = sum(_is_kept(outcome, objectives) for outcome in finished)
+        roles = sorted({worker.role for worker in result.workers})
+        return cls(
+            num_requests=len(result.outcomes),
+            duration_s=result.duration_s,
+            outcomes=Counter(outcome.state.value for outcome in result.outcomes),
+            requests_per_s=len(finished) / duration_s,
+            output_tokens_per_s=sum(len(outcome.token_ids) for outcome in result.outcomes) / duration_s,
+            ttft_s=Distribution.of(outcome.ttft_s for outcome in finished),
+            tpot_s=Distribution.of(outcome.tpot_s for outcome in finished),
+            e2e_s=Distribution.of(outcome.e2e_s for outcome in finished),
+            goodput_per_s=num_kept / duration_s,
+            kept_share=num_kept / max(1, len(result.outcomes)),
+            utilization={role: _utilization(result, role) for role in roles},
+            speed=result.duration_s / max(result.wall_s, 1e-9),
+        )
+
+    def lines(self) -> list[str]:
+        """A table for people."""
+        ends = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
+        busy = ", ".join(f"{role} {share:.0%}" for role, share in self.utilization.items())
+        heads = "".join(f"{f'p{percent}':>10}" for percent in PERCENTILES)
+        rows = [("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("end to end", self.e2e_s)]
+        return [
+            f"requests    {self.num_requests} in {self.duration_s:.1f} s: {ends}",
+            f"throughput  {self.requests_per_s:.2f} requests/s, {self.output_tokens_per_s:.0f} output tokens/s",
+            f"goodput     {self.goodput_per_s:.2f} requests/s ({self.kept_share:.1%} kept both objectives)",
+            f"busy        {busy}",
+            f"{'ms':<12}{'mean':>10}{heads}",
+            *(f"{name:<12}{_row(distribution)}" for name, distribution in rows),
+            f"simulated   {self.speed:.0f} times as fast as real time",
+        ]
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Of values in ascending order, between two of them by linear interpolation; NaN of none."""
+    if not ordered:
+        return math.nan
+    place = (len(ordered) - 1) * percent / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _row(distribution: Distribution) -> str:
+    values = [distribution.mean, *distribution.by_percentile.values()]
+    return "".join(f"{1000 * value:>10.2f}" for value in values)
+
+
+def _is_kept(outcome: RequestOutcome, objectives: Objectives) -> bool:
+    if outcome.first_token_s is None or outcome.last_token_s is None:
+        return False
+    at_s = outcome.request.at_s
+    return objectives.are_kept(outcome.first_token_s - at_s, outcome.last_token_s - at_s, len(outcome.token_ids))
+
+
+def _utilization(result: RunResult, role: str) -> float:
+    busy = [worker.busy_s for worker in result.workers if worker.role == role]
+    return sum(busy) / (len(busy) * max(result.duration_s, 1e-9))

@@ -1,0 +1,235 @@
+"""One life of one simulated worker: the real core, block manager, hand-off streams and service, on simulated ranks.
+
+The engine thread is a call on the virtual loop: it has a turn whenever something was posted to its inbox, and another
+one right after a step has ended. Its turns take no time; a step's curve has what the host adds to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from cluster.config.schema import SloSection, TransferSection
+from cluster.failure_detector import FailureTimeouts
+from cluster.pb import worker_pb2
+from cluster.protocol import spoken
+from cluster.settings import WorkerSettings
+from cluster.step_cost import StepCost
+from cluster.text import ROLE_NUMBERS
+from engine.kv.block_manager import BlockManager
+from kv_transfer.layout import KvLayout
+from simulate.curves import LinearCurve, StepCurve
+from simulate.model import END_TOKEN, KvPages
+from simulate.network import Host, Network
+from simulate.ranks import Clockwork, SimulatedRanks
+from simulate.virtual_loop import VirtualLoop
+from simulate.wire import Nic, WireSpec
+from worker.core import Core, Inbox
+from worker.handoff_connection import HandoffConnection, HandoffContext
+from worker.handoff_metrics import HandoffMetrics
+from worker.handoff_streams import HandoffStreams, Handshake
+from worker.service import SpeakingLoop, WorkerService
+from worker.steps import StepLog
+
+REVISION = "simulated"
+"""Names the weights of every simulated worker."""
+TRANSPORT = "gloo"
+"""Any two workers can use it."""
+
+SOME_CURVE = LinearCurve(StepCost(4e-3, 5e-5, 1e-9, 1e-5, 1e-8))
+"""Of the order of an 8B model on a GPU of 2024, for runs in which it does not matter."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """One worker, and what its model costs."""
+
+    worker_id: str
+    role: str
+    """`prefill` or `decode`."""
+    curve: StepCurve = SOME_CURVE
+    """Seconds of its steps."""
+    kv_tokens: int = 131_072
+    """Size of its KV pool."""
+    block_size: int = 16
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    max_model_len: int = 32_768
+    num_layers: int = 4
+    """Parts in which a prompt's last step may be handed over while it runs."""
+    kv_bytes_per_token: float = 131_072.0
+    """In all layers and on all ranks."""
+    wire: WireSpec = field(default_factory=WireSpec)
+    command_s: float = 50e-6
+    """Seconds that a gather, a landing, or opening or closing a pair takes beside the transfer."""
+    overlaps: bool = True
+    """A step is launched before the one before it is read, as on a GPU."""
+
+
+class SimulatedCluster(Clockwork, Protocol):
+    """What a worker asks of its cluster."""
+
+    @property
+    def network(self) -> Network: ...
+    def fresh_name(self) -> str: ...
+
+
+class SimulatedInbox(Inbox):
+    """Has the engine thread take a turn whenever something is posted."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__()
+        self._wake = wake
+
+    def post(self, function: Callable[..., None], *arguments: Any) -> None:
+        super().post(function, *arguments)
+        self._wake()
+
+
+class SimulatedSpeakingLoop(SpeakingLoop):
+    """The speaking loop is the loop of everybody."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self.loop = loop
+
+    def post(self, function: Callable[..., object], *arguments: Any) -> None:
+        self.loop.call_soon(function, *arguments)
+
+
+class SimulatedWorker:
+    """Begins to serve when it is made; `die` ends it as a killed process ends."""
+
+    def __init__(
+        self,
+        cluster: SimulatedCluster,
+        spec: WorkerSpec,
+        transfer: TransferSection,
+        slo: SloSection,
+        incarnation: str,
+    ) -> None:
+        self.spec = spec
+        self.incarnation = incarnation
+        self._cluster = cluster
+        self._is_due = False
+        self._is_dead = False
+        loop = cluster.loop
+        speaking = SimulatedSpeakingLoop(loop)
+        timing = FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)
+        self.host = Host(cluster.network, f"{spec.worker_id}:1")
+        inbox = SimulatedInbox(self._wake)
+        num_blocks = spec.kv_tokens // spec.block_size
+        self.nic = Nic(spec.wire)
+        self.ranks = SimulatedRanks(
+            cluster,
+            spec.worker_id,
+            KvPages(num_blocks, spec.block_size, spec.num_layers),
+            spec.curve,
+            self.nic,
+            spec.kv_bytes_per_token,
+            spec.command_s,
+            inbox.post,
+        )
+        streams = HandoffStreams(self._handshake(transfer), timing, open_channel=self.host.channel)
+        context = HandoffContext(
+            inbox.post,
+            speaking.post,
+            self.ranks.issue,
+            timing,
+            HandoffMetrics(),
+            clock=loop.time,
+            fresh_name=cluster.fresh_name,
+        )
+        self.stats = context.stats
+        self.core = Core(
+            inbox,
+            self.ranks,
+            BlockManager(num_blocks, spec.block_size),
+            context,
+            lambda connection, address, life: self._dial(streams, connection, address, life),
+            _settings_of(spec, transfer, slo),
+            max_model_len=spec.max_model_len,
+            vocab_size=END_TOKEN + 1,
+            num_layers=spec.num_layers,
+            step_log=StepLog(None),
+            overlaps=spec.overlaps,
+            clock=loop.time,
+        )
+        service = WorkerService(speaking, self.core, streams, self._info(num_blocks), timing)
+        self.host.serve(service)
+        self._heartbeat: asyncio.Task[None] = loop.create_task(service.heartbeat())
+
+    @property
+    def address(self) -> str:
+        return self.host.address
+
+    def die(self) -> None:
+        """Nothing of it runs any more."""
+        self._is_dead = True
+        self._heartbeat.cancel()
+        self.ranks.die()
+        self.host.close()
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless nothing is held and no operation is under way."""
+        name, core = self.spec.worker_id, self.core
+        core.blocks.check()
+        assert core.blocks.num_held == 0, f"{name} holds {core.blocks.num_held} blocks"
+        core.prefill.check_idle()
+        core.decode.check_idle()
+        assert self.ranks.is_idle, f"commands of {name} are under way"
+        assert not core.handoffs.count_by_state()["closing"], f"pairs of {name} are not closed"
+        assert core.reporter.num_requests == 0, f"{name} has {core.reporter.num_requests} requests"
+
+    # The engine thread
+
+    def _wake(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._cluster.loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_due = False
+        if not self._is_dead and self.core.turn(wait=False):
+            self._wake()
+
+    def _dial(self, streams: HandoffStreams, connection: HandoffConnection, address: str, incarnation: str) -> None:
+        self._cluster.loop.call_soon(streams.dial, connection, address, incarnation)
+
+    # What others learn of it
+
+    def _handshake(self, transfer: TransferSection) -> Handshake:
+        spec = self.spec
+        layout = KvLayout(spec.num_layers, 1, 1, "bfloat16", 1, spec.block_size, REVISION)
+        name = spec.worker_id
+        return Handshake(name, self.incarnation, layout, "", (TRANSPORT,), name, transfer)
+
+    def _info(self, num_blocks: int) -> worker_pb2.WorkerInfo:
+        spec = self.spec
+        return worker_pb2.WorkerInfo(
+            worker_id=spec.worker_id,
+            incarnation=self.incarnation,
+            role=ROLE_NUMBERS[spec.role],
+            node=spec.worker_id,
+            model=REVISION,
+            weights_revision=REVISION,
+            block_size=spec.block_size,
+            num_blocks=num_blocks,
+            max_model_len=spec.max_model_len,
+            max_num_seqs=spec.max_num_seqs,
+            transport=TRANSPORT,
+            dtype="bfloat16",
+            protocol=spoken(),
+        )
+
+
+def _settings_of(spec: WorkerSpec, transfer: TransferSection, slo: SloSection) -> WorkerSettings:
+    engine = {
+        "block_size": spec.block_size,
+        "kv_cache_tokens": spec.kv_tokens,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "max_num_seqs": spec.max_num_seqs,
+    }
+    settings = WorkerSettings.from_values(worker_id=spec.worker_id, role=spec.role, model_path="", **engine)
+    return replace(settings, transfer=transfer, slo=slo)

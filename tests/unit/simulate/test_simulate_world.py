@@ -1,0 +1,111 @@
+"""A cluster in virtual time: the same run for the same seed, the tokens of the undisturbed run, sensible times."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.config.schema import RouterSection
+from cluster.lifecycle import RequestState
+from cluster.step_cost import StepCost
+from simulate.client import SimRequest
+from simulate.curves import LinearCurve
+from simulate.report import RunReport
+from simulate.virtual_loop import Stuck
+from simulate.wire import WireSpec
+from simulate.workload import SharedPrefixes, at_rate, random_shapes, uniform
+from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
+
+ROOT = Path(__file__).resolve().parents[3]
+STEP = LinearCurve(StepCost(10e-3, 1e-4, 0.0, 0.0, 0.0))
+"""10 ms, and 0.1 ms for each token of a prompt."""
+
+
+def load(num: int, rate: float, seed: int = 1) -> list[SimRequest]:
+    """Some share the beginning of their prompts, of two tenants; half say no more than that they may be long."""
+    shapes = random_shapes(num, uniform(200, 12, 0.9), seed, SharedPrefixes(64, num=3))
+    return [
+        SimRequest(shape, max_output_tokens=64 if number % 2 else None, tenant="ab"[number % 3 == 0])
+        for number, shape in enumerate(at_rate(shapes, rate, 1.0, seed))
+    ]
+
+
+def run(spec: ClusterSpec, num: int = 40, rate: float = 40.0, seed: int = 1) -> RunResult:
+    return Cluster(spec, seed, keeps_trace=True).run(load(num, rate, seed), limit_s=600)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (0, 2)])
+def test_every_request_finishes_with_the_tokens_of_the_undisturbed_run(
+    prefill: int, decode: int, overlaps: bool
+) -> None:
+    spec = ClusterSpec.of_ratio(prefill, decode, WorkerSpec("", "decode", kv_tokens=8192, overlaps=overlaps))
+    result = run(spec)
+    assert [outcome.state for outcome in result.outcomes] == [RequestState.FINISHED] * 40
+    assert any(outcome.prefill_id for outcome in result.outcomes) == bool(prefill)
+
+
+def test_a_small_pool_preempts_and_still_ends_everything() -> None:
+    worker = WorkerSpec("", "decode", kv_tokens=1024, max_model_len=1024, curve=STEP)
+    result = run(ClusterSpec.of_ratio(1, 1, worker), num=60, rate=200)
+    assert all(outcome.is_finished for outcome in result.outcomes)
+
+
+def test_the_same_seed_gives_the_same_run_whatever_the_hashes_of_its_process() -> None:
+    code = (
+        "import sys; sys.path.insert(0, 'tests/unit/simulate')\n"
+        "from test_simulate_world import *\n"
+        "print('\\n'.join(run(ClusterSpec.of_ratio(2, 2)).trace))"
+    )
+    traces = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=300,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert traces[0] == traces[1]
+    assert traces[0].count("finished") == 40 and " step " in traces[0]
+
+
+def test_an_idle_cluster_takes_what_its_curve_and_its_wire_say() -> None:
+    worker = WorkerSpec("", "decode", curve=STEP, max_num_batched_tokens=256)
+    router = RouterSection(http_port=None, policy="least_loaded")
+    spec = ClusterSpec.of_ratio(1, 1, worker, message_s=0.0, router=router)
+    shapes = at_rate(random_shapes(20, uniform(256, 11), 3), 1.0, 1e9, 3)
+    fast, slow = (
+        Cluster(replace(spec, workers=tuple(replace(w, wire=wire) for w in spec.workers))).run(shapes)
+        for wire in (WireSpec(1e12, 0.0), WireSpec(1e9, 0.0))
+    )
+    seconds = 256 * worker.kv_bytes_per_token / 1e9
+    for quick, late in zip(fast.outcomes[1:], slow.outcomes[1:], strict=True):
+        assert quick.ttft_s == pytest.approx(10e-3 + 256e-4, abs=2e-3)
+        assert quick.tpot_s == pytest.approx(10e-3, abs=1e-3)
+        assert late.prefill_id and quick.ttft_s is not None and late.ttft_s == pytest.approx(quick.ttft_s, abs=1e-3)
+        # A quarter of the layers travels while the next one is computed; the last has nothing to hide behind.
+        assert late.e2e_s - quick.e2e_s == pytest.approx(seconds / 4, abs=2e-4)
+
+
+def test_a_report_says_what_clients_saw() -> None:
+    spec = ClusterSpec.of_ratio(1, 1)
+    report = RunReport.of(run(spec), spec.slo)
+    assert report.outcomes == {"finished": 40}
+    assert 0 < report.ttft_s.by_percentile[50] <= report.ttft_s.by_percentile[99] < 1
+    assert report.kept_share == 1.0 and report.goodput_per_s == pytest.approx(report.requests_per_s)
+    assert 0 < report.utilization["prefill"] < 1 and 0 < report.utilization["decode"] < 1
+    assert any(line.startswith("TTFT") for line in report.lines())
+
+
+def test_a_run_that_cannot_end_in_time_says_when_it_stood_still() -> None:
+    with pytest.raises(Stuck, match=r"its limit is 1\.010 s"):
+        Cluster(ClusterSpec.of_ratio(1, 1)).run(load(5, 10), limit_s=0.01)
