@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -149,6 +149,9 @@ def placement(
     model: Annotated[list[str], typer.Option(help="Of OPT.")] = list(GOALS),  # noqa: B006  # typer copies it
     num: Annotated[int, typer.Option(min=1, help="Requests at each rate.")] = 500,
     fixed: Annotated[bool, typer.Option("--fixed", help="Every request has the mean lengths.")] = False,
+    endless_kv: Annotated[
+        bool, typer.Option("--endless-kv", help="No decode step is limited by KV, as in DistServe's simulator.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """DistServe's placements: TP x PP of prefill; of decode, with the most requests a second and device in time.
@@ -158,12 +161,22 @@ def placement(
     """
     lengths = workload.uniform(755, 200) if fixed else workload.lognormal((755, 1600), (200, 420), 2048)
     with telling_failures():
-        found = {name: _best(profile, kv, name, workload.random_shapes(num, lengths, 0)) for name in model}
+        shapes = workload.random_shapes(num, lengths, 0)
+        found = {}
+        for name in model:
+            capacity = published.read_max_num_tokens(kv, name)
+            if endless_kv:
+                capacity = dict.fromkeys(capacity, 1 << 60)
+            found[name] = _best(_curves(profile, name), capacity, name, shapes)
     tell(found, as_json, _show_placements)
 
 
-def _best(profile: Path, kv: Path, model: str, shapes: Sequence[RequestShape]) -> dict[str, Any]:
-    curves, capacity = _curves(profile, model), published.read_max_num_tokens(kv, model)
+def _best(
+    curves: Mapping[int, DistServeCurve],
+    capacity: Mapping[tuple[int, int], int],
+    model: str,
+    shapes: Sequence[RequestShape],
+) -> dict[str, Any]:
     groups = {
         GroupShape(tp, pp): PoolSpec(curves[tp], num_stages=pp, kv_tokens=most, max_num_batched_tokens=most)
         for (tp, pp), most in capacity.items()
