@@ -1,0 +1,148 @@
+"""A step curve from a file: measured steps as a table (CSV or JSON), or the parts of a linear cost (JSON).
+
+    prompt_tokens,tokens_before,sequences,kv_tokens,seconds
+    512,0,0,0,0.0213              a step that computes 512 tokens of a prompt, after 0 others
+    0,0,8,1024,0.0104             a step in which 8 sequences of 1024 KV tokens each get their next token
+    512,0,8,1024,0.0287           both
+
+JSON holds a list of objects with these names, or an object with `steps`; a linear cost is the object that
+`cluster.step_cost.StepCost` has the fields of. `tokens_before` may be missing. Steps measured several times count with
+their median. A table without a gap is interpolated (`simulate.curves.MeasuredCurve`); any other steps, such as those of
+an engine's log, are fitted.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cluster.errors import ConfigError
+from cluster.step_cost import StepCost, StepSize
+from simulate.curves import (
+    CurveError,
+    LinearCurve,
+    MeasuredCurve,
+    MeasuredDecode,
+    MeasuredPrompt,
+    StepCurve,
+    StepSample,
+    fit_cost,
+)
+
+_COUNTS = ("prompt_tokens", "tokens_before", "sequences", "kv_tokens")
+
+
+@dataclass(frozen=True)
+class FileCurve:
+    """A curve, and how far it is from the steps that it was made from."""
+
+    curve: StepCurve
+    kind: str
+    """`linear`, `interpolated` or `fitted`."""
+    error: CurveError
+
+
+class _Step(NamedTuple):
+    prompt_tokens: int
+    tokens_before: int
+    sequences: int
+    kv_tokens: int
+    """Of each sequence."""
+
+    @property
+    def size(self) -> StepSize:
+        prompt = StepSize.of_prompt(self.prompt_tokens, self.tokens_before)
+        return prompt + StepSize(num_sequences=self.sequences, num_kv_tokens=self.sequences * self.kv_tokens)
+
+
+def read_curve(path: Path) -> FileCurve:
+    """Raises ConfigError, which names the row and the column, or the point at which the curve falls."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = None if path.suffix == ".csv" else json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: is neither CSV (by its name) nor JSON: {error}") from error
+    if isinstance(document, dict) and "steps" not in document:
+        return FileCurve(LinearCurve(_cost(path, document)), "linear", CurveError(0.0, 0.0, 0))
+    rows = csv.DictReader(text.splitlines()) if document is None else _listed(path, document)
+    times: dict[_Step, list[float]] = defaultdict(list)
+    for line, row in enumerate(rows, 2 if document is None else 1):
+        step, seconds = _read(f"{path}:{line}", row)
+        times[step].append(seconds)
+    return _curve_of(path, {step: statistics.median(some) for step, some in times.items()})
+
+
+def _listed(path: Path, document: Any) -> Iterator[Mapping[str, Any]]:
+    steps = document["steps"] if isinstance(document, dict) else document
+    if not isinstance(steps, list):
+        raise ConfigError(f"{path}: must be a list of steps, or an object with steps or the parts of a cost")
+    for number, step in enumerate(steps, 1):
+        if not isinstance(step, dict):
+            raise ConfigError(f"{path}:{number}: is no object with {', '.join(_COUNTS)} and seconds")
+        yield step
+
+
+def _read(place: str, row: Mapping[str, Any]) -> tuple[_Step, float]:
+    counts = []
+    for name in _COUNTS:
+        value = row.get(name, 0 if name == "tokens_before" else None)
+        value = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+        if type(value) is not int or not 0 <= value < 1 << 40:
+            raise ConfigError(f"{place}: {name} must be a whole number of at least 0 (got {value!r:.60})")
+        counts.append(value)
+    step, value = _Step(*counts), row.get("seconds")
+    try:
+        seconds = float(value) if isinstance(value, str | float | int) else math.nan
+    except (ValueError, OverflowError):
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"{place}: seconds must be a number above 0 (got {value!r:.60})")
+    if not step.prompt_tokens and not step.sequences:
+        raise ConfigError(f"{place}: computes nothing: prompt_tokens and sequences are 0")
+    return step, seconds
+
+
+def _curve_of(path: Path, times: Mapping[_Step, float]) -> FileCurve:
+    if not times:
+        raise ConfigError(f"{path}: holds no step")
+    samples = [StepSample(step.size, seconds) for step, seconds in times.items()]
+    if _is_table(times):
+        prompts = [MeasuredPrompt(step.prompt_tokens, s) for step, s in times.items() if step.prompt_tokens]
+        decodes = [MeasuredDecode(step.sequences, step.kv_tokens, s) for step, s in times.items() if step.sequences]
+        try:
+            curve: StepCurve = MeasuredCurve(prompts, decodes)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        return FileCurve(curve, "interpolated", CurveError.of(curve, samples))
+    curve = LinearCurve(fit_cost(samples))
+    return FileCurve(curve, "fitted", CurveError.of(curve, samples))
+
+
+def _is_table(steps: Mapping[_Step, float]) -> bool:
+    """Whether prompts are whole and alone, and sequences form a grid."""
+    if any(step.tokens_before or (step.prompt_tokens and step.sequences) for step in steps):
+        return False
+    cells = {(step.sequences, step.kv_tokens) for step in steps if step.sequences}
+    return len(cells) == len({n for n, _ in cells}) * len({kv for _, kv in cells})
+
+
+def _cost(path: Path, document: Mapping[str, Any]) -> StepCost:
+    names = [field.name for field in fields(StepCost)]
+    wrong = [name for name in document if name not in names]
+    if wrong or not document:
+        raise ConfigError(
+            f"{path}: {wrong[0] if wrong else 'nothing'} is no part of a cost; those are {', '.join(names)}"
+        )
+    for name, value in document.items():
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{path}: {name} must be a number of at least 0 (got {value!r:.60})")
+    return StepCost(**{name: float(document.get(name, 0.0)) for name in names})
