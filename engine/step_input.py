@@ -15,6 +15,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from cluster.step_cost import StepSize
+
 IntArray = npt.NDArray[np.int32]
 _NO_COPIES: IntArray = np.zeros((0, 2), dtype=np.int32)
 _NO_SCORES: IntArray = np.zeros((0, 3), dtype=np.int32)
@@ -189,3 +191,14 @@ def is_decode(step: StepInput) -> bool:
         and (step.cu_seqlens_q is every or np.array_equal(step.cu_seqlens_q, every))
         and np.array_equal(step.logits_indices, every[:-1])
     )
+
+
+def size_of(step: StepInput) -> StepSize:
+    """The work of a step: one token of a sequence is its next one, more are a prompt's."""
+    num_new = np.diff(step.cu_seqlens_q)
+    ends = step.seqlens_k.astype(np.int64)
+    is_next = num_new == 1
+    size = StepSize(num_sequences=int(is_next.sum()), num_kv_tokens=int(ends[is_next].sum()))
+    for count, end in zip(num_new[~is_next].tolist(), ends[~is_next].tolist(), strict=True):
+        size += StepSize.of_prompt(count, end - count)
+    return size

@@ -13,6 +13,8 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
+from engine.sequence import Request
+
 _MASK = (1 << 64) - 1
 MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator; odd, so it has an inverse
 _INVERSE = pow(MULTIPLIER, -1, 1 << 64)
@@ -48,6 +50,20 @@ class TokenHash:
                 break
             token = (token + 1) % vocab_size
         return token
+
+
+def obstacle(request: Request) -> str:
+    """Why this model cannot serve a request, or nothing."""
+    params = request.params
+    wanted = {
+        "logprobs": params.top_logprobs is not None,
+        "prompt logprobs": request.prompt_logprobs is not None,
+        "logit_bias": bool(params.logit_bias),
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "a constraint": params.constraint is not None,
+    }
+    names = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
+    return f"this worker's steps are timed: its tokens are hashes without logits, so leave out {names}" if names else ""
 
 
 def states_after(state: int, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.uint64]:

@@ -43,6 +43,7 @@ from kv_transfer.fault_injection import Faults
 from kv_transfer.layout import KvLayout, Route, routes
 from kv_transfer.page_lists import PageListCodec
 from kv_transfer.rank_pair import RankPair, RouteEnd
+from kv_transfer.timed_wire import TimedWire
 from kv_transfer.transports.interface import Meeting, PoolMemory, StoreClients, TransferWork
 from kv_transfer.transports.selection import make_pair
 
@@ -87,10 +88,11 @@ class TransferEngine:
         page_kernel: pages.PageKernel | None = None,
         pool_kernel: pages.PoolKernel | None = None,
         memory: PoolMemory | None = None,
+        wire: TimedWire | None = None,
     ) -> None:
         """`host` is this machine's address as the peers see it; `digest` is `on`, `sampled` or `off`; `page_kernel`
         copies pages where torch would, `pool_kernel` those of another pool. `memory`: what `kv` lies in, if others can
-        map it.
+        map it. `wire` holds chunks back that arrive.
 
         `compute_stream` writes and reads the pages; None: the device's default. Raises ValueError.
         """
@@ -106,6 +108,7 @@ class TransferEngine:
         self._faults = faults
         self._page_kernel, self._pool_kernel = page_kernel, pool_kernel
         self._memory = memory
+        self._wire = wire
         self._stores = StoreClients(timeout_s)
         is_default = kv.is_cuda and compute_stream is None
         compute: Any = torch.cuda.default_stream(kv.device) if is_default else compute_stream
@@ -313,6 +316,8 @@ class TransferEngine:
         landing.works, tag = [], chunk.tag
         with self._retiring_on_failure(pair):
             self._wait(works)
+            if self._wire is not None:
+                self._wire.carry(chunk.range.num_cells)
             pair.arrived(chunk.slot)
             with self._streams.scattering(pair.stream, ready):
                 for end in landing.routes:

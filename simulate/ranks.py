@@ -18,9 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from cluster.pb import rank_pb2
-from cluster.step_cost import StepSize
 from engine.sampling.params import SampledToken, SampleRow
-from engine.step_input import StepInput
+from engine.step_input import StepInput, size_of
 from kv_transfer.actions import Chunk
 from simulate.curves import StepCurve
 from simulate.model import KvPages, StateArray, sampled_token
@@ -30,17 +29,6 @@ from worker.handoff_connection import Done, ErrorKind
 
 KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
 KIND_TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
-
-
-def size_of(step: StepInput) -> StepSize:
-    """The work of a step: one token of a sequence is its next one, more are a prompt's."""
-    num_new = np.diff(step.cu_seqlens_q)
-    ends = step.seqlens_k.astype(np.int64)
-    is_next = num_new == 1
-    size = StepSize(num_sequences=int(is_next.sum()), num_kv_tokens=int(ends[is_next].sum()))
-    for count, end in zip(num_new[~is_next].tolist(), ends[~is_next].tolist(), strict=True):
-        size += StepSize.of_prompt(count, end - count)
-    return size
 
 
 class SimulatedStep:

@@ -19,6 +19,7 @@ from cluster.settings import WorkerSettings
 from engine.kv.block_manager import BlockManager
 from engine.sampling.constraint import Constrainer
 from engine.sequence import Request
+from engine.token_hash import obstacle
 from worker.decode_role import DecodeRole
 from worker.grammar_queue import GrammarQueue, WaitingAdmit
 from worker.handoff_connection import HandoffContext
@@ -182,6 +183,8 @@ class Core:
         session, admit, has_cache = waiting.session, waiting.admit, self._settings.engine.enable_prefix_cache
         request = Request.from_proto(admit, enable_prefix_cache=has_cache, constraint=waiting.constraint)
         problem = request.problem(self._vocab_size, self._max_model_len)
+        if not problem and self._settings.engine.timed_steps.is_on:
+            problem = obstacle(request)
         if request.key in self.reporter or request.key in self.prefill or request.key in self.decode:
             problem = "this worker already holds a request of this id and attempt"
         if problem:

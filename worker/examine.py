@@ -35,7 +35,8 @@ from engine.memory import resolve_device, resolve_dtype, resolve_kv_dtype
 from engine.models.config import ModelConfig
 from engine.quantization.interface import TritonProducts
 from kv_transfer.transports.selection import supported
-from worker.loading import checkpoint_digest, expect_memory, resolve
+from worker.loading import expect_memory
+from worker.resolved import checkpoint_digest, resolve
 
 Part = dict[str, Any]
 DEFAULT_MEAN_TOKENS = 1024

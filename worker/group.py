@@ -19,6 +19,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,7 +31,6 @@ from engine.copies import upload
 from engine.cpu_runtime import end_helpers
 from engine.model_runner import StepOutput
 from engine.sampling.params import SampledToken, SampleRow
-from engine.sampling.sampler import Sampler
 from engine.sampling.samples import Samples
 from engine.step_input import StepInput
 from worker.handoff_connection import Done, Post
@@ -41,6 +41,15 @@ from worker.steps import DeviceSpan
 
 Compute = Callable[[StepInput, torch.Tensor | None], StepOutput]
 """A forward pass of a step, and of the tokens that the one before it led to if it needs them."""
+
+
+class TokenChooser(Protocol):
+    """Implemented by `engine.sampling.sampler.Sampler` and `engine.timed_runner.HashChooser`."""
+
+    def launch(self, logits: torch.Tensor, rows: Seq[SampleRow]) -> Samples:
+        """Sets the choice of a token for each row of logits off."""
+        ...
+
 
 CORRUPT = rank_pb2.RankReply.KIND_CORRUPT
 
@@ -77,7 +86,7 @@ class LaunchedStep:
     def __init__(
         self,
         step: StepInput,
-        sampler: Sampler,
+        sampler: TokenChooser,
         meter: StepMeter | None,
         begin: Callable[[], DeviceSpan] | None,
         sampled: torch.Tensor | None,
@@ -156,7 +165,7 @@ class RankGroup:
         self,
         make_executor: Callable[[Reply], RankExecutor],
         followers: list[RankConnection],
-        sampler: Sampler,
+        sampler: TokenChooser,
         *,
         post: Post,
         lost: Callable[[str], None],
@@ -164,12 +173,14 @@ class RankGroup:
         prepare: Callable[[], None],
         meter: StepMeter | None = None,
         begin_span: Callable[[], DeviceSpan] | None = None,
+        long_tokens: int = OVERLAP_TOKENS,
     ) -> None:
         """Starts to compute, and to listen to the followers.
 
         `make_executor` makes rank 0's, which replies to what it is given. `post` has a call made on the engine thread.
         `lost` gets the reason when the group is over. `prepare` is called by the compute thread before its first step.
         `begin_span` begins a step on a device that runs behind; None where a step is over when it is computed.
+        A step of `long_tokens` is long.
         """
         self._followers = followers
         self._sampler = sampler
@@ -181,6 +192,7 @@ class RankGroup:
         self._number = 0
         self._num_steps = 0
         self._begin_span = begin_span
+        self._long_tokens = long_tokens
         self._newest: LaunchedStep | None = None
         self._long_steps: SimpleQueue[LaunchedStep | None] = SimpleQueue()
         self._pending: dict[int, _Pending] = {}
@@ -212,7 +224,7 @@ class RankGroup:
             self._broadcast(rank_pb2.RankCommand(number=self._number, step=step.to_bytes()))
         if rows is not None:
             self._local.prepare(step, sampled, rows)  # on this thread, which changes rows when it reads tokens
-        if len(step.token_ids) >= OVERLAP_TOKENS:
+        if len(step.token_ids) >= self._long_tokens:
             end_helpers()
             self._long_steps.put(launched)
         else:

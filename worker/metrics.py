@@ -24,8 +24,8 @@ from kv_transfer.transfer_engine import TransferEngine
 from worker import step_meter
 from worker.core import Core
 from worker.handoff_metrics import HANDOFF_METRICS, HandoffMetrics
-from worker.loading import Resolved
 from worker.peaks import Peak, PeakOnDemand, measure_cpu, overridden, peak_of_gpu
+from worker.resolved import Resolved
 from worker.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,6 @@ from cluster.tls import internal_tls_of
 from engine.kv.block_manager import BlockManager
 from engine.memory import MemoryPlan
 from engine.sampling.constraint import Constrainer
-from engine.sampling.sampler import Sampler
 from engine.step_input import StepInput
 from kv_transfer.transports.interface import serve_store
 from kv_transfer.transports.selection import host_id
@@ -45,24 +44,22 @@ from worker.handoff_streams import HandoffStreams, Handshake
 from worker.handoffs import Dial
 from worker.loading import (
     RENDEZVOUS_TIMEOUT_S,
-    LoadedRank,
-    Resolved,
     check_memory,
     group_start,
     load_rank,
-    memory_line,
     overlaps_steps,
     rank_hello,
     ready_for_steps,
-    resolve,
 )
 from worker.metrics import serve_metrics
 from worker.rank import ErrorKind, RankExecutor
 from worker.rank_socket import RankConnection, accept, connect, hello, read_frame, write_frame
+from worker.resolved import Resolved, resolve
 from worker.service import SpeakingLoop, WorkerService
 from worker.step_meter import StepMeter
 from worker.step_pipeline import Ranks
 from worker.steps import StepLog
+from worker.timed import load_timed_rank
 
 logger = logging.getLogger(__name__)
 
@@ -126,23 +123,25 @@ class Leader(_Rank):
         self._store, store_address = serve_store(settings.host)
         start = group_start(resolved, self._incarnation, store_address)
         followers, hellos = self._gather_ranks(start)
-        sampler = Sampler(resolved.config.vocab_size, settings.engine.kernels)
-        loaded = load_rank(resolved, start, self._report, sampler)
+        loaded = load_timed_rank(resolved) if resolved.is_timed else load_rank(resolved, start, self._report)
         plan, self._resolved = loaded.plan, loaded.resolved
-        self._report_choices(loaded)
+        transports = f"transports, best first: {', '.join(self._resolved.transports)}"
+        for line in (*loaded.choices, f"{transports}; each pair takes the first that both have"):
+            self._report(line)
         timing, inbox, loop = _timing_of(settings), Inbox(), SpeakingLoop()
-        meter = None if settings.metrics_port is None else StepMeter(resolved.work)
-        sampler.warm_up(loaded.runner.device)
+        has_meter = settings.metrics_port is not None and not resolved.is_timed
+        meter = StepMeter(resolved.work) if has_meter else None
         group = self._group = RankGroup(
             lambda reply: RankExecutor(loaded.runner, loaded.transfer_engine, reply),
             followers,
-            sampler,
+            loaded.chooser,
             post=inbox.post,
             lost=self._rank_lost,
             timing=timing,
             prepare=lambda: ready_for_steps(resolved),
             meter=meter,
             begin_span=partial(CudaSpan, loaded.runner.device) if loaded.runner.device.type == "cuda" else None,
+            long_tokens=loaded.long_tokens,
         )
         streams = HandoffStreams(
             self._handshake(store_address),
@@ -189,15 +188,6 @@ class Leader(_Rank):
                 self._group.close()
             if self._constrainer is not None:
                 self._constrainer.close()
-
-    def _report_choices(self, loaded: LoadedRank) -> None:
-        runner = loaded.runner
-        self._report(memory_line(loaded.plan))
-        why = "" if runner.device.type == "cpu" else f" ({runner.attention_reason})"
-        self._report(f"attention: {runner.attention_name}{why}; Baton's own kernels: {runner.kernels_reason}")
-        self._report(f"CUDA graphs: {runner.graphs_reason}")
-        transports = ", ".join(self._resolved.transports)
-        self._report(f"transports, best first: {transports}; each pair takes the first that both have")
 
     def _gather_ranks(self, start: rank_pb2.Start) -> tuple[list[RankConnection], list[rank_pb2.RankHello]]:
         """Sockets of ranks 1.. in their order, and every rank's hello, rank 0's first."""

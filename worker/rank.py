@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from cluster.errors import Cancelled, Corrupted, TransferFailed
 from cluster.pb import rank_pb2
 from engine.cpu_runtime import compute_alone
-from engine.model_runner import ModelRunner, StepOutput
+from engine.model_runner import StepOutput
 from engine.sampling.params import SampleRow
 from engine.step_input import StepInput, is_decode
 from kv_transfer.actions import Chunk
@@ -147,10 +147,27 @@ class StepProgress:
             self._changed.notify_all()
 
 
+class Runner(Protocol):
+    """The steps of one rank: `engine.model_runner.ModelRunner` computes, `engine.timed_runner.TimedRunner` waits."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def prepare(self, step: StepInput, sampled: torch.Tensor | None, rows: Callable[[], Sequence[SampleRow]]) -> None:
+        """Has the next `run` choose its tokens, if it can."""
+        ...
+
+    def run(
+        self, step: StepInput, on_layer: Callable[[int], None] | None = None, sampled: torch.Tensor | None = None
+    ) -> StepOutput:
+        """One step; `on_layer(n)` is called when its first n layers are written, with `sampled` as of `step` below."""
+        ...
+
+
 class RankExecutor:
     """The compute and transfer sides of one rank."""
 
-    def __init__(self, runner: ModelRunner, transfer_engine: TransferEngine, reply: Reply) -> None:
+    def __init__(self, runner: Runner, transfer_engine: TransferEngine, reply: Reply) -> None:
         self._runner = runner
         self._engine = transfer_engine
         self._reply = reply

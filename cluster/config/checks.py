@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from cluster.address import ANY_HOST, is_loopback
 from cluster.config.schema import ROLES, RoleName, ServingConfig
+from cluster.config.timed import timed_obstacles
 from cluster.transports import transports_of
 
 _WORD = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
@@ -39,6 +40,7 @@ def check(config: ServingConfig) -> Iterator[ConfigFinding]:
     yield from _check_labels(config)
     yield from _check_engine(config)
     yield from _check_device(config)
+    yield from _check_timed(config)
     yield from _check_timers(config)
     yield from _check_tls(config)
     yield from _check_state(config)
@@ -281,6 +283,13 @@ def _check_deterministic(config: ServingConfig) -> Iterator[ConfigFinding]:
             f"true; use {sizes['decode']}",
             ("roles.decode.tensor_parallel", "engine.deterministic"),
         )
+
+
+def _check_timed(config: ServingConfig) -> Iterator[ConfigFinding]:
+    if config.engine.timed_steps.is_on:
+        sizes = {f"roles.{role}.tensor_parallel": config.role(role).tensor_parallel for role in ROLES}
+        for key, why in timed_obstacles(config.engine.device, config.transfer.wire_format, sizes):
+            yield ConfigFinding(key, why, ("engine.timed_steps",))
 
 
 def _check_timers(config: ServingConfig) -> Iterator[ConfigFinding]:

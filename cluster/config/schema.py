@@ -13,6 +13,7 @@ from typing import Literal, get_args
 from cluster.config import choices
 from cluster.config.access import AuthSection, InternalTlsSection, TlsSection
 from cluster.config.read import FIXED, ROLLING, RUN_TIME, bounded
+from cluster.config.timed import TimedStepsSection
 from cluster.transports import TransportName
 
 RoleName = Literal["prefill", "decode"]
@@ -142,6 +143,8 @@ class EngineSection:
     """A constraint on an output that takes longer to compile is refused; routers go by it, too."""
     grammar_memory_bytes: int = bounded(256 * 1024 * 1024, at_least=2**20, at_most=2**40, is_fixed=True)
     """Memory for the process that compiles and follows one constraint, beyond what it begins with."""
+    timed_steps: TimedStepsSection = field(default_factory=TimedStepsSection)
+    """Whether steps are waited for instead of computed."""
 
     @property
     def num_seqs(self) -> int:
@@ -240,8 +243,7 @@ class RouterSection:
     max_file_bytes: int = bounded(100 * 1024 * 1024, at_least=1024, at_most=2**31 - 1)
     """Largest file that may be uploaded for a batch. A tenant may keep 20 times as much."""
     resume_window_s: float = bounded(30.0, above=0, at_most=DAY_S)
-    """A generation that may be resumed is kept for so long after its client has left, or after its end if that is
-    later."""
+    """A generation that may be resumed is kept so long after its client has left, or after its end if that is later."""
     trace_endpoint: str | None = None
     """URL of an OpenTelemetry collector that takes OTLP over HTTP, http://HOST:4318; each request then becomes a trace
     (docs/traces.md). Needs the extra `otel`. null: no traces."""
@@ -291,8 +293,7 @@ class AutoSection:
     """What both roles together may grow to: where no split of the workers there are serves what is asked for, one more
     is started as soon as Ray has room for it, which Ray's autoscaler is asked for. null: as many as the roles name."""
     release_after_s: float = bounded(300.0, at_least=0, at_most=DAY_S)
-    """A worker that was added is stopped when the others have been enough for so long; Ray's autoscaler takes idle
-    nodes away."""
+    """An added worker stops when the others have been enough for so long; Ray's autoscaler takes idle nodes away."""
 
 
 @dataclass(frozen=True)

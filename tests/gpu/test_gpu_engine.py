@@ -19,7 +19,8 @@ from engine.attention.registry import choose_attention
 from engine.model_runner import ModelRunner
 from engine.step_input import SequenceSlice, build_step
 from engine.tp import SingleGroup
-from worker.loading import resolve, size_pool
+from worker.loading import size_pool
+from worker.resolved import resolve
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
 

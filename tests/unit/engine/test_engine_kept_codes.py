@@ -20,7 +20,7 @@ from engine.native import native
 from engine.quantization.interface import Matrix
 from engine.quantization.packed import Codes, keep_codes, read_codes
 from engine.tp import TPGroup
-from worker.loading import resolve
+from worker.resolved import resolve
 
 KERNELS, WHY_NOT = native()
 needs_products = pytest.mark.skipif(

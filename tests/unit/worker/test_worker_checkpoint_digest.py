@@ -10,7 +10,7 @@ from workers import ROOT
 
 from cluster.config.schema import ModelSection
 from cluster.settings import WorkerSettings
-from worker.loading import checkpoint_digest, resolve
+from worker.resolved import checkpoint_digest, resolve
 
 MIB = 1 << 20
 BUNDLED = ROOT / "models" / "tiny-shakespeare"

@@ -11,7 +11,8 @@ from cluster.errors import ConfigError
 from cluster.pb import rank_pb2
 from cluster.settings import WorkerSettings
 from engine.attention.triton import TritonAttention
-from worker.loading import Resolved, overlaps_steps, rank_hello, resolve, use_device
+from worker.loading import overlaps_steps, rank_hello, use_device
+from worker.resolved import Resolved, resolve
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny-shakespeare"
 

@@ -17,7 +17,8 @@ from engine.memory import Activations, MemoryDemand, MemoryPlan
 from engine.model_runner import ModelRunner
 from engine.tp import TPGroup
 from worker import loading
-from worker.loading import check_memory, expect_memory, memory_line, resolve, size_pool
+from worker.loading import check_memory, expect_memory, memory_line, size_pool
+from worker.resolved import resolve
 
 
 def demand_of(folder: Path, **settings: Any) -> MemoryDemand:
