@@ -1,9 +1,11 @@
-"""`baton plan`: what a model needs of devices that are not here yet. `--memory` answers for their memory alone."""
+"""`baton plan`: what a model and a load need of devices that are not here yet. `--memory` answers for memory alone."""
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,11 +14,17 @@ from cli.common import AsJson, outcome
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from simulate.estimates import OfferedLoad
     from simulate.memory_plan import LayoutMemory, MemoryQuestion
+    from simulate.planner import PlanQuestion
+    from simulate.shapes import DeviceLayout, ModelShape
 
 _USUAL_CONTEXT = 4096
 _KV_DTYPES = ("auto", "int8", "fp8")
 _QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
+_NUM_DRAWN = 1000
+_LONGEST_SHARE = 0.999
+"""A worker must hold at least one request as long as this share of them."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,8 @@ class PlannedDevice:
     quantization: Annotated[str, typer.Option(help="auto (the checkpoint's), none, fp8, int8 or int4.")] = "auto"
     kv_dtype: Annotated[str, typer.Option(help="auto (what is computed in), int8 or fp8.")] = "auto"
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a request, prompt and output; default: 4096, if allowed.")
+        int | None,
+        typer.Option(min=2, help="Tokens of a request, prompt and output; default: 4096, if allowed, or the load's."),
     ] = None
     memory_utilization: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the memory to use.")] = 0.9
     reserve_gb: Annotated[
@@ -37,29 +46,104 @@ class PlannedDevice:
         typer.Option(min=0, help="GB of each device beside weights and KV; default: activations and 1 GiB or more."),
     ] = None
 
-    def question(self, model: str) -> MemoryQuestion:
-        """Raises ConfigError or CheckpointError."""
+    def question(self, shape: ModelShape, usual_context: int) -> MemoryQuestion:
+        """Raises ConfigError."""
         from simulate.devices import find_device
         from simulate.memory_plan import MemoryQuestion
-        from simulate.model_files import find_shape
 
-        shape = find_shape(model)
         most = shape.max_position_embeddings
         if self.context is not None and self.context > most:
             raise ConfigError(f"--context: {self.context} is more than {shape.name}'s {most}")
+        quantization: Any = _one_of("--quantization", self.quantization, _QUANTIZATIONS)
+        kv_dtype = _one_of("--kv-dtype", self.kv_dtype, _KV_DTYPES)
         return MemoryQuestion(
             shape,
             find_device(self.device),
-            shape.quantization if self.quantization == "auto" else _one_of("--quantization", self.quantization),
-            shape.dtype if self.kv_dtype == "auto" else _kv_dtype(self.kv_dtype),
-            self.context or min(most, _USUAL_CONTEXT),
+            shape.quantization if quantization == "auto" else quantization,
+            shape.dtype if kv_dtype == "auto" else kv_dtype,
+            self.context or min(most, usual_context),
             self.memory_utilization,
             None if self.reserve_gb is None else int(self.reserve_gb * 1e9),
         )
 
+    def layouts(self) -> tuple[DeviceLayout, ...]:
+        """The one that is named; empty: the usual ones."""
+        from simulate.shapes import DeviceLayout
+
+        return (DeviceLayout(self.tp or 1, self.ep),) if self.tp is not None or self.ep > 1 else ()
+
+
+@dataclass(frozen=True)
+class PlannedLoad:
+    """Options that say what comes: a rate and lengths, or a trace."""
+
+    rate: Annotated[float | None, typer.Option(min=1e-3, help="Requests a second; default: the trace's, or 1.")] = None
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the mean prompt.")] = 1024
+    prompt_p90: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that 90 % of the prompts have at most; default: all are alike.")
+    ] = None
+    output: Annotated[int, typer.Option(min=1, help="Tokens of the mean output.")] = 256
+    output_p90: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that 90 % of the outputs have at most; default: all are alike.")
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Lengths, and the mean rate, of a trace instead: CSV or JSON lines.")
+    ] = None
+
+    def offered(self, most_tokens: int) -> OfferedLoad:
+        """Requests of more than `most_tokens` are cut. Raises ConfigError, for a trace with its row."""
+        from simulate import workload
+        from simulate.estimates import OfferedLoad
+
+        rate = self.rate or 1.0
+        if self.trace is not None:
+            shapes = workload.read_trace(self.trace)
+            rate = self.rate or (len(shapes) - 1) / max(shapes[-1].at, 1e-9) or 1.0
+        elif self.prompt_p90 is None and self.output_p90 is None:
+            shapes = [workload.RequestShape(0.0, self.prompt, self.output)]
+        else:
+            prompt, output = (
+                (self.prompt, self.prompt_p90 or self.prompt),
+                (self.output, self.output_p90 or self.output),
+            )
+            try:
+                drawn = workload.lognormal(prompt, output)
+            except ValueError as error:
+                raise ConfigError(f"--prompt-p90, --output-p90: {error}") from error
+            shapes = workload.random_shapes(_NUM_DRAWN, drawn, seed=0)
+        shapes = workload.scaled(shapes, most_tokens=most_tokens)
+        return OfferedLoad(rate, tuple((shape.num_prompt_tokens, shape.num_output_tokens) for shape in shapes))
+
+
+@dataclass(frozen=True)
+class PlannedGoal:
+    """Options that say what is asked of a plan."""
+
+    ttft_ms: Annotated[float, typer.Option(min=0.1, help="Limit of the time to the first token.")] = 500.0
+    tpot_ms: Annotated[float, typer.Option(min=0.1, help="Limit of the time per token after it.")] = 50.0
+    share: Annotated[float, typer.Option(min=0.5, max=0.99, help="Share of the requests within each limit.")] = 0.9
+    devices: Annotated[int | None, typer.Option(min=1, help="Most devices there may be.")] = None
+    price: Annotated[
+        float | None, typer.Option(min=0, help="Dollars for an hour of one device; default: the table's example.")
+    ] = None
+    what_if: Annotated[
+        str | None, typer.Option(metavar="P:D", help="Compare with so many workers of each role; 0:D: colocated.")
+    ] = None
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the cluster.yaml that is meant.")] = None
+
+    def workers(self) -> tuple[int, int] | None:
+        """Raises ConfigError."""
+        if self.what_if is None:
+            return None
+        if not (found := re.fullmatch(r"(\d{1,4}):(\d{1,4})", self.what_if)) or not int(found[2]):
+            raise ConfigError(f"--what-if: {self.what_if!r} is no ratio of workers; write P:D, such as 3:1 or 0:4")
+        return int(found[1]), int(found[2])
+
 
 def plan(
     options: PlannedDevice,
+    load: PlannedLoad,
+    goal: PlannedGoal,
     model: Annotated[
         str,
         typer.Option(metavar="NAME", help="A known name such as llama-3.1-70b, a Hugging Face folder, or its config."),
@@ -67,41 +151,71 @@ def plan(
     memory: Annotated[bool, typer.Option("--memory", help="Only how the memory is shared out.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model needs of devices that are not here yet."""
+    """Say how many devices a model and a load need, in which roles, and what they would do and cost."""
     with outcome():
-        question = options.question(model)
-        found = _memory(question, options.tp, options.ep)
-        print(json.dumps(_document(question, found)) if as_json else _render(question, found))
+        from simulate.model_files import find_shape
+
+        shape = find_shape(model)
+        if memory:
+            question = options.question(shape, _USUAL_CONTEXT)
+            found = _memory(question, options.layouts())
+            print(json.dumps(_memory_document(question, found)) if as_json else _render_memory(question, found))
+            return
+        _plan(_asked(shape, options, load, goal), model, goal, as_json)
 
 
-def _one_of(option: str, value: str) -> Any:
-    if value not in _QUANTIZATIONS:
-        raise ConfigError(f"{option}: {value!r} is unknown; use {', '.join(_QUANTIZATIONS)}")
+def _asked(shape: ModelShape, options: PlannedDevice, load: PlannedLoad, goal: PlannedGoal) -> PlanQuestion:
+    from simulate.placement import LatencyGoal
+    from simulate.planner import PlanQuestion
+
+    offered = load.offered(shape.max_position_embeddings)
+    memory = options.question(shape, offered.longest(_LONGEST_SHARE))
+    return PlanQuestion(
+        memory,
+        offered,
+        LatencyGoal(goal.ttft_ms / 1000, goal.tpot_ms / 1000, goal.share),
+        memory.device.price_per_hour if goal.price is None else goal.price,
+        most_devices=goal.devices,
+        layouts=options.layouts(),
+    )
+
+
+def _plan(question: PlanQuestion, model: str, goal: PlannedGoal, as_json: bool) -> None:
+    from cli.plan_view import document_of, render
+    from simulate.plan_config import config_text
+    from simulate.planner import Planner, choose
+
+    ratio = goal.workers()
+    planner = Planner(question)
+    choice = choose(planner, ratio)
+    if goal.write is not None:
+        try:
+            goal.write.write_text(config_text(question, choice.best, model), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--write: {goal.write} cannot be written: {error.strerror}") from error
+    print(json.dumps(document_of(planner, choice)) if as_json else render(planner, choice))
+    if goal.write is not None and not as_json:
+        print(f"\nwritten: {goal.write}")
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ConfigError(f"{option}: {value!r} is unknown; use {', '.join(known)}")
     return value
 
 
-def _kv_dtype(value: str) -> str:
-    if value not in _KV_DTYPES:
-        raise ConfigError(f"--kv-dtype: {value!r} is unknown; use {', '.join(_KV_DTYPES)}")
-    return value
-
-
-def _memory(question: MemoryQuestion, tp: int | None, ep: int) -> list[LayoutMemory]:
+def _memory(question: MemoryQuestion, layouts: tuple[DeviceLayout, ...]) -> list[LayoutMemory]:
     """Of the layout that is named, which must fit, or of the usual ones. Raises ConfigError where none fits."""
     from simulate.memory_plan import check_fits, memory_of, usual_layouts
-    from simulate.shapes import DeviceLayout
 
-    if tp is not None or ep > 1:
-        found = memory_of(question, DeviceLayout(tp or 1, ep))
-        check_fits(question, found)
-        return [found]
-    all_found = [memory_of(question, one) for one in usual_layouts(question.shape, question.device.devices_per_node)]
-    if not any(found.num_requests for found in all_found):
-        check_fits(question, max(all_found, key=lambda found: found.left_bytes))
-    return all_found
+    wanted = layouts or usual_layouts(question.shape, question.device.devices_per_node)
+    found = [memory_of(question, one) for one in wanted]
+    if not any(one.num_requests for one in found):
+        check_fits(question, max(found, key=lambda one: one.left_bytes))
+    return found
 
 
-def _document(question: MemoryQuestion, found: list[LayoutMemory]) -> dict[str, Any]:
+def _memory_document(question: MemoryQuestion, found: list[LayoutMemory]) -> dict[str, Any]:
     return {
         "model": question.shape.name,
         "parameters": question.shape.num_parameters,
@@ -115,7 +229,7 @@ def _document(question: MemoryQuestion, found: list[LayoutMemory]) -> dict[str, 
     }
 
 
-def _render(question: MemoryQuestion, found: list[LayoutMemory]) -> str:
+def _render_memory(question: MemoryQuestion, found: list[LayoutMemory]) -> str:
     from cluster.text import format_bytes
 
     shape, device = question.shape, question.device

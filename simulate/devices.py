@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config.source import nearest
 from cluster.errors import ConfigError
+from worker.gpu_peaks import GPUS
 
 _TERA, _GIGA = 1e12, 1e9
 
@@ -77,105 +78,64 @@ EAGER = Efficiency(
 )
 """An engine of 2023 that launches each kernel by itself: what comes nearest to splitwise-sim's measurements of
 Llama-2-70B on H100 and A100 machines. docs/plan.md says how near."""
-GRAPHS = replace(EAGER, link_latency_s=7e-6, launch_layer_s=0.0, sequence_s=5e-6)
+GRAPHS = replace(EAGER, link=0.50, link_latency_s=7e-6, launch_layer_s=0.0, sequence_s=5e-6)
 """The same shares of the device, and a host that costs little: decode steps are replayed as CUDA graphs, and tokens are
-sampled on the device, as Baton does. The three times that differ are assumed, not measured."""
+sampled on the device, as Baton does. The four values that differ are assumed, not measured: NCCL's own tests reach more
+than three quarters of NVLink with large messages."""
 
 
 def _gpu(
-    name: str,
-    tera: float,
-    quick: Mapping[str, float],
-    memory: tuple[float, float],
-    link: float,
-    price: float,
-    source: str,
+    name: str, memory_gb: float, link_gb_per_s: float, nic_gb_per_s: float, price: float, source: str
 ) -> DeviceSpec:
-    """`tera`: of bfloat16; `quick`: of other formats; `memory`: GB and GB/s; `link`: GB/s in one direction."""
+    """Peaks are those of `worker.gpu_peaks`; int8 is as quick as fp8, or twice as quick as 16 bits."""
+    peak = next(gpu for gpu in GPUS if gpu.name == name)
+    flops = {"bfloat16": peak.half * _TERA, "int8": (peak.fp8 or 2 * peak.half) * _TERA}
     return DeviceSpec(
-        name=name,
-        flops={"bfloat16": tera * _TERA, **{key: value * _TERA for key, value in quick.items()}},
-        memory_bytes=memory[0] * _GIGA,
-        memory_bytes_per_s=memory[1] * _GIGA,
-        link_bytes_per_s=link * _GIGA,
-        nic_bytes_per_s=25e9 if name in ("a100", "l40s") else 50e9,
+        name=name.lower(),
+        flops=flops if peak.fp8 is None else {**flops, "fp8": peak.fp8 * _TERA},
+        memory_bytes=memory_gb * _GIGA,
+        memory_bytes_per_s=peak.bandwidth * _GIGA,
+        link_bytes_per_s=link_gb_per_s * _GIGA,
+        nic_bytes_per_s=nic_gb_per_s * _GIGA,
         devices_per_node=8,
         price_per_hour=price,
         source=source,
     )
 
 
-DEVICES: Mapping[str, DeviceSpec] = {
-    spec.name: spec
-    for spec in (
-        _gpu(
-            "a100",
-            312,
-            {"int8": 624},
-            (80, 2039),
-            300,
-            2.0,
-            "NVIDIA A100 80GB SXM datasheet; DGX A100 (200 Gb/s for each GPU)",
-        ),
-        _gpu(
-            "h100",
-            989,
-            {"int8": 1979, "fp8": 1979},
-            (80, 3350),
-            450,
-            3.0,
-            "NVIDIA H100 SXM datasheet; DGX H100 (400 Gb/s for each GPU)",
-        ),
-        _gpu(
-            "h200",
-            989,
-            {"int8": 1979, "fp8": 1979},
-            (141, 4800),
-            450,
-            3.5,
-            "NVIDIA H200 SXM datasheet; DGX H200 (400 Gb/s for each GPU)",
-        ),
-        _gpu(
-            "b200",
-            2250,
-            {"int8": 4500, "fp8": 4500},
-            (180, 8000),
-            900,
-            5.5,
-            "NVIDIA DGX B200 datasheet: an eighth of the system (400 Gb/s for each GPU)",
-        ),
-        _gpu(
-            "mi300x",
-            1307,
-            {"int8": 2615, "fp8": 2615},
-            (192, 5300),
-            448,
-            3.0,
-            "AMD Instinct MI300X datasheet: seven Infinity Fabric links of 64 GB/s; 400 Gb/s for each GPU",
-        ),
-        _gpu(
-            "l40s",
-            362,
-            {"int8": 733, "fp8": 733},
-            (48, 864),
-            32,
-            1.2,
-            "NVIDIA L40S datasheet: PCIe Gen4 x16, no NVLink; 200 Gb/s for each GPU is assumed",
-        ),
-        DeviceSpec(
-            name="cpu",
-            flops={"bfloat16": 110e12, "int8": 220e12},
-            memory_bytes=512e9,
-            memory_bytes_per_s=307e9,
-            link_bytes_per_s=48e9,
-            nic_bytes_per_s=12.5e9,
-            devices_per_node=2,
-            price_per_hour=1.5,
-            source="one socket of Intel Xeon 8480+: 56 cores with AMX (1,024 operations a cycle at 1.9 GHz), eight "
-            "channels of DDR5-4800, three UPI links of 16 GB/s; 512 GB and 100 Gb/s are assumed",
-        ),
-    )
-}
+_MI300X = DeviceSpec(
+    name="mi300x",
+    flops={"bfloat16": 1307.4 * _TERA, "int8": 2614.9 * _TERA, "fp8": 2614.9 * _TERA},
+    memory_bytes=192 * _GIGA,
+    memory_bytes_per_s=5300 * _GIGA,
+    link_bytes_per_s=448 * _GIGA,
+    nic_bytes_per_s=50 * _GIGA,
+    devices_per_node=8,
+    price_per_hour=3.0,
+    source="AMD Instinct MI300X datasheet: seven Infinity Fabric links of 64 GB/s; 400 Gb/s for each GPU is assumed",
+)
+_CPU = DeviceSpec(
+    name="cpu",
+    flops={"bfloat16": 109 * _TERA, "int8": 218 * _TERA},
+    memory_bytes=512 * _GIGA,
+    memory_bytes_per_s=307 * _GIGA,
+    link_bytes_per_s=48 * _GIGA,
+    nic_bytes_per_s=12.5 * _GIGA,
+    devices_per_node=2,
+    price_per_hour=1.5,
+    source="one socket of Intel Xeon 8480+: 56 cores with AMX (1,024 operations a cycle at 1.9 GHz), eight channels of "
+    "DDR5-4800, three UPI links of 16 GB/s; 512 GB and 100 Gb/s are assumed",
+)
+_SPECS = (
+    _gpu("A100", 80, 300, 25, 2.0, "NVIDIA A100 80GB SXM datasheet; DGX A100: 200 Gb/s for each GPU"),
+    _gpu("H100", 80, 450, 50, 3.0, "NVIDIA H100 SXM datasheet; DGX H100: 400 Gb/s for each GPU"),
+    _gpu("H200", 141, 450, 50, 3.5, "NVIDIA H200 SXM datasheet; DGX H200: 400 Gb/s for each GPU"),
+    _gpu("B200", 180, 900, 50, 5.5, "NVIDIA DGX B200 datasheet, an eighth of the system: 400 Gb/s for each GPU"),
+    _gpu("L40S", 48, 32, 25, 1.2, "NVIDIA L40S datasheet: PCIe 4.0 x16, no NVLink; 200 Gb/s for each GPU is assumed"),
+    _MI300X,
+    _CPU,
+)
+DEVICES: Mapping[str, DeviceSpec] = {spec.name: spec for spec in _SPECS}
 """By the names that `baton plan --device` takes."""
 
 

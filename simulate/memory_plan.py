@@ -139,12 +139,8 @@ def usual_layouts(shape: ModelShape, devices_per_node: int) -> list[DeviceLayout
     layouts = [DeviceLayout(tp_size) for tp_size in sizes]
     if shape.experts is not None:
         last = sizes[-1]
-        layouts += [
-            DeviceLayout(last, last),
-            DeviceLayout(1, last),
-            DeviceLayout(1, 2 * last),
-            DeviceLayout(1, 4 * last),
-        ]
+        spread = [(1, 1), (1, 2), (4, 2), (1, 4), (4, 4)]  # DeepSeek-V3 computes prompts with TP 4 and EP 32
+        layouts += [DeviceLayout(last, last), *(DeviceLayout(tp_size, times * last) for tp_size, times in spread)]
     return [layout for layout in layouts if _is_allowed(shape, layout)]
 
 

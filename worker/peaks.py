@@ -1,6 +1,6 @@
 """The peak rates of a worker's device: MFU and MBU are shares of them.
 
-For GPUs a table by the name that torch gives them, from NVIDIA's datasheets; for a CPU a short measurement; and both
+For GPUs the table of `worker.gpu_peaks`, by the name that torch gives them; for a CPU a short measurement; and both
 give way to what the configuration says. Where no peak is known there is none: a wrong peak makes a wrong share.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.quantization.interface import Kernels, make_matrix
+from worker.gpu_peaks import GPUS
 
 _TERA, _GIGA = 1e12, 1e9
 _ROUNDS_S = 0.04
@@ -33,38 +34,6 @@ class Peak:
     """Bytes a second of the device's memory."""
     why: str
     """Where the numbers come from, or why there are none."""
-
-
-@dataclass(frozen=True)
-class _Gpu:
-    """TFLOP/s without sparsity, in 16 bits (bfloat16, float16), fp8 and float32 (no TF32: torch does without it unless
-    told otherwise), and GB/s."""
-
-    name: str
-    half: float
-    fp8: float | None
-    single: float
-    bandwidth: float
-
-
-GPUS = (
-    _Gpu("B200", 2250.0, 4500.0, 75.0, 8000.0),
-    _Gpu("H200 NVL", 835.5, 1670.5, 60.0, 4800.0),
-    _Gpu("H200", 989.4, 1978.9, 66.9, 4800.0),
-    _Gpu("H100 NVL", 835.5, 1670.5, 60.0, 3900.0),
-    _Gpu("H100 PCIe", 756.0, 1513.0, 51.0, 2000.0),
-    _Gpu("H100", 989.4, 1978.9, 66.9, 3350.0),
-    _Gpu("A100-PCIE-40GB", 312.0, None, 19.5, 1555.0),
-    _Gpu("A100-SXM4-40GB", 312.0, None, 19.5, 1555.0),
-    _Gpu("A100 80GB PCIe", 312.0, None, 19.5, 1935.0),
-    _Gpu("A100", 312.0, None, 19.5, 2039.0),
-    _Gpu("L40S", 362.05, 733.0, 91.6, 864.0),
-    _Gpu("L40", 181.05, 362.0, 90.5, 864.0),
-    _Gpu("L4", 121.0, 242.5, 30.3, 300.0),
-    _Gpu("A10", 125.0, None, 31.2, 600.0),
-)
-"""Names end at a word, the first that fits counts. From the datasheets of the NVIDIA B200 (DGX B200's, by eight), H200,
-H100, A100, L40S, L40, L4 and A10 Tensor Core GPUs; where they give numbers with sparsity only, half of those."""
 
 
 def peak_of_gpu(name: str, dtype: str, *, in_fp8: bool) -> Peak:

@@ -1,0 +1,211 @@
+"""Plans: queues against known results, the fewest devices, refusals that name the objective, and the command."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from scripted_router import ROOT, baton
+
+from cluster.config.load import parse_config
+from cluster.step_cost import StepCost
+from simulate.curves import LinearCurve
+from simulate.devices import find_device
+from simulate.estimates import (
+    DecodeLoad,
+    OfferedLoad,
+    WaitingTimes,
+    colocated_estimate,
+    erlang_c,
+    prompt_seconds,
+    split_estimate,
+)
+from simulate.memory_plan import MemoryQuestion
+from simulate.model_files import find_shape
+from simulate.placement import LatencyGoal
+from simulate.plan_config import config_text
+from simulate.planner import Planner, PlanQuestion, choose
+
+PAGE = (ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+COST = LinearCurve(StepCost(0.01, 1e-4, 0.0, 1e-4, 1e-7))
+GOAL = LatencyGoal(0.5, 0.05)
+LOAD = OfferedLoad(10.0, ((1000, 200),))
+
+
+def test_who_finds_all_servers_busy_is_as_erlang_says() -> None:
+    assert erlang_c(1, 0.5) == pytest.approx(0.5)
+    assert erlang_c(2, 1.0) == pytest.approx(1 / 3)
+    assert erlang_c(10, 8.0) == pytest.approx(0.409, rel=0.01)  # tables of Erlang C
+
+
+def test_the_mean_wait_before_one_server_is_pollaczek_and_khinchines() -> None:
+    services = (0.1, 0.1, 0.4)
+    waiting = WaitingTimes(services, rate=2.5, num_servers=1)
+    mean_s = 2.5 * (0.01 + 0.01 + 0.16) / 3 / (2 * (1 - 0.5))
+    waits, mean_of_those_s = waiting._waiting
+    assert waiting.busy == pytest.approx(0.5)
+    assert waits * mean_of_those_s == pytest.approx(mean_s)
+    assert waiting.share_within(0.05) == 0.0
+    assert waiting.share_within(waiting.quantile_s(0.9)) == pytest.approx(0.9)
+
+
+def test_an_overloaded_server_is_never_in_time() -> None:
+    waiting = WaitingTimes((0.5,), rate=3.0, num_servers=1)
+    assert waiting.share_within(100.0) == 0.0
+    assert math.isinf(waiting.quantile_s(0.5))
+
+
+def test_as_many_sequences_run_as_littles_law_says() -> None:
+    decode = DecodeLoad(COST, 1000, 256)
+    num = decode.running(1000.0)
+    assert num == pytest.approx(1000 * decode.step_s(num), rel=0.05)
+    assert math.isinf(decode.running(1e6))
+    assert decode.share_within(num, 1.0) > 0.999
+    assert decode.share_within(num, decode.step_s(1) / 2) == 0.0
+
+
+def test_a_chunk_beside_sequences_is_as_large_as_the_pace_allows() -> None:
+    decode = DecodeLoad(COST, 1000, 256)
+    mixed = decode.with_prompt(10, pace_s=0.04, most_tokens=2048)
+    left = 0.04 - decode.step_s(10)
+    assert mixed.step.num_prompt_tokens == int(left / 1e-4)
+    assert mixed.seconds <= 0.04
+    assert decode.with_prompt(10, 0.001, 2048).step.num_prompt_tokens == 0
+
+
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    alone = prompt_seconds(COST, 5000, 2048)
+    assert alone == pytest.approx(3 * 0.01 + 0.5)
+
+
+def test_workers_apart_and_together_serve_the_same_load_in_different_ways() -> None:
+    services = (prompt_seconds(COST, 1000, 2048),)
+    decode = DecodeLoad(COST, LOAD.mean_kv, 256)
+    apart = split_estimate(LOAD, WaitingTimes(services, 10.0, 2), decode, 1, GOAL, transfer_s=0.02)
+    both = colocated_estimate(LOAD, services, decode, 3, GOAL, 2048)
+    assert apart.tpot_p50_s < both.tpot_p50_s <= 0.75 * 0.05 * 1.01
+    assert apart.kept_share > 0.9
+    assert both.kept_share > 0.9
+    none = colocated_estimate(LOAD, services, decode, 1, GOAL, 2048)
+    assert none.kept_share == 0.0
+
+
+def question(model: str, device: str = "h100", load: OfferedLoad = LOAD, goal: LatencyGoal = GOAL) -> PlanQuestion:
+    shape = find_shape(model)
+    memory = MemoryQuestion(shape, find_device(device), shape.quantization, shape.dtype, load.longest(0.999))
+    return PlanQuestion(memory, load, goal, price_per_hour=3.0)
+
+
+def test_a_plan_is_the_fewest_devices_that_are_enough() -> None:
+    planner = Planner(question("llama-3.1-8b", load=OfferedLoad(60.0, ((2000, 200),))))
+    plan = planner.split()
+    assert plan.prefill is not None
+    assert plan.estimate.kept_share >= 0.8
+    assert planner.most_rate(plan) == pytest.approx(60.0, rel=0.5)
+    for role in (plan.prefill, plan.decode):
+        assert role.num_workers > 1
+    more = planner.at_rate(120.0).split()
+    assert 1.5 * plan.num_devices < more.num_devices < 2.5 * plan.num_devices
+
+
+def test_the_verdict_follows_the_devices() -> None:
+    small = choose(Planner(question("llama-3.1-8b", load=OfferedLoad(1.0, ((500, 100),)))))
+    assert small.best is small.colocated
+    assert small.verdict.startswith("Do not disaggregate: where each computes both, it takes 1 device; apart 2")
+    strict = LatencyGoal(0.4, 0.0095)
+    tight = choose(Planner(question("llama-3.1-8b", "h200", OfferedLoad(40.0, ((2000, 200),)), strict)))
+    assert tight.best is tight.split
+    assert tight.verdict.startswith("Disaggregate: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            "--ttft-ms 5",
+            "--ttft-ms: 5 ms in 90% of the requests cannot be met with any number of h100: llama-3.1-8b takes",
+        ),
+        ("--tpot-ms 2", "--tpot-ms: 2 ms in 90% of the requests cannot be met with any number of h100"),
+        ("--rate 500 --devices 4", "--devices: 4 h100 do not serve 500 requests a second within the objectives"),
+        (
+            "--device l40s --tp 1 --memory-utilization 0.4",
+            "memory: one request of 1,280 tokens fits beside llama-3.1-8b",
+        ),
+        ("--what-if 3/1", "'3/1' is no ratio of workers; write P:D"),
+        ("--what-if 3:0", "'3:0' is no ratio of workers"),
+        ("--prompt 100 --prompt-p90 90000", "no lognormal has the mean 100 and the 90th percentile 90000"),
+        ("--trace nowhere.csv", "nowhere.csv: cannot be read"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_by_its_option(options: str, says: str) -> None:
+    done = baton("plan", "--model", "llama-3.1-8b", *options.split())
+    assert done.exit_code == 3
+    assert says in done.stderr
+
+
+def test_a_limit_that_cannot_be_met_is_refused_with_one_that_can() -> None:
+    done = baton("plan", "--model", "llama-3.1-8b", "--ttft-ms", "5")
+    nearest = done.stderr.rpartition("--ttft-ms ")[2].split()[0]
+    assert baton("plan", "--model", "llama-3.1-8b", "--ttft-ms", nearest).exit_code == 0
+
+
+def test_a_bad_row_of_a_trace_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("at_s,prompt_tokens,output_tokens\n0,100,10\n1,many,10\n")
+    done = baton("plan", "--model", "llama-3.1-8b", "--trace", str(trace))
+    assert f"{trace}:3: prompt_tokens must be a whole number" in done.stderr
+
+
+def test_a_trace_gives_rate_and_lengths(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    rows = [f"{n / 4},{100 + n},{10}" for n in range(41)]
+    trace.write_text("at_s,prompt_tokens,output_tokens\n" + "\n".join(rows))
+    told = json.loads(baton("plan", "--json", "--model", "llama-3.1-8b", "--trace", str(trace)).stdout)
+    assert (told["rate"], told["mean_prompt_tokens"], told["mean_output_tokens"]) == (4.0, 120.0, 10.0)
+
+
+def test_text_names_both_plans_the_verdict_and_other_rates(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    done = baton("plan", "--model", "llama-3.1-70b", "--what-if", "3:1", "--write", str(file))
+    for text in ("disaggregated", "colocated", "what if", "3 workers of TP 4", "isaggregate:", "at other rates:"):
+        assert text in done.stdout
+    assert "roles:" in file.read_text()
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "deepseek-v3"])
+def test_the_file_that_is_meant_can_be_served(model: str) -> None:
+    asked = question(model, "h200")
+    choice = choose(Planner(asked))
+    for plan in (choice.split, choice.colocated):
+        assert plan is not None
+        text = config_text(asked, plan, str(ROOT / "models" / "tiny-shakespeare"))
+        text = text.replace(f"max_model_len: {asked.memory.context}", "max_model_len: 256")
+        config = parse_config(text, "cluster.yaml")
+        assert config.roles.decode.devices == plan.decode.num_devices
+        assert config.roles.prefill.devices == (plan.prefill.num_devices if plan.prefill else 0)
+        assert config.engine.max_num_seqs == plan.max_num_seqs
+        assert ("not served yet" in text) == (model == "deepseek-v3")
+
+
+def test_each_group_of_a_worker_computes_a_prompt_of_its_own() -> None:
+    alone, beside_three = (prompt_seconds(COST, 1000, 2048, groups) for groups in (1, 4))
+    assert beside_three == pytest.approx(alone + 0.3)
+    assert DecodeLoad(COST, 1000, 256, 4).with_prompt(4, 0.1, 2048).step.num_prompt_tokens % 4 == 0
+
+
+ROWS = re.findall(r"^\| `(baton plan .*?)` \| (\d+):.*? \| (\d+|none).*? \| \*\*(\w+)\*\*", PAGE, re.M)
+
+
+def test_the_page_has_four_models_on_two_devices_under_three_loads() -> None:
+    assert len(ROWS) == 24
+
+
+@pytest.mark.parametrize(("command", "apart", "both", "better"), ROWS[::7])
+def test_a_row_of_the_page_is_what_its_command_says(command: str, apart: str, both: str, better: str) -> None:
+    told = json.loads(baton(*command.split()[1:], "--json").stdout)
+    assert told["disaggregated"]["devices"] == int(apart)
+    assert (told["colocated"] or {"devices": "none"})["devices"] == (int(both) if both.isdigit() else both)
+    assert told["disaggregate"] == (better == "apart")
