@@ -272,7 +272,7 @@ def main(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
 ) -> None:
     """Compares policies on conversations with shared prefixes, and times a decision among many workers."""
-    found: dict[str, Any] = {"decision": measure_decisions(workers)}
+    found: dict[str, Any] = {"decision": measure_decisions(workers, 1_000_000 if decisions else 100_000)}
     with telling_failures():
         if not decisions:
             args = Arguments(seconds, load, rounds, seed, trace, requests)

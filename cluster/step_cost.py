@@ -8,6 +8,7 @@ clock, no worker and no model.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
@@ -131,6 +132,53 @@ def usual(costs: Sequence[StepCost]) -> StepCost:
         _mean([c.sequence_s for c in sequences]),
         _mean([c.kv_token_s for c in sequences]),
     )
+
+
+class UsualCost:
+    """The `usual` of costs that come and go, without a look at all of them."""
+
+    def __init__(self) -> None:
+        self._num = self._num_prompts = self._num_sequences = 0
+        self._fixed_s = self._prompt_token_s = self._attended_s = 0.0
+        self._fixed_of_sequences_s = self._sequence_s = self._kv_token_s = 0.0
+
+    def add(self, cost: StepCost, sign: int = 1) -> None:
+        self._num += sign
+        self._fixed_s += sign * cost.fixed_s
+        if cost.knows_prompts:
+            self._num_prompts += sign
+            self._prompt_token_s += sign * cost.prompt_token_s
+            self._attended_s += sign * cost.attended_s
+        if cost.knows_sequences:
+            self._num_sequences += sign
+            self._fixed_of_sequences_s += sign * cost.fixed_s
+            self._sequence_s += sign * cost.sequence_s
+            self._kv_token_s += sign * cost.kv_token_s
+
+    def remove(self, cost: StepCost) -> None:
+        """One that was added."""
+        self.add(cost, -1)
+
+    def merge(self, other: UsualCost) -> UsualCost:
+        """Returns the usual cost of both together."""
+        merged = UsualCost()
+        merged.__dict__ = {name: value + vars(other)[name] for name, value in vars(self).items()}
+        return merged
+
+    @property
+    def value(self) -> StepCost | None:
+        """None: there is no cost. Sums that have come down to nothing may be off by the last digit, but not below 0."""
+        if not self._num:
+            return None
+        fixed_s = self._fixed_of_sequences_s / self._num_sequences if self._num_sequences else self._fixed_s / self._num
+        num_prompts, num_sequences = self._num_prompts or math.inf, self._num_sequences or math.inf
+        return StepCost(
+            max(0.0, fixed_s),
+            max(0.0, self._prompt_token_s / num_prompts),
+            max(0.0, self._attended_s / num_prompts),
+            max(0.0, self._sequence_s / num_sequences),
+            max(0.0, self._kv_token_s / num_sequences),
+        )
 
 
 def _mean(values: list[float]) -> float:

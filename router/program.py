@@ -41,6 +41,7 @@ from router.api.model_service import ModelService
 from router.api.served_model import ServedModel
 from router.api.service import GenerationService
 from router.api.tokenizer import Tokenizer
+from router.collector import spare_long_lived
 from router.http_listener import ConnectionLimits
 from router.http_server import HttpServer
 from router.observe.activity import Activity
@@ -202,12 +203,8 @@ class RouterServer:
         self._tasks.append(asyncio.create_task(status.keep_time(), name="activity"))
         self._add_public_services(public, status)
         limit = rpc.INTERNAL_MESSAGE_BYTES
-        control.add_generic_rpc_handlers(
-            (
-                service_handler(CONTROL, self._control, max_message_bytes=limit),
-                service_handler(STATUS, status, max_message_bytes=limit),
-            )
-        )
+        inside = (CONTROL, self._control), (STATUS, status)
+        control.add_generic_rpc_handlers([service_handler(*each, max_message_bytes=limit) for each in inside])
         self._http.start(self._model.name, self._new_page(status).routes, limits)
         self.generation.resumables.start()
         for server in self._servers:
@@ -303,10 +300,11 @@ class RouterServer:
     def _add_public_services(self, server: grpc.aio.Server, status: StatusService) -> None:
         limit = self._settings.router.max_message_bytes
         calls = CallsPerAddress(self._settings.router.max_connections_per_address)
-        generation = (self.generation, self._models)
         server.add_generic_rpc_handlers(
             (
-                service_handler(GENERATION, *generation, max_message_bytes=limit, gate=self._gate, calls=calls),
+                service_handler(
+                    GENERATION, self.generation, self._models, max_message_bytes=limit, gate=self._gate, calls=calls
+                ),
                 service_handler(STATUS, status, max_message_bytes=limit, calls=calls),
                 service_handler(HEALTH, self._health, max_message_bytes=limit, calls=calls),
                 reflection_handler((GENERATION.full_name, STATUS.full_name, HEALTH.full_name)),
@@ -373,14 +371,15 @@ class RouterProgram:
     async def _serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         server = RouterServer(self._settings, self._report)
+        sparing = asyncio.create_task(spare_long_lived(lambda: server.dispatcher.fleet.num_workers))
         try:
             address, control_address = await server.start()
             card = {"address": address, "control_address": control_address, "pid": os.getpid()}
-            card["http_address"] = server.http_address
-            self._card.set_result(json.dumps(card))
+            self._card.set_result(json.dumps(card | {"http_address": server.http_address}))
             if not self._is_stopping.is_set():
                 await self._stop.wait()
         finally:
+            sparing.cancel()
             await server.stop()
 
 

@@ -8,15 +8,22 @@ is computed again only for workers that have changed since. Pure: knows no conne
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
-from router.routing.prefix_index import Candidate
+from cluster.step_cost import StepCost, UsualCost
+from router.routing.prefix_index import MOST_HOLDERS, Candidate, Holders, PromptHashes
 
 C = TypeVar("C", bound=Candidate)
+Some = Sequence[Candidate]
+"""A pool, or a list of a few."""
 Key = Callable[[C], Any]
 """A worker's place in a ranking: smaller ones come first."""
 
+FEW = 16
+"""Sequence[Candidate] of a role that a decision looks at one by one; of more, only those that may be the best."""
 MOST_CHANGED = 32
 """Workers whose places are looked up together; more never wait for the next decision."""
 
@@ -51,9 +58,9 @@ class Ranking(Generic[C]):
         if old is not None:
             del self._order[bisect_left(self._order, old)]
 
-    def key_of(self, worker_id: str) -> Any:
-        """The key by which a worker has its place."""
-        return self._places[worker_id][0]
+    def place_of(self, worker: C) -> tuple[Any, str]:
+        """The key and the id by which a worker has its place."""
+        return self._places[worker.worker_id]
 
 
 class _Member(NamedTuple):
@@ -62,10 +69,14 @@ class _Member(NamedTuple):
     kv_tokens: int
     max_num_seqs: int
     weights_revision: str
+    cache: tuple[Holders, int] | None
+    """The table in which its cached blocks are, and their size."""
 
     @classmethod
     def of(cls, candidate: Candidate) -> _Member:
-        return cls(candidate.kv_tokens, candidate.max_num_seqs, candidate.weights_revision)
+        index = candidate.prefix_index
+        cache = None if index is None else (index.holders, index.block_size)
+        return cls(candidate.kv_tokens, candidate.max_num_seqs, candidate.weights_revision, cache)
 
 
 class CandidatePool(Sequence[C]):
@@ -82,6 +93,11 @@ class CandidatePool(Sequence[C]):
         self._in_order: list[C] = []
         self._by_id: dict[str, C] = {}
         self._members: dict[str, _Member] = {}
+        self._costs: dict[str, StepCost] = {}
+        """Of those that have measured it."""
+        self._usual_cost = UsualCost()
+        self._caches = Counter[tuple[Holders, int]]()
+        """Tables and block sizes, with the number of workers that have them."""
         self._rankings: dict[Key[C], Ranking[C]] = {}
         self._changed: dict[str, None] = {}
         """Workers whose places in the rankings are to be looked up again."""
@@ -127,31 +143,72 @@ class CandidatePool(Sequence[C]):
     def ranked(self, key: Key[C]) -> Iterator[C]:
         """All, by `key`, which depends on nothing but the worker, its load and its costs. The same function has the
         same ranking, which is kept from its first use on."""
+        return map(self._by_id.__getitem__, self._ranking(key))
+
+    def _ranking(self, key: Key[C]) -> Ranking[C]:
         ranking = self._rankings.get(key)
         if ranking is None:
             ranking = self._rankings[key] = Ranking(key)
             for candidate in self._in_order:
                 ranking.place(candidate)
-        self._replace_changed()
-        return map(self._by_id.__getitem__, ranking)
+        if self._changed:
+            self._replace_changed()
+        return ranking
 
-    def key_of(self, candidate: C, key: Key[C]) -> Any:
-        """The key by which a candidate has its place in a ranking that has been used."""
-        return self._rankings[key].key_of(candidate.worker_id)
+    def holders(self, prompt: PromptHashes, key: Key[C], each: int) -> Iterator[tuple[C, int]]:
+        """Yields workers whose caches hold the beginning of a prompt, each with the tokens that they hold, most first.
+
+        Of those that hold equally much, the first `each` by `key`; of very many, those that come first among some.
+        """
+        ranking = self._ranking(key)
+        for table, block_size in self._caches:
+            depths = prompt.depths(table, block_size)
+            for step in range(len(depths.steps) - 1, -1, -1):
+                depth, holding = depths.steps[step]
+                found = list[C]()
+                if holding.bit_count() > MOST_HOLDERS:
+                    found = self._first_holders(ranking, holding, each)
+                if not found:
+                    found = [worker for i in depths.ids(step) if (worker := self._by_id.get(i)) is not None]
+                    if len(found) > each:
+                        found = sorted(found, key=ranking.place_of)[:each]
+                for worker in found:
+                    yield worker, depth * block_size
+
+    def _first_holders(self, ranking: Ranking[C], holding: int, each: int) -> list[C]:
+        found = list[C]()
+        for worker_id in islice(ranking, MOST_HOLDERS):
+            worker = self._by_id[worker_id]
+            if worker.prefix_index is not None and worker.prefix_index.bit & holding:
+                found.append(worker)
+                if len(found) == each:
+                    break
+        return found
+
+    def key_of(self, worker: C, key: Key[C]) -> Any:
+        """The key by which a worker has its place in the ranking."""
+        return self._ranking(key).place_of(worker)[0]
+
+    @property
+    def usual_cost(self) -> UsualCost:
+        """Of all that have measured what their steps cost."""
+        self._replace_changed()
+        return self._usual_cost
 
     def add(self, candidate: C) -> None:
         """Adds a worker, or takes over what has changed of one that is here."""
         worker_id = candidate.worker_id
         member = _Member.of(candidate)
         if candidate in self and self._members[worker_id] == member:
-            self.touch(worker_id)
+            self._place(candidate)
+            if self._is_mixed:
+                self._by_revision[member.weights_revision].add(candidate)
             return
         self.discard(candidate)
         self._members[worker_id], self._by_id[worker_id] = member, candidate
         self._count(member, 1)
         insort(self._in_order, candidate, key=_id_of)
-        for ranking in self._rankings.values():
-            ranking.place(candidate)
+        self._place(candidate)
         if self._is_mixed:
             revision = member.weights_revision
             self._by_revision.setdefault(revision, CandidatePool(revision=revision)).add(candidate)
@@ -165,6 +222,7 @@ class CandidatePool(Sequence[C]):
         self._changed.pop(worker_id, None)
         self._count(member, -1)
         del self._in_order[bisect_left(self._in_order, worker_id, key=_id_of)]
+        self._take_cost(worker_id, None)
         for ranking in self._rankings.values():
             ranking.discard(worker_id)
         if self._is_mixed:
@@ -182,20 +240,59 @@ class CandidatePool(Sequence[C]):
         member = self._members.get(worker_id)
         if member is None:
             return
-        if self._rankings:
-            self._changed[worker_id] = None
-            if len(self._changed) >= MOST_CHANGED:
-                self._replace_changed()
+        self._changed[worker_id] = None
+        if len(self._changed) >= MOST_CHANGED:
+            self._replace_changed()
         if self._is_mixed:
             self._by_revision[member.weights_revision].touch(worker_id)
 
     def _replace_changed(self) -> None:
         for worker_id in self._changed:
-            for ranking in self._rankings.values():
-                ranking.place(self._by_id[worker_id])
+            self._place(self._by_id[worker_id])
         self._changed.clear()
+
+    def _place(self, candidate: C) -> None:
+        self._take_cost(candidate.worker_id, candidate.step_cost)
+        for ranking in self._rankings.values():
+            ranking.place(candidate)
+
+    def _take_cost(self, worker_id: str, cost: StepCost | None) -> None:
+        last = self._costs.get(worker_id)
+        if cost is last:
+            return
+        if last is not None:
+            self._usual_cost.remove(self._costs.pop(worker_id))
+        if cost is not None:
+            self._usual_cost.add(cost)
+            self._costs[worker_id] = cost
 
     def _count(self, member: _Member, sign: int) -> None:
         self.kv_tokens += sign * member.kv_tokens
         self.max_num_seqs += sign * member.max_num_seqs
         self.num_sized += sign * bool(member.max_num_seqs)
+        if member.cache is not None:
+            self._caches[member.cache] += sign
+            if not self._caches[member.cache]:
+                del self._caches[member.cache]
+
+
+def of_revision(candidates: Some, revision: str) -> Some:
+    """Those that have these weights."""
+    if isinstance(candidates, CandidatePool):
+        return candidates.of_revision(revision)
+    return [candidate for candidate in candidates if candidate.weights_revision == revision]
+
+
+def by_revision(prefill: Some, decode: Some) -> Iterator[tuple[Some, Some]]:
+    """Yields the workers of both roles for each revision of the weights that a decode worker has."""
+    revisions = decode.revisions if isinstance(decode, CandidatePool) else sorted({d.weights_revision for d in decode})
+    for revision in revisions:
+        yield of_revision(prefill, revision), of_revision(decode, revision)
+
+
+def first(candidates: Some, key: Key[Candidate]) -> Candidate:
+    """The one with the smallest key, by id among equals."""
+    if isinstance(candidates, CandidatePool):
+        found: Candidate = next(candidates.ranked(key))
+        return found
+    return min(candidates, key=lambda candidate: (key(candidate), candidate.worker_id))

@@ -237,7 +237,7 @@ class Dispatcher:
         decode_id = worker.worker_id
         return any(
             live.attempt.placement.decode_id == decode_id and live.lifecycle.state is RequestState.DECODING
-            for live in self.running.on(worker)
+            for live in self.running.iterate_on(worker)
         )
 
     def _move_away(self) -> None:

@@ -94,6 +94,11 @@ class Fleet:
     def __getitem__(self, worker_id: str) -> WorkerClient:
         return self._workers[worker_id]
 
+    @property
+    def num_workers(self) -> int:
+        """Named workers."""
+        return len(self._in_order)
+
     def ready(self, role: worker_pb2.Role) -> CandidatePool[WorkerClient]:
         """Workers that may get new work of a role: slow ones only while there is no other."""
         return self._usual[role] or self._slow[role]

@@ -12,80 +12,140 @@ is seen by those that choose among workers: by its cache, its pool and what its 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Protocol
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import GROUP, PrefixHashes
 from cluster.step_cost import StepCost
 
+MOST_HOLDERS = 64
+"""Workers that hold equally much of a prompt, and are looked at one by one."""
+MOST_MASKS = 16_384
+"""Sets of workers of which blocks share one object."""
+
+
+class Depths:
+    """How many blocks of a prompt each worker holds, from the first on."""
+
+    def __init__(self, table: Holders) -> None:
+        self.steps: list[tuple[int, int]] = []
+        """Depths with the bits of the workers that hold so many, and no more; the deepest last."""
+        self._table = table
+        self._ids: dict[int, list[str]] = {}
+
+    def ids(self, step: int) -> list[str]:
+        """The workers of a step by their bits, at most `MOST_HOLDERS`."""
+        if step not in self._ids:
+            self._ids[step] = list(islice(self._table.worker_ids(self.steps[step][1]), MOST_HOLDERS))
+        return self._ids[step]
+
+    def of(self, bit: int) -> int:
+        for depth, holding in reversed(self.steps):
+            if holding & bit:
+                return depth
+        return 0
+
 
 class Holders:
-    """Maps each block to the workers that hold it, one bit each. Blocks that no worker holds are not in it."""
+    """Maps each block to the workers that hold it, one bit each. Blocks that no worker holds are not in it.
+
+    Among many workers such a set is a number of many bytes; blocks that the same workers hold share it. Everything here
+    is made of bytes and numbers alone, which the collector of cycles does not look at.
+    """
 
     def __init__(self) -> None:
         self._holders: dict[bytes, int] = {}
+        self._masks: dict[int, int] = {}
+        """Each set of workers, to be shared."""
         self._members = 0
         """Bits in use."""
+        self._worker_ids: dict[int, str] = {}
+        """By bit."""
         self.version = 0
         """Grows with each change."""
 
     def __len__(self) -> int:
         return len(self._holders)
 
-    def add_worker(self) -> int:
+    def add_worker(self, worker_id: str = "") -> int:
         """Returns a free bit for a worker."""
         bit = ~self._members & (self._members + 1)
         self._members |= bit
+        self._worker_ids[bit] = worker_id
         return bit
 
     def remove_worker(self, bit: int) -> None:
         """Frees the bit of a worker that holds nothing any more."""
         self._members &= ~bit
+        del self._worker_ids[bit]
 
-    def add(self, bit: int, block_hash: bytes) -> None:
+    def worker_ids(self, holding: int) -> Iterator[str]:
+        """Yields the id of each worker whose bit is set."""
+        while holding:
+            lowest = holding & -holding
+            yield self._worker_ids[lowest]
+            holding ^= lowest
+
+    def add(self, bit: int, hashes: Iterable[bytes]) -> None:
         self.version += 1
-        self._holders[block_hash] = self._holders.get(block_hash, 0) | bit
+        holders, last, mask = self._holders, -1, 0
+        for block_hash in hashes:
+            held = holders.get(block_hash, 0)
+            if held is not last:  # neighbours are mostly held by the same workers
+                last, mask = held, self._shared(held | bit)
+            holders[block_hash] = mask
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> None:
         self.version += 1
+        holders, last, mask = self._holders, -1, 0
         for block_hash in hashes:
-            left = self._holders.get(block_hash, 0) & ~bit
-            if left:
-                self._holders[block_hash] = left
+            held = holders.get(block_hash, 0)
+            if held is not last:
+                last, mask = held, self._shared(held & ~bit)
+            if mask:
+                holders[block_hash] = mask
             else:
-                self._holders.pop(block_hash, None)
+                holders.pop(block_hash, None)
 
-    def depths(self, hashes: PrefixHashes) -> dict[int, int]:
-        """Maps the bit of each worker that holds any of these blocks to the number that it holds from the first on.
+    def _shared(self, mask: int) -> int:
+        """The object that stands for this set of workers."""
+        if len(self._masks) >= MOST_MASKS:
+            self._masks.clear()
+        return self._masks.setdefault(mask, mask)
+
+    def depths(self, hashes: PrefixHashes) -> Depths:
+        """Finds for each worker how many of these blocks it holds, from the first on.
 
         A worker that holds the last block of a whole group is taken to hold all of it: caches evict the end of a prefix
         first, so that a gap before it is rare.
         """
-        depths: dict[int, int] = {}
-        holding = -1  # at first every worker, of no block
+        depths, holding = Depths(self), -1  # at first every worker, of no block
         for group in range(hashes.num_groups):
             depth = group * GROUP
             is_whole = depth + GROUP <= hashes.num_blocks
             still = holding & self._holders.get(hashes.end_of_group(group), 0) if is_whole else 0
             if still != holding:
-                self._leave_within(holding ^ still, hashes.of_group(group), depth, depths)
+                self._leave_within(holding ^ still, hashes.of_group(group), depth, depths.steps)
             if not still:
                 return depths
             holding = still
-        return depths | dict.fromkeys(_bits(holding), hashes.num_blocks) if hashes.num_blocks else depths
+        if hashes.num_blocks:
+            depths.steps.append((hashes.num_blocks, holding))
+        return depths
 
-    def _leave_within(self, holding: int, hashes: Iterable[bytes], depth: int, depths: dict[int, int]) -> None:
-        """Fills in the depths of workers that hold `depth` blocks, but not all of the next group, with these hashes."""
+    def _leave_within(self, holding: int, hashes: Iterable[bytes], depth: int, steps: list[tuple[int, int]]) -> None:
+        """Adds the steps of workers that hold `depth` blocks, but not all of the next group, with these hashes."""
         for block_hash in hashes:
             still = holding & self._holders.get(block_hash, 0)
             if still != holding:
                 if depth:
-                    depths |= dict.fromkeys(_bits(holding ^ still), depth)
+                    steps.append((depth, holding ^ still))
                 if not still:
                     return
                 holding = still
             depth += 1
-        depths |= dict.fromkeys(_bits(holding), depth)
+        steps.append((depth, holding))
 
 
 class PromptHashes:
@@ -98,7 +158,7 @@ class PromptHashes:
         self._token_ids = token_ids
         self._salt = salt
         self._by_block_size: dict[int, PrefixHashes] = {}
-        self._found: dict[int, tuple[Holders, int, dict[int, int]]] = {}
+        self._found: dict[int, tuple[Holders, int, Depths]] = {}
         """By block size: the table, its version, and the depths found there."""
 
     def of(self, block_size: int) -> PrefixHashes:
@@ -106,7 +166,7 @@ class PromptHashes:
             self._by_block_size[block_size] = PrefixHashes(self._token_ids, block_size, self._salt)
         return self._by_block_size[block_size]
 
-    def depths(self, holders: Holders, block_size: int) -> dict[int, int]:
+    def depths(self, holders: Holders, block_size: int) -> Depths:
         """Depths of the prompt in `holders`, looked up once for as long as nothing changes there."""
         found = self._found.get(block_size)
         if found is None or found[0] is not holders or found[1] != holders.version:
@@ -120,12 +180,13 @@ class PrefixIndex:
     `holders`: the table shared with other workers; None: its own. `close` it when the session is over.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, holders: Holders | None = None) -> None:
+    def __init__(self, block_size: int, num_blocks: int, holders: Holders | None = None, worker_id: str = "") -> None:
         self.block_size = block_size
         self._num_blocks = num_blocks
-        self._holders = Holders() if holders is None else holders
-        self._bit = self._holders.add_worker()
-        self._hashes: set[bytes] = set()
+        self.holders = Holders() if holders is None else holders
+        self.bit = self.holders.add_worker(worker_id)
+        self._hashes: dict[bytes, None] = {}
+        """A dictionary of nothing but bytes is left alone by the collector of cycles; a set is not."""
         self._last_number: int | None = None
         """Number of the last events applied; None: the state is unknown."""
 
@@ -150,27 +211,28 @@ class PrefixIndex:
             self._last_number = None
             return False
         self._last_number = events.sequence_number
-        gone = self._hashes.intersection(events.evicted)
-        self._hashes -= gone
-        self._holders.remove(self._bit, gone)
-        for block_hash in events.stored:
-            if len(self._hashes) >= self._num_blocks:
-                break
-            self._hashes.add(block_hash)
-            self._holders.add(self._bit, block_hash)
+        hashes = self._hashes
+        gone = dict.fromkeys(h for h in events.evicted if h in hashes)
+        for block_hash in gone:
+            del hashes[block_hash]
+        self.holders.remove(self.bit, gone)
+        unknown = dict.fromkeys(h for h in events.stored if h not in hashes)
+        new = list(islice(unknown, max(0, self._num_blocks - len(hashes))))
+        hashes.update(dict.fromkeys(new))
+        self.holders.add(self.bit, new)
         return True
 
     def close(self) -> None:
         """Forgets everything; no events follow."""
         self._forget()
-        self._holders.remove_worker(self._bit)
+        self.holders.remove_worker(self.bit)
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         """Tokens of a prompt in the worker's cache, counted in known blocks from the first on."""
-        return self.block_size * prompt.depths(self._holders, self.block_size).get(self._bit, 0)
+        return self.block_size * prompt.depths(self.holders, self.block_size).of(self.bit)
 
     def _forget(self) -> None:
-        self._holders.remove(self._bit, self._hashes)
+        self.holders.remove(self.bit, self._hashes)
         self._hashes.clear()
 
 
@@ -206,6 +268,11 @@ class Candidate(Protocol):
     @property
     def max_num_seqs(self) -> int:
         """Sequences that it decodes in one step; 0 while unknown."""
+        ...
+
+    @property
+    def prefix_index(self) -> PrefixIndex | None:
+        """What its prefix cache holds; None: that is not known."""
         ...
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:

@@ -61,7 +61,11 @@ class RunningRequests:
 
     def on(self, worker: WorkerClient) -> list[LiveRequest]:
         """Lists the requests that a worker holds something for."""
-        return [self._running[generation_id] for generation_id in self._on_worker.get(worker, ())]
+        return list(self.iterate_on(worker))
+
+    def iterate_on(self, worker: WorkerClient) -> Iterator[LiveRequest]:
+        """As `on`, for as long as nothing changes."""
+        return map(self._running.__getitem__, self._on_worker.get(worker, ()))
 
     def num_on(self, worker: WorkerClient) -> int:
         return len(self._on_worker.get(worker, ()))
@@ -112,7 +116,11 @@ class RunningRequests:
         if live.retry.failure is None or not live.attempts:
             return None
         candidates = self._fleet.candidates(live.weights_revision)
-        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in candidates)
+        few = self._policy.few(live.to_place, *candidates)
+        prefill, decode = ({worker.worker_id: worker for worker in workers} for workers in few)
+        last = candidates[1].get(live.attempt.placement.decode_id)
+        if last is not None:
+            decode[last.worker_id] = last
         choose = partial(self._choose, live.to_place)
         return next_placement(live.retry, live.attempt.placement, live.retry.failure, prefill, decode, choose)
 

@@ -19,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from bisect import bisect_left, insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from cluster.pb import worker_pb2
 from cluster.step_cost import PACE_SHARE, StepCost
@@ -35,6 +36,8 @@ from router.stream.request import LiveRequest
 log = logging.getLogger(__name__)
 
 WINDOW_S = 1.0
+MOST_AT_ONCE = 200
+"""Outputs that are timed in one piece."""
 LEAST_SAMPLES = 3
 """A window is as long as it takes to time so many prompts or parts of outputs."""
 FACTOR = 3.0
@@ -257,8 +260,21 @@ class SlowWatch:
         now = asyncio.get_running_loop().time()
         elapsed_s, self._last_tick = now - self._last_tick, now
         self._timer = asyncio.get_running_loop().call_later(WINDOW_S, self._tick)
-        for live in self._running:
-            self.time_output(live, now)
+        self._time_outputs(iter(self._running), elapsed_s)
+
+    def _time_outputs(self, running: Iterator[LiveRequest], elapsed_s: float) -> None:
+        """Times so many outputs at once as hold nobody up, the others after what is due meanwhile; then judges."""
+        loop, some = asyncio.get_running_loop(), list(islice(running, MOST_AT_ONCE))
+        now = loop.time()
+        for live in some:
+            if not live.is_over:
+                self.time_output(live, now)
+        if len(some) == MOST_AT_ONCE:
+            loop.call_soon(self._time_outputs, running, elapsed_s)
+        else:
+            self._judge(elapsed_s)
+
+    def _judge(self, elapsed_s: float) -> None:
         roles = {worker.worker_id: worker.role for worker in self._fleet if worker.is_ready}
         for worker_id, why in self._detector.tick(elapsed_s, roles).items():
             self._counters.ejected[role_name(roles[worker_id])] += 1

@@ -48,7 +48,7 @@ class Watched:
     owes_tokens: bool
     """A request decodes there."""
     step_s: float | None
-    """Predicted length of its next step, queued prompts included; None: unknown."""
+    """Predicted length of its next step, queued prompts included; None: unknown, or its engine is not silent."""
 
 
 @dataclass
@@ -96,6 +96,12 @@ class StallDetector:
             record.has_message = True
             record.has_progress |= has_progress
             record.has_tokens |= has_tokens
+
+    def is_silent(self, worker_id: str) -> bool:
+        """Whether the engine of a worker may have been silent for so long by the next tick that its step matters."""
+        record = self._records.get(worker_id)
+        longest_s = MOST_TICKS_AT_ONCE * TICK_S
+        return record is not None and record.engine_s + longest_s > LIVELY * self._limit_s
 
     def tick(self, elapsed_s: float, watched: Iterable[Watched]) -> Findings:
         """`elapsed_s`: since the tick before. Workers that are not watched are forgotten."""
@@ -210,10 +216,12 @@ class StallWatch:
 
     def _watched(self) -> Iterator[Watched]:
         ready = [worker for worker in self._fleet if worker.is_ready]
-        known = [cost for worker in ready if (cost := worker.step_cost) is not None]
+        silent = {worker.worker_id for worker in ready if self._detector.is_silent(worker.worker_id)}
+        known = [cost for worker in ready if silent and (cost := worker.step_cost) is not None]
         mean = usual(known) if known else None
         for worker in ready:
             load, step_s = self._loads[worker.worker_id], None
-            if mean is not None:
+            if mean is not None and worker.worker_id in silent:
                 step_s = (worker.step_cost or mean).filled(mean).of(load.sequences + load.prompts)
-            yield Watched(worker.worker_id, self._owes_tokens(worker), step_s)
+            owes_tokens = load.decoding.num_sequences > 0 and self._owes_tokens(worker)
+            yield Watched(worker.worker_id, owes_tokens, step_s)

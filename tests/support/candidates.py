@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from cluster.step_cost import StepCost
 from router.routing.load_tracker import RequestLoad
 from router.routing.policies.interface import RoutingRequest, SessionKey
-from router.routing.prefix_index import PromptHashes
+from router.routing.prefix_index import PrefixIndex, PromptHashes
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class FakeCandidate:
     max_num_seqs: int = 0
     cached: int = 0
     weights_revision: str = ""
+    prefix_index: PrefixIndex | None = None
 
     def num_cached_tokens(self, prompt: PromptHashes) -> int:
         return self.cached

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.config.schema import RouterSection, SloSection
@@ -64,6 +64,7 @@ class RoutingRequest:
 
 
 Candidates = Sequence[Candidate]
+"""The router's own are a `CandidatePool`, which need not be looked at one by one."""
 
 
 class Policy(ABC):
@@ -76,6 +77,10 @@ class Policy(ABC):
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         """There is at least one decode worker. Where no prefill worker has its weights, it computes the prompt."""
 
+    def few(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> tuple[Candidates, Candidates]:
+        """Returns those at which `choose` would look, for a choice in which some may not be chosen."""
+        return prefill, decode
+
     def on_handoff(self, placement: Placement, work: RequestLoad, exposed_s: float) -> None:  # noqa: B027 (optional)
         """A hand-off is complete; it kept the client waiting `exposed_s` longer for the second token."""
 
@@ -84,20 +89,6 @@ class Policy(ABC):
 
     def on_worker_lost(self, worker_id: str) -> None:  # noqa: B027 (optional)
         """A worker is gone, and its cache with it."""
-
-
-def by_revision(prefill: Candidates, decode: Candidates) -> Iterator[tuple[Candidates, Candidates]]:
-    """Yields the workers of both roles for each revision of the weights that a decode worker has."""
-    for revision in sorted({d.weights_revision for d in decode}):
-        yield (
-            [p for p in prefill if p.weights_revision == revision],
-            [d for d in decode if d.weights_revision == revision],
-        )
-
-
-def with_weights_of(worker: Candidate, others: Candidates) -> Candidates:
-    """Returns those that may share a request with the worker."""
-    return [other for other in others if other.weights_revision == worker.weights_revision]
 
 
 def local(
@@ -120,18 +111,3 @@ def disaggregated(
 ) -> Placement:
     reason = f"disaggregated: {prefill_id} -> {decode_id}, {why}"
     return Placement(prefill_id, decode_id, reason, num_cached_tokens, kind, num_present_tokens)
-
-
-def least_loaded(loads: LoadTracker, prefill: Candidates, decode: Candidates) -> Placement:
-    """The decode worker with fewest sequences and the prefill worker with fewest prompt tokens to compute, then ids."""
-
-    def decode_load(worker: Candidate) -> tuple[int, int, str]:
-        load = loads[worker.worker_id]
-        return load.sequences.num_sequences, load.num_tokens, worker.worker_id
-
-    chosen = min(decode, key=decode_load)
-    prefill_ids = [p.worker_id for p in with_weights_of(chosen, prefill)]
-    if not prefill_ids:
-        return local(chosen.worker_id)
-    prefill_id = min(prefill_ids, key=lambda i: (loads[i].prompts.num_prompt_tokens, i))
-    return disaggregated(prefill_id, chosen.worker_id, "least work")

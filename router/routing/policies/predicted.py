@@ -13,15 +13,21 @@ where that finishes as soon as elsewhere, or nearly.
 What a worker has not learned yet is taken from the others; while no worker has learned anything, the least loaded are
 chosen. The workers of a role are ranked apart and the best of each are paired, so a choice looks at each worker once;
 where workers have different weights, this is done for each revision of them, and the best pair of all wins.
+
+Of many workers only a few are looked at: those that hold the longest beginnings of the prompt, of equals the least busy
+ones; the least busy ones of all; and the session's. Where steps cost the same everywhere, the best is among them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from cluster.step_cost import PACE_SHARE, StepCost, usual
+from router.routing.candidate_pool import FEW, CandidatePool, Key, by_revision
+from router.routing.demand import FIRST_GUESS_TOKENS
 from router.routing.load_tracker import Load, Placement, PlacementKind, RequestLoad
 from router.routing.policies.interface import (
     Candidates,
@@ -29,11 +35,10 @@ from router.routing.policies.interface import (
     RoutingContext,
     RoutingRequest,
     SessionKey,
-    by_revision,
     disaggregated,
-    least_loaded,
     local,
 )
+from router.routing.policies.least_loaded import LeastLoaded
 from router.routing.prefix_index import Candidate
 
 MOST_SESSIONS = 16_384
@@ -42,6 +47,11 @@ NEARLY = 1.05
 """A session's own workers are preferred while they take at most this many times the soonest completion."""
 _LEAST_SHARE = 0.02
 """Least share of a decode worker's time that prompts get, even where the pace leaves nothing."""
+_BY_LOAD, _BY_CACHE, _OF_EQUALS = 4, 6, 2
+"""Of many workers: how many are looked at because they are the least busy ones, because of what they have cached, and
+how many of those have equally much."""
+_USUAL_TOKENS, _MANY_TOKENS = 1024, 8192
+"""Prompts by which workers are compared before the request is known."""
 _MEMORY = 0.95
 """Weight that earlier hand-offs keep when another one completes."""
 
@@ -131,9 +141,9 @@ class Predicted(Policy):
         super().__init__(context)
         self._loads = context.loads
         self._sessions = Sessions()
-        self._reported_costs: list[tuple[str, StepCost | None]] = []
-        self._costs: dict[str, StepCost] = {}
-        """Derived from `_reported_costs`, which changes less often than it is needed."""
+        self._least_loaded = LeastLoaded(context)
+        self._mean = StepCost(0.0, 0.0, 0.0, 0.0, 0.0)
+        """What the last choice took for the cost of a worker that has measured nothing."""
         self._handoff_tokens = self._handoff_s = 0.0
         """Sums over recent hand-offs; older ones fade."""
 
@@ -149,16 +159,27 @@ class Predicted(Policy):
         self._sessions.on_worker_lost(worker_id)
 
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
-        costs = self._costs_of([*prefill, *decode])
-        if not costs:
-            return least_loaded(self._loads, prefill, decode)
+        mean = _mean_cost(prefill, decode)
+        if mean is None:
+            return self._least_loaded.choose(request, prefill, decode)
+        self._mean = mean
+        chosen, best = self._best(request, prefill, decode)
+        return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefill))
+
+    def few(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> tuple[Candidates, Candidates]:
+        groups = [self._few_of_each(request, *group) for group in by_revision(prefill, decode)]
+        return [p for prefills, _ in groups for p in prefills], [d for _, decodes in groups for d in decodes]
+
+    def _best(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> tuple[_Option, _Option]:
+        """Returns the option to take, and the one that ends soonest."""
         num_tokens = self.context.lengths.expected(request.work.most_output)
         groups = [
             (
-                [self._weigh_prefill(p, costs[p.worker_id], request) for p in prefills],
-                [self._weigh_decode(d, costs[d.worker_id], request, num_tokens) for d in decodes],
+                [self._weigh_prefill(p, request) for p in prefills],
+                [self._weigh_decode(d, request, num_tokens) for d in decodes],
             )
-            for prefills, decodes in by_revision(prefill, decode)
+            for group in by_revision(prefill, decode)
+            for prefills, decodes in (self._few_of_each(request, *group),)
         ]
         here = [o for group in groups for o in self._local_options(request, *group)]
         chosen = best = min([*(o for group in groups for o in self._handed_options(*group, None)), *here])
@@ -167,7 +188,62 @@ class Predicted(Policy):
             handed = (o for group in groups for o in self._handed_options(*group, home))
             nearly = [o for o in (*handed, *here) if o.is_nearly(best)]
             chosen = min(nearly, key=lambda o: (not o.is_home(home), o.decode_id != home.decode_id, o), default=best)
-        return self._place(chosen, request, by_session=chosen != best, has_prefill=bool(prefill))
+        return chosen, best
+
+    def _few_of_each(
+        self, request: RoutingRequest, prefill: Candidates, decode: Candidates
+    ) -> tuple[Iterable[Candidate], Iterable[Candidate]]:
+        """Those of both roles, all with the same weights, among which the best pair should be."""
+        return (
+            self._few(prefill, request, self._long_prompt_s, self._prompt_s),
+            self._few(decode, request, self._output_s, self._own_prompt_s),
+        )
+
+    def _few(self, candidates: Candidates, request: RoutingRequest, *keys: Key[Candidate]) -> Iterable[Candidate]:
+        """`keys`: the ways in which a worker may be the least busy one; the last one is about a prompt."""
+        if len(candidates) <= FEW or not isinstance(candidates, CandidatePool):
+            return candidates
+        found: dict[str, Candidate] = {}
+        for key in keys:
+            found |= {worker.worker_id: worker for worker in islice(candidates.ranked(key), _BY_LOAD)}
+        if request.uses_cache:
+            token_s = self._mean.prompt_token_s
+            holders = sorted(
+                (candidates.key_of(worker, keys[-1]) - token_s * num_cached, worker.worker_id, worker)
+                for worker, num_cached in candidates.holders(request.prompt, keys[-1], _OF_EQUALS)
+            )
+            found |= {worker_id: worker for _, worker_id, worker in holders[:_BY_CACHE]}
+        home = self._sessions.home_of(request.session)
+        for worker_id in () if home is None else (home.prefill_id, home.decode_id):
+            if worker_id is not None and (worker := candidates.get(worker_id)) is not None:
+                found[worker_id] = worker
+        return found.values()
+
+    def _prompt_s(self, worker: Candidate) -> float:
+        """Seconds until a prompt of usual length would be computed on a worker."""
+        cost, load = self._cost_of(worker), self._loads[worker.worker_id]
+        return cost.of(load.prompts) + cost.of_prompt(_USUAL_TOKENS, 0)
+
+    def _long_prompt_s(self, worker: Candidate) -> float:
+        """As `_prompt_s`: for a long prompt, a fast worker is worth a longer wait."""
+        cost, load = self._cost_of(worker), self._loads[worker.worker_id]
+        return cost.of(load.prompts) + cost.of_prompt(_MANY_TOKENS, 0)
+
+    def _output_s(self, worker: Candidate) -> float:
+        """Seconds of an output's token on a worker, more where it waits for room."""
+        cost, load = self._cost_of(worker), self._loads[worker.worker_id]
+        size, num_kv_tokens = load.sequences, load.sequences.num_kv_tokens + _USUAL_TOKENS
+        num_missing = load.num_tokens + 2 * _USUAL_TOKENS - worker.kv_tokens
+        waits = min(1.0, num_missing / load.num_tokens) if num_missing > 0 and load.num_tokens else 0.0
+        return (1 + waits) * cost.of_sequences(size.num_sequences + 1, num_kv_tokens)
+
+    def _own_prompt_s(self, worker: Candidate) -> float:
+        """Seconds until a usual request would be over on a decode worker alone, with what that takes from others."""
+        cost, load = self._cost_of(worker), self._loads[worker.worker_id]
+        own_s = cost.of_prompt(_USUAL_TOKENS, 0)
+        num_others = load.decoding.num_sequences + load.num_prompts
+        prompt_s = (cost.of(load.prompts) + own_s) / self._time_share(cost, load)
+        return prompt_s + num_others * own_s + FIRST_GUESS_TOKENS * self._output_s(worker)
 
     def _handed_options(
         self, prefills: list[_Prefill], decodes: list[_Decode], home: Placement | None
@@ -218,19 +294,17 @@ class Predicted(Policy):
             return local(p.worker_id, why, p.num_cached_tokens, kind)
         return local(p.worker_id, when, p.num_cached_tokens, kind)
 
-    def _weigh_prefill(
-        self, worker: Candidate, cost: StepCost, request: RoutingRequest, time_share: float = 1.0
-    ) -> _Prefill:
+    def _weigh_prefill(self, worker: Candidate, request: RoutingRequest, time_share: float = 1.0) -> _Prefill:
         """`time_share`: share of the worker's time that prompts get."""
-        num_tokens = request.work.num_prompt_tokens
+        cost, num_tokens = self._cost_of(worker), request.work.num_prompt_tokens
         cached = min(worker.num_cached_tokens(request.prompt), num_tokens - 1) if request.uses_cache else 0
         load = self._loads[worker.worker_id]
         wait_s = cost.of(load.prompts) / time_share if load.num_prompts else 0.0
         own_s = cost.of_prompt(num_tokens - cached, cached)
         return _Prefill(wait_s + own_s / time_share, worker.worker_id, wait_s, own_s, cached)
 
-    def _weigh_decode(self, worker: Candidate, cost: StepCost, request: RoutingRequest, num_tokens: float) -> _Decode:
-        work, load = request.work, self._loads[worker.worker_id]
+    def _weigh_decode(self, worker: Candidate, request: RoutingRequest, num_tokens: float) -> _Decode:
+        cost, work, load = self._cost_of(worker), request.work, self._loads[worker.worker_id]
         step_s = cost.of_sequences(
             load.sequences.num_sequences + work.num_sequences,
             load.sequences.num_kv_tokens + work.num_sequences * work.num_prompt_tokens,
@@ -240,7 +314,7 @@ class Predicted(Policy):
         room_s = 0.0
         if num_missing > 0 and load.num_tokens:
             room_s = min(1.0, num_missing / load.num_tokens) * num_tokens * step_s
-        own = self._weigh_prefill(worker, cost, request, self._time_share(cost, load))
+        own = self._weigh_prefill(worker, request, self._time_share(cost, load))
         num_handed = work.num_prompt_tokens - own.num_cached_tokens
         handoff_s = num_handed * self._handoff_s / self._handoff_tokens if self._handoff_tokens else 0.0
         # Sequences that decode here, and prompts queued here; prompts that other workers compute may take longer.
@@ -257,18 +331,17 @@ class Predicted(Policy):
         step_s = cost.of_sequences(load.decoding.num_sequences, load.decoding.num_kv_tokens)
         return max(_LEAST_SHARE, 1 - step_s / (PACE_SHARE * self.context.objectives.tpot_s))
 
-    def _costs_of(self, workers: Sequence[Candidate]) -> dict[str, StepCost]:
-        """By worker id; empty while no worker has learned anything."""
-        reported = [(w.worker_id, w.step_cost) for w in workers]
-        if reported != self._reported_costs:
-            self._reported_costs, self._costs = reported, _filled(reported)
-        return self._costs
+    def _cost_of(self, worker: Candidate) -> StepCost:
+        """A worker's cost; what it has not learned is filled in from the others."""
+        cost = worker.step_cost
+        if cost is None:
+            return self._mean
+        return cost if cost.knows_prompts and cost.knows_sequences else cost.filled(self._mean)
 
 
-def _filled(reported: Sequence[tuple[str, StepCost | None]]) -> dict[str, StepCost]:
-    """Each worker's cost; what it has not learned is filled in from the others."""
-    known = [cost for _, cost in reported if cost is not None]
-    if not known:
-        return {}
-    mean = usual(known)
-    return {worker_id: mean if cost is None else cost.filled(mean) for worker_id, cost in reported}
+def _mean_cost(prefill: Candidates, decode: Candidates) -> StepCost | None:
+    """None while no worker has learned anything."""
+    if isinstance(prefill, CandidatePool) and isinstance(decode, CandidatePool) and len(prefill) + len(decode) > FEW:
+        return prefill.usual_cost.merge(decode.usual_cost).value
+    known = [cost for worker in (*prefill, *decode) if (cost := worker.step_cost) is not None]
+    return usual(known) if known else None

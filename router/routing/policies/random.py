@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from router.routing.candidate_pool import of_revision
 from router.routing.load_tracker import Placement
 from router.routing.policies.interface import (
     Candidates,
@@ -9,7 +10,6 @@ from router.routing.policies.interface import (
     RoutingRequest,
     disaggregated,
     local,
-    with_weights_of,
 )
 
 
@@ -19,7 +19,7 @@ class Random(Policy):
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         choice = self.context.rng.choice
         chosen = choice(decode)
-        prefill = with_weights_of(chosen, prefill)
+        prefill = of_revision(prefill, chosen.weights_revision)
         if not prefill:
             return local(chosen.worker_id)
         return disaggregated(choice(prefill).worker_id, chosen.worker_id, "at random")

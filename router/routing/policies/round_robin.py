@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from router.routing.candidate_pool import CandidatePool, of_revision
 from router.routing.load_tracker import Placement
 from router.routing.policies.interface import (
     Candidates,
@@ -12,7 +11,6 @@ from router.routing.policies.interface import (
     RoutingRequest,
     disaggregated,
     local,
-    with_weights_of,
 )
 from router.routing.prefix_index import Candidate
 
@@ -27,13 +25,16 @@ class RoundRobin(Policy):
     def choose(self, request: RoutingRequest, prefill: Candidates, decode: Candidates) -> Placement:
         chosen = _next(self._last_decode, decode)
         self._last_decode = chosen.worker_id
-        prefill = with_weights_of(chosen, prefill)
+        prefill = of_revision(prefill, chosen.weights_revision)
         if not prefill:
             return local(self._last_decode)
         self._last_prefill = _next(self._last_prefill, prefill).worker_id
         return disaggregated(self._last_prefill, self._last_decode, "in turn")
 
 
-def _next(last: str, candidates: Sequence[Candidate]) -> Candidate:
+def _next(last: str, candidates: Candidates) -> Candidate:
+    if isinstance(candidates, CandidatePool):
+        found: Candidate = candidates.after(last)
+        return found
     in_order = sorted(candidates, key=lambda c: c.worker_id)
     return next((c for c in in_order if c.worker_id > last), in_order[0])
