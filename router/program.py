@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from cluster import rpc
+from cluster import grpc_loop, rpc
 from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyFile
@@ -360,7 +360,7 @@ class RouterProgram:
 
     def _run(self) -> None:
         try:
-            asyncio.run(self._serve())
+            grpc_loop.run(self._serve())
         except BaseException as error:
             if not self._card.done():
                 self._card.set_exception(error)
