@@ -140,7 +140,6 @@ class GenerationService:
         is_spaced = live.request.stream_interval_tokens is None
         async with StreamWriter(call, reader, self._stalled_client_timeout_s) as writer:
             while True:
-                reader.check()
                 await reader.output.wait()
                 reader.check()
                 is_over = live.is_over

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -38,7 +38,7 @@ from router.routing.policies.interface import Objectives, RoutingContext
 from router.routing.running_requests import RunningRequests
 from router.routing.slow_workers import SlowWatch
 from router.routing.stalls import StallWatch
-from router.routing.worker_client import WorkerCallbacks, WorkerClient
+from router.routing.worker_client import Event, WorkerCallbacks, WorkerClient
 from router.stream import failures
 from router.stream.request import Effect, LiveRequest, RequestObserver
 
@@ -268,14 +268,12 @@ class Dispatcher:
     def _num_decoding(self, worker: WorkerClient) -> int:
         return self.context.loads[worker.worker_id].sequences.num_sequences
 
-    def _on_events(self, worker: WorkerClient, events: worker_pb2.EventBatch) -> None:
+    def _on_events(self, worker: WorkerClient, events: Sequence[Event]) -> None:
         """Each event concerns one request, and an error in handling it fails only that one."""
         now = self.clock()
         self._stalls.on_batch(worker, events)
-        for event in events.events:
-            kind = event.WhichOneof("event")
-            message: Any = getattr(event, kind) if kind in _REQUEST_EVENTS else None
-            live = self.running.find(worker, message.key) if message is not None else None
+        for kind, message in events:
+            live = self.running.find(worker, message.key) if kind in _REQUEST_EVENTS else None
             if live is None:
                 continue
             try:

@@ -55,7 +55,7 @@ class RunningRequests:
     def find(self, worker: WorkerClient, key: worker_pb2.RequestKey) -> LiveRequest | None:
         """None for what comes late: for a request or an attempt that is over, or from a worker that was released."""
         live = self._running.get(key.request_id)
-        if live is None or live.key.attempt != key.attempt or worker not in live.attempt.workers:
+        if live is None or live.key.attempt != key.attempt or worker not in live.attempts[-1].workers:
             return None
         return live
 

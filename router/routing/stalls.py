@@ -17,14 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.pb import worker_pb2
 from cluster.step_cost import usual
 from router.routing.fleet import Fleet
 from router.routing.load_tracker import LoadTracker
-from router.routing.worker_client import HEARTBEAT_S, WorkerClient
+from router.routing.worker_client import HEARTBEAT_S, Event, WorkerClient
 
 log = logging.getLogger(__name__)
 
@@ -190,10 +189,10 @@ class StallWatch:
         if self._timer is not None:
             self._timer.cancel()
 
-    def on_batch(self, worker: WorkerClient, batch: worker_pb2.EventBatch) -> None:
+    def on_batch(self, worker: WorkerClient, events: Sequence[Event]) -> None:
         """A ready worker has sent a batch, if only an empty one."""
-        has_tokens = any(event.HasField("tokens") for event in batch.events)
-        self._detector.on_message(worker.worker_id, has_progress=bool(batch.events), has_tokens=has_tokens)
+        has_tokens = any(kind == "tokens" for kind, _ in events)
+        self._detector.on_message(worker.worker_id, has_progress=bool(events), has_tokens=has_tokens)
 
     def _schedule(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)

@@ -15,7 +15,7 @@ import enum
 import logging
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -54,6 +54,10 @@ class Speed(enum.Enum):
     PROBED = "was far slower than predicted, and gets one request at a time"
 
 
+Event = tuple[str, Any]
+"""The kind of an event, as worker_pb2.Event names it, and its message."""
+
+
 @dataclass(frozen=True)
 class WorkerCallbacks:
     """Called on the event loop, in order."""
@@ -62,7 +66,7 @@ class WorkerCallbacks:
     """`worker.info` is set; commands may be sent."""
     on_lost: Callable[[WorkerClient], None]
     """Everything that was admitted on the worker is gone."""
-    on_events: Callable[[WorkerClient, worker_pb2.EventBatch], None]
+    on_events: Callable[[WorkerClient, Sequence[Event]], None]
     """Every batch of a ready worker. The client has handled info, stats and cache events itself."""
 
 
@@ -141,6 +145,11 @@ class WorkerClient:
         self.refusal = ""
         """Why no session can be had with it that another attempt would change; empty: nothing is known of that."""
         self._callbacks = callbacks
+        self._own: dict[str, Callable[[Any], None]] = {
+            "info": self._on_info,
+            "stats": self._on_stats,
+            "cache": self._on_cache,
+        }
         self._commands: deque[worker_pb2.Command] = deque()
         self._has_commands = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -274,16 +283,17 @@ class WorkerClient:
                 await call.write(self._commands.popleft())
 
     def _read(self, batch: worker_pb2.EventBatch) -> None:
+        events: list[Event] = []
         for event in batch.events:
             kind = event.WhichOneof("event")
-            if kind == "info":
-                self._on_info(event.info)
-            elif kind == "stats":
-                self._on_stats(event.stats)
-            elif kind == "cache":
-                self._on_cache(event.cache)
+            if kind is None:
+                continue  # of a later version
+            message = getattr(event, kind)
+            events.append((kind, message))
+            if kind in self._own:
+                self._own[kind](message)
         if self.is_ready:
-            self._callbacks.on_events(self, batch)
+            self._callbacks.on_events(self, events)
 
     def _on_info(self, info: worker_pb2.WorkerInfo) -> None:
         if info.worker_id != self.worker_id:

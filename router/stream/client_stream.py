@@ -80,8 +80,7 @@ class StreamReader:
             out.append(GenerateStreamResponse(started=self._started()))
         if unsent.is_heartbeat_due:
             out.append(GenerateStreamResponse(heartbeat=self._heartbeat()))
-        for delta in unsent.deltas:
-            out.append(GenerateStreamResponse(delta=delta))
+        out += unsent.deltas
         for sequence in unsent.ended:
             out.append(GenerateStreamResponse(sequence_end=sequence.end))
         if live.lifecycle.state is RequestState.FINISHED:

@@ -51,6 +51,7 @@ class SequenceOutput:
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(request.stop, include_stop=request.include_stop_in_output) if request.stop else None
         self._min_tokens = request.sampling.stopping.min_output_tokens
+        self._interval_tokens = request.stream_interval_tokens or 1
         self._early: dict[int, worker_pb2.Tokens] = {}
         self._num_taken = first_wanted
         """The first token that the client does not hold; may be ahead of what is here."""
@@ -67,10 +68,10 @@ class SequenceOutput:
     @property
     def is_due(self) -> bool:
         """Something should go to the client now: the first token, an interval's worth, or the rest at the end."""
-        num_pending = self.num_pending
+        num_pending = self.num_tokens - self._num_taken
         if self.end is not None:
-            return bool(num_pending or self._texts)
-        return num_pending > 0 and (self._num_taken == 0 or num_pending >= (self._request.stream_interval_tokens or 1))
+            return num_pending > 0 or bool(self._texts)
+        return num_pending > 0 and (num_pending >= self._interval_tokens or self._num_taken == 0)
 
     def add(self, tokens: worker_pb2.Tokens) -> bool:
         """Adds tokens from a worker. True when a stop string ended the sequence, which no worker knows."""
@@ -86,22 +87,24 @@ class SequenceOutput:
             self._early.clear()
         return is_stopped
 
-    def take(self) -> generation_pb2.SequenceDelta | None:
+    def take(self) -> generation_pb2.GenerateStreamResponse | None:
         """Returns everything pending as one delta; None when there is nothing."""
-        text = "".join(self._texts)
-        if not self.num_pending and not text:
+        text, num_pending = "".join(self._texts), self.num_pending
+        if not num_pending and not text:
             return None
-        delta = generation_pb2.SequenceDelta(
-            index=self.index,
-            first_token_index=self._num_taken,
-            token_count=self.num_pending,
-            token_ids=self._token_ids,
-            text=text,
-            logprobs=self._logprobs,
-        )
-        self._num_taken = max(self._num_taken, self.num_tokens)
-        self._token_ids, self._texts, self._logprobs = [], [], []
-        return delta
+        message = generation_pb2.GenerateStreamResponse()
+        delta = message.delta  # filled in its place: a message that is put into another one is copied
+        delta.index, delta.first_token_index, delta.token_count = self.index, self._num_taken, num_pending
+        delta.text = text
+        self._num_taken += num_pending
+        self._texts = []
+        if self._token_ids:
+            delta.token_ids.extend(self._token_ids)
+            self._token_ids = []
+        if self._logprobs:
+            delta.logprobs.extend(self._logprobs)
+            self._logprobs = []
+        return message
 
     def restart(self) -> None:
         """Drops what came early from an attempt that is over: the next one goes on from the known tokens."""
@@ -144,7 +147,8 @@ class SequenceOutput:
         is_last = tokens.finish_reason != _OPEN
         is_stop_token = is_last and tokens.HasField("stop_token_id") and not self._request.include_stop_in_output
         with_text = token_ids[:-1] if is_stop_token else token_ids
-        num_held = min(len(token_ids), max(0, self._num_taken - self.num_tokens))
+        num_ahead = self._num_taken - self.num_tokens
+        num_held = min(len(token_ids), num_ahead) if num_ahead > 0 else 0
         num_kept, stop = self._read(with_text, num_held)
         if stop is None:
             num_kept = len(token_ids)
@@ -209,7 +213,7 @@ class Unsent(NamedTuple):
     has_begun: bool
     """`Started` is due, before everything else."""
     is_heartbeat_due: bool
-    deltas: list[generation_pb2.SequenceDelta]
+    deltas: list[generation_pb2.GenerateStreamResponse]
     ended: list[SequenceOutput]
     """Sequences whose end is due."""
 
@@ -228,7 +232,9 @@ class OutputBuffer:
         self._is_heartbeat_due = False
         self._ended = [sequence for sequence in sequences if sequence.end is not None]
         """Sequences whose end the client has not been sent."""
-        self._wake = asyncio.Event()
+        self._has_news = False
+        self._waiter: asyncio.Future[None] | None = None
+        """Of the one task that reads it, while that waits."""
         self._pauses: set[asyncio.Future[None]] = set()
 
     @property
@@ -248,7 +254,7 @@ class OutputBuffer:
         fresh = OutputBuffer(sequences, self.prompt_logprobs, is_streaming=is_streaming)
         fresh._is_over = self._is_over
         fresh._is_heartbeat_due = True
-        fresh._wake.set()
+        fresh._has_news = True
         self.wake()
         return fresh
 
@@ -261,7 +267,9 @@ class OutputBuffer:
     def notify(self) -> None:
         """Wakes a client that streams."""
         if self._is_streaming:
-            self._wake.set()
+            self._has_news = True
+            if self._waiter is not None:
+                _resolve(self._waiter)
 
     def add_end(self, sequence: SequenceOutput) -> None:
         """A sequence has ended."""
@@ -287,14 +295,21 @@ class OutputBuffer:
 
     def wake(self) -> None:
         """Wakes every task that waits or pauses."""
-        self._wake.set()
+        self._has_news = True
+        if self._waiter is not None:
+            _resolve(self._waiter)
         for paused in self._pauses:
             _resolve(paused)
 
     async def wait(self) -> None:
-        """Waits until there is something to take, or the request is over."""
-        await self._wake.wait()
-        self._wake.clear()
+        """Waits until there is something to take, or the request is over. For one task at a time."""
+        if not self._has_news:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._has_news = False
 
     async def pause(self, seconds: float) -> None:
         """Waits `seconds`, or until the request is over or another client reads it."""
@@ -312,18 +327,14 @@ class OutputBuffer:
 
     def take(self, *, is_prefilling: bool) -> Unsent:
         """Returns what the client has not been sent. `is_prefilling`: a worker has begun with the request."""
-        due = [s for s in self.sequences if s.is_due or (self._is_over and s.num_pending)]
-        has_output = bool(due or self._ended)
+        due = (s for s in self.sequences if s.is_due or (self._is_over and s.num_pending))
+        deltas = [delta for sequence in due if (delta := sequence.take()) is not None]
+        has_output = bool(deltas or self._ended)
         can_begin = has_output or (is_prefilling and (self.prompt_logprobs.is_complete or self._is_over))
         has_begun = can_begin and not self.is_started
         self.is_started = can_begin or self.is_started
         is_heartbeat_due = self._is_heartbeat_due and not has_output and not self._is_over
         self._is_heartbeat_due = False
-        deltas = []
-        for sequence in due:
-            delta = sequence.take()
-            if delta is not None:
-                deltas.append(delta)
         ended, self._ended = self._ended, []
         return Unsent(has_begun, is_heartbeat_due, deltas, ended)
 

@@ -256,12 +256,12 @@ class LiveRequest:
             return Effect.OPEN
         num_before, last_at = sequence.num_tokens, sequence.last_token_at
         is_stopped = sequence.add(event)
-        self.is_stopped_here |= is_stopped
-        if sequence.num_tokens > num_before:
+        num_new = sequence.num_tokens - num_before
+        if num_new:
             sequence.last_token_at = now
             interval_s = None if last_at is None else now - last_at
             for observer in self.observers:
-                observer.on_tokens(sequence.num_tokens - num_before, interval_s)
+                observer.on_tokens(num_new, interval_s)
         if self.first_token_at is None and sequence.num_tokens:
             if not output.prompt_logprobs.is_complete:
                 raise InternalError("the first token came before the logprobs of the prompt")
@@ -273,6 +273,7 @@ class LiveRequest:
             if sequence.is_due:
                 output.notify()
             return Effect.OPEN
+        self.is_stopped_here |= is_stopped
         output.add_end(sequence)
         return Effect.STOPPED if is_stopped else Effect.ENDED
 

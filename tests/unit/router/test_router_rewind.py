@@ -59,8 +59,8 @@ def prefixes(request: ValidatedRequest, token_ids: Sequence[int], reason: pb.Fin
     for position, token_id in enumerate(token_ids):
         is_last = position == len(token_ids) - 1
         sequence.add(tokens_from(position, [token_id], reason=reason if is_last else 0))
-        delta = sequence.take()
-        text += delta.text if delta is not None else ""
+        message = sequence.take()
+        text += message.delta.text if message is not None else ""
         held.append(text)
         if sequence.end is not None:
             return held
@@ -103,8 +103,9 @@ def test_what_is_sent_again_is_what_would_have_followed(
     sequence = sequence.rewound(index, BYTES.new_detokenizer(request.prompt_token_ids))
     got, logprobs, rest = [], [], ""
     while True:
-        delta = sequence.take()
-        if delta is not None:
+        message = sequence.take()
+        if message is not None:
+            delta = message.delta
             assert delta.first_token_index == index + len(got) and delta.token_count == len(delta.token_ids)
             got += delta.token_ids
             logprobs += [entry.logprob for entry in delta.logprobs]
