@@ -19,7 +19,7 @@ from pathlib import Path
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
-from cluster import grpc_loop, rpc
+from cluster import rpc
 from cluster.address import ANY_HOST, parse_address
 from cluster.api_keys import Scope
 from cluster.auth import Gate, KeyFile
@@ -34,6 +34,7 @@ from cluster.settings import RouterSettings
 from cluster.site import OwnSite
 from cluster.state import Store
 from cluster.tls import internal_tls_of, public_tls_of
+from router import grpc_loop
 from router.api.control_service import ControlService, StatusService
 from router.api.handlers import CallsPerAddress, service_handler
 from router.api.health import HEALTH, HealthService, reflection_handler

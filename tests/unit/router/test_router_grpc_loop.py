@@ -9,7 +9,8 @@ from typing import Any
 import grpc
 import pytest
 
-from cluster import grpc_loop, rpc
+from cluster import rpc
+from router import grpc_loop
 
 METHOD = "/test.Echo/Call"
 NUM_OPERATIONS = 100
