@@ -340,3 +340,18 @@ def test_the_benchmark_of_malformed_requests_judges_each_and_leaves_nothing() ->
     assert (found["faults"], found["good_changed"]) == ([], 0)
     assert found["alone_ms"]["number"] == 4 and set(found["ratio"]) == {"p50", "p90", "p99"}
     assert not left
+
+
+@pytest.mark.battery
+def test_the_benchmark_of_timed_steps_reports_the_loads_that_it_sent() -> None:
+    sizes = ("--splits", "1:1", "--shares", "0.2,0.4", "--seconds", "4")
+    ended, left = run("benchmarks/timed_cluster.py", "--json", "--detailed", *sizes)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert left == []
+    told = json.loads(ended.stdout)
+    assert [(found["prefill"], found["decode"]) for found in told["runs"]] == [(1, 1), (1, 1)]
+    for found in told["runs"]:
+        assert found["completed"] == found["load"]["num_requests"] == len(found["details"]["ttfts"])
+        assert found["p50_ttft_ms"] > 1000 * (
+            told["timed_steps"]["fixed_s"] + 768 * told["timed_steps"]["prompt_token_s"]
+        )
