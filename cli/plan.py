@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from simulate.memory_plan import LayoutMemory, MemoryQuestion
     from simulate.planner import PlanQuestion
     from simulate.shapes import DeviceLayout, ModelShape
+    from simulate.worker_profile import WorkerProfile
 
 _USUAL_CONTEXT = 4096
 _KV_DTYPES = ("auto", "int8", "fp8")
@@ -41,6 +42,9 @@ class PlannedDevice:
         typer.Option(min=2, help="Tokens of a request, prompt and output; default: 4096, if allowed, or the load's."),
     ] = None
     memory_utilization: Annotated[float, typer.Option(min=0.01, max=1, help="Share of the memory to use.")] = 0.9
+    profile: Annotated[
+        Path | None, typer.Option(help="What `baton profile` wrote, in the place of computed steps and pools.")
+    ] = None
     reserve_gb: Annotated[
         float | None,
         typer.Option(min=0, help="GB of each device beside weights and KV; default: activations and 1 GiB or more."),
@@ -65,6 +69,12 @@ class PlannedDevice:
             self.memory_utilization,
             None if self.reserve_gb is None else int(self.reserve_gb * 1e9),
         )
+
+    def measured(self) -> WorkerProfile | None:
+        """Raises ConfigError."""
+        from simulate.worker_profile import read_profile
+
+        return None if self.profile is None else read_profile(self.profile)
 
     def layouts(self) -> tuple[DeviceLayout, ...]:
         """The one that is named; empty: the usual ones."""
@@ -177,6 +187,7 @@ def _asked(shape: ModelShape, options: PlannedDevice, load: PlannedLoad, goal: P
         memory.device.price_per_hour if goal.price is None else goal.price,
         most_devices=goal.devices,
         layouts=options.layouts(),
+        profile=options.measured(),
     )
 
 

@@ -42,11 +42,17 @@ def render(planner: Planner, choice: PlanChoice) -> str:
             f"{best} at other rates:",
             *_sensitivity(planner, choice.best),
             "",
-            "Steps are computed from the model's shape and the device: within 4 % (median) and 21 % (p90) of published "
-            "ones;",
+            _error(question),
             "latencies are estimates for steady arrivals without bursts or cached prompts (docs/plan.md).",
         ]
     )
+
+
+def _error(question: PlanQuestion) -> str:
+    if question.profile is None:
+        return "Steps are computed from shape and device: within 4 % (median) and 21 % (p90) of published ones;"
+    error = question.profile.curve.error
+    return f"Steps are those of the profile; its curve is off by {error.median:.0%} (median) and {error.p90:.0%} (p90);"
 
 
 def _role(plan: RolePlan | None) -> str:

@@ -29,6 +29,7 @@ from simulate.memory_plan import LayoutMemory, MemoryQuestion, memory_of, usual_
 from simulate.placement import LatencyGoal, fewest, highest_rate
 from simulate.roofline import ComputedCurve
 from simulate.shapes import DeviceLayout
+from simulate.worker_profile import WorkerProfile
 
 MOST_WORKERS = 1024
 _MOST_RATE = 1e6
@@ -49,6 +50,8 @@ class PlanQuestion:
     most_devices: int | None = None
     layouts: tuple[DeviceLayout, ...] = ()
     """Those to choose from; empty: the usual ones."""
+    profile: WorkerProfile | None = None
+    """A worker that was measured, in the place of computed ones."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,9 @@ class Planner:
         """Raises ConfigError where the model fits into no layout."""
         self.question = question
         memory = question.memory
-        wanted = question.layouts or usual_layouts(memory.shape, memory.device.devices_per_node)
+        profile = question.profile
+        profiled = () if profile is None else (DeviceLayout(profile.worker.tensor_parallel),)
+        wanted = profiled or question.layouts or usual_layouts(memory.shape, memory.device.devices_per_node)
         held = [memory_of(memory, layout) for layout in wanted]
         self.options = [self._option(one) for one in held if one.num_requests]
         if not self.options:
@@ -119,19 +124,24 @@ class Planner:
             )
 
     def _option(self, memory: LayoutMemory) -> WorkerOption:
-        question = self.question.memory
-        curve = ComputedCurve(
-            question.shape,
-            question.device,
-            memory.layout,
-            question.quantization,
-            question.kv_dtype,
-            self.question.efficiency,
-        )
+        question, profile = self.question.memory, self.question.profile
+        most_seqs, num_tokens = question.max_num_seqs, memory.num_tokens
+        if profile is not None:
+            curve: StepCurve = profile.curve.curve
+            most_seqs, num_tokens = profile.worker.max_num_seqs, profile.worker.kv_tokens
+        else:
+            curve = ComputedCurve(
+                question.shape,
+                question.device,
+                memory.layout,
+                question.quantization,
+                question.kv_dtype,
+                self.question.efficiency,
+            )
         load, groups = self.question.load, memory.layout.num_groups
         services = tuple(prompt_seconds(curve, n, question.max_num_batched_tokens, groups) for n in load.prompts)
-        in_memory = int(memory.num_tokens / load.mean_kv)
-        decode = DecodeLoad(curve, load.mean_kv, max(1, min(question.max_num_seqs * groups, in_memory)), groups)
+        in_memory = int(num_tokens / load.mean_kv)
+        decode = DecodeLoad(curve, load.mean_kv, max(1, min(most_seqs * groups, in_memory)), groups)
         return WorkerOption(memory, curve, services, decode)
 
     @property

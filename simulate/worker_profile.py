@@ -1,0 +1,98 @@
+"""The file that `baton profile` writes: what one worker's steps took, and what the worker is.
+
+A JSON object with `steps`, so that `simulate.curve_file` reads its curve, and beside them the facts that a plan needs.
+`baton_profile` is its version; keys are added, never changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from cluster.errors import ConfigError
+from cluster.step_cost import StepCost
+from simulate.curve_file import FileCurve, read_curve
+from simulate.curves import CurveError
+
+VERSION = 1
+
+
+class ProfiledStep(NamedTuple):
+    """A step that was measured; `kv_tokens` are those of each sequence."""
+
+    prompt_tokens: int
+    sequences: int
+    kv_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProfiledWorker:
+    """What the worker says of itself."""
+
+    model: str
+    device: str
+    tensor_parallel: int
+    dtype: str
+    block_size: int
+    kv_tokens: int
+    """Tokens that its KV pool holds."""
+    max_num_seqs: int
+    max_model_len: int
+
+    @classmethod
+    def from_document(cls, path: Path, values: Any) -> Self:
+        try:
+            found = cls(**values)
+        except TypeError as error:
+            raise ConfigError(f"{path}: worker must be an object with {', '.join(cls.__annotations__)}") from error
+        for name in ("tensor_parallel", "block_size", "kv_tokens", "max_num_seqs", "max_model_len"):
+            if type(getattr(found, name)) is not int or getattr(found, name) < 1:
+                raise ConfigError(
+                    f"{path}: worker.{name} must be a whole number above 0 (got {getattr(found, name)!r})"
+                )
+        return found
+
+
+@dataclass(frozen=True)
+class WorkerProfile:
+    """A profile as it was read."""
+
+    worker: ProfiledWorker
+    curve: FileCurve
+
+
+def profile_document(
+    worker: ProfiledWorker,
+    steps: Sequence[ProfiledStep],
+    reported: StepCost | None,
+    reported_error: CurveError | None,
+    fitted: StepCost,
+    fitted_error: CurveError,
+) -> dict[str, Any]:
+    """`reported`: the linear cost that the worker learned of itself; the errors are those of both costs, as shares of
+    what each step took."""
+    return {
+        "baton_profile": VERSION,
+        "worker": asdict(worker),
+        "steps": [{**step._asdict(), "tokens_before": 0} for step in steps],
+        "fitted_cost": vars(fitted),
+        "fitted_error": vars(fitted_error),
+        "reported_cost": None if reported is None else vars(reported),
+        "reported_error": None if reported_error is None else vars(reported_error),
+    }
+
+
+def read_profile(path: Path) -> WorkerProfile:
+    """Raises ConfigError that names the file and the field, the step, or the point at which its curve falls."""
+    curve = read_curve(path)
+    document = json.loads(path.read_text(encoding="utf-8")) if path.suffix != ".csv" else {}
+    version = document.get("baton_profile") if isinstance(document, dict) else None
+    if version != VERSION:
+        raise ConfigError(
+            f"{path}: baton_profile is {version!r}; this program reads {VERSION}: write it again with `baton profile`"
+        )
+    return WorkerProfile(ProfiledWorker.from_document(path, document.get("worker")), curve)

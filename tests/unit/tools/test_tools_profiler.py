@@ -1,0 +1,137 @@
+"""`baton profile`: what is measured through a router and read off pages, what is taken again, and the file that a plan
+reads."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_router import baton
+
+from cluster.errors import ConfigError, FailedPrecondition
+from cluster.pb import admin_pb2, generation_pb2, worker_pb2
+from cluster.step_cost import StepCost
+from simulate.worker_profile import read_profile
+from tools import profiler
+from tools.profiler import Profiler, ProfileSizes, errors_of
+
+COST = StepCost(2e-3, 5e-5, 1e-9, 1e-4, 1e-7)
+SIZES = ProfileSizes(prompts=(64, 512, 4096), sequences=(1, 4, 16), lengths=(32, 256), num_steps=16, rounds=1)
+
+
+class TimedCluster:
+    """One worker whose steps take the time of a cost, with its page, as its clients and profilers see it."""
+
+    def __init__(self, *, page: str = "127.0.0.1:1", extra_steps: int = 0) -> None:
+        info = worker_pb2.WorkerInfo(
+            worker_id="decode-0",
+            ranks=[worker_pb2.RankInfo(device="cpu")],
+            model="timed",
+            block_size=16,
+            num_blocks=256,
+            max_model_len=2048,
+            max_num_seqs=64,
+            dtype="float32",
+            metrics_address=page,
+        )
+        stats = worker_pb2.WorkerStats(num_steps=5, step_cost=COST.to_proto())
+        ready = admin_pb2.WorkerStatus.STATE_READY
+        self._status = admin_pb2.GetStatusResponse(
+            workers=[admin_pb2.WorkerStatus(worker_id="decode-0", state=ready, info=info, stats=stats)]
+        )
+        self._extra_steps = extra_steps
+        """Steps of others in each request."""
+        self._sums: dict[tuple[str, str], float] = defaultdict(float)
+
+    def status(self) -> admin_pb2.GetStatusResponse:
+        return self._status
+
+    def models(self) -> list[Any]:
+        return [SimpleNamespace(vocab_size=100)]
+
+    def generate(self, spec: generation_pb2.GenerationSpec, *, timeout_s: float) -> generation_pb2.GenerateResponse:
+        assert spec.cache.bypass_prefix_cache
+        num_tokens, count = len(spec.token_ids.ids), spec.sampling.n
+        self._add("prefill", num_tokens, COST.of_prompt(num_tokens, 0))
+        for step in range(1, spec.stopping.max_output_tokens):
+            self._add("decode", count, COST.of_sequences(count, count * (num_tokens + step)))
+        for _ in range(self._extra_steps):
+            self._add("decode", 1, 1.0)
+            self._add("prefill", 1, 1.0)
+        return generation_pb2.GenerateResponse(ends=[generation_pb2.SequenceEnd(index=n) for n in range(count)])
+
+    def _add(self, kind: str, tokens: int, seconds: float) -> None:
+        for name, value in (("steps", 1), ("step_tokens", tokens), ("step_seconds", seconds)):
+            self._sums[name, kind] += value
+
+    def fetch(self, *_: object) -> tuple[str, str]:
+        lines = [f'baton_{name}_total{{step="{kind}"}} {value!r}' for (name, kind), value in self._sums.items()]
+        names = sorted({name for name, _ in self._sums})
+        return "", "\n".join([*(f"# TYPE baton_{name}_total counter" for name in names), *sorted(lines), ""])
+
+
+def profiled(monkeypatch: pytest.MonkeyPatch, cluster: TimedCluster, sizes: ProfileSizes = SIZES) -> dict[str, Any]:
+    client: Any = cluster
+    monkeypatch.setattr(profiler, "fetch", cluster.fetch)
+    monkeypatch.setattr(profiler, "_SETTLE_S", 0.0)
+    return Profiler(client, sizes).measure()
+
+
+def test_each_size_that_the_worker_allows_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    document = profiled(monkeypatch, TimedCluster())
+    steps = [(s["prompt_tokens"], s["sequences"], s["kv_tokens"]) for s in document["steps"]]
+    assert steps == [(64, 0, 0), (512, 0, 0), *((0, n, kv + 8) for n in (1, 4, 16) for kv in (32, 256))]
+    assert document["fitted_error"]["p90"] < 0.01
+    assert document["reported_error"]["p90"] < 0.01
+    assert document["worker"]["kv_tokens"] == 4096
+    assert errors_of(document) == (
+        "a linear cost fits them within 0% (median) and 0% (p90); the worker's own within 0% and 0%"
+    )
+
+
+def test_a_profile_is_read_as_a_curve_and_planned_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps(profiled(monkeypatch, TimedCluster())))
+    found = read_profile(file)
+    assert found.curve.kind == "interpolated"
+    assert found.worker.max_num_seqs == 64
+    options = ("--model", "models/tiny-shakespeare", "--device", "cpu", "--prompt", "200", "--output", "50")
+    done = baton("plan", *options, "--profile", str(file), "--json")
+    told = json.loads(done.stdout)
+    assert told["disaggregated"]["ttft_p50_ms"] == pytest.approx(1000 * COST.of_prompt(200, 0), rel=0.1)
+    assert "those of the profile" in baton("plan", *options, "--profile", str(file)).stdout
+
+
+def test_steps_of_others_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FailedPrecondition, match="other requests run on this cluster"):
+        profiled(monkeypatch, TimedCluster(extra_steps=3))
+
+
+def test_workers_without_pages_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"set metrics\.workers: true"):
+        profiled(monkeypatch, TimedCluster(page=""))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"baton_profile": 2}, "baton_profile is 2; this program reads 1: write it again with `baton profile`"),
+        ({"worker": {"model": "x"}}, "worker must be an object with model, device"),
+        (
+            {"steps": [{"prompt_tokens": 1, "sequences": 0, "kv_tokens": 0, "seconds": 0}]},
+            "seconds must be a number above",
+        ),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_by_its_field(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    file = tmp_path / "profile.json"
+    file.write_text(json.dumps({**profiled(monkeypatch, TimedCluster()), **change}))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(file)
+    assert says in str(caught.value)

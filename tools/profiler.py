@@ -1,0 +1,194 @@
+"""Measures the steps of a running worker, for planning and simulation: prompts of several sizes alone, and decode steps
+of several numbers of sequences and lengths.
+
+Each measurement is one request: a prompt for one token, or one with `n` outputs, whose sequences run in the same steps.
+How long those steps took is read off the metrics pages of the workers, before and after. So nothing else should run on
+the cluster meanwhile: a measurement with other steps in it is taken again.
+"""
+
+from __future__ import annotations
+
+import http.client
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import ConfigError, FailedPrecondition, InternalError
+from cluster.pb import admin_pb2, generation_pb2
+from cluster.step_cost import StepCost, StepSize
+from cluster.tls import ClientTls
+from simulate.curves import CurveError, LinearCurve, StepSample, fit_cost
+from simulate.worker_profile import ProfiledStep, ProfiledWorker, profile_document
+from tools.client import BatonClient, make_spec
+from tools.doctor.subject import FetchedMetrics, fetch
+
+_MARGIN = 8
+_FIRST_ID = 10
+"""Lower ids are often special tokens."""
+_TRIES = 3
+_SETTLE_S = 2.0
+_POLL_S = 0.02
+_CALL_S = 120.0
+
+
+@dataclass(frozen=True)
+class ProfileSizes:
+    """What is measured; sizes that the worker does not allow are left out."""
+
+    prompts: Sequence[int] = (64, 128, 256, 512, 1024, 2048)
+    sequences: Sequence[int] = (1, 2, 4, 8, 16)
+    """Outputs of one request, of which a router allows 16; a curve goes on beyond them with its last slope."""
+    lengths: Sequence[int] = (32, 256, 1024)
+    """Tokens of the prompt that sequences begin with."""
+    num_steps: int = 32
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Steps of one kind, on all workers, since their start."""
+
+    steps: float
+    tokens: float
+    seconds: float
+
+    def __sub__(self, other: _Counted) -> _Counted:
+        return _Counted(self.steps - other.steps, self.tokens - other.tokens, self.seconds - other.seconds)
+
+
+class Profiler:
+    """Measures through one router."""
+
+    def __init__(self, client: BatonClient, sizes: ProfileSizes, page_tls: ClientTls | None = None) -> None:
+        """Raises BatonError where no worker is ready, or its steps cannot be read."""
+        self._client, self._sizes, self._page_tls = client, sizes, page_tls
+        self._workers = [w for w in client.status().workers if w.state == admin_pb2.WorkerStatus.STATE_READY]
+        if not self._workers:
+            raise FailedPrecondition("no worker is ready; see `baton status`")
+        self._pages = [w.info.metrics_address for w in self._workers]
+        if not all(self._pages):
+            raise ConfigError("workers have no metrics pages to read their steps from; set metrics.workers: true")
+        self._vocab = client.models()[0].vocab_size
+        self._random = random.Random(0)
+
+    @property
+    def worker(self) -> ProfiledWorker:
+        """Of the smallest pool and batch, where they differ."""
+        infos = [worker.info for worker in self._workers]
+        least = min(infos, key=lambda info: info.num_blocks * info.block_size)
+        return ProfiledWorker(
+            model=least.model,
+            device=least.ranks[0].device if least.ranks else "",
+            tensor_parallel=max(1, len(least.ranks)),
+            dtype=least.dtype,
+            block_size=least.block_size,
+            kv_tokens=least.num_blocks * least.block_size,
+            max_num_seqs=min(info.max_num_seqs for info in infos),
+            max_model_len=min(info.max_model_len for info in infos),
+        )
+
+    def measure(self, on_step: Callable[[ProfiledStep], None] = lambda _: None) -> dict[str, Any]:
+        """The document of a profile. Raises BatonError."""
+        steps = []
+        for step in self._measured():
+            on_step(step)
+            steps.append(step)
+        if not steps:
+            raise FailedPrecondition(
+                "nothing could be measured: other requests run on this cluster, or its pool is too small"
+            )
+        samples = [StepSample(_size_of(step), step.seconds) for step in steps]
+        fitted, reported = fit_cost(samples), self._reported()
+        return profile_document(
+            self.worker,
+            steps,
+            reported,
+            None if reported is None else CurveError.of(LinearCurve(reported), samples),
+            fitted,
+            CurveError.of(LinearCurve(fitted), samples),
+        )
+
+    def _measured(self) -> Iterator[ProfiledStep]:
+        worker, sizes = self.worker, self._sizes
+        longest = min(worker.max_model_len, worker.kv_tokens // 2) - _MARGIN
+        prompts = [n for n in sizes.prompts if n <= longest]
+        lengths = [n for n in sizes.lengths if n + sizes.num_steps <= longest]
+        counts = [n for n in sizes.sequences if n <= worker.max_num_seqs]
+        cells = [(n, kv) for n in counts for kv in lengths if kv + n * sizes.num_steps <= worker.kv_tokens // 2]
+        self._send(64 if longest >= 64 else 1, 1, 4)  # what happens once happens before
+        for _ in range(sizes.rounds):
+            for num_tokens in prompts:
+                yield from self._prompt(num_tokens)
+            for count, length in cells:
+                yield from self._decode(count, length)
+
+    def _prompt(self, num_tokens: int) -> Iterator[ProfiledStep]:
+        """Nothing for a prompt that is computed in several steps."""
+        for _ in range(_TRIES):
+            found = self._during("prefill", 1, lambda: self._send(num_tokens, 1, 1))
+            if found.steps == 1 and found.tokens == num_tokens:
+                yield ProfiledStep(num_tokens, 0, 0, found.seconds)
+                return
+
+    def _decode(self, count: int, length: int) -> Iterator[ProfiledStep]:
+        """Steps in which `count` sequences get their tokens; the first one came with the prompt."""
+        num = self._sizes.num_steps
+        for _ in range(_TRIES):
+            found = self._during("decode", num - 1, lambda: self._send(length, count, num))
+            if num - 1 <= found.steps <= num and found.tokens == found.steps * count:  # one may be launched too many
+                yield ProfiledStep(0, count, length + num // 2, found.seconds / found.steps)
+                return
+
+    def _during(self, kind: str, least_steps: int, work: Callable[[], None]) -> _Counted:
+        """What was counted of one kind of step while `work` was done, at the latest a moment after."""
+        before = self._count(kind)
+        work()
+        until = time.monotonic() + _SETTLE_S
+        while (found := self._count(kind) - before).steps < least_steps and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        return found
+
+    def _count(self, kind: str) -> _Counted:
+        """Raises FailedPrecondition for a page that cannot be read."""
+        totals = []
+        for address in self._pages:
+            try:
+                date, text = fetch(address, "/metrics", self._page_tls, _CALL_S)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                raise FailedPrecondition(f"the metrics page at {address} cannot be read: {error}") from error
+            totals.append(FetchedMetrics(0.0, 0.0, date, text))
+        names = ("baton_steps_total", "baton_step_tokens_total", "baton_step_seconds_total")
+        return _Counted(*(sum(page.total(name, step=kind) for page in totals) for name in names))
+
+    def _send(self, num_tokens: int, count: int, num_output_tokens: int) -> None:
+        """A prompt that no cache holds. Raises BatonError."""
+        ids = [self._random.randrange(min(_FIRST_ID, self._vocab - 1), self._vocab) for _ in range(num_tokens)]
+        spec = make_spec(ids, max_output_tokens=num_output_tokens, n=count, temperature=1.0, ignore_eos=True)
+        spec.cache.bypass_prefix_cache = True
+        self._check(self._client.generate(spec, timeout_s=_CALL_S), count)
+
+    @staticmethod
+    def _check(response: generation_pb2.GenerateResponse, count: int) -> None:
+        if len(response.ends) != count:
+            raise InternalError(f"{count} outputs were asked for, and {len(response.ends)} came")
+
+    def _reported(self) -> StepCost | None:
+        """The cost that a worker has learned; of several, that of the one with most steps."""
+        known = [w.stats for w in self._client.status().workers if w.stats.HasField("step_cost")]
+        most = max(known, key=lambda stats: stats.num_steps, default=None)
+        return None if most is None else StepCost.from_proto(most.step_cost)
+
+
+def _size_of(step: ProfiledStep) -> StepSize:
+    return StepSize.of_prompt(step.prompt_tokens) + StepSize(0, 0, step.sequences, step.sequences * step.kv_tokens)
+
+
+def errors_of(document: Mapping[str, Any]) -> str:
+    """A line for people."""
+    fitted, reported = document["fitted_error"], document["reported_error"]
+    line = f"a linear cost fits them within {fitted['median']:.0%} (median) and {fitted['p90']:.0%} (p90)"
+    if reported is not None:
+        line += f"; the worker's own within {reported['median']:.0%} and {reported['p90']:.0%}"
+    return line
