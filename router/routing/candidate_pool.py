@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from cluster.step_cost import StepCost, UsualCost
-from router.routing.prefix_index import MOST_HOLDERS, Candidate, Holders, PromptHashes
+from router.routing.prefix_index import MOST_HOLDERS, Candidate, Depths, Holders, PromptHashes
 
 C = TypeVar("C", bound=Candidate)
 Some = Sequence[Candidate]
@@ -155,25 +155,31 @@ class CandidatePool(Sequence[C]):
             self._replace_changed()
         return ranking
 
-    def holders(self, prompt: PromptHashes, key: Key[C], each: int) -> Iterator[tuple[C, int]]:
-        """Yields workers whose caches hold the beginning of a prompt, each with the tokens that they hold, most first.
+    def holders(self, prompt: PromptHashes, key: Key[C], each: int, most: int) -> Iterator[tuple[C, Any, int]]:
+        """Yields workers whose caches hold the beginning of a prompt, each with its key and the tokens that they hold.
 
-        Of those that hold equally much, the first `each` by `key`; of very many, those that come first among some.
+        Those that hold the most come first, until there are `most`, and at last some of those that are most often met
+        (all have the same system prompt, say). Of those that hold equally much: the first `each` by `key`; of many,
+        those that come first among some.
         """
         ranking = self._ranking(key)
         for table, block_size in self._caches:
-            depths = prompt.depths(table, block_size)
+            depths, num_found = prompt.depths(table, block_size), 0
             for step in range(len(depths.steps) - 1, -1, -1):
-                depth, holding = depths.steps[step]
-                found = list[C]()
-                if holding.bit_count() > MOST_HOLDERS:
-                    found = self._first_holders(ranking, holding, each)
-                if not found:
-                    found = [worker for i in depths.ids(step) if (worker := self._by_id.get(i)) is not None]
-                    if len(found) > each:
-                        found = sorted(found, key=ranking.place_of)[:each]
-                for worker in found:
-                    yield worker, depth * block_size
+                if num_found < most or step == depths.widest:
+                    found = self._holders_of(depths, step, ranking, each)
+                    num_found += len(found)
+                    for worker in found:
+                        yield worker, ranking.place_of(worker)[0], depths.steps[step][0] * block_size
+
+    def _holders_of(self, depths: Depths, step: int, ranking: Ranking[C], each: int) -> list[C]:
+        """Some that hold as much as this, and no more."""
+        holding, found = depths.steps[step][1], list[C]()
+        if holding.bit_count() > MOST_HOLDERS:
+            found = self._first_holders(ranking, holding, each)
+        if not found:
+            found = [worker for i in depths.ids(step) if (worker := self._by_id.get(i)) is not None]
+        return sorted(found, key=ranking.place_of)[:each] if len(found) > each else found
 
     def _first_holders(self, ranking: Ranking[C], holding: int, each: int) -> list[C]:
         found = list[C]()
@@ -184,10 +190,6 @@ class CandidatePool(Sequence[C]):
                 if len(found) == each:
                     break
         return found
-
-    def key_of(self, worker: C, key: Key[C]) -> Any:
-        """The key by which a worker has its place in the ranking."""
-        return self._ranking(key).place_of(worker)[0]
 
     @property
     def usual_cost(self) -> UsualCost:

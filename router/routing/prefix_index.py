@@ -11,8 +11,11 @@ is seen by those that choose among workers: by its cache, its pool and what its 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from functools import cached_property
+from itertools import accumulate, islice
+from operator import or_
 from typing import Protocol
 
 from cluster.pb import worker_pb2
@@ -33,6 +36,13 @@ class Depths:
         """Depths with the bits of the workers that hold so many, and no more; the deepest last."""
         self._table = table
         self._ids: dict[int, list[str]] = {}
+        self._at_least: list[int] = []
+        """The bits of the workers of each step and the deeper ones."""
+
+    @cached_property
+    def widest(self) -> int:
+        """The step of the most workers."""
+        return max(range(len(self.steps)), key=lambda step: self.steps[step][1].bit_count())
 
     def ids(self, step: int) -> list[str]:
         """The workers of a step by their bits, at most `MOST_HOLDERS`."""
@@ -41,10 +51,10 @@ class Depths:
         return self._ids[step]
 
     def of(self, bit: int) -> int:
-        for depth, holding in reversed(self.steps):
-            if holding & bit:
-                return depth
-        return 0
+        if len(self._at_least) < len(self.steps):
+            self._at_least = list(accumulate((holding for _, holding in reversed(self.steps)), or_))[::-1]
+        deeper = bisect_left(self._at_least, True, key=lambda holding: not holding & bit)
+        return self.steps[deeper - 1][0] if deeper else 0
 
 
 class Holders:
@@ -55,58 +65,65 @@ class Holders:
     """
 
     def __init__(self) -> None:
-        self._holders: dict[bytes, int] = {}
+        self._tables: list[dict[bytes, int]] = [{} for _ in range(256)]
+        """By the first byte of a block's hash: Python copies a table that grows, of a million blocks for 40 ms."""
         self._masks: dict[int, int] = {}
         """Each set of workers, to be shared."""
         self._members = 0
         """Bits in use."""
-        self._worker_ids: dict[int, str] = {}
-        """By bit."""
+        self._workers: list[tuple[str, int]] = []
+        """Ids and bits, by the number of the bit."""
         self.version = 0
         """Grows with each change."""
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return sum(map(len, self._tables))
 
     def add_worker(self, worker_id: str = "") -> int:
         """Returns a free bit for a worker."""
         bit = ~self._members & (self._members + 1)
         self._members |= bit
-        self._worker_ids[bit] = worker_id
+        number = bit.bit_length() - 1
+        self._workers[number : number + 1] = [(worker_id, bit)]
         return bit
 
     def remove_worker(self, bit: int) -> None:
         """Frees the bit of a worker that holds nothing any more."""
         self._members &= ~bit
-        del self._worker_ids[bit]
 
     def worker_ids(self, holding: int) -> Iterator[str]:
-        """Yields the id of each worker whose bit is set."""
+        """Yields the id of each worker whose bit is set, the highest one first: what is left becomes shorter."""
         while holding:
-            lowest = holding & -holding
-            yield self._worker_ids[lowest]
-            holding ^= lowest
+            worker_id, bit = self._workers[holding.bit_length() - 1]
+            yield worker_id
+            holding ^= bit
 
     def add(self, bit: int, hashes: Iterable[bytes]) -> None:
         self.version += 1
-        holders, last, mask = self._holders, -1, 0
+        tables, last, mask = self._tables, -1, 0
         for block_hash in hashes:
-            held = holders.get(block_hash, 0)
+            table = tables[block_hash[0]]
+            held = table.get(block_hash, 0)
             if held is not last:  # neighbours are mostly held by the same workers
                 last, mask = held, self._shared(held | bit)
-            holders[block_hash] = mask
+            table[block_hash] = mask
 
     def remove(self, bit: int, hashes: Iterable[bytes]) -> None:
         self.version += 1
-        holders, last, mask = self._holders, -1, 0
+        tables, last, mask = self._tables, -1, 0
         for block_hash in hashes:
-            held = holders.get(block_hash, 0)
+            table = tables[block_hash[0]]
+            held = table.get(block_hash, 0)
             if held is not last:
                 last, mask = held, self._shared(held & ~bit)
             if mask:
-                holders[block_hash] = mask
+                table[block_hash] = mask
             else:
-                holders.pop(block_hash, None)
+                table.pop(block_hash, None)
+
+    def _of(self, block_hash: bytes) -> int:
+        """The bits of the workers that hold a block."""
+        return self._tables[block_hash[0]].get(block_hash, 0)
 
     def _shared(self, mask: int) -> int:
         """The object that stands for this set of workers."""
@@ -124,7 +141,7 @@ class Holders:
         for group in range(hashes.num_groups):
             depth = group * GROUP
             is_whole = depth + GROUP <= hashes.num_blocks
-            still = holding & self._holders.get(hashes.end_of_group(group), 0) if is_whole else 0
+            still = holding & self._of(hashes.end_of_group(group)) if is_whole else 0
             if still != holding:
                 self._leave_within(holding ^ still, hashes.of_group(group), depth, depths.steps)
             if not still:
@@ -137,7 +154,7 @@ class Holders:
     def _leave_within(self, holding: int, hashes: Iterable[bytes], depth: int, steps: list[tuple[int, int]]) -> None:
         """Adds the steps of workers that hold `depth` blocks, but not all of the next group, with these hashes."""
         for block_hash in hashes:
-            still = holding & self._holders.get(block_hash, 0)
+            still = holding & self._of(block_hash)
             if still != holding:
                 if depth:
                     steps.append((depth, holding ^ still))

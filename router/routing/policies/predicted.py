@@ -209,8 +209,10 @@ class Predicted(Policy):
         if request.uses_cache:
             token_s = self._mean.prompt_token_s
             holders = sorted(
-                (candidates.key_of(worker, keys[-1]) - token_s * num_cached, worker.worker_id, worker)
-                for worker, num_cached in candidates.holders(request.prompt, keys[-1], _OF_EQUALS)
+                (prompt_s - token_s * num_cached, worker.worker_id, worker)
+                for worker, prompt_s, num_cached in candidates.holders(
+                    request.prompt, keys[-1], _OF_EQUALS, 2 * _BY_CACHE
+                )
             )
             found |= {worker_id: worker for _, worker_id, worker in holders[:_BY_CACHE]}
         home = self._sessions.home_of(request.session)

@@ -177,5 +177,5 @@ def test_many_blocks_that_the_same_workers_hold_share_one_set() -> None:
     hashes = [i.to_bytes(16, "big") for i in range(500)]
     for index in indices:
         index.apply(worker_pb2.CacheEvents(sequence_number=1, snapshot=True, stored=hashes))
-    assert len({id(mask) for mask in holders._holders.values()}) == 1
-    assert list(holders.worker_ids(holders._holders[hashes[0]])) == [f"w{i}" for i in range(100)]
+    assert len({id(holders._of(block_hash)) for block_hash in hashes}) == 1
+    assert list(holders.worker_ids(holders._of(hashes[0]))) == [f"w{i}" for i in reversed(range(100))]
