@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from cluster.step_cost import StepCost, UsualCost
-from router.routing.prefix_index import MOST_HOLDERS, Candidate, Depths, Holders, PromptHashes
+from router.routing.prefix_index import MOST_HOLDERS, Candidate, Depths, Holders, PromptHashes, Step
 
 C = TypeVar("C", bound=Candidate)
 Some = Sequence[Candidate]
@@ -165,18 +165,23 @@ class CandidatePool(Sequence[C]):
         ranking = self._ranking(key)
         for table, block_size in self._caches:
             depths, num_found = prompt.depths(table, block_size), 0
-            for step in range(len(depths.steps) - 1, -1, -1):
-                if num_found < most or step == depths.widest:
-                    found = self._holders_of(depths, step, ranking, each)
-                    num_found += len(found)
-                    for worker in found:
-                        yield worker, ranking.place_of(worker)[0], depths.steps[step][0] * block_size
+            widest = depths.widest
+            for step in depths.deepest_first():
+                if num_found >= most:
+                    break
+                found = self._holders_of(depths, step, ranking, each) if step is not widest else []
+                num_found += len(found)
+                for worker in found:
+                    yield worker, ranking.place_of(worker)[0], step.depth * block_size
+            if widest is not None:
+                for worker in self._holders_of(depths, widest, ranking, each):
+                    yield worker, ranking.place_of(worker)[0], widest.depth * block_size
 
-    def _holders_of(self, depths: Depths, step: int, ranking: Ranking[C], each: int) -> list[C]:
+    def _holders_of(self, depths: Depths, step: Step, ranking: Ranking[C], each: int) -> list[C]:
         """Some that hold as much as this, and no more."""
-        holding, found = depths.steps[step][1], list[C]()
-        if holding.bit_count() > MOST_HOLDERS:
-            found = self._first_holders(ranking, holding, each)
+        found = list[C]()
+        if step.holding.bit_count() > MOST_HOLDERS:
+            found = self._first_holders(ranking, step.holding, each)
         if not found:
             found = [worker for i in depths.ids(step) if (worker := self._by_id.get(i)) is not None]
         return sorted(found, key=ranking.place_of)[:each] if len(found) > each else found

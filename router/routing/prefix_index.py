@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, islice
 from operator import or_
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from cluster.pb import worker_pb2
 from cluster.prefix_hash import GROUP, PrefixHashes
@@ -28,33 +28,59 @@ MOST_MASKS = 16_384
 """Sets of workers of which blocks share one object."""
 
 
+class Step(NamedTuple):
+    """Workers that hold equally much of a prompt."""
+
+    depth: int
+    """Blocks, from the first on."""
+    holding: int
+    """The bits of the workers that hold so many, and no more."""
+
+
 class Depths:
-    """How many blocks of a prompt each worker holds, from the first on."""
+    """How many blocks of a prompt each worker holds. Groups are looked through block by block when it matters."""
 
-    def __init__(self, table: Holders) -> None:
-        self.steps: list[tuple[int, int]] = []
-        """Depths with the bits of the workers that hold so many, and no more; the deepest last."""
+    def __init__(self, table: Holders, hashes: PrefixHashes) -> None:
+        self.groups: list[tuple[int, int]] = []
+        """Groups, each with the bits of the workers that hold all before it, and not all of it; the deepest last."""
         self._table = table
+        self._hashes = hashes
+        self._within: dict[int, list[Step]] = {}
         self._ids: dict[int, list[str]] = {}
-        self._at_least: list[int] = []
-        """The bits of the workers of each step and the deeper ones."""
 
-    @cached_property
-    def widest(self) -> int:
-        """The step of the most workers."""
-        return max(range(len(self.steps)), key=lambda step: self.steps[step][1].bit_count())
+    def deepest_first(self) -> Iterator[Step]:
+        for index in range(len(self.groups) - 1, -1, -1):
+            yield from reversed(self._steps_in(index))
 
-    def ids(self, step: int) -> list[str]:
+    @property
+    def widest(self) -> Step | None:
+        """The step of the most workers, of those in the group that most leave; None: all leave in the first."""
+        later = [index for index, (group, _) in enumerate(self.groups) if group]
+        if not later:
+            return None
+        index = max(later, key=lambda index: self.groups[index][1].bit_count())
+        return max(self._steps_in(index), key=lambda step: step.holding.bit_count())
+
+    def ids(self, step: Step) -> list[str]:
         """The workers of a step by their bits, at most `MOST_HOLDERS`."""
-        if step not in self._ids:
-            self._ids[step] = list(islice(self._table.worker_ids(self.steps[step][1]), MOST_HOLDERS))
-        return self._ids[step]
+        if step.depth not in self._ids:
+            self._ids[step.depth] = list(islice(self._table.worker_ids(step.holding), MOST_HOLDERS))
+        return self._ids[step.depth]
 
     def of(self, bit: int) -> int:
-        if len(self._at_least) < len(self.steps):
-            self._at_least = list(accumulate((holding for _, holding in reversed(self.steps)), or_))[::-1]
-        deeper = bisect_left(self._at_least, True, key=lambda holding: not holding & bit)
-        return self.steps[deeper - 1][0] if deeper else 0
+        num_held = bisect_left(self._at_least, True, key=lambda holding: not holding & bit)
+        steps = self._steps_in(num_held - 1) if num_held else []
+        return next((step.depth for step in steps if step.holding & bit), 0)
+
+    @cached_property
+    def _at_least(self) -> list[int]:
+        """For each of the groups the bits of the workers that leave there or later."""
+        return list(accumulate((holding for _, holding in reversed(self.groups)), or_))[::-1]
+
+    def _steps_in(self, index: int) -> list[Step]:
+        if index not in self._within:
+            self._within[index] = self._table.steps_in(self._hashes, *self.groups[index])
+        return self._within[index]
 
 
 class Holders:
@@ -137,32 +163,34 @@ class Holders:
         A worker that holds the last block of a whole group is taken to hold all of it: caches evict the end of a prefix
         first, so that a gap before it is rare.
         """
-        depths, holding = Depths(self), -1  # at first every worker, of no block
+        depths, holding = Depths(self, hashes), -1  # at first every worker, of no block
         for group in range(hashes.num_groups):
-            depth = group * GROUP
-            is_whole = depth + GROUP <= hashes.num_blocks
+            is_whole = (group + 1) * GROUP <= hashes.num_blocks
             still = holding & self._of(hashes.end_of_group(group)) if is_whole else 0
             if still != holding:
-                self._leave_within(holding ^ still, hashes.of_group(group), depth, depths.steps)
+                depths.groups.append((group, holding ^ still))
             if not still:
                 return depths
             holding = still
         if hashes.num_blocks:
-            depths.steps.append((hashes.num_blocks, holding))
+            depths.groups.append((hashes.num_groups, holding))
         return depths
 
-    def _leave_within(self, holding: int, hashes: Iterable[bytes], depth: int, steps: list[tuple[int, int]]) -> None:
-        """Adds the steps of workers that hold `depth` blocks, but not all of the next group, with these hashes."""
-        for block_hash in hashes:
+    def steps_in(self, hashes: PrefixHashes, group: int, holding: int) -> list[Step]:
+        """The steps of workers that hold all before a group, but not all of it; beyond the last one, they hold all."""
+        if group == hashes.num_groups:
+            return [Step(hashes.num_blocks, holding)]
+        steps, depth = list[Step](), group * GROUP
+        for block_hash in hashes.of_group(group):
             still = holding & self._of(block_hash)
             if still != holding:
                 if depth:
-                    steps.append((depth, holding ^ still))
+                    steps.append(Step(depth, holding ^ still))
                 if not still:
-                    return
+                    return steps
                 holding = still
             depth += 1
-        steps.append((depth, holding))
+        return [*steps, Step(depth, holding)]
 
 
 class PromptHashes:
