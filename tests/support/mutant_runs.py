@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from mutant_forks import BUILD, copy_tree, forked, import_libraries, run_pytest
@@ -132,10 +133,10 @@ class Runs:
         if not self._traces.trace_all(lambda: self.is_time_left):
             return False
         traces = self._traces.read()
-        for i, (name, mutant) in enumerate(self._mutants.items()):
+        for name, mutant in self._mutants.items():
             known = self.results.get(name)
             is_due = known is None or (self._again and known["outcome"] in ("survived", "reached by no test"))
-            if not is_due or i % self._num_shares != self._share:
+            if not is_due or crc32(name.encode()) % self._num_shares != self._share:
                 continue
             if not self.is_time_left:
                 return False

@@ -13,6 +13,8 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,8 +76,9 @@ TESTS = {
 """By folder of tests/unit, how the names of the files begin that every mutant may meet."""
 MORE_TESTS = {
     "kv_transfer": "test_kv_(codec|ring|transfer_engine|wire)",
-    "router": "test_router_(?!batch|grammar|http|model|openai|page|program|service|site|tls|trace_export|wire)",
-    "worker": "",
+    "router": "test_router_(connections|detokenizer|drain|gate|known|metrics|policies|prompt|sessions|slow|spread|stop|"
+    "weights)",
+    "worker": "test_worker_(metrics|progress|prompt|sentinel|service|shared)",
 }
 """Those that only survivors meet."""
 FILE_S, TRACE_S = 150.0, 45.0
@@ -149,12 +152,34 @@ class _Traced:
             self.tests[report.nodeid] = {"seconds": 1e9, "lines": {}}
 
 
+@cache
+def _moved(before: str, after: str) -> dict[int, int]:
+    """The lines of one source that another has as well, each with its number there."""
+    blocks = SequenceMatcher(None, before.splitlines(), after.splitlines(), autojunk=False).get_matching_blocks()
+    return {a + i + 1: b + i + 1 for a, b, size in blocks for i in range(size)}
+
+
 class Traces:
     """`tree`: the copy in which tests run; `again`: those too that only survivors meet."""
 
     def __init__(self, tree: Path, *, again: bool) -> None:
         self._tree = tree
         self._again = again
+        self._sources = {path: self._keep(path) for path in MODULES}
+
+    def _keep(self, path: str) -> str:
+        """Keeps a module's source, whose lines traces name, under the digest that it returns."""
+        source = (self._tree / path).read_bytes()
+        digest = hashlib.sha256(source).hexdigest()[:12]
+        (BUILD / "sources").mkdir(parents=True, exist_ok=True)
+        (BUILD / "sources" / digest).write_bytes(source)
+        return digest
+
+    def _lines_now(self, path: str, digest: str, lines: list[int]) -> list[int]:
+        if digest == self._sources[path]:
+            return lines
+        moved = _moved((BUILD / "sources" / digest).read_text(), (self._tree / path).read_text())
+        return [moved[line] for line in lines if line in moved]
 
     def _test_files(self) -> list[str]:
         folders = [*TESTS.items(), *(MORE_TESTS.items() if self._again else ())]
@@ -187,18 +212,23 @@ class Traces:
             began = time.monotonic()
             kept.touch()  # so that the other share leaves it
             tests = forked(self._tree, lambda path=path: self._trace(path), FILE_S)  # type: ignore[misc]
-            kept.write_text(json.dumps(tests or {}))
+            kept.write_text(json.dumps({"sources": self._sources, "tests": tests or {}}))
             print(f"traced {path}: {len(tests or {})} tests, {time.monotonic() - began:.1f} s", flush=True)
         return True
 
     def read(self) -> dict[str, Any]:
-        return {
-            name: test
-            for path in self._test_files()
-            if (kept := self._trace_path(path)).exists() and kept.stat().st_size
-            for name, test in json.loads(kept.read_text()).items()
-            if test["seconds"] < (MORE_TEST_S if self._again else TEST_S)
-        }
+        """The seconds and lines of each test, by name."""
+        tests: dict[str, Any] = {}
+        for kept in (self._trace_path(path) for path in self._test_files()):
+            if not kept.exists() or not kept.stat().st_size:
+                continue
+            trace = json.loads(kept.read_text())
+            for name, test in trace["tests"].items():
+                if test["seconds"] < (MORE_TEST_S if self._again else TEST_S):
+                    digests = trace["sources"]
+                    lines = {p: self._lines_now(p, digests[p], ls) for p, ls in test["lines"].items() if p in digests}
+                    tests[name] = {"seconds": test["seconds"], "lines": lines}
+        return tests
 
     def reaching(self, path: str, lines: range, traces: dict[str, Any]) -> dict[str, float]:
         """The seconds of each test that runs one of these lines, or the module where they run when it is imported,

@@ -369,6 +369,22 @@ def test_the_rate_at_which_room_is_made_is_measured_while_requests_wait_and_not_
     run(scenario)
 
 
+def test_those_far_back_that_will_be_late_are_shed_when_another_is_refused() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        cluster = Cluster(clock)
+        await cluster.learn()
+        for _ in range(SLOTS + 40):
+            cluster.submit()
+        admission = cluster.router.dispatcher.admission
+        admission.overload.add_refusal(clock())
+        assert isinstance(cluster.error_of(cluster.submit()), Overloaded)
+        in_time = admission.max_wait_s * SLOTS / SERVICE_S
+        assert cluster.refused["overload"] == 1 and cluster.refused["shed"] == pytest.approx(40 - in_time, abs=2)
+        assert not any(client.live.is_over for client in cluster.clients[20 : 20 + SLOTS + int(in_time) - 1])
+
+    run(scenario)
+
+
 def test_an_overload_without_a_worker_is_refused_as_ever() -> None:
     async def scenario(clock: ManualClock) -> None:
         cluster = Cluster(clock, limits(max_queued_requests=2))

@@ -14,7 +14,14 @@ from router_harness import running_router, text_spec
 from cluster import rpc
 from cluster.demand import Demand
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
-from router.routing.demand import FIRST_GUESS_TOKENS, WINDOW_S, DemandWindow, OutputLengths
+from router.routing.demand import (
+    ENOUGH_REQUESTS,
+    FIRST_GUESS_TOKENS,
+    LEAST_WINDOW_S,
+    WINDOW_S,
+    DemandWindow,
+    OutputLengths,
+)
 from router.routing.policies.interface import Objectives
 
 
@@ -34,6 +41,15 @@ def test_under_a_heavy_load_only_the_last_seconds_count() -> None:
     seconds, told = window.sums(29.9)
     assert 3 <= seconds < 5 and told.num_placed == told.num_arrived == pytest.approx(10 * seconds, abs=11)
     assert told.num_prompt_tokens == 7 * told.num_placed
+
+
+def test_the_window_ends_where_there_are_enough_requests() -> None:
+    for missing, expected in ((0, LEAST_WINDOW_S), (1, 20.0)):
+        window = DemandWindow(OutputLengths())
+        window.add_arrival(0.0)
+        for _ in range(ENOUGH_REQUESTS - missing):
+            window.add_placement(20.0 - LEAST_WINDOW_S, 5, 0, 1, 10)
+        assert window.sums(20.0)[0] == expected
 
 
 def test_a_router_that_has_just_begun_tells_the_rate_since_then() -> None:

@@ -51,6 +51,14 @@ def test_weights_share_the_work_and_not_the_requests() -> None:
     assert abs(served["a"] / 1.0 - served["b"] / 2.0) <= 40 + 10 / 2.0
 
 
+def test_the_order_that_is_foretold_is_the_order_of_service() -> None:
+    order = FairOrder()
+    for index in range(12):
+        for tenant, cost in (("a", 10), ("b", 30), ("c", 7)):
+            queue(order, f"{tenant}{index}", tenant, cost=cost + index % 3)
+    assert list(order.in_order()) == serve_all(order)
+
+
 def test_who_did_not_wait_has_no_claim_from_that_time() -> None:
     order = FairOrder()
     for index in range(60):

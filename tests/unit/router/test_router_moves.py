@@ -123,6 +123,20 @@ def test_a_resident_of_a_worker_that_is_to_prefill_goes_on_elsewhere_with_the_sa
     run(scenario)
 
 
+def test_a_resident_has_left_what_its_shortest_open_sequence_may_still_get() -> None:
+    async def scenario(clock: ManualClock) -> None:
+        router = WiredRouter(clock, ["p0", "d0"])
+        client, key = decoding(router, "bc", n=2)
+        router.workers["d0"].emit(logged(key, 0, "x", sequence_index=1))
+        left = [Resident.of(client.live).num_tokens_left]
+        for index in (1, 0):
+            router.workers["d0"].emit(logged(key, 3 - 2 * index, "z", sequence_index=index, finish_reason=LENGTH))
+            left.append(Resident.of(client.live).num_tokens_left)
+        assert left == [LONG - 1, LONG - 3, 0]
+
+    run(scenario)
+
+
 def test_of_several_sequences_those_that_have_ended_stay_ended() -> None:
     async def scenario(clock: ManualClock) -> None:
         router = WiredRouter(clock, ["p0", "d0", "d1"])

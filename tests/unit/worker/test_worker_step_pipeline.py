@@ -37,11 +37,12 @@ def test_steps_one_by_one_are_read_before_the_next_is_launched() -> None:
     assert bench.noted.given[1:] == [[0]] and bench.router.tokens("a") == [0, 1]
 
 
-def test_a_worker_that_ends_between_steps_blames_no_request() -> None:
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_a_worker_that_ends_between_steps_blames_no_request(overlaps: bool) -> None:
     record = CrashRecord("i")
     reader = CrashReader.open(record.path, "i")
     assert reader is not None
-    bench = Bench(crash_record=record)
+    bench = Bench(crash_record=record, overlaps=overlaps)
     bench.admit("a", most=9)
     bench.core.turn(wait=False)
     record.failed("a step failed")
