@@ -69,7 +69,7 @@ TESTS = {
     "kv_transfer": "test_kv_(digest|header|layout|pages|shared_pages)",
     "prefill_worker": "",
     "router": "test_router_(activity|admission|attempts|demand|failures|fair_order|idle|journal|load_tracker|moves|"
-    "output|preadmission|prefix_index|pressure|quota|random_failures|readers|request|resume|retry|rewind|slow_clients|stalls|"
+    "output|overload|preadmission|prefix_index|pressure|quota|random_failures|readers|request|resume|retry|rewind|slow_clients|stalls|"
     "succession|suspects|take_over|waiting_again)",
     "worker": "test_(decode_role|prefill_role|worker_(cache_reporter|core|handoff|simulation|step_pipeline))",
 }

@@ -114,6 +114,7 @@ class Bench:
         block_size: int = BLOCK_SIZE,
         inbox: Inbox | None = None,
         crash_record: CrashRecord | None = None,
+        step_log: StepLog | None = None,
     ) -> None:
         settings = WorkerSettings.from_values(worker_id="decode-0", role="decode", model_path="")
         self.noted, self.router, inbox = NotedRanks(), FakeRouter(), inbox or Inbox()
@@ -128,7 +129,7 @@ class Bench:
             max_model_len=256,
             vocab_size=VOCAB_SIZE,
             num_layers=2,
-            step_log=StepLog(None),
+            step_log=step_log or StepLog(None),
             crash_record=crash_record,
             constrainer=self,  # type: ignore[arg-type]
             overlaps=overlaps,

@@ -2,81 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
-from fake_worker import DECODE, LENGTH, PREFILL, phase
-from wired_router import Client, ManualClock, WiredRouter, logged, run
+from fake_worker import DECODE, PREFILL, phase
+from served_cluster import SLOTS, TOKENS, Cluster, limits
+from wired_router import Client, ManualClock, logged, run
 
 from cluster.api_keys import KeyQuota
-from cluster.errors import BatonError, DeadlineExceeded, OutOfRange, Overloaded, QuotaExceeded
+from cluster.errors import DeadlineExceeded, OutOfRange, Overloaded, QuotaExceeded
 from cluster.lifecycle import RequestState
 from router.api.call import Principal
-
-SERVICE_S = 0.4
-SLOTS = 4
-"""So ten requests are served in a second, each of 5 prompt tokens and 16 of output."""
-TOKENS = 21
-
-
-def limits(**given: Any) -> dict[str, Any]:
-    fields: dict[str, Any] = {"max_running_requests": SLOTS, "max_queued_requests": 1000, "queue_timeout_s": 60.0}
-    return fields | {"needs_prefill": False} | given
-
-
-@dataclass
-class Cluster:
-    """One decode worker that serves what it is given in SERVICE_S each."""
-
-    clock: ManualClock
-    limits: dict[str, Any] = field(default_factory=limits)
-    service_s: float = SERVICE_S
-
-    def __post_init__(self) -> None:
-        self.router = WiredRouter(self.clock, ["d0"], **self.limits)
-        self.began: dict[str, float] = {}
-        self.clients: list[Client] = []
-
-    def submit(self, **request: Any) -> Client:
-        self.clients.append(self.router.submit(**request))
-        return self.clients[-1]
-
-    async def pass_time(self, seconds: float) -> list[Client]:
-        """Who ended, in hundredths of a second."""
-        ended = []
-        for _ in range(round(seconds * 100)):
-            self.router.workers["d0"].take()
-            await self.clock.advance(0.01)
-            for live in self.router.dispatcher.running:
-                generation_id = live.key.request_id
-                key, d0 = live.key.to_proto(), self.router.workers["d0"]
-                if generation_id not in self.began:
-                    self.began[generation_id] = self.clock()
-                    d0.emit(phase(key, PREFILL), phase(key, DECODE), logged(key, 0, "a"))
-                elif self.clock() - self.began[generation_id] >= self.service_s - 1e-9:
-                    d0.emit(logged(key, 1, "b", finish_reason=LENGTH))
-                    ended += [c for c in self.clients if c.request_id == generation_id]
-        return ended
-
-    @property
-    def refused(self) -> dict[str, int]:
-        return dict(self.router.dispatcher.counters.refused)
-
-    def error_of(self, client: Client) -> BatonError:
-        assert client.live.lifecycle.state is RequestState.REJECTED and client.live.error is not None
-        return client.live.error
-
-    def wait_of(self, client: Client) -> float:
-        """From its arrival to its worker."""
-        return self.began[client.request_id] - client.live.arrived_at
-
-    async def learn(self) -> None:
-        """Twenty requests at a time: the rate is known afterwards, and nothing waits."""
-        for _ in range(20):
-            self.submit()
-        await self.pass_time(3.0)
-        assert not self.router.dispatcher.num_queued and not self.router.dispatcher.num_running
 
 
 def test_while_nothing_is_known_nothing_is_refused_for_its_wait() -> None:
@@ -349,50 +283,5 @@ def test_a_call_that_needs_no_worker_is_charged_and_is_no_live_request() -> None
         waiting.charge(who, 5)
         with pytest.raises(QuotaExceeded, match="has used the 20 prompt tokens"):
             waiting.refuse_over_quota(who)
-
-    run(scenario)
-
-
-def test_the_rate_at_which_room_is_made_is_measured_while_requests_wait_and_not_otherwise() -> None:
-    async def scenario(clock: ManualClock) -> None:
-        cluster = Cluster(clock)
-        drain = cluster.router.dispatcher.admission._in_flight._drain
-        await cluster.pass_time(1.0)
-        assert drain.num_seconds == 0
-        for _ in range(20):
-            cluster.submit()
-        await cluster.pass_time(1.0)
-        assert 0.7 < drain.num_seconds < 1.0
-        await cluster.pass_time(5.0)
-        assert 1.3 < drain.num_seconds < 1.6, "nobody waits for the last four"
-
-    run(scenario)
-
-
-def test_those_far_back_that_will_be_late_are_shed_when_another_is_refused() -> None:
-    async def scenario(clock: ManualClock) -> None:
-        cluster = Cluster(clock)
-        await cluster.learn()
-        for _ in range(SLOTS + 40):
-            cluster.submit()
-        admission = cluster.router.dispatcher.admission
-        admission.overload.add_refusal(clock())
-        assert isinstance(cluster.error_of(cluster.submit()), Overloaded)
-        in_time = admission.max_wait_s * SLOTS / SERVICE_S
-        assert cluster.refused["overload"] == 1 and cluster.refused["shed"] == pytest.approx(40 - in_time, abs=2)
-        assert not any(client.live.is_over for client in cluster.clients[20 : 20 + SLOTS + int(in_time) - 1])
-
-    run(scenario)
-
-
-def test_an_overload_without_a_worker_is_refused_as_ever() -> None:
-    async def scenario(clock: ManualClock) -> None:
-        cluster = Cluster(clock, limits(max_queued_requests=2))
-        cluster.router.dispatcher.admission.overload.add_refusal(clock())
-        cluster.router.workers["d0"].lose()
-        for _ in range(2):
-            assert not cluster.submit().live.is_over
-        assert isinstance(cluster.error_of(cluster.submit()), Overloaded)
-        assert cluster.refused == {"queue_requests": 1}
 
     run(scenario)

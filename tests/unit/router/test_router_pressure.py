@@ -81,6 +81,15 @@ def test_a_burst_is_none_however_large_nor_are_clients_that_wait_for_their_answe
     assert not overload.may_begin(now)
 
 
+def test_a_little_more_than_leaves_may_be_chance() -> None:
+    overload = Overload()
+    overload.set_queue(0.0, is_empty=False)
+    now = play(overload, seconds=6, arrivals_per_s=10, ends_per_s=9)
+    assert overload.excess > 1 and not overload.may_begin(now)
+    now = play(overload, seconds=60, arrivals_per_s=10, ends_per_s=8, since=now)
+    assert overload.may_begin(now)
+
+
 def test_without_a_measured_rate_it_is_what_is_held_over_how_long_requests_stayed() -> None:
     held = InFlight(OutputLengths())
     for number in range(10):

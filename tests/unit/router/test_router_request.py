@@ -209,6 +209,14 @@ def test_a_first_token_that_ends_it_all_needs_no_hand_off() -> None:
     assert states == [RequestState.QUEUED, RequestState.PREFILLING, RequestState.DECODING, RequestState.FINISHED]
 
 
+def test_a_stream_begins_when_a_worker_has_begun_with_the_request() -> None:
+    live = live_request()
+    live.output.heartbeat()
+    assert "started" not in kinds(take(live))
+    enter(live, PREFILL, 11.0)
+    assert "started" in kinds(take(live))
+
+
 def test_interleaved_phases_never_lead_backwards() -> None:
     live = live_request()
     enter(live, DECODE, 11.0)

@@ -222,6 +222,13 @@ def test_prompts_wait_for_their_reservation_and_for_blocks_and_then_run() -> Non
     assert counts == [(1, 0), (2, 0), (1, 1), (2, 1)]
 
 
+def test_a_prompt_that_is_computed_runs_no_more_while_it_is_handed_over() -> None:
+    around = Surroundings()
+    around.begin(Request(KEY, PROMPT[:8], SamplingParams(max_output_tokens=4)))
+    around.step(8, [SampledToken(3)])
+    assert (around.role.num_running, around.blocks.num_held) == (0, 2)
+
+
 def test_what_the_prefix_cache_has_is_offered_before_anything_is_computed() -> None:
     around = Surroundings()
     around.begin(Request(RequestKey("earlier", 1), PROMPT[:8], SamplingParams()))

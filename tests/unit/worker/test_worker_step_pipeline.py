@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipeline_bench import BLOCK_SIZE, FEW_BLOCKS, Bench, assert_equal, over_glo
 
 from cluster.crash_record import CrashReader, CrashRecord
 from engine.attention.flash import FlashAttention
+from worker.steps import StepLog
 
 
 def test_the_next_step_is_launched_when_the_choice_of_tokens_is_set_off_and_before_they_are_read() -> None:
@@ -52,6 +54,16 @@ def test_a_worker_that_ends_between_steps_blames_no_request(overlaps: bool) -> N
     found = reader.read()
     assert found is not None and found.request_ids == set()
     reader.close()
+
+
+def test_each_step_is_a_line_of_the_step_log(tmp_path: Path) -> None:
+    log = StepLog(str(tmp_path / "steps.jsonl"))
+    bench = Bench(step_log=log)
+    bench.admit("a", most=3)
+    bench.run()
+    log.close()
+    lines = (tmp_path / "steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
 def test_a_stop_token_is_noticed_one_step_late_and_what_came_of_that_is_thrown_away() -> None:
