@@ -6,6 +6,7 @@ came, in which order, and how the request ended.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 
 from cluster.lifecycle import RequestState
@@ -23,17 +24,26 @@ class SimRequest:
     """One request of a load, and what its client says of it."""
 
     shape: RequestShape
-    """`at` counts from the begin of the run; the output ends after `num_output_tokens`."""
+    """`at` counts from the begin of the run; the output ends after its `num_output_tokens`."""
     max_output_tokens: int | None = None
     """What the client says that the output may be at most; None: what it is."""
     tenant: str = ""
     priority: int = 0
     time_left_s: float | None = None
     """Seconds to its deadline; None: it has none."""
+    leaves_after_s: float | None = None
+    """The client cancels so long after it has asked; None: it waits for the end."""
+    pause_s: float = 0.0
+    """The client reads no more often than that."""
 
     @property
     def at_s(self) -> float:
         return self.shape.at
+
+    @property
+    def num_output_tokens(self) -> int:
+        """At least 1: some rows of traces have none."""
+        return max(1, self.shape.num_output_tokens)
 
 
 @dataclass
@@ -81,11 +91,12 @@ class RequestOutcome:
         `seed`: of the prompts."""
         shape, got = self.request.shape, self.token_ids
         prompt = shape.prompt(VOCAB, seed, self.number)
-        expected = undisturbed(prompt, seed_of(self.number, shape.num_output_tokens), len(got))
+        num_output = self.request.num_output_tokens
+        expected = undisturbed(prompt, seed_of(self.number, num_output), len(got))
         if got and got[-1] == END_TOKEN:
             expected[-1] = END_TOKEN
         assert got == expected, f"request {self.number} got other tokens than those of its prompt"
-        is_whole = len(got) == shape.num_output_tokens
+        is_whole = len(got) == num_output
         assert is_whole or not self.is_finished, f"request {self.number} ended after {len(got)} tokens"
 
 
@@ -117,9 +128,14 @@ async def run_client(
         principal=Principal(key_id=request.tenant, tenant=request.tenant),
     )
     dispatcher.submit(live, time_left_s=request.time_left_s)
+    if request.leaves_after_s is not None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(request.leaves_after_s, dispatcher.cancel, live.key.request_id, "the client left")
     reader = StreamReader(live)
     while True:
         await reader.output.wait()
+        if request.pause_s and not live.is_over:
+            await asyncio.sleep(request.pause_s)
         is_over = live.is_over
         for event in reader.take():
             if event.HasField("delta"):
@@ -149,7 +165,7 @@ def _note_end(outcome: RequestOutcome, live: LiveRequest, now: float) -> None:
 
 
 def _validated(number: int, request: SimRequest, seed: int) -> ValidatedRequest:
-    num_output = request.shape.num_output_tokens
+    num_output = request.num_output_tokens
     most = request.max_output_tokens or num_output
     sampling = worker_pb2.Sampling(
         params=generation_pb2.SamplingParams(

@@ -39,9 +39,10 @@ class _Aborted(Exception):
 class OneWay:
     """One direction of a stream: messages on their way, and those that have arrived. It has one reader."""
 
-    def __init__(self, loop: VirtualLoop, latency_s: Callable[[], float]) -> None:
-        self._loop = loop
-        self._latency_s = latency_s
+    def __init__(self, network: Network, source: str, target: str) -> None:
+        self._network = network
+        self._loop = network.loop
+        self._way = source, target
         self._arrived: deque[Any] = deque()
         self._last_at = 0.0
         self._reader: asyncio.Future[None] | None = None
@@ -72,7 +73,7 @@ class OneWay:
 
     def _later(self, function: Callable[[Any], None], argument: Any) -> None:
         """Nothing overtakes what was sent before it."""
-        self._last_at = max(self._last_at, self._loop.time() + self._latency_s())
+        self._last_at = max(self._last_at, self._network.arrival(*self._way))
         self._loop.call_at(self._last_at, function, argument)
 
     def _arrive(self, message: Any) -> None:
@@ -119,13 +120,21 @@ class SimulatedCall:
         self._is_cancelled = False
         network = caller.network
         self._loop = network.loop
-        self._to_server = OneWay(self._loop, lambda: network.latency_s)
-        self._to_client = OneWay(self._loop, lambda: network.latency_s)
+        self._to_server = OneWay(network, caller.address, address)
+        self._to_client = OneWay(network, address, caller.address)
         self._context = ServerContext(metadata)
         self._server: asyncio.Task[None] | None = None
         self._sender = None if requests is None else self._loop.create_task(self._send_all(requests))
         caller.calls[self] = None
         self._loop.call_later(network.latency_s, self._connect)
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """The addresses of both sides."""
+        return self._caller.address, self._address
+
+    def is_served_by(self, host: Host) -> bool:
+        return self._callee is host
 
     # The client's side
 
@@ -207,11 +216,9 @@ class SimulatedCall:
             self._close_server()
 
     async def _requests(self) -> AsyncIterator[Any]:
+        """They end, too, when the client is gone: gRPC then cancels whoever serves it."""
         while (message := await self._to_server.read()) is not EOF:
             yield message
-        status = self._to_server.status
-        if status is not None and status[0] is not grpc.StatusCode.OK:
-            raise grpc.aio.AioRpcError(status[0], grpc.aio.Metadata(), grpc.aio.Metadata(), status[1], status[1])
 
     def _stop_server(self) -> None:
         if self._server is not None:
@@ -221,6 +228,14 @@ class SimulatedCall:
         if self._callee is not None:
             self._callee.calls.pop(self, None)
         self._context.close()
+
+    def sever(self) -> None:
+        """The connection breaks: each side learns of it at once, and what was under way is lost."""
+        if self._callee is not None:
+            self._to_server.cut(GONE)
+            self._to_client.cut(GONE)
+            self._stop_server()
+            self._close_client()
 
     def lose(self, host: Host) -> None:
         """The host is gone: the other side learns of it after the latency."""
@@ -285,9 +300,34 @@ class Host:
 
 
 class Network:
-    """All hosts of a cluster. Every message between two of them takes `latency_s`."""
+    """All hosts of a cluster. A message takes `latency_s`, times `lateness`, unless its way is silent or its receiver
+    has stopped: then it arrives after that."""
 
     def __init__(self, loop: VirtualLoop, latency_s: float) -> None:
         self.loop = loop
         self.latency_s = latency_s
+        self.lateness: Callable[[], float] = lambda: 1.0
         self.hosts: dict[str, Host] = {}
+        self._silent_until: dict[frozenset[str], float] = {}
+        self._stopped_until: dict[str, float] = {}
+
+    @property
+    def calls(self) -> list[SimulatedCall]:
+        """Those that are served."""
+        return [call for host in self.hosts.values() for call in host.calls if call.is_served_by(host)]
+
+    def arrival(self, source: str, target: str) -> float:
+        """When a message arrives that is sent now."""
+        at = self.loop.time() + self.latency_s * self.lateness()
+        if self._silent_until or self._stopped_until:
+            silent = self._silent_until.get(frozenset((source, target)), 0.0)
+            at = max(at, silent, self._stopped_until.get(target, 0.0), self._stopped_until.get(source, 0.0))
+        return at
+
+    def silence(self, one: str, other: str, seconds: float) -> None:
+        """Nothing that is sent between two addresses arrives before so many seconds have passed."""
+        self._silent_until[frozenset((one, other))] = self.loop.time() + seconds
+
+    def stop(self, address: str, seconds: float) -> None:
+        """A host neither reads nor sends for so many seconds."""
+        self._stopped_until[address] = self.loop.time() + seconds

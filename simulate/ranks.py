@@ -28,7 +28,7 @@ from simulate.wire import KvTransfer, Nic, Wires
 from worker.handoff_connection import Done, ErrorKind
 
 KIND_NONE = rank_pb2.RankReply.KIND_UNSPECIFIED
-KIND_TRANSFER = rank_pb2.RankReply.KIND_TRANSFER
+KIND_TRANSFER, KIND_CORRUPT = rank_pb2.RankReply.KIND_TRANSFER, rank_pb2.RankReply.KIND_CORRUPT
 
 
 class SimulatedStep:
@@ -110,6 +110,9 @@ class Clockwork(Protocol):
     @property
     def pairs(self) -> dict[str, SimulatedPair]: ...
     def note(self, what: str) -> None: ...
+    def strikes(self, fault: str) -> bool:
+        """Whether a fault of this name happens now."""
+        ...
 
 
 class SimulatedRanks:
@@ -258,8 +261,8 @@ class SimulatedRanks:
     def _gathered(self, what: rank_pb2.ChunkPages, done: Done) -> None:
         self._num_open -= 1
         end = self._ends.get(what.pair_epoch)
-        if end is None:
-            self._reply(done, "the pair is closed")
+        if end is None or self._world.strikes("gather failed"):
+            self._reply(done, "the pair is closed" if end is None else "the gather failed")
             return
         chunk = Chunk.from_proto(what.chunk, what.pair_epoch)
         states = self.pages.read(what.block_table, chunk.range.token_start, chunk.range.token_end)
@@ -282,28 +285,35 @@ class SimulatedRanks:
         source, target = pair.ends[True], pair.ends[False]
         sent, received = source.posted.popleft(), target.posted.popleft()
         states, size_bytes = source.slots.pop(sent.slot)
+        if self._world.strikes("transfer failed"):
+            source.ranks._answer(sent.done, "the transfer failed")
+            self._answer(received.done, "the transfer failed")
+            return
+        source.ranks._answer(sent.done, size_bytes=size_bytes)
+        if self._world.strikes("damaged"):
+            self._answer(received.done, "the digest differs", kind=KIND_CORRUPT)
+            return
         assert received.landing is not None
         chunk, table = received.landing
         where = chunk.range
         self.pages.land(table, where.token_start, states, (where.layer_start, where.layer_end))
-        source.ranks._answer(sent.done, size_bytes=size_bytes)
         self._answer(received.done, size_bytes=size_bytes)
         _move(pair, self._world.wires)
 
     # Answers
 
-    def _answer(self, done: Done, error: str = "", size_bytes: int = 0) -> None:
+    def _answer(self, done: Done, error: str = "", size_bytes: int = 0, kind: ErrorKind = KIND_TRANSFER) -> None:
         """After the time that a command takes."""
-        self._world.loop.call_later(self._command_s, self._answered, done, error, size_bytes)
+        self._world.loop.call_later(self._command_s, self._answered, done, error, size_bytes, kind)
 
-    def _answered(self, done: Done, error: str, size_bytes: int) -> None:
+    def _answered(self, done: Done, error: str, size_bytes: int, kind: ErrorKind) -> None:
         self._num_open -= 1
-        self._reply(done, error, size_bytes)
+        self._reply(done, error, size_bytes, kind)
 
-    def _reply(self, done: Done, error: str = "", size_bytes: int = 0) -> None:
-        kind: ErrorKind = KIND_TRANSFER if error else KIND_NONE
+    def _reply(self, done: Done, error: str = "", size_bytes: int = 0, kind: ErrorKind = KIND_TRANSFER) -> None:
+        """`kind`: of the error, if there is one."""
         if not self._is_dead:
-            self._post(done, error, kind, size_bytes)
+            self._post(done, error, kind if error else KIND_NONE, size_bytes)
 
 
 def _move(pair: SimulatedPair, wires: Wires) -> None:

@@ -62,7 +62,7 @@ class RunReport:
         return cls(
             num_requests=len(result.outcomes),
             duration_s=result.duration_s,
-            outcomes=Counter(outcome.state.value for outcome in result.outcomes),
+            outcomes=dict(Counter(outcome.state.value for outcome in result.outcomes)),
             requests_per_s=len(finished) / duration_s,
             output_tokens_per_s=sum(len(outcome.token_ids) for outcome in result.outcomes) / duration_s,
             ttft_s=Distribution.of(outcome.ttft_s for outcome in finished),

@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+MOST_CALLS_AT_ONCE = 1_000_000
+"""Calls without any time passing; more are taken for a livelock."""
+
 
 class Stuck(Exception):
     """Nothing will happen any more, or not before the run's limit, and what was waited for has not come."""
@@ -85,9 +88,13 @@ class VirtualLoop(AbstractEventLoop):
 
     def _run_until(self, task: asyncio.Task[Any], limit_s: float) -> None:
         ready, timers = self._ready, self._timers
+        most_calls = MOST_CALLS_AT_ONCE
         while not task.done():
             if not ready:
                 self._jump(limit_s)
+                most_calls = self.num_calls + MOST_CALLS_AT_ONCE
+            elif self.num_calls > most_calls:
+                raise Stuck(f"at {self._now:.6f} s the run goes round in a circle, and no time passes")
             while timers and timers[0][0] <= self._now:
                 ready.append(heappop(timers)[2])
             for _ in range(len(ready)):
@@ -107,7 +114,9 @@ class VirtualLoop(AbstractEventLoop):
         self._is_closed = True
         for task in asyncio.all_tasks(self):
             task.cancel()
-        while self._ready:
+        for _ in range(MOST_CALLS_AT_ONCE):
+            if not self._ready:
+                break
             call = self._ready.popleft()
             if not call.is_cancelled:
                 (call.callback if call.context is None else partial(call.context.run, call.callback))(*call.arguments)

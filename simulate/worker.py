@@ -113,7 +113,8 @@ class SimulatedWorker:
         self.incarnation = incarnation
         self._cluster = cluster
         self._is_due = False
-        self._is_dead = False
+        self.is_dead = False
+        self._hangs_until = 0.0
         loop = cluster.loop
         speaking = SimulatedSpeakingLoop(loop)
         timing = FailureTimeouts(transfer.heartbeat_s, transfer.suspect_after_s, transfer.dead_after_s)
@@ -156,9 +157,9 @@ class SimulatedWorker:
             overlaps=spec.overlaps,
             clock=loop.time,
         )
-        service = WorkerService(speaking, self.core, streams, self._info(num_blocks), timing)
-        self.host.serve(service)
-        self._heartbeat: asyncio.Task[None] = loop.create_task(service.heartbeat())
+        self._service = WorkerService(speaking, self.core, streams, self._info(num_blocks), timing)
+        self.host.serve(self._service)
+        self._heartbeat: asyncio.Task[None] = loop.create_task(self._service.heartbeat())
 
     @property
     def address(self) -> str:
@@ -166,10 +167,28 @@ class SimulatedWorker:
 
     def die(self) -> None:
         """Nothing of it runs any more."""
-        self._is_dead = True
+        self.is_dead = True
         self._heartbeat.cancel()
         self.ranks.die()
         self.host.close()
+
+    def hang(self, seconds: float) -> None:
+        """The engine thread has no turn for so long; the process answers and sends signs of life meanwhile."""
+        loop = self._cluster.loop
+        self._hangs_until = max(self._hangs_until, loop.time() + seconds)
+        loop.call_later(seconds, self._wake)
+
+    def stop(self, seconds: float) -> None:
+        """The whole process stands still for so long; what its device has begun goes on."""
+        self.hang(seconds)
+        self._cluster.network.stop(self.address, seconds)
+        self._heartbeat.cancel()
+        self._cluster.loop.call_later(seconds, self._resume)
+
+    def _resume(self) -> None:
+        if not self.is_dead:
+            self._heartbeat.cancel()
+            self._heartbeat = self._cluster.loop.create_task(self._service.heartbeat())
 
     def check_idle(self) -> None:
         """Raises AssertionError unless nothing is held and no operation is under way."""
@@ -191,7 +210,9 @@ class SimulatedWorker:
 
     def _turn(self) -> None:
         self._is_due = False
-        if not self._is_dead and self.core.turn(wait=False):
+        if self.is_dead or self._cluster.loop.time() < self._hangs_until:
+            return
+        if self.core.turn(wait=False):
             self._wake()
 
     def _dial(self, streams: HandoffStreams, connection: HandoffConnection, address: str, incarnation: str) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.config.schema import RouterSection, SloSection, TransferSection
@@ -22,6 +24,7 @@ from cluster.text import ROLE_NUMBERS
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from simulate.client import RequestOutcome, SimRequest, run_client
+from simulate.faults import FaultPlan
 from simulate.network import Host, Network
 from simulate.ranks import SimulatedPair
 from simulate.virtual_loop import VirtualLoop
@@ -29,10 +32,14 @@ from simulate.wire import Wires
 from simulate.worker import SimulatedWorker, WorkerSpec
 from simulate.workload import RequestShape
 
+__all__ = ["Cluster", "ClusterSpec", "RunResult", "SimRequest", "WorkerSpec", "WorkerUse"]
+
 START_S = 1.0
 """The workers have connected by then, and the run begins."""
 SETTLE_S = 2.0
 """After the last request has ended: cancels arrive, transfers drain, pairs close."""
+HEAL_S = 20.0
+"""After the last fault: silence is noticed, workers are connected again, deadlines of transfers pass."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,27 @@ class RunResult:
     """Calls of the event loop."""
     trace: tuple[str, ...]
     """Everything that was noted, in order; empty unless it was asked for."""
+    num_faults: Mapping[str, int] = field(default_factory=dict)
+    """Faults that took effect, by name."""
+
+
+class _ErrorLog(logging.Handler):
+    """Keeps what is logged as an error: Baton catches an exception where it fails one request or one session only."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(self.format(record))
 
 
 class Cluster:
     """Runs once."""
 
-    def __init__(self, spec: ClusterSpec, seed: int = 0, *, keeps_trace: bool = False) -> None:
+    def __init__(
+        self, spec: ClusterSpec, seed: int = 0, *, faults: FaultPlan | None = None, keeps_trace: bool = False
+    ) -> None:
         """Raises ValueError for a spec without a decode worker, or with two workers of one name."""
         names = [worker.worker_id for worker in spec.workers]
         if len(set(names)) < len(names) or not any(worker.role == "decode" for worker in spec.workers):
@@ -103,6 +125,9 @@ class Cluster:
         self._names = itertools.count(1)
         self._trace: list[str] | None = [] if keeps_trace else None
         self._num_lives = itertools.count(1)
+        self._faults = faults or FaultPlan()
+        self.num_faults: Counter[str] = Counter()
+        """Faults that took effect."""
 
     def run(self, requests: Iterable[RequestShape | SimRequest], limit_s: float = float("inf")) -> RunResult:
         """Raises Stuck when a request has not ended at `limit_s` of virtual time, AssertionError for whatever went
@@ -110,7 +135,13 @@ class Cluster:
         begun = time.perf_counter()
         load = [each if isinstance(each, SimRequest) else SimRequest(each) for each in requests]
         load.sort(key=lambda request: request.at_s)
-        outcomes, duration_s = self.loop.run(self._main(load), START_S + limit_s)
+        errors = _ErrorLog()
+        logging.getLogger().addHandler(errors)
+        try:
+            outcomes, duration_s = self.loop.run(self._main(load), START_S + limit_s)
+        finally:
+            logging.getLogger().removeHandler(errors)
+        assert not errors.messages, f"errors were logged: {errors.messages[:3]}"
         return RunResult(
             tuple(outcomes),
             tuple(self._use_of(worker) for worker in self.workers.values()),
@@ -118,6 +149,7 @@ class Cluster:
             time.perf_counter() - begun,
             self.loop.num_calls,
             tuple(self._trace or ()),
+            dict(self.num_faults),
         )
 
     # What its parts share
@@ -130,6 +162,19 @@ class Cluster:
     def fresh_name(self) -> str:
         return f"{next(self._names):x}"
 
+    def strikes(self, fault: str) -> bool:
+        """Whether a fault that has a rate happens now; one that does is counted."""
+        rate = self._faults.rates.get(fault, 0.0)
+        has_struck = rate > 0 and self.loop.time() < START_S + self._faults.until_s and self.random.random() < rate
+        if has_struck:
+            self.count(fault)
+        return has_struck
+
+    def count(self, fault: str) -> None:
+        """A fault has taken effect."""
+        self.num_faults[fault] += 1
+        self.note(f"fault {fault}")
+
     # The run
 
     async def _main(self, requests: list[SimRequest]) -> tuple[list[RequestOutcome], float]:
@@ -137,9 +182,11 @@ class Cluster:
             self.start(spec)
         dispatcher = self._dispatcher()
         await asyncio.sleep(START_S - self.loop.time())
+        for fault in self._faults.events:
+            self.loop.call_later(fault.at_s, fault.strike, self)
         outcomes = await self._bring(dispatcher, requests)
         duration_s = self.loop.time() - START_S
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(max(0.0, self._faults.until_s - duration_s) + (HEAL_S if self._faults.events else SETTLE_S))
         self._check(dispatcher, outcomes)
         return outcomes, duration_s
 
@@ -190,6 +237,7 @@ class Cluster:
         assert not dispatcher.num_queued and not dispatcher.num_running, "the router still holds requests"
         for outcome in outcomes:
             assert outcome.state is not RequestState.QUEUED, f"request {outcome.number} has no end"
+            assert outcome.reason not in ("INTERNAL", "INVALID_REQUEST"), f"request {outcome.number}: {outcome.reason}"
             outcome.check(self.seed)
         for worker in self.workers.values():
             worker.check_idle()

@@ -1,0 +1,89 @@
+"""`baton simulate` runs a load through a simulated cluster, and says what its clients would see."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cli.bench import LoadOptions
+from cli.common import AsJson, outcome
+from cli.plan import PlannedDevice
+from cluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from simulate.world import WorkerSpec
+
+_USUAL_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class SimulatedOptions:
+    """Options that say what is simulated beside the model and its devices."""
+
+    ratio: Annotated[str, typer.Option(metavar="P:D", help="Workers that prefill and that decode.")] = "1:1"
+    ttft_ms: Annotated[float, typer.Option(min=0.001, help="Objective: time to the first token.")] = 500.0
+    tpot_ms: Annotated[float, typer.Option(min=0.001, help="Objective: time per token after it.")] = 50.0
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most sequences that a worker decodes at a time.")] = 256
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a step.")] = 2048
+
+    @property
+    def roles(self) -> tuple[int, int]:
+        """Raises ConfigError."""
+        prefill, colon, decode = self.ratio.partition(":")
+        if not (colon and prefill.isdecimal() and decode.isdecimal() and int(decode)):
+            raise ConfigError(f"--ratio: {self.ratio!r} is not of the form P:D, with at least 1 decode worker")
+        return int(prefill), int(decode)
+
+
+def simulate(
+    device: PlannedDevice,
+    load: LoadOptions,
+    options: SimulatedOptions,
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="A known name such as llama-3.1-8b, a Hugging Face folder, or its config."),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Run a load through a simulated cluster: the real router and workers, in virtual time."""
+    with outcome():
+        from cluster.config.schema import SloSection
+        from simulate.report import RunReport
+        from simulate.world import Cluster, ClusterSpec
+
+        if load.max_concurrency is not None:
+            raise ConfigError("--max-concurrency: a simulated load is open; use --request-rate")
+        slo = SloSection(options.ttft_ms, options.tpot_ms)
+        spec = ClusterSpec.of_ratio(*options.roles, _worker(device, options, model), slo=slo)
+        result = Cluster(spec, load.seed).run(load.shapes())
+        report = RunReport.of(result, slo)
+        print(json.dumps(asdict(report)) if as_json else "\n".join(report.lines()))
+
+
+def _worker(device: PlannedDevice, options: SimulatedOptions, model: str) -> WorkerSpec:
+    """Raises ConfigError where the model does not fit."""
+    from simulate.memory_plan import check_fits, memory_of
+    from simulate.model_files import find_shape
+    from simulate.roofline import ComputedCurve
+    from simulate.shapes import DeviceLayout
+    from simulate.wire import WireSpec
+    from simulate.world import WorkerSpec
+
+    question = device.question(find_shape(model), _USUAL_CONTEXT)
+    layout = DeviceLayout(device.tp or 1, device.ep)
+    memory = memory_of(question, layout)
+    check_fits(question, memory)
+    return WorkerSpec(
+        "",
+        "decode",
+        ComputedCurve(question.shape, question.device, layout, question.quantization, question.kv_dtype),
+        kv_tokens=memory.num_tokens,
+        max_model_len=min(question.shape.max_position_embeddings, memory.num_tokens),
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        kv_bytes_per_token=memory.worker_kv_bytes_per_token,
+        wire=WireSpec(question.device.nic_bytes_per_s * layout.num_devices),
+    )

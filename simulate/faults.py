@@ -1,0 +1,111 @@
+"""Faults of a simulated cluster: what befalls workers, links and transfers, and when.
+
+Everything heals: whoever died comes back with nothing in memory, and what stood still goes on. Faults that have a rate
+strike operations by chance, until `FaultPlan.until_s`; events strike once, in their time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from simulate.network import Network
+from simulate.virtual_loop import VirtualLoop
+from simulate.worker import SimulatedWorker, WorkerSpec
+
+WORKER_FAULTS = ("worker died", "worker stopped", "engine hung", "worker slow")
+NETWORK_FAULTS = ("link cut", "link silent", "messages late")
+RATED_FAULTS = ("gather failed", "transfer failed", "damaged")
+MOST_LATE = 200.0
+"""Times its usual latency that a late message takes, at most."""
+
+
+class Stage(Protocol):
+    """The cluster that faults befall."""
+
+    @property
+    def loop(self) -> VirtualLoop: ...
+    @property
+    def network(self) -> Network: ...
+    @property
+    def workers(self) -> Mapping[str, SimulatedWorker]: ...
+    @property
+    def random(self) -> random.Random: ...
+    def start(self, spec: WorkerSpec) -> SimulatedWorker: ...
+    def count(self, fault: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class FaultEvent:
+    """One fault, which lasts `for_s` seconds."""
+
+    at_s: float
+    """From the begin of the run."""
+    kind: str
+    for_s: float
+    worker_id: str
+    """Of a worker that it befalls; network faults choose among the connections that there are."""
+    factor: float = 1.0
+    """How many times slower a slow worker is."""
+
+    def strike(self, stage: Stage) -> None:
+        """Makes it happen; a fault that finds nothing to befall is passed over."""
+        if self.kind in NETWORK_FAULTS:
+            self._strike_network(stage)
+            return
+        worker = stage.workers[self.worker_id]
+        if worker.is_dead:
+            return
+        stage.count(self.kind)
+        match self.kind:
+            case "worker died":
+                worker.die()
+                stage.loop.call_later(self.for_s, stage.start, worker.spec)
+            case "worker stopped":
+                worker.stop(self.for_s)
+            case "engine hung":
+                worker.hang(self.for_s)
+            case "worker slow":
+                worker.ranks.slowdown = self.factor
+                stage.loop.call_later(self.for_s, setattr, worker.ranks, "slowdown", 1.0)
+
+    def _strike_network(self, stage: Stage) -> None:
+        network, calls = stage.network, stage.network.calls
+        if self.kind == "messages late":
+            network.lateness = lambda: stage.random.uniform(1.0, MOST_LATE)
+            stage.loop.call_later(self.for_s, setattr, network, "lateness", lambda: 1.0)
+        elif calls:
+            call = stage.random.choice(calls)
+            if self.kind == "link cut":
+                call.sever()
+            else:
+                network.silence(*call.way, self.for_s)
+        else:
+            return
+        stage.count(self.kind)
+
+
+@dataclass(frozen=True)
+class FaultPlan:
+    """All faults of a run."""
+
+    events: tuple[FaultEvent, ...] = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Chance of an operation to meet a fault, by its name."""
+    until_s: float = 0.0
+    """No fault lasts longer, and no operation meets one after that."""
+
+    @classmethod
+    def random(cls, rng: random.Random, worker_ids: Sequence[str], until_s: float) -> FaultPlan:
+        """Some faults of some kinds, none of which lasts beyond `until_s` seconds."""
+        kinds = rng.sample(WORKER_FAULTS + NETWORK_FAULTS, rng.randint(1, 4))
+        events = []
+        for _ in range(rng.randint(1, 8)):
+            at_s = rng.uniform(0.0, until_s)
+            for_s = min(rng.choice((0.05, 0.5, 2.0, 5.0)) * rng.uniform(0.5, 1.5), until_s - at_s)
+            worker_id, factor = rng.choice(worker_ids), rng.choice((2.0, 5.0, 30.0))
+            events.append(FaultEvent(at_s, rng.choice(kinds), for_s, worker_id, factor))
+        rates = {name: rng.choice((0.0, 0.0, 0.01, 0.05)) for name in RATED_FAULTS}
+        return cls(tuple(events), rates, until_s)

@@ -1,0 +1,97 @@
+"""Scenarios from seeds: a small cluster, a load and faults, each drawn from one number.
+
+Everything is small, so that pools run full, slots are few, prompts are cut into many chunks and requests meet the
+faults. `run` raises whatever went wrong; docs/simulate.md says how to go on from there.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from cluster.config.choices import PolicyName
+from cluster.config.schema import RouterSection, TransferSection
+from cluster.step_cost import StepCost
+from simulate.client import SimRequest
+from simulate.curves import LinearCurve
+from simulate.faults import FaultPlan
+from simulate.wire import WireSpec
+from simulate.workload import SharedPrefixes, at_rate, random_shapes, uniform
+from simulate.world import Cluster, ClusterSpec, RunResult, WorkerSpec
+
+POLICIES: tuple[PolicyName, ...] = ("predicted", "predicted", "least_loaded", "round_robin", "random")
+LIMIT_S = 600.0
+"""Virtual seconds by which every request has ended."""
+FAULTS_UNTIL_S = 12.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one seed means."""
+
+    seed: int
+    spec: ClusterSpec
+    requests: tuple[SimRequest, ...]
+    faults: FaultPlan
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        rng = random.Random(f"scenario {seed}")
+        spec = _random_spec(rng)
+        faults = FaultPlan.random(rng, [worker.worker_id for worker in spec.workers], FAULTS_UNTIL_S)
+        return cls(seed, spec, _random_load(rng, seed), faults)
+
+    def run(self, *, keeps_trace: bool = False) -> RunResult:
+        """Raises AssertionError, Stuck, or whatever ended the run."""
+        cluster = Cluster(self.spec, self.seed, faults=self.faults, keeps_trace=keeps_trace)
+        return cluster.run(self.requests, LIMIT_S)
+
+
+def _random_spec(rng: random.Random) -> ClusterSpec:
+    cost = StepCost(rng.uniform(2e-3, 20e-3), rng.uniform(1e-5, 2e-4), 0.0, 1e-4, 1e-7)
+    overlaps, num_layers = rng.random() < 0.5, rng.choice((1, 3, 4))
+    workers = []
+    for role, count in (("prefill", rng.randint(0, 3)), ("decode", rng.randint(1, 3))):
+        block_size = rng.choice((8, 16, 32))
+        workers += [
+            WorkerSpec(
+                f"{role}-{number}",
+                role,
+                LinearCurve(cost),
+                kv_tokens=rng.choice((768, 2048, 8192)),
+                block_size=block_size,
+                max_num_seqs=rng.choice((4, 16, 64)),
+                max_num_batched_tokens=rng.choice((64, 256, 1024)),
+                max_model_len=512,
+                num_layers=num_layers,
+                wire=WireSpec(rng.choice((1e8, 1e10)), 1e-5),
+                overlaps=overlaps,
+            )
+            for number in range(count)
+        ]
+    transfer = TransferSection(
+        chunk_tokens=rng.choice((16, 64, 256)),
+        num_slots=rng.randint(1, 4),
+        max_pairs=rng.choice((1, 2, 16)),
+        timeout_s=rng.choice((1.0, 5.0)),
+    )
+    policy = rng.choice(POLICIES)
+    router = RouterSection(http_port=None, policy=policy, queue_timeout_s=rng.choice((5.0, 60.0)))
+    return ClusterSpec(tuple(workers), router, transfer)
+
+
+def _random_load(rng: random.Random, seed: int) -> tuple[SimRequest, ...]:
+    prefixes = SharedPrefixes(rng.choice((0, 40, 100)), num=rng.randint(1, 4))
+    shapes = random_shapes(rng.randint(10, 50), uniform(120, 20, 0.95), seed, prefixes)
+    requests = []
+    for shape in at_rate(shapes, rng.choice((3.0, 10.0, 50.0)), 1.0, seed):
+        requests.append(
+            SimRequest(
+                shape,
+                max_output_tokens=rng.choice((None, 100)),
+                tenant=rng.choice(("", "a", "b")),
+                leaves_after_s=rng.uniform(0.0, 2.0) if rng.random() < 0.1 else None,
+                pause_s=rng.choice((0.0, 0.0, 0.0, 0.3)),
+            )
+        )
+    return tuple(requests)

@@ -1,0 +1,37 @@
+"""`baton simulate`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+
+LOAD = ("--model", "llama-3.1-8b", "--num-prompts", "20", "--request-rate", "20", "--output-len", "8")
+
+
+def test_a_simulated_load_is_reported() -> None:
+    result = CliRunner().invoke(app, ["simulate", *LOAD, "--ratio", "1:2", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["outcomes"] == {"finished": 20} and report["kept_share"] == 1.0
+    assert set(report["utilization"]) == {"prefill", "decode"}
+
+
+def test_it_prints_a_table() -> None:
+    result = CliRunner().invoke(app, ["simulate", *LOAD])
+    assert result.exit_code == 0 and "TTFT" in result.stdout and "20 finished" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        (("--ratio", "1:0"), "--ratio: '1:0' is not of the form P:D, with at least 1 decode worker"),
+        (("--max-concurrency", "4"), "--max-concurrency: a simulated load is open"),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(wrong: tuple[str, str], named: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *LOAD, *wrong])
+    assert result.exit_code != 0 and named in result.output
