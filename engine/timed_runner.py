@@ -6,7 +6,8 @@ or copied wrongly leads to other tokens. Layer p % L holds the state of position
 the upper, so that each group of layers matters.
 
 A step begins when the one before it ends if it is launched by then or soon after, as on a device that has it queued:
-the time that a host takes between two steps does not add up.
+the time that a host takes between two steps does not add up. One that goes on with a sequence of the step before was
+queued behind it even where this machine was busy with something else for a while.
 
 Legend: T new tokens of a step, S its sequences, R rows whose next token is wanted, L layers, N blocks.
 """
@@ -35,6 +36,8 @@ from engine.token_hash import MULTIPLIER, TokenHash, states_after
 HOST_S = 0.005
 """A step that is launched so long after the end of the one before it was queued behind it: on a GPU the host launches
 it meanwhile."""
+STALL_S = 0.05
+"""The same for a step that goes on with a sequence of the one before; after more the process was stopped."""
 _DTYPE = torch.float32
 """The pool's: 4 bytes for each half of a state, which nobody computes with."""
 
@@ -72,6 +75,8 @@ class TimedRunner:
         self._clock, self._sleep = clock, sleep
         self._num_layers = config.num_hidden_layers
         self._ended_at = -math.inf
+        self._last_slots: IntArray = np.zeros(0, dtype=np.int32)
+        """Of the newest token of each sequence of the latest step, [S]."""
 
     def make_pool(self, num_blocks: int, memory: Callable[[int], Tensor] | None = None) -> None:
         """To be called once, before the first step. `memory`: as of `engine.kv.pool.KvCache`."""
@@ -93,13 +98,15 @@ class TimedRunner:
         rows in place of logits, int64 [R]. As of `ModelRunner.run`."""
         size = size_of(step)
         launched_at = self._clock()
-        begun_at = self._ended_at if launched_at - self._ended_at <= HOST_S else launched_at
+        lag_s = launched_at - self._ended_at
+        begun_at = self._ended_at if lag_s <= (STALL_S if self._goes_on(step) else HOST_S) else launched_at
         if len(step.block_copies):
             self._kv.copy_blocks(torch.from_numpy(step.block_copies.astype(np.int64)))
         states = self._write(step if sampled is None else step.with_tokens(sampled.numpy()))
         seconds = self._cost.of(size)
         if seconds:
             self._ended_at = begun_at + seconds
+            self._last_slots = step.slot_mapping[step.cu_seqlens_q[1:] - 1]
         if on_layer is not None:
             for layer in range(1, self._num_layers + 1):
                 self._wait_until(begun_at + seconds * layer / self._num_layers)
@@ -126,11 +133,20 @@ class TimedRunner:
         self._halves[layers, 1, step.slot_mapping] = states >> np.uint64(32)
         return states
 
+    def _goes_on(self, step: StepInput) -> bool:
+        """Whether a sequence of the step before is in it."""
+        return bool(np.isin(self._slots_before(step), self._last_slots).any())
+
+    def _slots_before(self, step: StepInput) -> IntArray:
+        """The slot of the token before each sequence's first new one, [S]; any slot where there is none."""
+        last = np.maximum(step.positions[step.cu_seqlens_q[:-1]] - 1, 0)
+        blocks = step.block_tables[np.arange(len(last)), last // self._block_size]
+        slots: IntArray = blocks * self._block_size + last % self._block_size
+        return slots
+
     def _states_before(self, step: StepInput, positions: IntArray) -> npt.NDArray[np.uint64]:
         """The state before each sequence's first new token, at these positions, [S]."""
-        last = np.maximum(positions - 1, 0)
-        blocks = step.block_tables[np.arange(len(last)), last // self._block_size]
-        slots, layers = blocks * self._block_size + last % self._block_size, last % self._num_layers
+        slots, layers = self._slots_before(step), np.maximum(positions - 1, 0) % self._num_layers
         low, high = (self._halves[layers, half, slots].astype(np.uint64) for half in (0, 1))
         found = low | high << np.uint64(32)
         return np.where(positions > 0, found, np.uint64(0))

@@ -10,7 +10,7 @@ from cluster.step_cost import StepCost, StepSize
 from engine.models.config import ModelConfig
 from engine.sampling.params import SampleRow, SamplingParams
 from engine.step_input import SequenceSlice, StepInput, build_step, size_of
-from engine.timed_runner import HOST_S, HashChooser, TimedRunner, timed_config
+from engine.timed_runner import HOST_S, STALL_S, HashChooser, TimedRunner, timed_config
 from engine.token_hash import TokenHash
 
 MODEL = Path(__file__).parents[3] / "models" / "tiny-shakespeare"
@@ -108,6 +108,20 @@ def test_what_the_host_takes_between_two_steps_does_not_add_up(runner: TimedRunn
         runner.run(decode)
         clock.now += 0.8 * HOST_S
     assert clock.now == pytest.approx(100 + 10 * 0.012 + 0.8 * HOST_S)
+
+
+def test_a_sequence_that_goes_on_was_queued_though_the_machine_was_busy(runner: TimedRunner, clock: Clock) -> None:
+    for at in range(3, 8):
+        runner.run(step_of(SequenceSlice((9,), at, (5, 2), True)))
+        clock.now += 2 * HOST_S
+    assert clock.now == pytest.approx(100 + 5 * 0.012 + 2 * HOST_S)
+
+
+def test_another_sequence_begins_when_it_is_launched(runner: TimedRunner, clock: Clock) -> None:
+    runner.run(step_of(SequenceSlice((9,), 3, (5, 2), True)))
+    clock.now += 0.8 * STALL_S
+    runner.run(step_of(SequenceSlice((9,), 3, (6, 7), True)))
+    assert clock.now == pytest.approx(100 + 2 * 0.012 + 0.8 * STALL_S)
 
 
 def test_a_step_after_a_rest_takes_its_whole_time(runner: TimedRunner, clock: Clock) -> None:
