@@ -210,9 +210,7 @@ class Predicted(Policy):
             token_s = self._mean.prompt_token_s
             holders = sorted(
                 (prompt_s - token_s * num_cached, worker.worker_id, worker)
-                for worker, prompt_s, num_cached in candidates.holders(
-                    request.prompt, keys[-1], _OF_EQUALS, 2 * _BY_CACHE
-                )
+                for worker, prompt_s, num_cached in candidates.holders(request.prompt, keys[-1], _OF_EQUALS, _BY_CACHE)
             )
             found |= {worker_id: worker for _, worker_id, worker in holders[:_BY_CACHE]}
         home = self._sessions.home_of(request.session)
