@@ -16,7 +16,8 @@ from cluster.errors import ConfigError
 if TYPE_CHECKING:
     from simulate.estimates import OfferedLoad
     from simulate.memory_plan import LayoutMemory, MemoryQuestion
-    from simulate.planner import PlanQuestion
+    from simulate.planner import PlanChoice, Planner, PlanQuestion
+    from simulate.report import RunReport
     from simulate.shapes import DeviceLayout, ModelShape
     from simulate.worker_profile import WorkerProfile
 
@@ -139,6 +140,9 @@ class PlannedGoal:
     what_if: Annotated[
         str | None, typer.Option(metavar="P:D", help="Compare with so many workers of each role; 0:D: colocated.")
     ] = None
+    simulate: Annotated[
+        int | None, typer.Option(min=10, metavar="N", help="Run the plans with so many requests in virtual time, too.")
+    ] = None
     write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the cluster.yaml that is meant.")] = None
 
     def workers(self) -> tuple[int, int] | None:
@@ -204,9 +208,24 @@ def _plan(question: PlanQuestion, model: str, goal: PlannedGoal, as_json: bool) 
             goal.write.write_text(config_text(question, choice.best, model), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--write: {goal.write} cannot be written: {error.strerror}") from error
-    print(json.dumps(document_of(planner, choice)) if as_json else render(planner, choice))
+    reports = _simulated(planner, choice, goal.simulate) if goal.simulate else {}
+    print(json.dumps(document_of(planner, choice, reports)) if as_json else render(planner, choice, reports))
     if goal.write is not None and not as_json:
         print(f"\nwritten: {goal.write}")
+
+
+def _simulated(planner: Planner, choice: PlanChoice, num_requests: int) -> dict[str, RunReport]:
+    """The runs of all plans that are compared, by the names of plans."""
+    import logging
+
+    from simulate.plan_check import simulated
+
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # pairs that close when a run ends
+    try:
+        return {name: simulated(planner.question, plan, num_requests) for name, plan in choice.plans.items()}
+    finally:
+        logging.disable(before)
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.text import count_of
 from simulate.planner import DevicePlan, PlanChoice, Planner, PlanQuestion, RolePlan
+from simulate.report import RunReport
 
 _RATES = (0.5, 0.8, 1.0, 1.25, 1.5)
 _WIDTH = 26
 
 
-def render(planner: Planner, choice: PlanChoice) -> str:
+def render(planner: Planner, choice: PlanChoice, reports: Mapping[str, RunReport]) -> str:
     """The question, the plans side by side, the verdict, and what becomes of the best one under other loads."""
     question = planner.question
     load, goal, memory = question.load, question.goal, question.memory
-    plans = {"disaggregated": choice.split, "colocated": choice.colocated, "what if": choice.what_if}
-    shown = {name: plan for name, plan in plans.items() if plan is not None}
+    shown = choice.plans
     best = next(name for name, plan in shown.items() if plan is choice.best)
     most = {name: planner.most_rate(plan) for name, plan in shown.items()}
     rows = [
@@ -32,10 +32,11 @@ def render(planner: Planner, choice: PlanChoice) -> str:
             f"asked: first token within {1000 * goal.ttft_s:g} ms, {1000 * goal.tpot_s:g} ms per token, each in "
             f"{goal.share:.0%} of the requests",
             "",
-            f"{'':<22}" + "".join(f"{name:<{_WIDTH}}" for name in shown),
+            f"{'':<22}" + "".join(f"{name.replace('_', ' '):<{_WIDTH}}" for name in shown),
             *[row.rstrip() for row in rows],
             f"{'serves at most':<22}"
             + "".join(f"{f'{most[name]:.2f} requests/s':<{_WIDTH}}" for name in shown).rstrip(),
+            *(_simulated(reports) if reports else []),
             "",
             choice.verdict,
             "",
@@ -53,6 +54,21 @@ def _error(question: PlanQuestion) -> str:
         return "Steps are computed from shape and device: within 4 % (median) and 21 % (p90) of published ones;"
     error = question.profile.curve.error
     return f"Steps are those of the profile; its curve is off by {error.median:.0%} (median) and {error.p90:.0%} (p90);"
+
+
+def _simulated(reports: Mapping[str, RunReport]) -> list[str]:
+    """What a run in virtual time showed of each plan."""
+
+    def row(label: str, text: Callable[[RunReport], str]) -> str:
+        return (f"{label:<22}" + "".join(f"{text(report):<{_WIDTH}}" for report in reports.values())).rstrip()
+
+    number = next(iter(reports.values())).num_requests
+    return [
+        f"simulated, {number} requests",
+        row("  TTFT p50 / p90", lambda r: _pair(r.ttft_s.by_percentile[50], r.ttft_s.by_percentile[90])),
+        row("  TPOT p50 / p90", lambda r: _pair(r.tpot_s.by_percentile[50], r.tpot_s.by_percentile[90])),
+        row("  both in time", lambda r: f"{r.kept_share:.1%}"),
+    ]
 
 
 def _role(plan: RolePlan | None) -> str:
@@ -110,7 +126,7 @@ def _sensitivity(planner: Planner, plan: DevicePlan) -> list[str]:
     return lines
 
 
-def document_of(planner: Planner, choice: PlanChoice) -> dict[str, Any]:
+def document_of(planner: Planner, choice: PlanChoice, reports: Mapping[str, RunReport]) -> dict[str, Any]:
     """Keys are added, never changed."""
     question = planner.question
     load, goal, memory = question.load, question.goal, question.memory
@@ -125,6 +141,7 @@ def document_of(planner: Planner, choice: PlanChoice) -> dict[str, Any]:
         "share": goal.share,
         "disaggregate": choice.best.prefill is not None,
         "verdict": choice.verdict,
+        "simulated": {name: _run_document(report) for name, report in reports.items()},
         "disaggregated": _plan_document(planner, choice.split),
         "colocated": None if choice.colocated is None else _plan_document(planner, choice.colocated),
         "what_if": None if choice.what_if is None else _plan_document(planner, choice.what_if),
@@ -150,6 +167,12 @@ def _plan_document(planner: Planner, plan: DevicePlan) -> dict[str, Any]:
         "dollars_per_million_output_tokens": _dollars(question, plan, load.mean_output),
         "dollars_per_million_tokens": _dollars(question, plan, load.mean_prompt + load.mean_output),
     }
+
+
+def _run_document(report: RunReport) -> dict[str, Any]:
+    times = {f"ttft_p{p}_ms": 1000 * report.ttft_s.by_percentile[p] for p in (50, 90)}
+    times |= {f"tpot_p{p}_ms": 1000 * report.tpot_s.by_percentile[p] for p in (50, 90)}
+    return {"requests": report.num_requests, **times, "kept_share": report.kept_share}
 
 
 def _role_document(role: RolePlan) -> dict[str, Any]:

@@ -289,6 +289,12 @@ class PlanChoice:
     what_if: DevicePlan | None
 
     @property
+    def plans(self) -> dict[str, DevicePlan]:
+        """Those that there are, by name."""
+        plans = {"disaggregated": self.split, "colocated": self.colocated, "what_if": self.what_if}
+        return {name: plan for name, plan in plans.items() if plan is not None}
+
+    @property
     def verdict(self) -> str:
         """Whether to disaggregate, and why."""
         split = self.split.num_devices

@@ -209,3 +209,14 @@ def test_a_row_of_the_page_is_what_its_command_says(command: str, apart: str, bo
     assert told["disaggregated"]["devices"] == int(apart)
     assert (told["colocated"] or {"devices": "none"})["devices"] == (int(both) if both.isdigit() else both)
     assert told["disaggregate"] == (better == "apart")
+
+
+def test_a_plan_that_is_simulated_keeps_what_was_estimated() -> None:
+    options = ("--model", "llama-3.1-8b", "--rate", "10", "--prompt", "1000", "--output", "20", "--simulate", "20")
+    told = json.loads(baton("plan", *options, "--json").stdout)
+    assert set(told["simulated"]) == {"disaggregated", "colocated"}
+    assert told["simulated"]["disaggregated"]["kept_share"] == 1.0
+    assert told["simulated"]["disaggregated"]["tpot_p90_ms"] == pytest.approx(
+        told["disaggregated"]["tpot_p90_ms"], rel=0.3
+    )
+    assert "simulated, 20 requests" in baton("plan", *options).stdout
