@@ -199,7 +199,7 @@ async def tell(router: Router, worker: FakeWorker, **info: object) -> None:
     told = worker_pb2.WorkerInfo(worker_id=worker.worker_id, incarnation=worker.incarnation, role=worker.role, **info)  # type: ignore[arg-type]
     worker.emit(worker_pb2.Event(info=told))
     client = next(w for w in router.server.dispatcher.fleet if w.worker_id == worker.worker_id)
-    await until_after(client, "_on_info", lambda: client.info == told)
+    await until_after(client, "_read", lambda: client.info == told)
 
 
 async def test_a_clock_that_is_ahead_and_weights_that_differ_are_named(tmp_path: Path, late_page: str) -> None:
