@@ -72,6 +72,13 @@ class DecodeScheduler:
             self.join(started[-1])
         return started
 
+    def most_blocks_due(self) -> int:
+        """Blocks that the running sequences may need for the next step, once the one under way has ended."""
+        block_size = self._blocks.block_size
+        return sum(
+            max(0, blocks_for(s.num_tokens + 1, block_size) - len(s.block_table)) + s.fan_out - 1 for s in self._running
+        )
+
     def can_plan_ahead(self) -> bool:
         """Whether the next step has room without preempting anyone: blocks of a step under way do not come back."""
         block_size = self._blocks.block_size

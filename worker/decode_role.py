@@ -251,6 +251,7 @@ class DecodeRole:
                     self._send(action)
                 case Reserve():
                     self._to_reserve.append(action.key)
+                    self._reserve_waiting(self._scheduler.most_blocks_due())
                 case Land():
                     chunk, table = action.chunk, self._tasks[action.chunk.key].prompt.block_table
                     self._connections[chunk.epoch].land(chunk, table, self._landed)
@@ -261,21 +262,22 @@ class DecodeRole:
                 case ReleasePages():
                     self._release_reservation(self._tasks[action.key], action.num_kept_tokens)
 
-    def _reserve_waiting(self) -> None:
-        """Reserves for announced hand-offs, in their order, while places and blocks last."""
+    def _reserve_waiting(self, num_blocks_due: int = 0) -> None:
+        """Reserves for announced hand-offs, in their order, while places and blocks last. A prompt is computed from
+        then on, so none waits for the end of a step here; but what runs has the blocks that it is about to need."""
         while self._to_reserve:
             task = self._tasks[self._to_reserve[0]]
-            if not self._scheduler.has_room(task.request.params.n) or not self._reserve(task):
+            if not self._scheduler.has_room(task.request.params.n) or not self._reserve(task, num_blocks_due):
                 return
             self._to_reserve.popleft()
             self._carry_out(self._receiver.reserved(task.request.key, task.prompt.num_cached_tokens))
 
-    def _reserve(self, task: DecodeTask) -> bool:
+    def _reserve(self, task: DecodeTask, num_blocks_due: int) -> bool:
         n, num_tokens = task.request.params.n, task.prompt.num_tokens
         num_spare = n - 1 if num_tokens % self._blocks.block_size else n
         if not claim_blocks(task.prompt, self._blocks):
             return False
-        if not self._blocks.can_allocate(num_spare):
+        if not self._blocks.can_allocate(num_spare + num_blocks_due):
             release_blocks(task.prompt, self._blocks)
             return False
         task.spare = self._blocks.allocate(num_spare)

@@ -117,6 +117,27 @@ def test_a_second_attempt_waits_for_the_first_to_drain_and_goes_on_from_what_it_
         assert around.reserved(SECOND) == [8]
 
 
+def test_a_prompt_is_reserved_for_at_once_and_not_when_the_step_under_way_has_ended() -> None:
+    around = Surroundings()
+    around.role.admit(request(FIRST), expect_handoff=True)
+    around.open(FIRST, "one")
+    assert around.reserved(FIRST) == [0] and around.role.num_waiting == 0
+
+
+def test_what_runs_keeps_the_blocks_that_it_is_about_to_need() -> None:
+    around = Surroundings()
+    role = around.role
+    for number in range(3):
+        key, params = RequestKey(f"running {number}", 1), SamplingParams(max_output_tokens=4)
+        role.admit(Request(key, PROMPT[:12], params, use_prefix_cache=False), expect_handoff=False)
+    run_step(role, 1, 2, 3)
+    role.admit(request(FIRST, use_prefix_cache=False), expect_handoff=True)
+    around.open(FIRST, "one")
+    assert around.blocks.num_free > len(PROMPT) // 4 + 1 and around.reserved(FIRST) == []
+    run_step(role, 1, 2, 3)
+    assert role.num_preemptions == 0
+
+
 def test_an_attempt_that_is_held_back_can_be_cancelled() -> None:
     around = Surroundings()
     role = around.role
