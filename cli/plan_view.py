@@ -76,7 +76,16 @@ def _role(plan: RolePlan | None) -> str:
 
 
 def _pair(low_s: float, high_s: float) -> str:
-    return " / ".join("overloaded" if math.isinf(s) else f"{1000 * s:.4g}" for s in (low_s, high_s)) + " ms"
+    return "overloaded" if math.isinf(low_s) else f"{1000 * low_s:.4g} / {_ms(high_s)}"
+
+
+def _ms(seconds: float) -> str:
+    return "overloaded" if math.isinf(seconds) else f"{1000 * seconds:.4g} ms"
+
+
+def _running(plan: DevicePlan) -> str:
+    num = plan.estimate.num_running
+    return f"{plan.max_num_seqs}, {'overloaded' if math.isinf(num) else f'{num:.0f} on the mean'}"
 
 
 def _dollars(question: PlanQuestion, plan: DevicePlan, tokens: float) -> float:
@@ -86,6 +95,8 @@ def _dollars(question: PlanQuestion, plan: DevicePlan, tokens: float) -> float:
 
 def _cost(question: PlanQuestion, plan: DevicePlan) -> str:
     load = question.load
+    if math.isinf(plan.estimate.num_running):
+        return "–"
     every = _dollars(question, plan, load.mean_prompt + load.mean_output)
     return f"${_dollars(question, plan, load.mean_output):.2f} output, ${every:.2f} all"
 
@@ -107,7 +118,7 @@ _ROWS: tuple[tuple[str, Callable[[PlanQuestion, DevicePlan], str]], ...] = (
     ("goodput", lambda q, p: f"{q.load.rate * p.estimate.kept_share:.2f} requests/s"),
     ("prefill memory", lambda q, p: _memory(q, p.prefill)),
     ("decode memory", lambda q, p: _memory(q, p.decode)),
-    ("max_num_seqs", lambda q, p: f"{p.max_num_seqs}, {p.estimate.num_running:.0f} on the mean"),
+    ("max_num_seqs", lambda q, p: _running(p)),
     ("hand-off", lambda q, p: f"{1000 * p.transfer_s:.1f} ms" if p.prefill else "–"),
     ("an hour", lambda q, p: f"${p.num_devices * q.price_per_hour:,.2f}"),
     ("a million tokens", _cost),
@@ -119,10 +130,8 @@ def _sensitivity(planner: Planner, plan: DevicePlan) -> list[str]:
     for factor in _RATES:
         other = planner.at_rate(factor * planner.question.load.rate)
         found = other.of_workers(plan.prefill, plan.decode).estimate
-        times = [
-            ("overloaded" if math.isinf(s) else f"{1000 * s:.4g} ms") for s in (found.ttft_p90_s, found.tpot_p90_s)
-        ]
-        lines.append(f"{other.question.load.rate:>12.4g}{times[0]:>14}{times[1]:>14}{found.kept_share:>14.1%}")
+        times = f"{_ms(found.ttft_p90_s):>14}{_ms(found.tpot_p90_s):>14}"
+        lines.append(f"{other.question.load.rate:>12.4g}{times}{found.kept_share:>14.1%}")
     return lines
 
 

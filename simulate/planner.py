@@ -97,8 +97,11 @@ class DevicePlan:
 
     @property
     def max_num_seqs(self) -> int:
-        """As many as there should be at nearly all moments, and some more; a power of two."""
+        """As many as there should be at nearly all moments, and some more; a power of two. All that fit, where the load
+        is too much."""
         decode = self.decode.option.decode
+        if math.isinf(self.estimate.num_running):
+            return int(decode.num_at_most)
         num = decode.at_share(max(1.0, self.estimate.num_running), 0.999)
         return int(min(decode.num_at_most, 1 << math.ceil(math.log2(max(8.0, num)))))
 

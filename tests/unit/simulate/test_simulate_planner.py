@@ -167,6 +167,14 @@ def test_a_trace_gives_rate_and_lengths(tmp_path: Path) -> None:
     assert (told["rate"], told["mean_prompt_tokens"], told["mean_output_tokens"]) == (4.0, 120.0, 10.0)
 
 
+def test_a_what_if_that_the_load_is_too_much_for_says_so() -> None:
+    load = "--rate 40 --prompt 4000 --output 100 --what-if 2:1"
+    done = baton("plan", "--model", "llama-3.1-8b", *load.split())
+    assert done.exit_code == 0, done.stderr
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("TTFT")]
+    assert row.endswith("overloaded") and row.count("overloaded") == 1
+
+
 def test_text_names_both_plans_the_verdict_and_other_rates(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     done = baton("plan", "--model", "llama-3.1-70b", "--what-if", "3:1", "--write", str(file))
