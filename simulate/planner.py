@@ -255,6 +255,11 @@ class Planner:
         self, name: str, limit_s: float, least_s: float, best: DeviceLayout, nearest: LatencyGoal
     ) -> ConfigError:
         memory = self.question.memory
+        if least_s <= limit_s:
+            return ConfigError(
+                f"--rate: {self.question.load.rate:g} requests a second take more than {MOST_WORKERS:,} workers of "
+                f"{memory.shape.name} on {memory.device.name}; lower it, and plan for a part of the load"
+            )
         text = (
             f"--{name}-ms: {1000 * limit_s:g} ms in {self.question.goal.share:.0%} of the requests cannot be met with "
             f"any number of {memory.device.name}: {memory.shape.name} takes {1000 * least_s:.1f} ms without any wait "

@@ -134,6 +134,7 @@ def test_the_verdict_follows_the_devices() -> None:
             "--device l40s --tp 1 --memory-utilization 0.4",
             "memory: one request of 1,280 tokens fits beside llama-3.1-8b",
         ),
+        ("--rate 1e6", "--rate: 1e+06 requests a second take more than 1,024 workers of llama-3.1-8b on h100"),
         ("--what-if 3/1", "'3/1' is no ratio of workers; write P:D"),
         ("--what-if 3:0", "'3:0' is no ratio of workers"),
         ("--prompt 100 --prompt-p90 90000", "no lognormal has the mean 100 and the 90th percentile 90000"),
