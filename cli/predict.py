@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,13 +103,4 @@ def predict(load: PredictedLoad, workers: PredictedWorkers, as_json: AsJson = Fa
 
 def _document(report: RunReport, found: FileCurve) -> dict[str, Any]:
     curve = {"kind": found.kind, "error_median": found.error.median, "error_p90": found.error.p90}
-    return {"curve": curve, **_plain(report)}
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: without dataclasses and NaN."""
-    if is_dataclass(value):
-        value = {field.name: getattr(value, field.name) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"curve": curve, **report.as_dict()}

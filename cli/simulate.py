@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,16 +51,14 @@ def simulate(
     """Run a load through a simulated cluster: the real router and workers, in virtual time."""
     with outcome():
         from cluster.config.schema import SloSection
-        from simulate.report import RunReport
-        from simulate.world import Cluster, ClusterSpec
+        from simulate.prediction import PredictionQuestion, predicted_report
 
         if load.max_concurrency is not None:
             raise ConfigError("--max-concurrency: a simulated load is open; use --request-rate")
         slo = SloSection(options.ttft_ms, options.tpot_ms)
-        spec = ClusterSpec.of_ratio(*options.roles, _worker(device, options, model), slo=slo)
-        result = Cluster(spec, load.seed).run(load.shapes())
-        report = RunReport.of(result, slo)
-        print(json.dumps(asdict(report)) if as_json else "\n".join(report.lines()))
+        question = PredictionQuestion(_worker(device, options, model), *options.roles, slo)
+        report = predicted_report(question, load.shapes(), load.seed)
+        print(json.dumps(report.as_dict()) if as_json else "\n".join(report.lines()))
 
 
 def _worker(device: PlannedDevice, options: SimulatedOptions, model: str) -> WorkerSpec:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.config.schema import SloSection
 from router.routing.policies.interface import Objectives
@@ -74,6 +75,10 @@ class RunReport:
             speed=result.duration_s / max(result.wall_s, 1e-9),
         )
 
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it: None where there is no number."""
+        return {name: _plain(value) for name, value in vars(self).items()}
+
     def lines(self) -> list[str]:
         """A table for people."""
         ends = ", ".join(f"{count} {name}" for name, count in sorted(self.outcomes.items()))
@@ -103,7 +108,15 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 def _row(distribution: Distribution) -> str:
     values = [distribution.mean, *distribution.by_percentile.values()]
-    return "".join(f"{1000 * value:>10.2f}" for value in values)
+    return "".join(f"{'–':>10}" if math.isnan(value) else f"{1000 * value:>10.2f}" for value in values)
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, Distribution):
+        return _plain(vars(value))
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_kept(outcome: RequestOutcome, objectives: Objectives) -> bool:

@@ -25,9 +25,18 @@ def test_it_prints_a_table() -> None:
     assert result.exit_code == 0 and "TTFT" in result.stdout and "20 finished" in result.stdout
 
 
+def test_where_there_is_no_number_it_says_so() -> None:
+    """One token each has no time per token."""
+    table = CliRunner().invoke(app, ["simulate", *LOAD, "--output-len", "1"]).stdout
+    assert "nan" not in table and "–" in table
+    document = CliRunner().invoke(app, ["simulate", *LOAD, "--output-len", "1", "--json"]).stdout
+    assert "NaN" not in document and json.loads(document)["tpot_s"]["mean"] is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
+        (("--input-len", "200000"), "request 1 has 200008 tokens, and a worker holds"),
         (("--ratio", "1:0"), "--ratio: '1:0' is not of the form P:D, with at least 1 decode worker"),
         (("--max-concurrency", "4"), "--max-concurrency: a simulated load is open"),
     ],
