@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,7 +74,7 @@ def _worker(device: PlannedDevice, options: SimulatedOptions, model: str) -> Wor
     layout = DeviceLayout(device.tp or 1, device.ep)
     memory = memory_of(question, layout)
     check_fits(question, memory)
-    return WorkerSpec(
+    worker = WorkerSpec(
         "",
         "decode",
         ComputedCurve(question.shape, question.device, layout, question.quantization, question.kv_dtype),
@@ -84,4 +84,16 @@ def _worker(device: PlannedDevice, options: SimulatedOptions, model: str) -> Wor
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_bytes_per_token=memory.worker_kv_bytes_per_token,
         wire=WireSpec(question.device.nic_bytes_per_s * layout.num_devices),
+    )
+    profile = device.measured()
+    if profile is None:
+        return worker
+    measured = profile.worker
+    return replace(
+        worker,
+        curve=profile.curve.curve,
+        kv_tokens=measured.kv_tokens,
+        max_model_len=min(measured.max_model_len, measured.kv_tokens),
+        max_num_seqs=measured.max_num_seqs,
+        overlaps=measured.device != "cpu",
     )

@@ -104,6 +104,9 @@ def test_a_profile_is_read_as_a_curve_and_planned_with(monkeypatch: pytest.Monke
     told = json.loads(done.stdout)
     assert told["disaggregated"]["ttft_p50_ms"] == pytest.approx(1000 * COST.of_prompt(200, 0), rel=0.1)
     assert "those of the profile" in baton("plan", *options, "--profile", str(file)).stdout
+    load = ("--input-len", "200", "--output-len", "2", "--num-prompts", "5", "--request-rate", "0.1", "--ratio", "0:1")
+    done = baton("simulate", *options[:4], *load, "--profile", str(file), "--json")
+    assert json.loads(done.stdout)["ttft_s"]["mean"] == pytest.approx(COST.of_prompt(200, 0), rel=0.1)
 
 
 def test_steps_of_others_are_not_taken_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
