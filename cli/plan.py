@@ -235,7 +235,8 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> str:
 
 
 def _memory(question: MemoryQuestion, layouts: tuple[DeviceLayout, ...]) -> list[LayoutMemory]:
-    """Of the layout that is named, which must fit, or of the usual ones. Raises ConfigError where none fits."""
+    """Prints the memory of the layout that is named, which must fit, or of the usual ones. Raises ConfigError where
+    none fits."""
     from simulate.memory_plan import check_fits, memory_of, usual_layouts
 
     wanted = layouts or usual_layouts(question.shape, question.device.devices_per_node)

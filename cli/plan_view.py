@@ -57,7 +57,7 @@ def _error(question: PlanQuestion) -> str:
 
 
 def _simulated(reports: Mapping[str, RunReport]) -> list[str]:
-    """What a run in virtual time showed of each plan."""
+    """Rows of what a run in virtual time showed of each plan."""
 
     def row(label: str, text: Callable[[RunReport], str]) -> str:
         return (f"{label:<22}" + "".join(f"{text(report):<{_WIDTH}}" for report in reports.values())).rstrip()

@@ -14,6 +14,7 @@ from cli.plan import PlannedDevice
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
+    from simulate.worker_profile import WorkerProfile
     from simulate.world import WorkerSpec
 
 _USUAL_CONTEXT = 4096
@@ -70,27 +71,35 @@ def _worker(device: PlannedDevice, options: SimulatedOptions, model: str) -> Wor
     from simulate.wire import WireSpec
     from simulate.world import WorkerSpec
 
-    question = device.question(find_shape(model), _USUAL_CONTEXT)
-    layout = DeviceLayout(device.tp or 1, device.ep)
+    question, profile = device.question(find_shape(model), _USUAL_CONTEXT), device.measured()
+    layout = (
+        DeviceLayout(device.tp or 1, device.ep) if profile is None else DeviceLayout(profile.worker.tensor_parallel)
+    )
     memory = memory_of(question, layout)
-    check_fits(question, memory)
-    worker = WorkerSpec(
+    like = WorkerSpec(
         "",
         "decode",
-        ComputedCurve(question.shape, question.device, layout, question.quantization, question.kv_dtype),
-        kv_tokens=memory.num_tokens,
-        max_model_len=min(question.shape.max_position_embeddings, memory.num_tokens),
-        max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=options.max_num_batched_tokens,
         kv_bytes_per_token=memory.worker_kv_bytes_per_token,
         wire=WireSpec(question.device.nic_bytes_per_s * layout.num_devices),
     )
-    profile = device.measured()
-    if profile is None:
-        return worker
+    if profile is not None:
+        return _measured(like, profile)
+    check_fits(question, memory)
+    return replace(
+        like,
+        curve=ComputedCurve(question.shape, question.device, layout, question.quantization, question.kv_dtype),
+        kv_tokens=memory.num_tokens,
+        max_model_len=min(question.shape.max_position_embeddings, memory.num_tokens),
+        max_num_seqs=options.max_num_seqs,
+    )
+
+
+def _measured(like: WorkerSpec, profile: WorkerProfile) -> WorkerSpec:
+    """The worker whose steps and sizes were measured."""
     measured = profile.worker
     return replace(
-        worker,
+        like,
         curve=profile.curve.curve,
         kv_tokens=measured.kv_tokens,
         max_model_len=min(measured.max_model_len, measured.kv_tokens),

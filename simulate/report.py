@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from cluster.config.schema import SloSection
 from router.routing.policies.interface import Objectives
@@ -25,9 +27,9 @@ class Distribution:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Distribution:
-        found = sorted(value for value in values if value is not None)
-        mean = sum(found) / len(found) if found else math.nan
-        return cls(mean, {percent: percentile(found, percent) for percent in PERCENTILES})
+        found = [value for value in values if value is not None] or [math.nan]
+        percentiles = map(float, np.percentile(found, PERCENTILES))
+        return cls(sum(found) / len(found), dict(zip(PERCENTILES, percentiles, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,6 @@ class RunReport:
             *(f"{name:<12}{_row(distribution)}" for name, distribution in rows),
             f"simulated   {self.speed:.0f} times as fast as real time",
         ]
-
-
-def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of values in ascending order, between two of them by linear interpolation; NaN of none."""
-    if not ordered:
-        return math.nan
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def _row(distribution: Distribution) -> str:
