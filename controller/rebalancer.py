@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from cluster.config.choices import DeviceName
 from cluster.config.schema import AutoSection, ServingConfig, SloSection
@@ -71,6 +72,25 @@ class Split:
         return self.num_prefill + self.num_decode
 
 
+class RebalancePolicy(Protocol):
+    """Decides by which split the workers serve best (`controller.rebalance_policy.AutoRatio`)."""
+
+    def decide(
+        self,
+        now: float,
+        demand: Demand,
+        window_s: float,
+        worker: WorkerModel | None,
+        bounds: SplitBounds,
+        num_prefill: int,
+    ) -> RebalanceDecision: ...
+
+    def moved(self, now: float, before: tuple[int, int], after: tuple[int, int]) -> None: ...
+
+
+MakePolicy = Callable[[SloSection, AutoSection], RebalancePolicy]
+
+
 class Rebalancer:
     """`look` once a second. `move(num_prefill, num_decode, version, why)` raises BatonError for a refused move.
     `reserve` returns whether a place for one more worker is there, and then reserved, and asks Ray for one otherwise;
@@ -85,8 +105,10 @@ class Rebalancer:
         release: Callable[[], None],
         report: Callable[[str], None] = logger.info,
         device: DeviceName = "auto",
+        make_policy: MakePolicy = AutoRatio,
     ) -> None:
-        """`device`: that of the workers, where the configuration leaves it open."""
+        """`device`: that of the workers, where the configuration leaves it open. `make_policy`: called whenever its
+        settings change."""
         self._measure = measure
         self._split = split
         self._move = move
@@ -94,7 +116,8 @@ class Rebalancer:
         self._release = release
         self._report = report
         self._device = device
-        self._auto: AutoRatio | None = None
+        self._make_policy = make_policy
+        self._auto: RebalancePolicy | None = None
         self._settings: tuple[SloSection, AutoSection] | None = None
         self._costs: RoleCosts | None = None
         self._was: tuple[int, int] | None = None
@@ -162,11 +185,11 @@ class Rebalancer:
         least = split.num_workers - split.num_added
         return SplitBounds(split.num_workers, roles.prefill.min_workers, roles.decode.min_workers, least, most)
 
-    def _tuned(self, config: ServingConfig) -> AutoRatio:
+    def _tuned(self, config: ServingConfig) -> RebalancePolicy:
         """The policy, whose memory lasts until its settings change."""
         settings = config.rebalance.slo, config.rebalance.auto
         if self._auto is None or settings != self._settings:
-            self._auto, self._settings = AutoRatio(*settings), settings
+            self._auto, self._settings = self._make_policy(*settings), settings
             self._asks_from = 0.0
         return self._auto
 

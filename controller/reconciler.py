@@ -6,7 +6,7 @@ started again. Every router gets the complete set of workers after every change.
 dies: the next one, which Ray starts, adopts it, goes on with the change that was under way, and starts what has ended
 meanwhile. `controller.launchers` starts processes. Decisions are in `controller.plan`, `controller.supervisor`,
 `controller.adoption`, `controller.reconfigurer` (changes, from the file or from the AdminService) and
-`controller.rebalancer`, which know no Ray; no request passes through here.
+`controller.auto_mode`, which know no Ray; no request passes through here.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cluster.config.schema import ServingConfig
 from cluster.errors import BatonError, ConfigError, IncompatibleProtocol
 from cluster.pb import admin_pb2
 from cluster.protocol import spoken
-from cluster.settings import run_time_json
 from cluster.tls import internal_tls_of
 from controller.adoption import Adoption, SavedCluster, SavedWorker
+from controller.auto_mode import AutoMode
 from controller.config_file import ConfigFile, ConfigWatch
 from controller.events import ClusterEvent, EventKind, EventLog, ProgressBatch, ProgressEvent, ProgressLog
 from controller.launchers import Capacity, RouterLauncher, RouterPlaces, WorkerLauncher, num_gpus
@@ -37,7 +37,6 @@ from controller.listeners import Listeners
 from controller.metrics import ControllerMetrics
 from controller.plan import ClusterPlan
 from controller.ray_actors import Hosting, die_with_parent, send_logs_to
-from controller.rebalancer import MeasuredLoad, Rebalancer, Split
 from controller.reconfigurer import Reconfigurer, SaveConfig
 from controller.router_link import RouterLink
 from controller.router_pool import RouterPool, SharedPorts
@@ -48,7 +47,6 @@ from controller.worker_pool import STOP_S, StepRunner, WorkerPool
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
-_REBALANCE_S = 1.0
 _NAME_AGAIN_S = 2.0
 _LOOK_S = 0.1
 """How often the file is looked at; an edit counts at the second look that finds it."""
@@ -120,8 +118,8 @@ class Controller:
         self.reconfigurer = Reconfigurer(
             config, steps, self._routers, self.events, num_devices, num_named=saved.num_devices_asked
         )
-        hooks = (self._measure, self._split, self._move, self._capacity.ask, self._capacity.give_back)
-        self._rebalancer = Rebalancer(*hooks, self._report_auto, saved.engine.device)
+        places = self._capacity.ask, self._capacity.give_back
+        self._auto = AutoMode(self.pool, self._links, self.reconfigurer, self.events, *places, saved.engine.device)
         node_host = ray.util.get_node_ip_address() if are_spread else ""
         self._listeners = Listeners(self, config, tls, node_host, hosting.token)
         self._tasks: list[asyncio.Task[None]] = []
@@ -139,7 +137,7 @@ class Controller:
                 self._progress.add(ProgressEvent("refused", "controller", f"{error.message}; {_LEFT_ALONE}"))
                 return
         try:
-            registry = ControllerMetrics(self.events, self._rebalancer, self._workers_by_state).registry
+            registry = ControllerMetrics(self.events, self._auto.rebalancer, self._workers_by_state).registry
             await self._listeners.open(registry, self.saved.admin_port)
         except ConfigError as error:
             self._progress.add(ProgressEvent("failed", "admin", error.message, is_mistake=True))
@@ -241,7 +239,7 @@ class Controller:
     def auto(self) -> admin_pb2.Auto | None:
         if self.reconfigurer.config.rebalance.mode != "auto":
             return None
-        rebalancer = self._rebalancer
+        rebalancer = self._auto.rebalancer
         why = "" if rebalancer.decision is None else rebalancer.decision.why
         return admin_pb2.Auto(why=why, gain=rebalancer.gain, num_moves=rebalancer.num_moves)
 
@@ -318,13 +316,7 @@ class Controller:
 
     def _compose(self) -> admin_pb2.SetWorkersRequest:
         self._takeover.changed()
-        return admin_pb2.SetWorkersRequest(
-            workers=self.pool.addresses(),
-            config_version=self.reconfigurer.version,
-            needs_prefill=self.reconfigurer.needs_prefill,
-            run_time_settings=run_time_json(self.reconfigurer.config),
-            admin_address=self._listeners.inner_address,
-        )
+        return self.reconfigurer.router_update(self._listeners.inner_address)
 
     async def _announce(self) -> None:
         """Waits until the router is connected to its workers, unless those have changed meanwhile, or the cluster has
@@ -341,7 +333,7 @@ class Controller:
                 if http:
                     self._progress.add(ProgressEvent("http", "router", str(http)))
                 self._progress.add(ProgressEvent("serving", "router", str(address)))
-                self._tasks.append(asyncio.create_task(self._rebalance()))
+                self._tasks.append(asyncio.create_task(self._auto.run()))
                 if self._watch is not None:
                     self._tasks.append(asyncio.create_task(self._look_at_file(self._watch)))
                 return
@@ -367,34 +359,3 @@ class Controller:
 
     def _refuse_file(self, why: str) -> None:
         self.reconfigurer.refuse(self.config_path, why)
-
-    async def _rebalance(self) -> None:
-        """Has `mode: auto` look at the load; does nothing in another mode, which may change."""
-        while True:
-            await asyncio.sleep(_REBALANCE_S)
-            try:
-                await self._rebalancer.look(asyncio.get_running_loop().time(), self.reconfigurer.config)
-            except Exception:
-                # A bug here must not end the watch over the load unseen.
-                logger.exception("mode auto could not look at the load")
-
-    async def _measure(self) -> MeasuredLoad | None:
-        return MeasuredLoad.of(await self._links.demand())
-
-    def _split(self) -> Split | None:
-        """None while it changes, or a worker is not there."""
-        members = [m for m in self.pool.members() if not m.is_draining]
-        if self.reconfigurer.changing is not None or not all(m.is_ready for m in members):
-            return None
-        num_prefill = sum(m.role == "prefill" for m in members)
-        num_added = self.reconfigurer.num_added // self.reconfigurer.config.roles.decode.tensor_parallel
-        return Split(num_prefill, len(members) - num_prefill, self.reconfigurer.version, num_added)
-
-    def _move(self, num_prefill: int, num_decode: int, version: int, why: str) -> None:
-        wanted = self.reconfigurer.with_split(num_prefill, num_decode)
-        self.reconfigurer.propose(
-            wanted, f"mode auto {num_prefill}:{num_decode}", expected_version=version, is_auto=True
-        )
-
-    def _report_auto(self, why: str) -> None:
-        self.events.add(EventKind.AUTO, f"mode auto: {why}")

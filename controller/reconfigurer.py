@@ -19,6 +19,8 @@ from cluster.config.checks import check
 from cluster.config.diff import SPLIT_KEYS, differences, refuse_fixed
 from cluster.config.schema import ROLES, RoleName, RolesSection, ServingConfig
 from cluster.errors import BatonError, FailedPrecondition
+from cluster.pb import admin_pb2
+from cluster.settings import run_time_json
 from controller.change_plan import Replace, Start, Step, Stop, plan_ratio, ratio_of, wanted_of
 from controller.events import EventKind, EventLog
 from controller.model_change import refuse_other_model
@@ -111,6 +113,16 @@ class Reconfigurer:
         if any(isinstance(step, Replace) and step.role == "prefill" and step.is_last for step in steps):
             return False
         return all(config.roles.prefill.num_workers > 0 for config in (self._before, self.config))
+
+    def router_update(self, admin_address: str = "") -> admin_pb2.SetWorkersRequest:
+        """The workers as routers get them, with what else those take over of the configuration."""
+        return admin_pb2.SetWorkersRequest(
+            workers=self._steps.addresses(),
+            config_version=self.version,
+            needs_prefill=self.needs_prefill,
+            run_time_settings=run_time_json(self.config),
+            admin_address=admin_address,
+        )
 
     def with_split(self, prefill: int, decode: int) -> ServingConfig:
         """The configuration that runs, with these numbers of workers."""

@@ -15,7 +15,7 @@ import grpc
 from cluster.errors import BatonError
 from cluster.pb import admin_pb2, admin_pb2_grpc, worker_pb2
 from cluster.protocol import inside_metadata
-from cluster.rpc import create_channel
+from cluster.rpc import OpenChannel, create_channel
 from cluster.tls import ClientTls
 from controller.supervisor import Supervisor, SupervisorState
 
@@ -34,7 +34,7 @@ _ADDED = (
 
 class RouterLink:
     """Calls one router. `compose` makes the update, anew for each attempt. `tls`, `token`: of the cluster's inside, if
-    any."""
+    any. `open_channel` leads to the router."""
 
     def __init__(
         self,
@@ -42,8 +42,10 @@ class RouterLink:
         compose: Callable[[], admin_pb2.SetWorkersRequest],
         tls: ClientTls | None = None,
         token: str = "",
+        open_channel: OpenChannel = create_channel,
     ) -> None:
         self._router = router
+        self._open_channel = open_channel
         self._compose = compose
         self._tls = tls
         self._metadata = inside_metadata(token)
@@ -105,7 +107,7 @@ class RouterLink:
         known = self._channels.get(name)
         if known is not None and known[0] == life:
             return known[1]
-        channel = create_channel(address, tls=self._tls)
+        channel = self._open_channel(address, tls=self._tls)
         self._channels[name] = (life, channel)
         if known is not None:
             await known[1].close(CALL_S)

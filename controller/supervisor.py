@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -129,7 +128,6 @@ class Supervisor:
         launch: Launch,
         changed: Callable[[Supervisor], None],
         policy: RestartPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.state = SupervisorState.STARTING
@@ -140,7 +138,6 @@ class Supervisor:
         self._launch = launch
         self._changed = changed
         self._policy = policy or RestartPolicy()
-        self._clock = clock
         self._running: RunningProcesses | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -156,7 +153,7 @@ class Supervisor:
             return
         self._running, self.num_starts = running, num_starts
         if running is not None:
-            self._policy.started(self._clock())
+            self._policy.started(_now())
             self._enter(SupervisorState.READY)
         self._task = asyncio.create_task(self._supervise(), name=f"supervise-{self.name}")
 
@@ -197,13 +194,13 @@ class Supervisor:
             running = self._running = await self._launch()
         except StartFailed as failure:
             self.why = failure.message
-            return self._policy.ended(self._clock(), self.why, is_mistake=failure.is_mistake)
+            return self._policy.ended(_now(), self.why, is_mistake=failure.is_mistake)
         except Exception as error:
             # A fault of the launcher itself must not end supervision unseen.
             logger.exception("%s could not be launched", self.name)
             self.why = f"{type(error).__name__}: {error}"
-            return self._policy.ended(self._clock(), self.why)
-        self._policy.started(self._clock())
+            return self._policy.ended(_now(), self.why)
+        self._policy.started(_now())
         self._enter(SupervisorState.READY)
         return await self._until_ended(running)
 
@@ -213,4 +210,8 @@ class Supervisor:
         self._enter(SupervisorState.BACKING_OFF)
         await running.kill()
         self._running = None
-        return self._policy.ended(self._clock(), self.why)
+        return self._policy.ended(_now(), self.why)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -177,6 +177,10 @@ class StepRunner:
             for m in self._pool.members()
         ]
 
+    def addresses(self) -> list[admin_pb2.WorkerAddress]:
+        """The ready workers, as routers get them."""
+        return self._pool.addresses()
+
     def restore(self, workers: Iterable[SavedWorker], config: ServingConfig, *, have_served: bool) -> None:
         """Fills the pool with the workers of the controller before, which are adopted or started afterwards."""
         for saved in workers:

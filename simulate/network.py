@@ -3,7 +3,7 @@
     Host.channel(address) -> a stub's method -> SimulatedCall -> the servicer's method at that address
 
 A channel looks like `grpc.aio.Channel` to the generated stubs, and a `ServerContext` like gRPC's own to servicers, as
-far as Baton's streams between processes use them. Messages are passed on as they are: nobody changes one that was sent.
+far as calls between Baton's processes use them. Messages are passed on as they are: nobody changes one that was sent.
 A host that closes takes its streams with it; their other sides learn of it after the latency.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -26,6 +26,11 @@ Status = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
 """How a call ended: code, details, trailers."""
 OK: Status = (grpc.StatusCode.OK, "", ())
 GONE: Status = (grpc.StatusCode.UNAVAILABLE, "the connection is lost", ())
+
+
+def _error(status: Status) -> grpc.aio.AioRpcError:
+    code, details, trailers = status
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details, details)
 
 
 class _Aborted(Exception):
@@ -178,8 +183,7 @@ class SimulatedCall:
             raise asyncio.CancelledError
         status = self._to_client.status
         if status is not None and status[0] is not grpc.StatusCode.OK:
-            code, details, trailers = status
-            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailers), details, details)
+            raise _error(status)
 
     def _close_client(self) -> None:
         self._caller.calls.pop(self, None)
@@ -270,6 +274,39 @@ class Channel:
 
         return call
 
+    def unary_unary(self, path: str, *_: Any, **__: Any) -> Callable[..., Awaitable[Any]]:
+        method = path.rpartition("/")[2]
+
+        async def call(request: Any, *, timeout: float | None = None, metadata: Any = ()) -> Any:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._answer(method, request, metadata)
+            except TimeoutError:
+                raise _error((grpc.StatusCode.DEADLINE_EXCEEDED, f"no answer within {timeout:g} s", ())) from None
+
+        return call
+
+    def unary_stream(self, path: str, *_: Any, **__: Any) -> None:
+        """Nothing in a simulated cluster calls such a method."""
+
+    async def close(self, grace: float | None = None) -> None:
+        """Its calls end by themselves."""
+
+    async def _answer(self, method: str, request: Any, metadata: Any) -> Any:
+        network, context = self._host.network, ServerContext(metadata)
+        await network.carry(self._host.address, self._address)
+        servicer = network.servicer_at(self._address)
+        if servicer is None:
+            raise _error((grpc.StatusCode.UNAVAILABLE, f"nothing listens at {self._address}", ()))
+        try:
+            answer = await getattr(servicer, method)(request, context)
+        except _Aborted as aborted:
+            raise _error(aborted.status) from None
+        finally:
+            context.close()
+        await network.carry(self._address, self._host.address)
+        return answer
+
 
 class Host:
     """A process with an address: it serves, and it opens channels."""
@@ -323,6 +360,14 @@ class Network:
             silent = self._silent_until.get(frozenset((source, target)), 0.0)
             at = max(at, silent, self._stopped_until.get(target, 0.0), self._stopped_until.get(source, 0.0))
         return at
+
+    async def carry(self, source: str, target: str) -> None:
+        """Waits until a message that is sent now has arrived."""
+        await asyncio.sleep(self.arrival(source, target) - self.loop.time())
+
+    def servicer_at(self, address: str) -> object | None:
+        host = self.hosts.get(address)
+        return None if host is None else host.servicer
 
     def silence(self, one: str, other: str, seconds: float) -> None:
         """Nothing that is sent between two addresses arrives before so many seconds have passed."""

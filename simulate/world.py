@@ -24,6 +24,7 @@ from cluster.text import ROLE_NUMBERS
 from router.routing.dispatcher import Dispatcher
 from router.routing.fleet import WorkerAddress
 from simulate.client import RequestOutcome, SimRequest, run_client
+from simulate.controller import ControllerSpec, SimulatedController, SplitSince, config_of, serve_control
 from simulate.faults import FaultPlan
 from simulate.network import Host, Network
 from simulate.ranks import SimulatedPair
@@ -52,6 +53,8 @@ class ClusterSpec:
     slo: SloSection = field(default_factory=SloSection)
     message_s: float = 200e-6
     """Seconds of each message between two processes."""
+    controller: ControllerSpec | None = None
+    """None: there is none, and the router was told of its workers at its start."""
 
     @classmethod
     def of_ratio(cls, prefill: int, decode: int, worker: WorkerSpec | None = None, **values: object) -> ClusterSpec:
@@ -91,6 +94,8 @@ class RunResult:
     """Everything that was noted, in order; empty unless it was asked for."""
     num_faults: Mapping[str, int] = field(default_factory=dict)
     """Faults that took effect, by name."""
+    splits: tuple[SplitSince, ...] = ()
+    """How it was split at first, and after each change, where there is a controller."""
 
 
 class _ErrorLog(logging.Handler):
@@ -128,6 +133,7 @@ class Cluster:
         self._faults = faults or FaultPlan()
         self.num_faults: Counter[str] = Counter()
         """Faults that took effect."""
+        self.controller: SimulatedController | None = None
 
     def run(self, requests: Iterable[RequestShape | SimRequest], limit_s: float = float("inf")) -> RunResult:
         """Raises Stuck when a request has not ended at `limit_s` of virtual time, AssertionError for whatever went
@@ -150,6 +156,7 @@ class Cluster:
             self.loop.num_calls,
             tuple(self._trace or ()),
             dict(self.num_faults),
+            () if self.controller is None else tuple(self.controller.splits),
         )
 
     # What its parts share
@@ -178,15 +185,15 @@ class Cluster:
     # The run
 
     async def _main(self, requests: list[SimRequest]) -> tuple[list[RequestOutcome], float]:
-        for spec in self.spec.workers:
-            self.start(spec)
-        dispatcher = self._dispatcher()
+        dispatcher, controlling = self._begin()
         await asyncio.sleep(START_S - self.loop.time())
         for fault in self._faults.events:
             self.loop.call_later(fault.at_s, fault.strike, self)
         outcomes = await self._bring(dispatcher, requests)
         duration_s = self.loop.time() - START_S
         await asyncio.sleep(max(0.0, self._faults.until_s - duration_s) + (HEAL_S if self._faults.events else SETTLE_S))
+        if controlling is not None and controlling.done():
+            controlling.result()  # it never ends but by an error
         self._check(dispatcher, outcomes)
         return outcomes, duration_s
 
@@ -196,22 +203,33 @@ class Cluster:
         worker = self.workers[spec.worker_id] = SimulatedWorker(self, spec, self.spec.transfer, self.spec.slo, life)
         return worker
 
-    def _dispatcher(self) -> Dispatcher:
+    def _begin(self) -> tuple[Dispatcher, asyncio.Task[None] | None]:
+        """Starts everything: the controller does, if there is one, and it is what runs then."""
         spec = self.spec
         settings = RouterSettings.from_values(model_path="")
         needs_prefill = any(worker.role == "prefill" for worker in spec.workers)
         settings = replace(
             settings, router=spec.router, transfer=spec.transfer, slo=spec.slo, needs_prefill=needs_prefill
         )
+        if spec.controller is None:
+            for worker in spec.workers:
+                self.start(worker)
         host = Host(self.network, "router:1")
         dispatcher = Dispatcher(
             settings, lambda: None, self.loop.time, open_channel=host.channel, rng=random.Random(self.random.random())
         )
-        addresses = [
-            WorkerAddress(name, worker.address, ROLE_NUMBERS[worker.spec.role]) for name, worker in self.workers.items()
-        ]
-        dispatcher.set_workers(addresses)
-        return dispatcher
+        if spec.controller is None:
+            dispatcher.set_workers(
+                WorkerAddress(name, worker.address, ROLE_NUMBERS[worker.spec.role])
+                for name, worker in self.workers.items()
+            )
+            return dispatcher, None
+        serve_control(host, dispatcher, settings)
+        config = config_of(spec.controller, spec.workers, spec.router, spec.transfer, spec.slo)
+        self.controller = SimulatedController(
+            self, spec.controller, config, spec.workers, host.address, begins_at=START_S
+        )
+        return dispatcher, asyncio.create_task(self.controller.run())
 
     async def _bring(self, dispatcher: Dispatcher, requests: list[SimRequest]) -> list[RequestOutcome]:
         """Each request in its time; returns when all have ended."""
@@ -240,6 +258,8 @@ class Cluster:
             assert outcome.reason not in ("INTERNAL", "INVALID_REQUEST"), f"request {outcome.number}: {outcome.reason}"
             outcome.check(self.seed)
         for worker in self.workers.values():
+            if worker.is_dead:
+                continue  # the controller has stopped it
             worker.check_idle()
             index = dispatcher.fleet[worker.spec.worker_id].prefix_index
             cached = worker.core.blocks.cached_hashes

@@ -129,7 +129,7 @@ class ControlService:
     @property
     def silent_s(self) -> float | None:
         """Seconds since the controller last named the workers; None: it never has."""
-        return None if self._named_at is None else time.monotonic() - self._named_at
+        return None if self._named_at is None else self._dispatcher.clock() - self._named_at
 
     @property
     def drain_timeout_s(self) -> float:
@@ -144,7 +144,7 @@ class ControlService:
         if len({worker.worker_id for worker in request.workers}) < len(request.workers):
             wrong.add("workers", "name the same worker_id twice")
         wrong.raise_if_any()
-        self._named_at = time.monotonic()
+        self._named_at = self._dispatcher.clock()
         self.config_version = request.config_version
         self.admin_address = request.admin_address or self.admin_address
         if request.HasField("needs_prefill"):

@@ -8,7 +8,6 @@ import pytest
 
 from cluster.errors import ConfigError
 from cluster.pb import admin_pb2, worker_pb2
-from controller import router_link
 from controller.router_link import RouterLink, merged
 from controller.supervisor import Supervisor, SupervisorState
 
@@ -68,16 +67,13 @@ class Life:
 
 
 @pytest.mark.parametrize("error", [ConfigError("internal_tls.cert: cannot be read"), OSError("out of descriptors")])
-async def test_a_call_that_cannot_be_made_is_one_that_was_not_heard(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_call_that_cannot_be_made_is_one_that_was_not_heard(error: Exception) -> None:
     def fall(*_: object, **__: object) -> Any:
         raise error
 
-    monkeypatch.setattr(router_link, "create_channel", fall)
     life: Any = Life()
     router: Supervisor = life
-    link = RouterLink(router, admin_pb2.SetWorkersRequest)
+    link = RouterLink(router, admin_pb2.SetWorkersRequest, open_channel=fall)
     assert not await link.try_to_update()
     assert await link.status() is None
     assert await link.demand() == []
