@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from cluster.errors import ConfigError
 from tools.bench.workload import Sample
@@ -38,7 +39,7 @@ OBJECTIVES: Mapping[str, Callable[[Sample], float]] = {
 
 
 def figures_of(samples: Sequence[Sample], duration_s: float, objectives_ms: Mapping[str, float]) -> dict[str, Any]:
-    """Times in milliseconds, rates a second. Percentiles interpolate, as numpy's do."""
+    """Times in milliseconds, rates a second."""
     done = [sample for sample in samples if sample.is_complete]
     num_prompt, num_output = sum(s.num_prompt_tokens for s in done), sum(s.num_output_tokens for s in done)
     kept = sum(all(1000 * OBJECTIVES[name](s) <= most for name, most in objectives_ms.items()) for s in done)
@@ -81,14 +82,6 @@ def details_of(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """A percentile of at least one value, in ascending order."""
-    place = share * (len(ordered) - 1)
-    low = math.floor(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
     """Limits in milliseconds, from texts like `ttft:500`. Raises ValueError."""
     found = {}
@@ -101,10 +94,11 @@ def parse_objectives(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _spread(name: str, values_s: Sequence[float]) -> dict[str, float]:
-    ordered = sorted(1000 * value for value in values_s) or [0.0]
-    spread = {f"mean_{name}_ms": statistics.fmean(ordered), f"median_{name}_ms": percentile(ordered, 0.5)}
-    spread[f"std_{name}_ms"] = statistics.pstdev(ordered)
-    return spread | {f"p{p}_{name}_ms": percentile(ordered, p / 100) for p in PERCENTILES}
+    values_ms = 1000 * np.array(values_s or [0.0], dtype=np.float64)
+    spread = {f"mean_{name}_ms": values_ms.mean(), f"median_{name}_ms": np.median(values_ms)}
+    spread[f"std_{name}_ms"] = values_ms.std()
+    spread |= {f"p{p}_{name}_ms": np.percentile(values_ms, p) for p in PERCENTILES}
+    return {key: float(value) for key, value in spread.items()}
 
 
 def _most_at_once(samples: Sequence[Sample]) -> int:
@@ -199,13 +193,8 @@ def itl_over_time(run: Run, num_buckets: int = NUM_BUCKETS) -> list[PlotBucket]:
     filled: list[list[float]] = [[] for _ in range(num_buckets)]
     for at, itl in messages:
         filled[min(num_buckets - 1, int(at / width))].append(1000 * itl)
-    return [_bucket((number + 0.5) * width, sorted(itls)) for number, itls in enumerate(filled)]
-
-
-def _bucket(at_s: float, ordered: Sequence[float]) -> PlotBucket:
-    if not ordered:
-        return PlotBucket(at_s, math.nan, math.nan)
-    return PlotBucket(at_s, percentile(ordered, 0.5), percentile(ordered, 0.99))
+    spreads = [np.percentile(itls, (50, 99)) if itls else (math.nan, math.nan) for itls in filled]
+    return [PlotBucket((number + 0.5) * width, *map(float, spread)) for number, spread in enumerate(spreads)]
 
 
 def goodput_by_rate(runs: Iterable[Run]) -> list[GoodputPoint]:
